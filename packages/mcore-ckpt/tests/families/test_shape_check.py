@@ -107,7 +107,8 @@ CONFIGS = {
     "falcon_h1": ROPE
     | {"num_attention_heads": 6, "num_key_value_heads": 2}
     | MAMBA
-    | {"head_dim": 10, "mamba_d_head": None, "mamba_d_ssm": 36, "mamba_rms_norm": True},
+    | {"head_dim": 10, "mamba_d_head": None, "mamba_d_ssm": 36, "mamba_rms_norm": True}
+    | {"mamba_expand": 1},
     "t5": {"d_model": 18, "d_kv": 5, "num_heads": 3, "d_ff": 22, "num_layers": 2}
     | {"vocab_size": 37, "relative_attention_num_buckets": 32},
     "bert": ROPE | MASKED | {"type_vocab_size": 3},
@@ -122,6 +123,7 @@ COUNTS = {
 } | {
     *("first_k_dense_replace", "interleave_moe_layer_step", "hybrid_override_pattern"),
     *("full_attention_interval", "attn_layer_indices", "layer_types", "mamba_rms_norm"),
+    "mamba_expand",
 }
 """Say which weights there are: the check of names sees them."""
 

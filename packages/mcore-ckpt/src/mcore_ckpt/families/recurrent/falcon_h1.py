@@ -4,6 +4,7 @@ Factors that follow each other are one of ours: those on keys and on attention's
 scores and its output, that on Mamba's input all that is projected.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from mcore_ckpt.families.recurrent.mamba_parts import (
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.logical_tensors import mamba_sizes
 
+_WIDTH = 1024
+"""Of all heads where nothing is said."""
 _FACTORS = {
     "embedding_multiplier": "embedding_multiplier",
     "logits_multiplier": "lm_head_multiplier",
@@ -37,19 +40,24 @@ _NORMS = {
 }
 
 
+def _stated(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    # The width of all heads, where it is said, derives that of one, whatever mamba_expand is.
+    width, heads = config.get("mamba_d_ssm", _WIDTH), config.get("mamba_n_heads", 128)
+    is_derived = config.get("mamba_d_head") in (None, "auto") and width is not None
+    return {**config, "mamba_d_head": width // heads} if is_derived else config
+
+
 def _read_mamba(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     found = read_sizes(fields, ours)
     biased = found["mamba_proj_bias"]
     fields.must_be("projectors_bias", bool(biased))
     heads, each = found["mamba_num_heads"], found["mamba_head_dim"]
-    width = fields.maybe("mamba_d_ssm", 1024)
-    if width is not None:
-        if each * heads != width and each != 2 * ours["hidden_size"] // heads:
-            raise ValueError(
-                f"config.json has mamba_d_ssm={width}, which is not mamba_n_heads={heads} x "
-                f"mamba_d_head={each}."
-            )
-        found["mamba_head_dim"] = width // heads
+    width = fields.maybe("mamba_d_ssm", _WIDTH)
+    if width is not None and each * heads != width:
+        raise ValueError(
+            f"config.json has mamba_d_ssm={width}, which is not mamba_n_heads={heads} x "
+            f"mamba_d_head={each}."
+        )
     is_first = fields.take("mamba_norm_before_gate", True)
     has_norm = fields.take("mamba_rms_norm", False)
     norm = ("before_gate" if is_first else "gated") if has_norm else "none"
@@ -139,5 +147,6 @@ FAMILY = Decoder(
         Part(says=_FACTORS_SAID, read=_read_factors, write=_write_factors),
     ),
     layers=("P-",),
+    stated=_stated,
     weights=_table,
 )
