@@ -1,8 +1,8 @@
 """Megatron's published checkpoints, GPT-345M and BERT-345M, in small: read and evaluated.
 
 Their files are made here by hand from random models of transformers, whose losses are the
-measure. GPT is evaluated by our own command; BERT, which no model here runs, by transformers,
-from the folder that it is converted to.
+measure. GPT is evaluated by our own command; BERT by transformers, from the folder that it is
+converted to, and by our model, whose scores ``--check`` compares with theirs.
 """
 
 import json
@@ -139,7 +139,7 @@ def test_gpt_345m_in_small_is_read_and_evaluated(tmp_path, words, capsys):
     assert f"loss {loss:.4f} per token | perplexity {math.exp(loss):.2f} |" in found
 
 
-def test_bert_345m_in_small_is_read_and_evaluated(tmp_path):
+def test_bert_345m_in_small_is_read_and_evaluated(tmp_path, capsys):
     config = transformers.MegatronBertConfig(
         vocab_size=37,
         hidden_size=D,
@@ -203,3 +203,6 @@ def test_bert_345m_in_small_is_read_and_evaluated(tmp_path):
     torch.testing.assert_close(
         other.prediction_logits, one.prediction_logits, rtol=1e-5, atol=1e-5
     )
+    told = ["--input", str(tmp_path / "old"), "--output", str(tmp_path / "run"), "--check"]
+    assert ckpt(["convert", "megatron-to-mcore", *told, "--vocab-size", "37"]) == 0
+    assert "mcore against transformers: " in capsys.readouterr().out

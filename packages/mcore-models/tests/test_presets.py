@@ -207,7 +207,10 @@ PUBLISHED = {
 
 def test_every_preset_has_the_published_number_of_parameters():
     known = presets()
-    assert {"llama-3-8b", "gpt3-175b", "mixtral-8x7b", "qwen3-30b-a3b", "tiny"} <= set(known)
+    assert {"gpt3-175b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "tiny"} <= set(known)
+    for name in ("llama-3-8b", "llama-3.1-405b", "nemotron-4-340b", "deepseek-v3"):
+        assert "arXiv:" in known[name].source, name
+    assert all(preset.source for preset in known.values())
     rounded = {
         "llama-4-scout": 108.6,
         "mamba2-370m": 0.37,
