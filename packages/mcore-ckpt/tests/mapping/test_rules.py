@@ -89,37 +89,24 @@ def test_our_defaults_are_the_configs_own():
 
 def test_each_family_refuses_flags_that_it_cannot_say():
     plain = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
-    fits = {"qwen2": {"add_qkv_bias": True}, "granite": {"embedding_multiplier": 2.0}}
-    fits |= {name: family_of(name).fixed for name in ("gemma2", "cohere", "olmo2", "olmo3")}
-    fits["gemma2"] = fits["gemma2"] | {"embedding_multiplier": 8**0.5}
-    fits |= {"gemma3_text": fits["gemma2"], "cohere2": fits["cohere"] | {"window_size": (3, 0)}}
-    gelu = {"normalization": "LayerNorm", "swiglu": False, "openai_gelu": True}
-    fits |= {"starcoder2": gelu, "gpt_neox": gelu | {"add_bias_linear": True}}
-    fits["gpt2"] = fits["gpt_neox"] | {"position_embedding_type": "learned_absolute"}
-    fits["bloom"] = fits["gpt_neox"] | {"position_embedding_type": "alibi"}
-    fits["mpt"] = fits["bloom"] | {"openai_gelu": False, "add_bias_linear": False}
-    fits["mpt"] |= {"norm_bias": False}
-    fits["bloom"] |= {"embedding_layernorm": True}
-    fits["nemotron"] = {"normalization": "LayerNorm", "apply_layernorm_1p": True}
-    fits["nemotron"] |= {"swiglu": False, "squared_relu": True}
-    fits["gpt_oss"] = {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0}
-    fits["gpt_oss"] |= {"softmax_type": "learnable", "add_bias_linear": True}
-    routers = {"gpt_oss": {"moe_router_bias": True}}
-    routers["glm4_moe"] = {"moe_router_score_function": "sigmoid"}
-    routers["glm4_moe"] |= {"moe_router_enable_expert_bias": True}
+    more = {
+        name: {"embedding_multiplier": 8**0.5} for name in ("gemma", "gemma2", "gemma3_text")
+    }
+    more |= {"granite": {"embedding_multiplier": 2.0}, "cohere2": {"window_size": (3, 0)}}
+    sigmoid = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
+    routers = {"gpt_oss": {"moe_router_bias": True}, "glm4_moe": sigmoid, "dots1": sigmoid}
+    routers |= {"qwen2_moe": shared}
     # Llama 4 has all of what others refuse.
     names = [name for name in MODEL_TYPES if name != "llama4_text"]
     for name in names[: names.index("deepseek_v2")]:
-        has_norms = name in ("qwen3", "qwen3_moe", "gemma3_text")
+        family = family_of(name)
         described = {
             "family": "gpt",
             "vocab_size": 9,
-            "config": plain
-            | fits.get(name, {})
-            | ({"qk_layernorm": True} if has_norms else {}),
-            "moe": {"num_experts": 2} if name in ("mixtral", "qwen3_moe", *routers) else {},
+            "config": plain | family.fixed | more.get(name, {}),
+            "moe": {"num_experts": 2} | routers.get(name, {}) if family.experts else {},
         }
-        described["moe"] |= routers.get(name, {})
         family_of(name).to_theirs(described)
         for flag, value in (("qk_l2_norm", True), ("attention_chunk_size", 4)):
             odd = {**described, "config": described["config"] | {flag: value}}
