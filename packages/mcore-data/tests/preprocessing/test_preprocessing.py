@@ -125,7 +125,7 @@ def test_an_input_that_changes_while_it_is_read_ends_the_run(tmp_path, name, cha
             changed.append(CHANGES[change](source, data))
 
     options = {"on_bad_record": "skip", "text_lines": True}
-    with pytest.raises((RuntimeError, FileNotFoundError), match="in\\."):
+    with pytest.raises(RuntimeError, match=r"in\..* (changed while|became|is gone)"):
         run(tmp_path / "out", source, on_progress=interfere, **options)
     assert not [*tmp_path.glob("out*.bin"), *tmp_path.glob("out*.idx")]
     source.write_bytes(pack(b'{"text": "whole"}\n' * 3))

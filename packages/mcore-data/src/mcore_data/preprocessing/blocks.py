@@ -91,11 +91,11 @@ class Block:
         """Read the records.
 
         Raises:
-            RuntimeError: if the file has become shorter since the block was cut.
+            RuntimeError: if the file has become shorter since the block was cut, or is gone.
         """
         data = self.data
         if data is None:
-            with open(self.path, "rb") as file:
+            with open_local(self.path) as file:
                 file.seek(self.start)
                 data = file.read(self.end - self.start)
             if len(data) < self.end - self.start:
@@ -110,8 +110,20 @@ def open_raw(source: Source) -> BinaryIO:
     if source.path == STDIN:
         return sys.stdin.buffer
     if source.is_local or source.is_stream:
-        return open(source.path, "rb")
+        return open_local(source.path)
     return open_remote(source.path)
+
+
+def open_local(path: str) -> BinaryIO:
+    """Open a file that was there when the inputs were listed.
+
+    Raises:
+        RuntimeError: if it is gone.
+    """
+    try:
+        return open(path, "rb")
+    except FileNotFoundError as error:
+        raise RuntimeError(f"{path} is gone since the inputs were listed.") from error
 
 
 def describe(path: str, kind: Kind, number: int) -> str:

@@ -16,6 +16,7 @@ from mcore_data.preprocessing.blocks import (
     Block,
     Source,
     describe,
+    open_local,
     open_raw,
 )
 from mcore_data.preprocessing.compression import COMPRESSED, DAMAGE, open_compressed
@@ -215,7 +216,7 @@ def _line_start(source: Source, at: int) -> int:
     """First line start at or behind byte ``at``."""
     if at <= 0 or at >= source.size:
         return min(max(at, 0), source.size)
-    with open(source.path, "rb") as file:
+    with open_local(source.path) as file:
         file.seek(at - 1)
         file.readline()
         return file.tell()
@@ -223,7 +224,7 @@ def _line_start(source: Source, at: int) -> int:
 
 def _plain_blocks(source: Source, start: int, block_bytes: int) -> Iterator[Block]:
     stop = source.stop or source.size
-    with open(source.path, "rb") as file:
+    with open_local(source.path) as file:
         while start < stop:
             file.seek(start + block_bytes - 1)
             file.readline()
