@@ -63,7 +63,8 @@ def main() -> None:
     begin = time.perf_counter()
     with ThreadPoolExecutor() as pool:
         text = pool.submit(prepare_text, options)
-        steps = options.mtokens * 1_000_000 // _tokens_per_step(options.flags)
+        tokens = options.mtokens * 1_000_000
+        steps = options.steps or tokens // _tokens_per_step(options.flags)
         if options.seconds:
             step_s, start_s = time_side_by_side(options, wanted)
         facts = text.result()
@@ -94,6 +95,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--name", required=True)
     parser.add_argument("--folder", type=Path, required=True, help="for text, tokens, runs")
     parser.add_argument("--mtokens", type=int, default=200, help="millions that a run reads")
+    parser.add_argument("--steps", type=int, default=0, help="0: as --mtokens says")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["bf16", "delayed"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--at-once", type=int, default=0, help="runs side by side; 0: all")
