@@ -52,7 +52,9 @@ def test_a_second_run_on_a_folder_is_refused_continues_the_first_or_takes_its_pl
     shape = [f"--{n.replace('_', '-')}={v}" for n, v in {**MODEL, "seq_length": 8}.items()]
     words = ["gpt", *shape, "--mock-data", "--vocab-size=64", "--num-workers=0", "--lr=0.1"]
     words += ["--lr-decay-style=constant", "--device=cpu", "--save", str(tmp_path)]
+    words += ["--precision=auto"]
     assert main([*words, "--train-iters=2"]) == 0
+    assert "--precision auto: fp32 on the CPU" in capfd.readouterr().out
     assert main([*words, "--train-iters=2"]) == 2
     assert "holds step 2 of an earlier run" in capfd.readouterr().err
     resumed = [word for word in words if word not in shape] + ["--seq-length=8"]

@@ -43,7 +43,7 @@ from mcore_train.datasets import Datasets, load_datasets
 from mcore_train.loss_scaling import LossScaler
 from mcore_train.optimizers import build_optimizer
 from mcore_train.options.implementation_conflicts import find_implementation_conflicts
-from mcore_train.precision import torch_dtype
+from mcore_train.precision import check_device_format, torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -155,6 +155,7 @@ def assemble(
         datasets = load_datasets(plan, tokenizer)
     streams = RngStreams(config.run.seed, ctx)
     dtype = dtype or torch_dtype(plan.dtype)
+    check_device_format(dtype, ctx.device)
     if ctx.device.type == "cuda":
         wanted = optional_kernels(
             config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8, config.experts

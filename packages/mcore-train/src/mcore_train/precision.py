@@ -5,9 +5,16 @@ gradients, kept by the data-parallel buckets. float32 and float64 parameters are
 main weights.
 """
 
+import logging
+from dataclasses import replace
+
 import torch
 
+from mcore_parallel.precision.capability import best_format, bf16_problem
+from mcore_train.composition import TrainConfig
 from mcore_train.resolution import Dtype
+
+log = logging.getLogger(__name__)
 
 _DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
@@ -20,3 +27,35 @@ _DTYPES: dict[Dtype, torch.dtype] = {
 def torch_dtype(name: Dtype) -> torch.dtype:
     """Return torch's dtype of a plan's format."""
     return _DTYPES[name]
+
+
+def with_device_precision(config: TrainConfig, local_rank: int) -> TrainConfig:
+    """Put the format that this rank's device computes in in the place of ``--precision auto``.
+
+    Other configs stay as they are, and no device is looked at. All ranks compare their options
+    once they have met, so that GPUs of two kinds end with an error.
+    """
+    precision = config.precision
+    if precision.precision != "auto":
+        return config
+    capability, name = None, "the CPU"
+    if config.run.device != "cpu" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(local_rank)
+        name = torch.cuda.get_device_name(local_rank)
+    chosen = best_format(capability)
+    log.info("--precision auto: %s on %s", chosen, name)
+    named = {} if chosen == "fp32" else {chosen: True}
+    return replace(config, precision=replace(precision, precision="", **named))
+
+
+def check_device_format(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse bfloat16 where a GPU has no tensor cores for it.
+
+    Raises:
+        ValueError: naming the GPU and what to use.
+    """
+    if dtype != torch.bfloat16 or device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    if problem := bf16_problem(*found):
+        raise ValueError(problem)

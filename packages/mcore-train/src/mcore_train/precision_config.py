@@ -1,12 +1,16 @@
 """Options of the number formats of a run. Standard library only."""
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
     """In what number format the model computes."""
 
+    precision: Literal["", "auto"] = ""
+    """auto: --bf16 or --fp16 by what the GPU multiplies in (bf16 from Ampere on, fp16 on
+    Volta and Turing), and neither on a CPU. Empty: what the next two say."""
     bf16: bool = False
     """Parameters and activations in bfloat16; main weights and optimizer in float32."""
     fp16: bool = False
@@ -24,12 +28,17 @@ class PrecisionConfig:
     """Overflows within a window from which on each halves the factor."""
 
     def __post_init__(self) -> None:
+        if self.precision and (self.fp16 or self.bf16):
+            raise ValueError(
+                "--precision auto chooses the format: leave --bf16 and --fp16 out."
+            )
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 exclude each other: give one.")
         given = [
             "--" + each.name.replace("_", "-")
             for each in fields(self)
-            if each.name not in ("fp16", "bf16") and getattr(self, each.name) != each.default
+            if each.name not in ("precision", "fp16", "bf16")
+            and getattr(self, each.name) != each.default
         ]
         if given and not self.fp16:
             raise ValueError(f"{given[0]} has no effect without --fp16: leave it out.")

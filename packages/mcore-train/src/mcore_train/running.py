@@ -23,6 +23,7 @@ from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import flag
 from mcore_train.loop import train
 from mcore_train.options.output_checks import check_destinations
+from mcore_train.precision import with_device_precision
 from mcore_train.reporting.log import METRICS, TENSORBOARD, Reporter, set_up
 from mcore_train.resolution import Plan, plan_of
 
@@ -40,6 +41,7 @@ def run_training(config: TrainConfig, family: Family = GPT_FAMILY) -> int:
     """
     world = launcher.read_environment()
     console = set_up(world.rank == 0)
+    config = with_device_precision(config, world.local_rank)
     plan = plan_of(config, world.world_size, family)
     check_destinations(config, is_reporter=world.rank == 0)
     with joined_world(plan) as ctx:

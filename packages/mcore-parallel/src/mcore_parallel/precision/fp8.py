@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.precision.capability import fp8_problem
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8_cast import Uncast
@@ -282,20 +283,11 @@ def delayed_scales(config: Fp8Config, ctx: ParallelContext) -> DelayedScales | N
 
 
 _STATELESS = {"tensorwise": Tensorwise, "rowwise": Rowwise, "blockwise": Blockwise}
-_LEAST_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "rowwise": (9, 0)}
 
 
 def _check_device(config: Fp8Config, device: torch.device) -> None:
     if device.type != "cuda":
         return
-    found, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-    if config.fp8_recipe == "blockwise" and found[0] != 9:
-        raise ValueError(
-            f"--fp8-recipe blockwise runs on Hopper only, and this is {name}: use tensorwise."
-        )
-    if found < _LEAST_CAPABILITY.get(config.fp8_recipe, (9, 0)):
-        raise ValueError(
-            f"--fp8-format {config.fp8_format} with --fp8-recipe {config.fp8_recipe} needs a "
-            "GPU with fp8 tensor cores (Ada or later; Hopper or later for rowwise), and "
-            f"{name} has none: leave it out."
-        )
+    found = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    if problem := fp8_problem(config, *found):
+        raise ValueError(problem)

@@ -28,6 +28,8 @@ def endless_numbers(config: TrainConfig) -> list[str]:
 def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
     """Name the options that contradict each other or have no effect, one line each."""
     yield from find_idle_options(config)
+    if config.precision.precision == "auto":
+        yield "--precision auto is chosen where a run trains: give --bf16 or --fp16 here."
     pipeline = config.pipeline
     if pipeline.splits_backward and config.recomputation.recompute_granularity == "full":
         yield (
