@@ -334,18 +334,21 @@ def test_a_step_repeats_its_casts_whatever_it_has_seen_meanwhile():
 def test_a_history_keeps_its_length_and_skips_what_says_nothing():
     scales, layer = delayed_linear(fp8_amax_history_len=3, fp8_amax_compute_algo="max")
     dy = draw(T, 1, F, seed=1)
-    for size in (1.0, 8.0, 2.0, 0.0, float("inf"), 4.0):
+    for size in (1.0, 8.0, 2.0, 0.0, float("inf"), 1.5):
         with step(scales):
             gradients(layer, torch.full((T, 1, D), size), dy)
     (shard,) = scales.shards().values()
-    assert shard.pieces[0].data[0].tolist() == [4.0, 2.0, 2.0]
-    again, other = delayed_linear(fp8_amax_history_len=3, fp8_amax_compute_algo="max")
-    again.shards()["blocks.3.0.history"].pieces[0].data.copy_(shard.pieces[0].data)
-    again.restored()
-    other.weight.data.copy_(layer.weight.data)
-    x = draw(T, 1, D)
-    with step(scales), step(again):
-        assert all(map(torch.equal, gradients(layer, x, dy), gradients(other, x, dy)))
+    assert shard.pieces[0].data[0].tolist() == [1.5, 2.0, 2.0]
+    history, x = shard.pieces[0].data.clone(), draw(T, 1, D)
+    with step(scales):
+        expected = gradients(layer, x, dy)
+    for algorithm, is_same in (("max", True), ("most_recent", False)):
+        again, other = delayed_linear(fp8_amax_history_len=3, fp8_amax_compute_algo=algorithm)
+        again.shards()["blocks.3.0.history"].pieces[0].data.copy_(history)
+        again.restored()
+        other.weight.data.copy_(layer.weight.data)
+        with step(again):
+            assert all(map(torch.equal, gradients(other, x, dy), expected)) == is_same
 
 
 def test_a_number_that_is_not_finite_stays_one_under_an_earlier_scale():
