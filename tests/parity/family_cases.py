@@ -174,6 +174,11 @@ CASES = {
         {**ODD, **HEADS, "sliding_window": 5}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "ministral3": (
+        "Ministral3",
+        {**ODD, **HEADS, "max_position_embeddings": 32}
+        | rope(**{**YARN, "original_max_position_embeddings": 8}, llama_4_scaling_beta=0.3),
+    ),
     "seed_oss": (
         "SeedOss",
         {**ODD, **HEADS, **dict.fromkeys(("attention_dropout", "residual_dropout"), 0.0)},

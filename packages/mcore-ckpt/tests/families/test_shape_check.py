@@ -66,6 +66,16 @@ CONFIGS = {
     | {"num_local_experts": 3, "intermediate_size_mlp": 16, "interleave_moe_layer_step": 2},
     **dict.fromkeys(("cwm", "ernie4_5", "gemma", "glm", "glm4"), ROPE | HEAD),
     **dict.fromkeys(("arcee", "ministral", "seed_oss"), ROPE | HEAD),
+    "ministral3": ROPE
+    | HEAD
+    | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "exaone4": ROPE | HEADS,
     "helium": ROPE | HEADS | {"head_dim": 4},
     "dots1": ROPE
@@ -123,7 +133,7 @@ COUNTS = {
 } | {
     *("first_k_dense_replace", "interleave_moe_layer_step", "hybrid_override_pattern"),
     *("full_attention_interval", "attn_layer_indices", "layer_types", "mamba_rms_norm"),
-    "mamba_expand",
+    *("mamba_expand", "rope_parameters"),
 }
 """Say which weights there are: the check of names sees them."""
 

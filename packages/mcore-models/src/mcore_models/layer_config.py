@@ -104,6 +104,10 @@ class LayerConfig(AttentionConfig):
     attention_temperature_scale: float = 0.1
     """See --attention-temperature-span."""
 
+    attention_temperature_layers: Literal["unrotated", "all"] = "unrotated"
+    """Layers of --attention-temperature-span; in all layers the token itself is not counted,
+    as Ministral 3 does."""
+
     geglu: bool = False
     """Feed-forward layers gated by GELU by tanh; needs --no-swiglu."""
 

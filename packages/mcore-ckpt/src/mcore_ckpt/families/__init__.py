@@ -45,7 +45,7 @@ _FLOORS = {
     **dict.fromkeys(
         (
             *("arcee", "cwm", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "helium"),
-            *("ministral", "seed_oss"),
+            *("ministral", "ministral3", "seed_oss"),
         ),
         "dense.variants",
     ),

@@ -183,9 +183,11 @@ class Attention(nn.Module):
         return self.proj(mixed)
 
     def _core(self, qkv: Tensor, inputs: BlockInputs) -> Float[Tensor, "S B X"]:
+        config = self.config
         qkv, gate = self._ungated(qkv)
         q, k, v = self._heads(qkv, self._rotary(inputs))
-        if inputs.temperature is not None and not self.is_rotated:
+        is_tempered = not self.is_rotated or config.attention_temperature_layers == "all"
+        if inputs.temperature is not None and is_tempered:
             q = (q * inputs.temperature).to(q.dtype)
         if inputs.state is None:
             mixed = self._mix(q, k, v, inputs.documents)

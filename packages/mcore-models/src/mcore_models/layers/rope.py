@@ -58,16 +58,17 @@ def build_local_rotary(
 def query_temperature(
     config: TransformerConfig, positions: Int[Tensor, "*B S"], dtype: torch.dtype
 ) -> Float[Tensor, "S b 1 1"] | None:
-    """Factor on the queries of layers without rotation; None: 1.
+    """Factor on the queries of layers without rotation, or of all; None: 1.
 
-    Scores are sharpened as the context grows, as Llama 4's release does.
+    Scores are sharpened as the context grows, as Llama 4's and Ministral 3's releases do.
     """
     span = config.attention_temperature_span
     if not span:
         return None
     positions = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
     wide = torch.promote_types(dtype, torch.float32)
-    spans = ((positions + 1) // span).to(wide)
+    counted = positions + (config.attention_temperature_layers == "unrotated")
+    spans = (counted // span).to(wide)
     return (1 + config.attention_temperature_scale * torch.log1p(spans))[..., None, None]
 
 

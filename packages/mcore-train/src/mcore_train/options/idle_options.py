@@ -93,7 +93,7 @@ SWITCHES = (
     Switch(
         "--attention-temperature-span",
         lambda c: c.model.attention_temperature_span,
-        ("attention_temperature_scale",),
+        ("attention_temperature_scale", "attention_temperature_layers"),
     ),
     Switch("--qk-layernorm", lambda c: c.model.qk_layernorm, ("qk_norm_width",)),
     Switch(

@@ -82,6 +82,7 @@ VARIANTS: dict[str, Any] = {
     "rotary_base_local": 0.0,
     "attention_temperature_span": 0,
     "attention_temperature_scale": 0.1,
+    "attention_temperature_layers": "unrotated",
     "geglu": False,
     "activation_func_clamp_value": 0.0,
     "glu_linear_offset": 0.0,

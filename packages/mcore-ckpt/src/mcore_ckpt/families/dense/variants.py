@@ -5,8 +5,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, pair
+from mcore_ckpt.families.common.decoder import Decoder, Description, Part, Theirs, pair
 from mcore_ckpt.families.common.decoder_rules import decoder_table
+from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.common.layer_types import FULL, LOCAL, ROTATED_WINDOWS, windows
 from mcore_ckpt.families.dense import gemma2, llama, mistral, olmo2
 from mcore_ckpt.mapping.rules import Rule, Table
@@ -35,6 +36,46 @@ def _cwm_windows(config: Mapping[str, Any]) -> dict[str, Any]:
     types = [LOCAL if layer % 4 else FULL for layer in layers]
     return {**config, "layer_types": config.get("layer_types") or types}
 
+
+_BETA = "llama_4_scaling_beta"
+
+
+def _with_temperature(config: Mapping[str, Any]) -> dict[str, Any]:
+    # The factor on queries stands among the rotary parameters, and the limit once more.
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    beta, _ = rope.pop(_BETA, None), rope.pop("max_position_embeddings", None)
+    rest = {name: value for name, value in config.items() if name != "rope_scaling"}
+    return {**rest, "rope_parameters": rope, _BETA: beta}
+
+
+def _read_temperature(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
+    beta, span = fields.maybe(_BETA), ours.get("original_max_position_embeddings")
+    if beta is None or not span:
+        raise ValueError(
+            "config.json lacks llama_4_scaling_beta or original_max_position_embeddings in "
+            "rope_parameters, without which transformers runs no model of this family."
+        )
+    return {
+        "attention_temperature_span": span,
+        "attention_temperature_scale": float(beta),
+        "attention_temperature_layers": "all",
+    }
+
+
+def _write_temperature(description: Description, theirs: Theirs) -> Theirs:
+    span = setting(description, "attention_temperature_span")
+    require(description, attention_temperature_layers="all")
+    require(description, original_max_position_embeddings=span, rope_type="yarn")
+    del theirs["rope_scaling"]
+    beta = setting(description, "attention_temperature_scale")
+    return {"rope_parameters": {**theirs["rope_parameters"], _BETA: beta}}
+
+
+_TEMPERATURE = Part(
+    says=tuple(f"attention_temperature_{what}" for what in ("span", "scale", "layers")),
+    read=_read_temperature,
+    write=_write_temperature,
+)
 
 _GLM = Decoder(
     model_type="glm",
@@ -130,6 +171,15 @@ _ALL = (
         model_type="ministral",
         architecture="MinistralForCausalLM",
         parts=(windows(0),),
+    ),
+    replace(
+        mistral.FAMILY,
+        model_type="ministral3",
+        architecture="Ministral3ForCausalLM",
+        absent={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+        parts=(*mistral.FAMILY.parts, _TEMPERATURE),
+        theta=1e6,
+        stated=_with_temperature,
     ),
     Decoder(
         model_type="seed_oss",
