@@ -385,12 +385,13 @@ def check_attention_to_codes():
     where = (*pages, tables, lengths)
     for window, programs in ((-1, 4), (5, 264)):  # in one split, and in many
         kernels_of_decoding._PROGRAMS = programs
-        rules = {"window": window, "kv_scales": (0.02, 0.5)}
-        if window < 0:
-            rules["slopes"] = alibi_slopes(4)
-        # The kernel writes to the pages, where the interpreter's casts are not to the nearest.
-        got = paged_decode(q, k, v, *where, **rules)
-        compare([got], [reference_decode(q, *where, **rules)], atol=1e-5)
+        others = {"slopes": alibi_slopes(4)} if window < 0 else {"sinks": torch.rand(4)}
+        for more in ({"chunk": 16, "softcap": 2.0} if window < 0 else {}, others):
+            rules = {"window": window, "kv_scales": (0.02, 0.5), **more}
+            # The kernel writes to the pages, where the interpreter's casts are not to the
+            # nearest.
+            got = paged_decode(q, k, v, *where, **rules)
+            compare([got], [reference_decode(q, *where, **rules)], atol=1e-5)
 
 
 def check_trials():

@@ -6,6 +6,7 @@ to its own request's pages. A recurrent layer has a state for each slot; chunks 
 run side by side from those of their requests, and the first chunk of a request from none.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -22,6 +23,15 @@ from mcore_infer.transfers import on_device
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels.attention_backends import attend
 from mcore_parallel.optional_kernels import works
+
+log = logging.getLogger(__name__)
+
+_RULES = {"scale", "chunk", "softcap", "slopes", "sinks"}
+"""Of scores, that the kernel of decoding knows."""
+_ONE_BY_ONE = (
+    "texts attend one after the other, and their steps are not recorded: the attention of this "
+    "model has no kernel of decoding here"
+)
 
 Mix = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 """See ``mcore_models.protocol.RecurrentState``."""
@@ -180,6 +190,8 @@ class _PagedLayer:
         news, memories = ((k,), (held.keys,)) if v is None else ((k, v), (held.keys, values))
         write_to_pages(memories, [new[:, 0] for new in news], step.places, self.scales)
         if isinstance(step, DecodeTensors):
+            if q.is_cuda and not self.cache.waits_for_device:
+                log.warning("%s.", _ONE_BY_ONE)
             self.cache.waits_for_device = True
             where = (held.keys, values, step.tables, step.lengths)
             return reference_decode(q[:, 0], *where, **rules).unsqueeze(1)
@@ -224,7 +236,10 @@ class _PagedLayer:
         self, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]
     ) -> Callable[..., Tensor] | None:
         """Return the kernel of decoding where it works; it writes to the pages itself."""
-        if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - {"scale", "slopes"}:
+        if v is None or v.shape[-1] != q.shape[-1]:
+            return None
+        has_slopes = "slopes" in scores  # for which only distances count
+        if scores.keys() - _RULES or (has_slopes and scores.keys() & {"sinks", "softcap"}):
             return None
         if not q.is_cuda or q.dtype == torch.float64:
             return None
@@ -232,8 +247,8 @@ class _PagedLayer:
             return None
         from mcore_infer.engine.kernels import DECODE_KERNEL, paged_decode
 
-        given = self.scales is not None, "slopes" in scores
-        kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], *given
+        sizes = q.shape[-1], q.shape[-2] // k.shape[-2]
+        kind = q.dtype, *sizes, self.scales is not None, tuple(sorted(scores))
         return paged_decode if works(DECODE_KERNEL, q.device, *kind) else None
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
