@@ -25,12 +25,7 @@ class LossScaler:
     """
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
-        """Begin at the first scale; no communication.
-
-        Args:
-            config: says how the scale moves.
-            device: of the scale.
-        """
+        """Begin at the first scale; no communication."""
         self._config = config
         self._value = config.loss_scale or config.initial_loss_scale
         self.scale: Float[Tensor, ""] = torch.full((), self._value, device=device)
@@ -44,9 +39,6 @@ class LossScaler:
 
     def update(self, *, is_finite: bool) -> bool:
         """Close a step; no communication.
-
-        Args:
-            is_finite: whether its gradients are, all over the world.
 
         Returns:
             Whether a step that is not finite may be skipped: a lower scale can still mend it.

@@ -28,13 +28,6 @@ def link_step(
 ) -> Index:
     """Link a Hugging Face folder's files into a fresh step; the caller commits the index.
 
-    Args:
-        folder: fresh, from ``make_fresh``.
-        source: the Hugging Face folder.
-        found: the same, opened without a cast or another vocabulary.
-        extra: JSON for the index.
-        on_progress: called for each tensor that is summed.
-
     Raises:
         ValueError: if a tensor does not stand in the files as we hold it.
     """

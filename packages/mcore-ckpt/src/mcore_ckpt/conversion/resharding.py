@@ -38,14 +38,7 @@ from mcore_ckpt.storage.stores import as_path
 def write_whole(
     folder: Path, items: Sequence[Item], extra: Mapping[str, Any], num_files: int = 1
 ) -> Index:
-    """Write whole tensors to files of about the same size; the caller commits the index.
-
-    Args:
-        folder: fresh, from ``make_fresh``.
-        items: every tensor.
-        extra: JSON for the index.
-        num_files: how many files to spread them over.
-    """
+    """Write whole tensors to files of about the same size; the caller commits the index."""
     tensors: dict[str, TensorEntry] = {}
     files = {}
     for number, mine in enumerate(_spread(items, num_files)):

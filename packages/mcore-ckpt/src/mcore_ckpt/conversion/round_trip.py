@@ -83,13 +83,6 @@ def proven(
 ) -> str:
     """Open what was written as if it were an input, compare, and return its fingerprint.
 
-    Args:
-        source: what was converted.
-        form: of the output.
-        folder: where it was written.
-        judge: called with what was read back, under our names.
-        on_progress: called for each tensor.
-
     Raises:
         CheckpointError: naming the first tensor that differs.
     """

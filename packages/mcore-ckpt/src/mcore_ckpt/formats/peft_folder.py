@@ -66,10 +66,6 @@ def base_folder(folder: Path) -> Path:
 def read_adapters(folder: Path, links: Sequence[Link]) -> PeftAdapters:
     """Read the adapters of a folder.
 
-    Args:
-        folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
-        links: of the base: how its tensors are ours.
-
     Raises:
         ValueError: naming what of PEFT is not known here, or modules that the base lacks.
         CheckpointError: if the tensors are not those of adapters.
@@ -121,12 +117,6 @@ def write_adapters(
     config: Mapping[str, Any],
 ) -> None:
     """Write a folder that PEFT reads.
-
-    Args:
-        folder: which exists.
-        adapters: under our names.
-        links: of the Hugging Face model beside which they stand.
-        config: of the adapters, with the base.
 
     Raises:
         ValueError: if routed experts have adapters, which PEFT stacks.

@@ -65,12 +65,7 @@ class QuantizedFolder:
     """A Hugging Face folder of quantized weights: how each of our matrices was rounded."""
 
     def __init__(self, found: OpenCheckpoint, widened: WidenedRows) -> None:
-        """Look at names only.
-
-        Args:
-            found: the folder, without a cast or another vocabulary.
-            widened: its tensors.
-        """
+        """Look at names only."""
         self._widened = widened
         self._places = {
             name: (link, number)
@@ -123,9 +118,6 @@ def opened_quantized(folder: Path) -> Iterator[QuantizedFolder | None]:
 def pointers(found: OpenCheckpoint) -> dict[str, TensorEntry]:
     """List our tensors, each as one chunk of the foreign file that holds it.
 
-    Args:
-        found: opened without a cast or another vocabulary.
-
     Returns:
         By logical name. The file of a chunk is empty where no file holds the tensor's bytes in
         order.
@@ -150,12 +142,7 @@ class ViewReader(Reader):
     """Reads boxes from files where they lie there, else through a view of rows."""
 
     def __init__(self, folder: Path, view: Rows) -> None:
-        """Open nothing yet.
-
-        Args:
-            folder: of the files.
-            view: our tensors, by logical name.
-        """
+        """Open nothing yet."""
         super().__init__(folder)
         self._view = view
 

@@ -134,10 +134,6 @@ def opened_checkpoint(
 ) -> Iterator[tuple[Index, Reader, int]]:
     """Open a step of ours, or a Hugging Face folder as if it were one.
 
-    Args:
-        folder: from ``resolve_folder``.
-        checksums: whether blocks that are read are checked.
-
     Returns:
         The index, a reader of its chunks, and a number that is equal on ranks which see the
         same folder.

@@ -17,12 +17,7 @@ from mcore_ckpt.storage.paths import INDEX
 
 
 def sealed(index: Index, folder: Path) -> bytes:
-    """Return the content of ``index.json`` for a step whose other files are all written.
-
-    Args:
-        index: what the step holds; ``beside`` is filled in.
-        folder: of the step.
-    """
+    """Return the content of ``index.json`` for a step whose other files are all written."""
     beside = {
         str(path.relative_to(folder)): _entry(path)
         for path in _files_below(folder)

@@ -116,12 +116,7 @@ class CharacterCheck:
 
 
 def border_vocabulary(pre_tokenizer: Any, normalizer: Any) -> str:
-    """A ``tokenizer.json`` of byte-level BPE whose ids show where a text is split.
-
-    Args:
-        pre_tokenizer: that part of the tokenizer's own ``tokenizer.json``.
-        normalizer: likewise.
-    """
+    """A ``tokenizer.json`` of byte-level BPE whose ids show where a text is split."""
     letters = byte_letters()
     first_bytes, last_bytes = range(0xC2, 0xF5), range(0x80, 0xC0)
     merges = [

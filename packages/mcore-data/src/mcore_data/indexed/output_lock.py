@@ -20,12 +20,7 @@ _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def make_folder(folder: Path, flag: str) -> None:
-    """Make a folder for outputs, and try whether it takes files.
-
-    Args:
-        folder: made with those above it.
-        flag: what names it, with its value, for the error.
-    """
+    """Make a folder for outputs, and try whether it takes files."""
     if "://" in flag:
         raise ValueError(
             f"{flag}: outputs are local files. Name a place on this machine, and copy .bin "

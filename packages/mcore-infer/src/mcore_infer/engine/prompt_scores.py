@@ -37,11 +37,6 @@ class PromptScores:
         """Score the tokens behind those of a chunk, as far as the prompt goes.
 
         All-gathers the vocabulary over ``tp``. Computing a chunk again changes nothing.
-
-        Args:
-            model: of the request.
-            begin: position of the chunk's first token.
-            hidden: its last hidden state.
         """
         end = min(begin + len(hidden), len(self.prompt) - 1)
         for first in range(begin, end, _ROWS):

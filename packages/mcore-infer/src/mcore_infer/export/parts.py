@@ -60,15 +60,7 @@ def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 def item_of(
     name: str, dtype: str, shape: tuple[int, ...], parts: Sequence[Part], rows: Rows
 ) -> Item:
-    """Make a tensor to write out of parts that follow each other.
-
-    Args:
-        name: key in the file.
-        dtype: safetensors' name; numbers are cast to it.
-        shape: of the tensor.
-        parts: in the order of memory.
-        rows: reads the logical tensors.
-    """
+    """Make a tensor to write out of parts that follow each other."""
     return Item(name, dtype, shape, partial(_slabs, tuple(parts), rows, DTYPES[dtype]))
 
 

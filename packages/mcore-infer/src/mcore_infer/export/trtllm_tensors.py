@@ -50,12 +50,7 @@ class Linears(Protocol):
         ...
 
     def cache_items(self, name: str, stem: str) -> list[Item]:
-        """List the scales of the key/value cache of an attention layer ``name``.
-
-        Args:
-            name: the engine's.
-            stem: the logical name of its projections, without ``.k``.
-        """
+        """List the scales of the key/value cache of an attention layer ``name``."""
         ...
 
 

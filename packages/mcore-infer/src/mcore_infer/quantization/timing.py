@@ -17,13 +17,7 @@ _FIRST = 8
 def tokens_per_second(
     model: LanguageModel, num_tokens: int, fp8_cache: Fp8Cache | None = None
 ) -> float:
-    """Time the writing of one text on an engine.
-
-    Args:
-        model: whole, in eval mode.
-        num_tokens: to write, after some that are not timed.
-        fp8_cache: see ``EngineConfig``.
-    """
+    """Time the writing of one text on an engine."""
     if reason := engine_refusal(model.config):
         raise ValueError(f"--speed-tokens needs an engine, and {reason}: leave it out.")
     length = 1 + _FIRST + num_tokens

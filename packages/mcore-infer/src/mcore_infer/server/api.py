@@ -96,14 +96,7 @@ class ApiReply:
         requests: Sequence[TextRequest],
         answers: Sequence[Answer],
     ) -> None:
-        """Remember what was sent.
-
-        Args:
-            served: whose tokenizer cuts texts into segments.
-            prompts: as they were sent.
-            requests: one for each.
-            answers: one for each.
-        """
+        """Remember what was sent."""
         self.served, self.prompts = served, prompts
         self.requests, self.answers = requests, answers
 

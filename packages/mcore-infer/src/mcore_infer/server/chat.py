@@ -160,15 +160,7 @@ class ChatReply:
         options: TextOptions,
         is_scored: bool,
     ) -> None:
-        """Give the reply its id.
-
-        Args:
-            served: the model.
-            prompt_tokens: of the rendered messages.
-            answers: one for each text.
-            options: as they were sent.
-            is_scored: whether log probabilities are wanted.
-        """
+        """Give the reply its id."""
         self.prompt_tokens, self.answers = prompt_tokens, answers
         self.options, self.is_scored = options, is_scored
         self.head = {

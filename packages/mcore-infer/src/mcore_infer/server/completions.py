@@ -147,16 +147,7 @@ class CompletionReply:
         options: TextOptions,
         echo: bool,
     ) -> None:
-        """Give the reply its id.
-
-        Args:
-            served: the model.
-            prompts: texts and token ids.
-            requests: ``options.n`` for each prompt.
-            answers: one for each request.
-            options: as they were sent.
-            echo: whether texts begin with their prompts.
-        """
+        """Give the reply its id."""
         self.served, self.prompts, self.requests = served, prompts, requests
         self.answers, self.options, self.echo = answers, options, echo
         self.head = {

@@ -18,12 +18,7 @@ class Front:
     """
 
     def __init__(self, worker: EngineWorker, max_queued: int) -> None:
-        """Prepare; ``start`` starts the engine's thread.
-
-        Args:
-            worker: not yet started.
-            max_queued: most requests that run and wait; more are refused.
-        """
+        """Prepare; ``start`` starts the engine's thread."""
         self.worker, self.max_queued = worker, max_queued
         self.on_failure: Callable[[], None] = lambda: None
         self.num_open = 0

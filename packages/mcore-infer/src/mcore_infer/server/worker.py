@@ -82,11 +82,7 @@ class Requests:
     """The groups that an engine runs; the same calls on every rank."""
 
     def __init__(self, engine: Engine) -> None:
-        """Begin without any.
-
-        Args:
-            engine: that nothing else adds to.
-        """
+        """Begin without any."""
         self.engine = engine
         self._places: dict[int, tuple[int, int]] = {}  # engine's number -> group, index
         self._groups: dict[int, dict[int, int]] = {}  # group -> index -> engine's number
@@ -156,12 +152,7 @@ class EngineWorker:
     """
 
     def __init__(self, engine: Engine, axis: Axis) -> None:
-        """Prepare; nothing runs yet.
-
-        Args:
-            engine: that nothing else adds to.
-            axis: ranks that hold the same engine; the others call ``follow``.
-        """
+        """Prepare; nothing runs yet."""
         self.requests, self.axis = Requests(engine), axis
         self.device = engine.device
         self.has_failed = False

@@ -33,15 +33,7 @@ class RelativePositionBias(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate this rank's heads; the table is zero until the model fills it.
-
-        Args:
-            num_buckets: distances that have a bias of their own.
-            num_heads: over all ranks.
-            axis: ranks that share the heads.
-            device: of the table.
-            dtype: of the table.
-        """
+        """Allocate this rank's heads; the table is zero until the model fills it."""
         super().__init__()
         self.axis, self.shape = axis, (num_buckets, num_heads)
         local = torch.zeros(num_buckets, num_heads // axis.size, device=device, dtype=dtype)

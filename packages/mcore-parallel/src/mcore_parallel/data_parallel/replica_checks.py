@@ -38,10 +38,6 @@ def check_replicas(units: Sequence[OwnedUnit], ctx: ParallelContext) -> None:
     A few small collectives over each axis with replicas, and one over the world; the host
     waits for them.
 
-    Args:
-        units: of this rank, before the first update.
-        ctx: the rank grid.
-
     Raises:
         ValueError: on every rank if any differ: names the first parameter, or refers to the
             other ranks' messages.

@@ -53,10 +53,6 @@ def read_communicators(path: str, axes: Mapping[str, object]) -> dict[str, Commu
     A table of the data ranks, ``dp_cp`` or ``expert_dp``, also holds for the shards of their
     optimizer, unless these have tables too.
 
-    Args:
-        path: of the file; empty: there are none.
-        axes: all that there are, by name.
-
     Raises:
         ValueError: if the file is missing or no TOML, or names an axis or a setting that is
             not known, or a count below 1; says which.

@@ -92,12 +92,7 @@ class HostUpdate:
             self._fetch()
 
     def apply(self, count: int, update: Update) -> None:
-        """Update the next pieces; the current stream then waits for their weights.
-
-        Args:
-            count: of pieces.
-            update: called for each with its number among all pieces.
-        """
+        """Update the next pieces; the current stream then waits for their weights."""
         for _ in range(count):
             place, piece = self._next, self._pieces[self._next]
             self._next += 1

@@ -61,11 +61,6 @@ class Turns:
 
         Neither may need anything of the other. Both launch on the current stream. If one
         raises, the other ends at its next turn: exchanges that peers do not enter would hang.
-
-        Args:
-            backward: runs on a thread of its own.
-            forward: runs on this one.
-            device: of the stream.
         """
         self._is_going[:] = True, True
         self._active = _BACKWARD

@@ -61,10 +61,6 @@ def load_base(run: Run, folder: Path | None) -> bool:
 
     All ranks call it together.
 
-    Args:
-        run: whose ``base`` is set.
-        folder: that ``--load`` means, if there is one.
-
     Returns:
         Whether there were.
 

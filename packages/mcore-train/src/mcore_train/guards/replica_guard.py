@@ -14,12 +14,7 @@ class WeightCopies:
     """Compares the copies of a run's weights, and records when they were equal last."""
 
     def __init__(self, data_parallel: GradientSync, iteration: int) -> None:
-        """Begin at a step whose copies are equal; no communication.
-
-        Args:
-            data_parallel: whose weights they are.
-            iteration: the step that the run stands at.
-        """
+        """Begin at a step whose copies are equal; no communication."""
         self._data_parallel = data_parallel
         self._equal = iteration
 

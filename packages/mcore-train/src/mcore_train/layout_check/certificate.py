@@ -181,12 +181,7 @@ def _different(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> s
 
 
 def draw(certificate: Certificate, *, quiet: bool = False) -> str:
-    """Draw the table: one row a tensor class, failures marked, and what was not checked.
-
-    Args:
-        certificate: of a comparison.
-        quiet: leave out what passed, and what was not checked.
-    """
+    """Draw the table: one row a tensor class, failures marked, and what was not checked."""
     rows = [("what", "tensors", "worst error", "tolerance", "")]
     for line in certificate.lines:
         exact = line.tolerance == 0

@@ -269,10 +269,6 @@ or why nothing does. The first row that matches answers."""
 def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
     """Rewrite a command line in our own flags and check every one of them.
 
-    Args:
-        argv: the words after the command's name.
-        known: every flag that the command has, ``--no-`` forms included.
-
     Returns:
         The rewritten words, and notes on flags that did nothing.
 

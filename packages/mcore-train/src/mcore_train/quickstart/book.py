@@ -58,11 +58,6 @@ def token_files(folder: Path) -> TokenFiles:
 def prepare(book: Book, folder: Path, vocab_size: int) -> tuple[int, int]:
     """Train a tokenizer on the training chapters and write both parts as tokens.
 
-    Args:
-        book: the chapters.
-        folder: for text, tokenizer and token files.
-        vocab_size: of the tokenizer.
-
     Returns:
         Tokens of the training and of the held-out chapters, ends of documents included.
     """

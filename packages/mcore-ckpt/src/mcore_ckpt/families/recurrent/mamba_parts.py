@@ -144,14 +144,7 @@ def hybrid_table(
     halves: Iterable[Rule],
     final_norm: str = "norm",
 ) -> Table:
-    """List the weights of layers that are Mamba-2 or attention, then something else.
-
-    Args:
-        description: of the model.
-        norms: names of the norms before each of the two.
-        halves: rules of what comes second.
-        final_norm: name of the last norm.
-    """
+    """List the weights of layers that are Mamba-2 or attention, then something else."""
     layers = pattern_layers(setting(description, "hybrid_override_pattern"))
     mixers = {"mamba": "M", "attention": "*"}
     places = {

@@ -75,14 +75,6 @@ def read_megatron(
 ) -> OptimizerState:
     """Find the optimizer's state.
 
-    Args:
-        folder: of the step.
-        reader: of its files.
-        table: of the weights.
-        weights: under Megatron's names and under ours, uncut.
-        common: what Megatron stores once.
-        common_file: holds the tensors in ``common``.
-
     Raises:
         ValueError: if there is none, it is in a form without names, or it is not that of the
             weights.
