@@ -111,7 +111,7 @@ class MoELayer(nn.Module):
         """
         super().__init__()
         if config.num_experts == 0:
-            raise ValueError("--num-experts 0 asks for no experts: set it to 1 or more.")
+            raise ValueError("--num-experts 0 means no experts: set it to 1 or more.")
         placed = {"device": device, "dtype": dtype}
         self.tp = tp
         self.recompute_shared = recompute_shared

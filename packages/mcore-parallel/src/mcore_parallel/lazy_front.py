@@ -1,4 +1,4 @@
-"""Fronts of packages that import no room until a name of it is asked for (PEP 562).
+"""Fronts of packages that import no room until a name of it is used (PEP 562).
 
 Standard library only. mcore-data, which imports no sibling, has this file as a link.
 """

@@ -67,7 +67,7 @@ def failure_of(kernel: OptionalKernel, device: torch.device, *kind: Hashable) ->
     if key not in _FAILURES:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "it was not tried before a CUDA graph was recorded"
-        _FAILURES[key] = "its trial is running"  # so a trial that asks for it ends
+        _FAILURES[key] = "its trial is running"  # so a trial that needs it ends
         failure = _FAILURES[key] = _try(*key)
         if failure:
             log.warning("%s cannot be used here, torch does without: %s", kernel.name, failure)

@@ -111,7 +111,7 @@ class Run:
         return self._built("evaluate", forwards, num_microbatches)
 
     def keeping_casts(self) -> AbstractContextManager[None]:
-        """Keep casts of weights inside, where a weight's address tells it from others."""
+        """Keep casts of weights inside, where a weight's address identifies it."""
         return (
             self.weight_casts.keeping() if self.data_parallel.keeps_weights else nullcontext()
         )

@@ -142,7 +142,7 @@ class InertUnpickler(pickle.Unpickler):
         if full in _KNOWN_NAMES or module.startswith(_KNOWN_MODULES):
             return record_class(full)
         raise CheckpointError(
-            f"{self._where} holds a pickle that asks for {full}: it is not on the list of "
+            f"{self._where} holds a pickle that names {full}: it is not on the list of "
             "names that checkpoints need, so the file is refused. Nothing in it was run."
         )
 

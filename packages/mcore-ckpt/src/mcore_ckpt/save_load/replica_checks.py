@@ -3,7 +3,7 @@
 A plan identifies boxes by name and place, and writes each once. Two stages that name a layer
 alike, ranks seeded apart or never synchronized look like copies to it, and all but one of
 their boxes would be lost in silence. So bits are compared, by digests of 64 bits; boxes
-travel only where digests differ, to tell copies that drifted by rounding from others.
+travel only where digests differ, to separate copies that drifted by rounding from others.
 """
 
 import logging

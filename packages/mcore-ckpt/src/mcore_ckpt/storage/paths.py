@@ -154,7 +154,7 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
         if not replace:
             raise CheckpointError(
                 f"{folder} already holds a complete checkpoint, which is never overwritten: "
-                "save another step or to another folder, or ask to replace it."
+                "save another step or to another folder, or replace it."
             )
         if is_store(folder):
             raise CheckpointError(

@@ -45,7 +45,7 @@ def build_sentence_datasets(
         sequence_length: tokens of a sample; of T5 those of the encoder.
         seed: of everything drawn.
         decoder_sequence_length: of T5.
-        has_pairs: whether samples of BERT are pairs, for the head that tells their order.
+        has_pairs: whether samples of BERT are pairs, for the head of their order.
         num_samples: samples wanted of each; 0 means one epoch.
         only: splits to build; the others are None.
 

@@ -85,7 +85,7 @@ def _refuse_other(prefix: str | Path, merged_from: list[dict[str, Any]]) -> None
     ):
         raise ValueError(
             f"{bin_path(prefix)} exists, and was not joined from these pairs as they are, or "
-            "they have no manifests that would tell: choose another --output-prefix, or give "
+            "they have no manifests that would say: choose another --output-prefix, or give "
             "--overwrite to replace it."
         )
 

@@ -37,8 +37,8 @@ class SingleSampler:
         if self.consumed_samples >= self.num_samples:
             raise ValueError(
                 f"{self.consumed_samples} samples are consumed and the dataset has "
-                f"{self.num_samples}: nothing is left. Ask for more samples when the dataset "
-                "is built, or use --dataloader-type cyclic."
+                f"{self.num_samples}: nothing is left. Build the dataset with a larger num_samples, "
+                "or use --dataloader-type cyclic."
             )
 
     def __len__(self) -> int:

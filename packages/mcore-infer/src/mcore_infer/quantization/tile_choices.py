@@ -1,7 +1,7 @@
 """Which way multiplies few rows fastest, measured where it runs.
 
 Tiles that suit one matrix are half as fast on another, and for some shapes torch's own GEMMs
-win. So the first product of a shape tries each way on the real weight, as memory gives it and
+win. So the first GEMM of a shape tries each way on the real weight, as memory gives it and
 not the cache, and later ones take the fastest. Inside of a CUDA graph nothing is measured;
 engines run every step once before they record it.
 """
@@ -58,7 +58,7 @@ class TileChoices:
 
 
 def _milliseconds(way: Way, x: Tensor) -> float:
-    """Return the median time of a product whose weight the cache does not hold."""
+    """Return the median time of a GEMM whose weight the cache does not hold."""
     from triton.runtime.errors import OutOfResources
 
     try:

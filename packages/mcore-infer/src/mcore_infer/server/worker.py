@@ -69,7 +69,7 @@ class Event:
 
 @dataclass(slots=True)
 class Orders:
-    """What rank 0 tells all ranks before a step."""
+    """What rank 0 sends to all ranks before a step."""
 
     new: list[tuple[int, list[TextRequest]]] = field(default_factory=list)
     """Groups by number."""

@@ -1,6 +1,6 @@
 """Self-attention with grouped key/value heads, split by heads over the tensor ranks.
 
-Queries, keys and values are one product. Where there are fewer key/value heads than tensor
+Queries, keys and values are one GEMM. Where there are fewer key/value heads than tensor
 ranks, neighbouring ranks hold the same ones and each sees its own queries' share of their
 gradient. Under context parallelism the keys of other ranks come as ``--cp-comm-type`` says.
 """
@@ -199,7 +199,7 @@ class Attention(nn.Module):
         return mixed if gate is None else mixed * gate.sigmoid()
 
     def _ungated(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Split the product into what attention reads, and the gates of its output."""
+        """Split the GEMM's output into what attention reads, and the gates of its output."""
         if not self.config.attention_output_gate:
             return qkv, None
         gates = self.qkv.output_sizes[-1]
@@ -298,7 +298,7 @@ class Attention(nn.Module):
     def _heads(
         self, qkv: Tensor, rotary: RotaryTables | None
     ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
-        """Split the product into heads, norm them, rotate them."""
+        """Split the GEMM's output into heads, norm them, rotate them."""
         H = head_dim(self.config)
         if rotary is not None and self._has_kernel(qkv, rotary):
             rows_q, rows_k, _ = self.qkv.output_sizes[:3]

@@ -1,7 +1,7 @@
 """The dense feed-forward layer: widen, activate, narrow.
 
 A gated layer multiplies an activated projection (gate) with a plain one (up); both stand in
-one weight, gate first, so that they are one product.
+one weight, gate first, so that they are one GEMM.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ class MLP(nn.Module):
             ffn_hidden_size: F over all ranks.
             gated: whether fc1 gives a gate too.
             activation: see ``mcore_moe.activations``.
-            bias: whether both products have one.
+            bias: whether both GEMMs have one.
             clamp: of gates and up-projections, see ``mcore_moe.activations.gated``.
             offset: of up-projections, likewise.
             axis: ranks that share the width.

@@ -30,14 +30,14 @@ class StateFile:
             folder: on the drive; made if it is not there.
             num_bytes: of all tensors together.
         """
-        asked = f"--optimizer-offload-dir {folder}"
+        flag = f"--optimizer-offload-dir {folder}"
         size = num_bytes + mmap.PAGESIZE
         try:
             os.makedirs(folder, exist_ok=True)
             free = shutil.disk_usage(folder).free
             if size > free:
                 raise ValueError(
-                    f"{asked} has {free / 2**20:,.0f} MiB free and this rank's state takes "
+                    f"{flag} has {free / 2**20:,.0f} MiB free and this rank's state takes "
                     f"{size / 2**20:,.0f} MiB: give a folder on a larger drive, or a smaller "
                     "--optimizer-offload-fraction."
                 )
@@ -45,7 +45,7 @@ class StateFile:
                 os.posix_fallocate(file.fileno(), 0, size)
                 self._map = mmap.mmap(file.fileno(), size)
         except OSError as error:
-            raise ValueError(f"{asked} cannot hold the state: {error.strerror}.") from error
+            raise ValueError(f"{flag} cannot hold the state: {error.strerror}.") from error
         self._begin = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         self._taken = 0
 

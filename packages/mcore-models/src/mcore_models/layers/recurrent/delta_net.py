@@ -1,6 +1,6 @@
 """The gated delta net: a convolution of a few tokens, then a state that is corrected by keys.
 
-One product gives queries, keys, values and an output gate z, and two numbers a value head:
+One GEMM gives queries, keys, values and an output gate z, and two numbers a value head:
 b, how much of what a key holds is replaced, and a, how fast the state decays. Key heads are
 split over the tensor ranks, the value heads that share them with them. Context ranks exchange
 heads for sequence around convolution and state.

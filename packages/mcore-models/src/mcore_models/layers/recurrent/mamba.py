@@ -1,6 +1,6 @@
 """The Mamba-2 mixer: a convolution of a few tokens, then a state that runs over all of them.
 
-One product gives the gate z, the input x, how it enters the state (B) and is read (C), and a
+One GEMM gives the gate z, the input x, how it enters the state (B) and is read (C), and a
 step size dt for each head. Heads are split over the tensor ranks, groups (the B and C that
 several heads share) with them; where groups are fewer than ranks, neighbouring ranks hold the
 same ones. Context ranks exchange heads for sequence around convolution and state.
