@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from mcore_train.config import BatchConfig, OptimizerConfig, ScheduleConfig
 from mcore_train.lr_schedule import (
-    Schedule,
-    build_schedule,
+    LRSchedule,
+    build_lr_schedule,
     learning_rate,
     reconcile,
     weight_decay,
@@ -19,7 +19,7 @@ STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 def schedule(style="linear", **fields):
     wsd = {"wsd_decay_samples": 20} if style == "WSD" else {}
-    return Schedule(
+    return LRSchedule(
         **{
             "max_lr": 1.0,
             "min_lr": 0.1,
@@ -78,14 +78,14 @@ def test_rates_stay_between_lowest_and_highest_and_never_rise_after_warm_up(styl
 
 
 def test_everything_given_in_steps_is_counted_in_samples():
-    built = build_schedule(
+    built = build_lr_schedule(
         OptimizerConfig(lr=1e-3, min_lr=1e-4),
         ScheduleConfig(lr_decay_style="cosine", lr_warmup_iters=5),
         BatchConfig(train_iters=100),
         global_batch_size=8,
     )
     assert (built.warmup_samples, built.decay_samples) == (40, 800)
-    by_share = build_schedule(
+    by_share = build_lr_schedule(
         OptimizerConfig(lr=1e-3),
         ScheduleConfig(lr_warmup_fraction=0.05),
         BatchConfig(train_samples=800),

@@ -117,12 +117,12 @@ def verify(words: Sequence[str]) -> int:
 
 def schedule(words: Sequence[str]) -> int:
     """Draw a pipeline schedule: ``schedule show``."""
-    from mcore_train.reporting.schedule_view import ScheduleConfig, draw_schedule
+    from mcore_train.reporting.schedule_view import ShowConfig, draw_schedule
 
     if words[:1] != ["show"] and not set(words) & set(HELP_FLAGS):
         raise ValueError("mcore-train schedule has one verb: mcore-train schedule show --help.")
     own = [MEGATRONS_VIEW.get(canonical(word), word) for word in words if word != "show"]
-    print(draw_schedule(parse_options(ScheduleConfig, "mcore-train schedule show", own)))
+    print(draw_schedule(parse_options(ShowConfig, "mcore-train schedule show", own)))
     return 0
 
 

@@ -28,7 +28,7 @@ _FALL: dict[str, Callable[[float], float]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class LRSchedule:
     """The whole course of learning rate and weight decay, in sequences."""
 
     max_lr: float
@@ -58,13 +58,13 @@ class Schedule:
             )
 
 
-def build_schedule(
+def build_lr_schedule(
     optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
     batch: BatchConfig,
     global_batch_size: int,
-) -> Schedule:
-    """Turn flags in steps, sequences or shares into one ``Schedule`` in sequences.
+) -> LRSchedule:
+    """Turn flags in steps, sequences or shares into one ``LRSchedule`` in sequences.
 
     Raises:
         ValueError: if the lengths do not fit each other.
@@ -76,7 +76,7 @@ def build_schedule(
     if schedule.lr_warmup_fraction:
         warmup = int(schedule.lr_warmup_fraction * decay)
     constant = optimizer.weight_decay_incr_style == "constant"
-    return Schedule(
+    return LRSchedule(
         max_lr=optimizer.lr,
         min_lr=optimizer.min_lr,
         warmup_init_lr=schedule.lr_warmup_init,
@@ -93,7 +93,7 @@ def build_schedule(
     )
 
 
-def learning_rate(schedule: Schedule, samples: int) -> float:
+def learning_rate(schedule: LRSchedule, samples: int) -> float:
     """Learning rate of the update that follows ``samples`` sequences.
 
     Reference:
@@ -113,7 +113,7 @@ def learning_rate(schedule: Schedule, samples: int) -> float:
     return low + (high - low) * _height(schedule, samples)
 
 
-def weight_decay(schedule: Schedule, samples: int) -> float:
+def weight_decay(schedule: LRSchedule, samples: int) -> float:
     """Weight decay of the update that follows ``samples`` sequences."""
     start, end = schedule.start_weight_decay, schedule.end_weight_decay
     if schedule.weight_decay_style == "constant" or samples >= schedule.weight_decay_samples:
@@ -125,7 +125,7 @@ def weight_decay(schedule: Schedule, samples: int) -> float:
     return start + (end - start) * rise
 
 
-def _height(schedule: Schedule, samples: int) -> float:
+def _height(schedule: LRSchedule, samples: int) -> float:
     """Where between lowest (0) and highest (1) a decay stands."""
     if schedule.decay_style != "WSD":
         length = schedule.decay_samples - schedule.warmup_samples
@@ -138,20 +138,20 @@ def _height(schedule: Schedule, samples: int) -> float:
 
 def reconcile(
     saved: dict[str, float | int | str],
-    flags: Schedule,
+    flags: LRSchedule,
     options: ScheduleConfig,
     samples: int = 0,
-) -> Schedule:
+) -> LRSchedule:
     """Choose the schedule of a resumed run: the flags' unless the two differ from here on.
 
     Args:
-        saved: the checkpoint's schedule, ``asdict`` of a ``Schedule``.
+        saved: the checkpoint's schedule, ``asdict`` of a ``LRSchedule``.
         flags: what this run's flags say.
         options: holds which of the two wins where they differ.
         samples: sequences that the schedule has counted; what is behind them does not matter.
     """
     now = asdict(flags)
-    then = Schedule(**{**now, **{n: saved[n] for n in now if n in saved}})  # pyrefly: ignore
+    then = LRSchedule(**{**now, **{n: saved[n] for n in now if n in saved}})  # pyrefly: ignore
     if options.use_checkpoint_opt_param_scheduler:
         return then
     there, here = _in_effect(then, samples), _in_effect(flags, samples)
@@ -169,7 +169,7 @@ def reconcile(
     return flags
 
 
-def _in_effect(schedule: Schedule, samples: int) -> dict[str, float | int | str]:
+def _in_effect(schedule: LRSchedule, samples: int) -> dict[str, float | int | str]:
     """Leave out the fields that change no value after ``samples`` sequences."""
     without = set()
     if schedule.decay_style == "constant":

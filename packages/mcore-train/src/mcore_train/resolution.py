@@ -19,7 +19,7 @@ from mcore_parallel.pipeline_parallel.stages import Stage, build_stages, stages_
 from mcore_parallel.rank_grid import build_grids
 from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
-from mcore_train.lr_schedule import Schedule, build_schedule
+from mcore_train.lr_schedule import LRSchedule, build_lr_schedule
 from mcore_train.options.adapter_conflicts import find_adapter_conflicts
 from mcore_train.options.option_conflicts import (
     endless_numbers,
@@ -58,7 +58,7 @@ class Plan:
     """Pipeline stages in model order."""
     ramp: BatchRamp
     """Sequences of a step by those used before it."""
-    schedule: Schedule
+    schedule: LRSchedule
     """Learning rate and weight decay."""
     dtype: Dtype
     """Of parameters and activations."""
@@ -166,9 +166,8 @@ def resolve(
     lines += _schedule_conflicts(config.pipeline, pp, [max(1, size // micro) for size in sizes])
     schedule = None
     if config.optimizer.lr and _train_samples(config, batch_size):
-        schedule = _attempt(
-            lines, build_schedule, config.optimizer, config.schedule, config.batch, batch_size
-        )
+        flags = config.optimizer, config.schedule, config.batch
+        schedule = _attempt(lines, build_lr_schedule, *flags, batch_size)
     if lines:
         raise ConflictError(list(dict.fromkeys(lines)))
     assert stages is not None

@@ -37,7 +37,7 @@ class SingleSampler:
         if self.consumed_samples >= self.num_samples:
             raise ValueError(
                 f"{self.consumed_samples} samples are consumed and the dataset has "
-                f"{self.num_samples}: nothing is left. Build the dataset with a larger num_samples, "
+                f"{self.num_samples}: nothing is left. Build the dataset for more samples, "
                 "or use --dataloader-type cyclic."
             )
 

@@ -55,7 +55,7 @@ from mcore_train.checkpoints.side_state import (
     wanted_fp8_shards,
 )
 from mcore_train.datasets import num_samples
-from mcore_train.lr_schedule import Schedule, reconcile
+from mcore_train.lr_schedule import LRSchedule, reconcile
 from mcore_train.options.recipe import changed_options, write_recipe
 
 log = logging.getLogger(__name__)
@@ -206,12 +206,12 @@ def _load_local(run: Run, folder: Path | None) -> bool:
     return True
 
 
-def _schedule_from(extra: Mapping[str, Any], run: Run) -> Schedule:
+def _schedule_from(extra: Mapping[str, Any], run: Run) -> LRSchedule:
     plan, samples = run.plan, extra["schedule_samples"]
     return reconcile(extra["schedule"], plan.schedule, plan.config.schedule, samples)
 
 
-def _take_counts(run: Run, schedule: Schedule, extra: Mapping[str, Any], then: str) -> None:
+def _take_counts(run: Run, schedule: LRSchedule, extra: Mapping[str, Any], then: str) -> None:
     """Stand where a checkpoint was made; ``then`` is its data plan, if it had one."""
     run.plan = replace(run.plan, schedule=schedule)
     run.iteration = extra["iteration"]

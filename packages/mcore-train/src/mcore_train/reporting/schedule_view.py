@@ -44,14 +44,14 @@ class ViewConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleConfig:
+class ShowConfig:
     """Options of ``schedule show``."""
 
     view: ViewConfig = field(default_factory=ViewConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
 
-def draw_schedule(config: ScheduleConfig) -> str:
+def draw_schedule(config: ShowConfig) -> str:
     """Draw a schedule as text and, with ``--output``, into an SVG file.
 
     Raises:
@@ -83,7 +83,7 @@ def draw_schedule(config: ScheduleConfig) -> str:
     return table + timeline_text(simulation)
 
 
-def _choose(config: ScheduleConfig) -> tuple[ScheduleConfig, str]:
+def _choose(config: ShowConfig) -> tuple[ShowConfig, str]:
     """Put the fastest schedule in the place of auto; without a model memory does not count."""
     view = config.view
     candidates = search_schedules(
@@ -100,7 +100,7 @@ def _choose(config: ScheduleConfig) -> tuple[ScheduleConfig, str]:
     return replace(config, pipeline=candidates[0].pipeline), f"{table}\n"
 
 
-def _durations(config: ScheduleConfig) -> Callable[[int, Action], float]:
+def _durations(config: ShowConfig) -> Callable[[int, Action], float]:
     """Return how long a rank computes for an action: in proportion to its stage's layers."""
     view, pipeline = config.view, config.pipeline
     if not view.layers:
