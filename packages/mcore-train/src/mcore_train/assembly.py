@@ -13,6 +13,8 @@ from torch import nn
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.kernel_choice import optional_kernels
+from mcore_models.kernels.alibi import num_channels
+from mcore_models.kernels.fused_blocks import WIDEST
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
@@ -21,6 +23,7 @@ from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimi
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.layer_stacks import layer_stacks
+from mcore_parallel.logical_tensors import head_dim
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.activations import ActivationOffload
 from mcore_parallel.optional_kernels import agree_on_kernels
@@ -161,6 +164,7 @@ def assemble(
             config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8, config.experts
         )
         agree_on_kernels(wanted, ctx.device, ctx.world)
+        _warn_of_plain_blocks(plan, ctx, dtype)
     precision = config.precision
     weight_casts, fp8_scales = WeightCasts(), delayed_scales(config.fp8, ctx)
     layers = plan.family.num_layers(config.model), config.model.mtp_num_layers
@@ -241,6 +245,23 @@ def _build_chunks(
         if config.qk_clipping.qk_clip:
             track_scores(chunk)
     return chunks
+
+
+def _warn_of_plain_blocks(plan: Plan, ctx: ParallelContext, dtype: torch.dtype) -> None:
+    """Log that attention over context ranks is not fused where ALiBi makes heads too wide."""
+    model = plan.config.model
+    is_chosen = plan.config.kernels.attention_backend == "auto"
+    if model.position_embedding_type != "alibi" or ctx.cp.size == 1 or not is_chosen:
+        return
+    width = head_dim(model) + num_channels(dtype)
+    if width > WIDEST:
+        log.warning(
+            "--position-embedding-type alibi makes heads of %d channels %d: over context ranks "
+            "plain torch attends, in blocks. --attention-backend flash takes torch's flash "
+            "kernels, --cp-comm-type a2a attends to whole sequences.",
+            head_dim(model),
+            width,
+        )
 
 
 def _use_transformer_engine(

@@ -34,7 +34,7 @@ _WIDE_STATES = {"num_warps": 4, "num_stages": 1}
 _OUTPUTS = {"num_warps": 4, "num_stages": 1}
 _GRADIENTS = {"num_warps": 4, "num_stages": 1}
 """How the kernels are compiled; keys wider than 128 fit into shared memory once."""
-_BLOCK, _TILE = 32, 32
+_BLOCK, _TILE = 32, 64
 """Values of a head whose state a program walks with; channels of a GEMM in backward."""
 
 

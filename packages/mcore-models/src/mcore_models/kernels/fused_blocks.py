@@ -17,22 +17,23 @@ from mcore_parallel.context_parallel.block_attention import PLAIN_BLOCKS, BlockA
 from mcore_parallel.context_parallel.packed_sequences import Pieces
 
 _aten = torch.ops.aten
-_CUDNN_WIDTH = 128
-"""Channels of a head that cuDNN's kernels take."""
+WIDEST, _WIDEST_FLASH = 128, 256
+"""Channels of a head that blocks ran with on a GPU, and that torch's flash kernels may take."""
 
 
 def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> BlockAttention:
     """Return the blocks for queries and values like these.
 
     Args:
-        q: ``[S, B, N, H]``; fused kernels take 16-bit numbers and heads of up to 256
-            channels, a multiple of 8; above 128, torch's flash kernels do.
+        q: ``[S, B, N, H]``; fused kernels take 16-bit numbers and heads of up to 128
+            channels, a multiple of 8; up to 256 where ``flash`` is named.
         v: ``[Z, B, G, J]``, for fused kernels with as many channels.
         backend: as ``attention_backends.attend`` takes it.
     """
     H = q.shape[-1]
     has_format = q.dtype in (torch.bfloat16, torch.float16)
-    fits = q.is_cuda and has_format and H % 8 == 0 and H <= 256 and v.shape[-1] == H
+    widest = _WIDEST_FLASH if backend == "flash" else WIDEST
+    fits = q.is_cuda and has_format and H in range(8, widest + 1, 8) and v.shape[-1] == H
     tries_flash4 = backend == "flash4" or (backend == "auto" and flash4.is_faster(q, q))
     refusal = flash4.refusal(q, v, 0.0) if tries_flash4 else ""
     if backend == "flash4" and refusal:
@@ -46,7 +47,7 @@ def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> Bloc
         return FLASH4_BLOCKS
     if backend in ("unfused", "local") or not fits:
         return PLAIN_BLOCKS
-    return FLASH_BLOCKS if backend == "flash" or H > _CUDNN_WIDTH else CUDNN_BLOCKS
+    return FLASH_BLOCKS if backend == "flash" else CUDNN_BLOCKS
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -33,10 +33,10 @@ from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave
 
 CHUNK = 64
 """Tokens of a chunk, Q; memory grows with S x Q, the sequential steps with S / Q."""
-KEYS = (64, 128, 256)
-"""Channels of a key that the kernels are compiled for; others get zeros behind."""
-VALUES = (64, 128)
-"""Channels of a value; wider ones are cut into several heads, which are independent."""
+RAN_ON_GPU = ((128, 128),)
+"""Channels of keys and values that the kernels ran with, least first: a GPU does not survive an
+illegal access, so others are not tried. Narrower keys and values get zeros behind; wider values
+are cut into several heads, which are independent."""
 
 
 def gated_delta_rule(
@@ -81,8 +81,9 @@ def kernel_widths(keys: int, values: int) -> tuple[int, int] | None:
         keys: channels of a key, K.
         values: channels of a value, H.
     """
-    fitting = [width for width in KEYS if width >= keys]
-    return (fitting[0], VALUES[values > VALUES[0]]) if fitting else None
+    fitting = [pair for pair in RAN_ON_GPU if pair[0] >= keys]
+    chosen = [pair for pair in fitting if pair[1] >= values] or fitting[-1:]
+    return chosen[0] if chosen else None
 
 
 def in_widths(

@@ -25,9 +25,7 @@ from mcore_models.layers.recurrent.kernel_fit import may_take
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave
 
 WIDTHS = (16, 32, 64, 128)
-"""Channels of a head that the kernels are made for."""
-NUMBERS = (*WIDTHS, 256)
-"""Numbers of state for a channel."""
+"""Channels of a head, and numbers of state, that the kernels ran with."""
 
 
 def ssd(
@@ -70,7 +68,7 @@ def ssd(
 
 def is_kernel_width(channels: int, numbers: int) -> bool:
     """Say whether kernels are made for heads of such sizes."""
-    return channels in WIDTHS and numbers in NUMBERS
+    return channels in WIDTHS and numbers in WIDTHS
 
 
 def _try_kernels(
