@@ -51,6 +51,7 @@ def main() -> None:
             config = QuantizeConfig(
                 method=method,
                 group_size=size,
+                kv_cache_dtype="fp8",
                 calibration_tokens=num_used,
                 scored_tokens=2 * num_scored,
             )
@@ -68,6 +69,7 @@ def main() -> None:
                 "perplexity_before": round(receipt.perplexity_before, 4),
                 "perplexity_after": round(receipt.perplexity_after, 4),
                 "change_percent": round(receipt.perplexity_change, 3),
+                "change_with_fp8_cache_percent": round(receipt.change_with_cache, 3),
                 "worst_weight_error": round(max(m.weight_error for m in receipt.matrices), 4),
                 "bytes_before": receipt.bytes_before,
                 "bytes_after": receipt.bytes_after,

@@ -122,7 +122,10 @@ def test_a_folder_reads_back_as_nearly_the_model_and_multiplies_its_codes(run, f
     # What the receipt says is what the folder does.
     assert receipt.perplexity_after != receipt.perplexity_before
     assert abs(receipt.perplexity_change) < 30
-    assert receipt.kv_cache == ("fp8" if method == "fp8" else "")
+    has_cache = method == "fp8"
+    assert receipt.kv_cache == ("fp8" if has_cache else "")
+    assert bool(receipt.perplexity_with_cache) == has_cache
+    assert (receipt.change_with_cache != receipt.perplexity_change) == has_cache
     assert receipt.bytes_after < 0.6 * receipt.bytes_before
     said = json.loads((path / method / "receipt.json").read_text())
     assert said["algo"] == METHODS[method]

@@ -124,7 +124,8 @@ def quantize(
         num_bytes = write_folder(fresh, source, loaded.model, plan, work.done, tops)
         log.info("reading %s back", output)
         written = load_model(fresh, ctx)
-        after, speeds = _judged_as_served(written, judged), speeds + _timed(written, config)
+        after, speeds = judged(written), speeds + _timed(written, config)
+        with_cache = _judged_with_cache(written, judged)
         receipt = Receipt(
             method=config.method,
             algo=plan.algo,
@@ -135,6 +136,7 @@ def quantize(
             scored_tokens=before.num_tokens,
             perplexity_before=before.perplexity,
             perplexity_after=after.perplexity,
+            perplexity_with_cache=with_cache,
             tokens_per_s=speeds,
             bytes_before=_num_bytes(source),
             bytes_after=num_bytes,
@@ -147,14 +149,14 @@ def quantize(
     return receipt
 
 
-def _judged_as_served(
+def _judged_with_cache(
     written: LoadedModel, judged: Callable[[LoadedModel], TextScore]
-) -> TextScore:
-    """Judge a folder; keys and values are rounded where it holds scales for them."""
+) -> float:
+    """Perplexity with keys and values that are rounded by the folder's scales; 0: none."""
     if not written.kv_scales:
-        return judged(written)
+        return 0.0
     with rounded_cache(written.model, Fp8Cache(written.kv_scales)):
-        return judged(written)
+        return judged(written).perplexity
 
 
 def _timed(loaded: LoadedModel, config: QuantizeConfig) -> tuple[float, ...]:

@@ -57,7 +57,9 @@ class Receipt:
     perplexity_before: float
     """Of the source, per token."""
     perplexity_after: float
-    """Of the folder, read back; with a cache as ``kv_cache`` says."""
+    """Of the folder, read back."""
+    perplexity_with_cache: float
+    """The same with keys and values as ``kv_cache`` says; 0: they are the model's."""
     tokens_per_s: tuple[float, ...]
     """Of one text that is written, before and after, on the device; empty: not timed."""
     bytes_before: int
@@ -77,11 +79,18 @@ class Receipt:
         """In percent; above 0: worse."""
         return 100 * (self.perplexity_after / self.perplexity_before - 1)
 
+    @property
+    def change_with_cache(self) -> float:
+        """The same with keys and values as ``kv_cache`` says."""
+        after = self.perplexity_with_cache or self.perplexity_after
+        return 100 * (after / self.perplexity_before - 1)
+
 
 def write_receipt(folder: Path, receipt: Receipt) -> None:
     """Write both forms."""
     said: dict[str, Any] = asdict(receipt) | {
-        "perplexity_change_percent": receipt.perplexity_change
+        "perplexity_change_percent": receipt.perplexity_change,
+        "perplexity_change_with_cache_percent": receipt.change_with_cache,
     }
     said["matrices"] = [_without_nan(asdict(matrix)) for matrix in receipt.matrices]
     text = json.dumps(said, indent=2).encode() + b"\n"
@@ -108,6 +117,13 @@ perplexity, before and after (this folder, read back).
 | --- | --- | --- | --- |
 | perplexity per token | {receipt.perplexity_before:.4f} | {receipt.perplexity_after:.4f} | """
     text += f"{receipt.perplexity_change:+.3f} % |\n"
+    if receipt.kv_cache:
+        text += (
+            f"| with keys and values in {receipt.kv_cache} | {receipt.perplexity_before:.4f} "
+        )
+        text += (
+            f"| {receipt.perplexity_with_cache:.4f} | {receipt.change_with_cache:+.3f} % |\n"
+        )
     text += f"| bytes of tensors | {receipt.bytes_before} | {receipt.bytes_after} | "
     text += f"{size:+.1f} % |\n"
     if receipt.tokens_per_s:
@@ -123,8 +139,6 @@ smaller models, and those with few channels a group, lose more. The worst matrix
 {", ".join(worst.modules)} ({100 * worst.weight_error:.2f} % of its weight):
 `--exclude-modules` leaves it in bfloat16.
 """
-    if receipt.kv_cache:
-        text += f"\nKeys and values are kept in {receipt.kv_cache}, also for the perplexity.\n"
     if receipt.fallbacks:
         text += "\n## Without calibration\n\n" + "".join(f"- {f}\n" for f in receipt.fallbacks)
     text += "\n## Errors, worst first\n\n| modules | stored as | weight | output |\n"
