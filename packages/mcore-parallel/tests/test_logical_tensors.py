@@ -42,6 +42,8 @@ def test_layer_frequency_is_a_number_or_a_pattern(frequency, expected):
         "[1]*'4'",
         "[[1]]*4",
         "4*[1]+1",
+        "[1]*99999999999",
+        "(" * 999 + "1" + ")" * 999,
     ],
 )
 def test_a_bad_layer_frequency_is_named(frequency):

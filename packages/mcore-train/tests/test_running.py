@@ -1,6 +1,9 @@
 """A world is joined with the same options on every rank, or not at all."""
 
+import faulthandler
+import io
 import json
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -36,6 +39,18 @@ def test_ranks_with_other_options_are_named_on_all_ranks():
     assert "--lr 0.0 there, 0.25 here" in told[0]
     assert "--window-size" in told[0]
     assert run_ranks(complaint, 2, equal) == ["", ""]
+
+
+def test_a_program_without_a_terminal_joins_a_world_whose_faults_leave_a_stack(monkeypatch):
+    was_enabled = faulthandler.is_enabled()
+    faulthandler.disable()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    try:
+        with joined_world(resolve(compose(RUN | {"device": "cpu", "mock_data": True}), 1)):
+            assert faulthandler.is_enabled()
+    finally:
+        if not was_enabled:
+            faulthandler.disable()
 
 
 def test_a_graph_is_refused_where_there_is_no_gpu():

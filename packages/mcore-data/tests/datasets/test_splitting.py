@@ -9,7 +9,9 @@ def test_split_strings_take_any_separator_and_fill_with_zero():
     assert parse_split("3/1") == (0.75, 0.25, 0.0)
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,2,3,4"])
+@pytest.mark.parametrize(
+    "split", ["", "a,b", "0,0,0", "1,2,3,4", "-1,1", "nan,1", "1.2.3", "."]
+)
 def test_a_split_without_shares_is_refused(split):
     with pytest.raises(ValueError, match="--split"):
         parse_split(split)

@@ -17,6 +17,8 @@ PATTERN_MIXERS: Mapping[str, str] = {
 }
 """What each letter of ``--hybrid-override-pattern`` stands for."""
 
+MOST_LAYERS = 100_000
+"""Entries that a repetition may write out; more are a mistake, and take all memory."""
 _LAYERS = re.compile(r"\[([^\[\]]+)\]|([^\[\]])")
 
 
@@ -74,7 +76,7 @@ def read_pattern(text: str, flag: str) -> int | list[int]:
     """Read a number, or a list of numbers that may be written with + and *."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, KeyError) as error:
+    except (SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise ValueError(
             f"{flag} {text!r} is neither a number nor a list such as [0]*3+[1]*58."
         ) from error
@@ -93,7 +95,8 @@ def _evaluate(node: ast.expr) -> int | list[int]:
                 return a + b
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             a, b = _evaluate(left), _evaluate(right)
-            if isinstance(b, int):
+            is_short = isinstance(a, int) or (isinstance(b, int) and len(a) * b <= MOST_LAYERS)
+            if isinstance(b, int) and is_short:
                 return a * b
     raise TypeError(f"{ast.unparse(node)} is neither a list nor a number")
 

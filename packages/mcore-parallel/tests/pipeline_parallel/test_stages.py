@@ -101,6 +101,7 @@ def test_the_config_carries_every_way_of_splitting():
             "holds layers m on 2 stages: put all of them on one",
         ),
         ((4, 2), {"layout": "Ex*2|t*2L"}, "cannot be read at 'x'"),
+        ((4, 2), {"layout": "E(t*9999)*9999|tL"}, "repeats tttt.* more than can be built"),
         ((4, 2), {"layout": "E(tt|ttL"}, r"cannot be read at '\('"),
     ],
 )

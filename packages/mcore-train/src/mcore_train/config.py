@@ -302,6 +302,8 @@ class RunConfig:
     rank by Python's own thresholds. Megatron's default: 0."""
 
     def __post_init__(self) -> None:
+        if self.seed >= 2**32:
+            raise ValueError(f"--seed {self.seed} must be below 2^32 = {2**32}.")
         counts = ("seed", "exit_interval", "exit_duration_in_mins", "manual_gc_interval")
         _check_at_least(self, 0, *counts, "check_weight_hash_across_dp_replicas_interval")
         _check_at_least(self, 1, "cuda_graph_warmup_steps")

@@ -64,7 +64,7 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
     """
     config = plan.config
     if not faulthandler.is_enabled():
-        faulthandler.enable()  # a mapped file that loses its space ends a rank by SIGBUS
+        faulthandler.enable(2)  # a mapped file that loses its space ends a rank by SIGBUS
     timeout_minutes = config.parallelism.distributed_timeout_minutes
     with contextlib.ExitStack() as stack:
         if config.run.deterministic_mode:

@@ -45,6 +45,12 @@ def test_the_attention_backend_may_be_chosen_beside_megatrons_own_switch():
     assert config.kernels.attention_backend == "unfused"
 
 
+def test_a_seed_that_no_generator_takes_is_refused():
+    assert parse([*SHAPE, "--seed", str(2**32 - 1)]).run.seed == 2**32 - 1
+    with pytest.raises(ValueError, match="--seed 4294967296 must be below"):
+        parse([*SHAPE, "--seed", str(2**32)])
+
+
 def test_values_of_a_list_flag_are_kept_in_order():
     config = parse([*SHAPE, "--data-path", "0.3", "a", "0.7", "b"])
     assert config.data.data_path == ("0.3", "a", "0.7", "b")

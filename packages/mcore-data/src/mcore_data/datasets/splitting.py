@@ -6,15 +6,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NUMBER = re.compile(r"[.0-9]+")
+_NO_SHARE = re.compile(r"[a-zA-Z-]|\.\d*\.|(?<!\d)\.(?!\d)")
+"""A minus, a word such as nan, a point too many: ``_NUMBER`` would read something else."""
 NUM_SPLITS = 3
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
     """Shares of train, valid and test from ``--split``, with sum 1.
 
-    Numbers may be separated by anything; missing ones are 0.
+    Numbers may be separated by any signs; missing ones are 0.
     """
-    numbers = [float(number) for number in _NUMBER.findall(split)]
+    is_read = not _NO_SHARE.search(split)
+    numbers = [float(number) for number in _NUMBER.findall(split)] if is_read else []
     if not 1 <= len(numbers) <= NUM_SPLITS or sum(numbers) == 0:
         raise ValueError(f"--split {split!r}: give up to three shares, such as 969,30,1.")
     numbers += [0.0] * (NUM_SPLITS - len(numbers))

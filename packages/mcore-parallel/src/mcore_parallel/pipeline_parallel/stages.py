@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mcore_parallel.layer_patterns import MOST_LAYERS
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 
 
@@ -233,11 +234,18 @@ def _mend(num_stages: int, pp: int, vpp: int) -> str:
 
 def _expand(layout: str, flag: str) -> str:
     """Write out repetitions: ``Et*2|(t|)*2L`` becomes ``Ett|t|t|L``."""
+
+    def repeated(found: re.Match[str]) -> str:
+        count = int(found[2] or 1)
+        if len(found[1]) * count > MOST_LAYERS:
+            raise ValueError(f"{flag} {layout} repeats {found[1][:20]} more than can be built.")
+        return found[1] * count
+
     text = re.sub(r"[,\s]", "", layout)
-    text = re.sub(r"([EtmL|])\*(\d+)", lambda found: found[1] * int(found[2]), text)
-    group = re.compile(r"\(([EtmL|]*)\)(?:\*(\d+))?")
+    text = re.sub(r"([EtmL|])\*(\d{1,9})", repeated, text)
+    group = re.compile(r"\(([EtmL|]*)\)(?:\*(\d{1,9}))?")
     while group.search(text):
-        text = group.sub(lambda found: found[1] * int(found[2] or 1), text)
+        text = group.sub(repeated, text)
     if wrong := re.search(r"[^EtmL|]", text):
         raise ValueError(
             f"{flag} cannot be read at {wrong[0]!r}: use the letters E, t, m, L, the "

@@ -29,6 +29,8 @@ class TourConfig:
             raise ValueError(f"--steps {self.steps}: at least 20 are needed to resume and end.")
         if self.num_words < 1 or self.nproc < 0 or self.seed < 0:
             raise ValueError("--num-words must be 1 or more, --nproc and --seed 0 or more.")
+        if self.seed >= 2**32:
+            raise ValueError(f"--seed {self.seed} must be below 2^32 = {2**32}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
