@@ -80,6 +80,7 @@ fi
 step "llama-3-8b-$at-dp" 150 $llama $layers $zero --global-batch-size $((4 * world))
 peer "megatron-core-llama-3-8b-$at-dp" 170 --num-layers $peer_layers --accumulate 4 --output "$out"
 step "llama-3-8b-$at-dp-fp8" 150 $llama $layers $zero --global-batch-size $((4 * world)) --fp8-format hybrid --fp8-recipe delayed
+step "llama-3-8b-$at-dp-fp8-gather" 150 $llama $layers $zero --global-batch-size $((4 * world)) --fp8-format hybrid --fp8-param-gather
 # 3: experts.
 warmup=16 step "qwen3-30b-$at-ep" 150 --recipe recipes/model/qwen3-30b-a3b.toml $qwen --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((8 * world)) --moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type allgather --moe-expert-rows-limit "$world" --cuda-graph-impl full_iteration
 step "mixtral-8x7b-$at-ep" 150 --recipe recipes/model/mixtral-8x7b.toml $mixtral --seq-length 4096 --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((4 * world))
@@ -114,6 +115,9 @@ step "llama-3-8b-mtp-$at-tp2" 150 $llama ${layers:---num-layers 16} $zero --tens
 warmup=1 steps=2 profiled=0
 step "llama-3-8b-long-$at-cp" 280 $llama $layers --seq-length $((65536 * world)) --max-position-embeddings $((65536 * world)) --context-parallel-size "$world" --use-torch-fsdp2 --recompute-granularity full $narrow --global-batch-size 1
 unset warmup steps profiled
+if [ "$world" -eq 4 ]; then  # beside llama-3-8b-8-layers-131k-cp4-{p2p,all_gather,a2a}
+  step "llama-3-8b-8-layers-131k-$at-cp2x2" 150 $llama --num-layers 8 --seq-length 131072 --max-position-embeddings 131072 --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --use-distributed-optimizer --global-batch-size 1
+fi
 launch "determinism-$at" 280 0 benchmarks/bench_determinism.py --name "determinism-$at" --output "$out" --commit "$COMMIT"
 launch "checkpoint-qwen3-30b-$at-ep" 280 "$world" benchmarks/bench_checkpoint.py --name "checkpoint-qwen3-30b-$at-ep" \
   --folder "${TMPDIR:-/tmp}/four-gpus-checkpoint" --reshard-gib 0 --rounds 1 --output "$out" --commit "$COMMIT" -- $common \
