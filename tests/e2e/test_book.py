@@ -1,6 +1,7 @@
 """Every architecture learns the shipped book, to a loss that a wrong gradient would not reach.
 
-Experts learn it under every way of balancing them: the busiest gets less, at no worse a loss.
+Experts learn it under every way of balancing them: the busiest gets less, and the bias, which
+evens out most, costs less than the loss of a batch.
 `BOOK_CURVES=FOLDER pytest -m slow tests/e2e/test_book.py` writes each curve there.
 """
 
@@ -130,11 +131,11 @@ def data_flags(command, book):
     --tokenizer-model {paths.tokenizer}"""
 
 
-def learn(command, model, steps, book, folder):
+def learn(command, model, steps, book, folder, evals=4):
     """Train on the book; return the logged rows of training, and the held-out loss."""
     run = f"""{data_flags(command, book)} {MASKED_BATCH if command == "bert" else BATCH}
     --lr-decay-style cosine --lr-warmup-fraction 0.1 --train-iters {steps}
-    --eval-interval {steps} --eval-iters 4 --log-interval 20 --num-workers 0
+    --eval-interval {steps} --eval-iters {evals} --log-interval 20 --num-workers 0
     --save {folder} --seed 1"""
     assert main([command, *f"{model} {run}".split()]) == 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -142,11 +143,11 @@ def learn(command, model, steps, book, folder):
     return [row for row in rows if row["kind"] == "train"], last["loss"]
 
 
-def note(kind, name, curve, held_out):
-    """Keep a curve where BOOK_CURVES says."""
+def note(kind, name, held_out, **curves):
+    """Keep curves where BOOK_CURVES says."""
     if folder := os.environ.get("BOOK_CURVES"):
-        curve = [[step, round(value, 4)] for step, value in curve]
-        result = {"name": name, "curve": curve, "held_out": round(held_out, 4)}
+        rounded = {k: [[step, round(y, 4)] for step, y in c] for k, c in curves.items()}
+        result = {"name": name, **rounded, "held_out": round(held_out, 4)}
         file = f"{kind}-{name.split(',')[0].replace(' ', '-')}.json"
         (Path(folder) / file).write_text(json.dumps(result) + "\n")
 
@@ -155,21 +156,24 @@ def note(kind, name, curve, held_out):
 def test_it_learns_the_book(name, book, tmp_path):
     command, model, steps, bound = CASES[name]
     rows, held_out = learn(command, model, steps, book, tmp_path)
-    note("book", name, [(row["iteration"], row["loss"]) for row in rows], held_out)
+    note("book", name, held_out, curve=[(row["iteration"], row["loss"]) for row in rows])
     assert held_out < bound
 
 
-@pytest.mark.timeout(1800)
-def test_experts_are_balanced_and_learn_as_much(book, tmp_path):
+@pytest.mark.timeout(3600)
+def test_experts_are_balanced_and_the_bias_costs_less_than_the_loss(book, tmp_path):
     busiest, losses = {}, {}
     for name, flags in BALANCE.items():
         folder = tmp_path / name.replace(" ", "-")
-        rows, losses[name] = learn("gpt", f"{EXPERTS} {flags}", 200, book, folder)
-        curve = [(row["iteration"], row["expert_imbalance"]) for row in rows]
-        note("balance", name, curve, losses[name])
-        busiest[name] = curve[-1][1]
-    # The loss by sequence evens out each sequence, and all of them later.
-    bounds = {"aux loss": 0.7, "loss by sequence": 0.9, "sinkhorn": 0.6, "bias": 0.5}
+        rows, losses[name] = learn("gpt", f"{EXPERTS} {flags}", 600, book, folder, evals=16)
+        loads, loss = (
+            [(row["iteration"], row[key]) for row in rows]
+            for key in ("expert_imbalance", "loss")
+        )
+        note("balance", name, losses[name], curve=loads, loss=loss)
+        busiest[name] = loads[-1][1]
+    bounds = {"aux loss": 0.6, "loss by sequence": 0.45, "sinkhorn": 0.4, "bias": 0.35}
     for name, bound in bounds.items():
         assert busiest[name] < bound * busiest["none"], (name, busiest)
-    assert losses["bias"] < 1.02 * losses["none"], losses
+    assert losses["bias"] < losses["aux loss"], losses
+    assert losses["sinkhorn"] < 1.02 * losses["none"], losses
