@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_moe.activations import ACTIVATIONS, gated
+from mcore_moe.activations import ACTIVATIONS, gated, weighted_gated
 
 FORMULAS = {
     "silu": lambda x: x * torch.sigmoid(x),
@@ -24,7 +24,15 @@ def test_activations_follow_their_formula(name):
 
 
 @pytest.mark.parametrize("name", ["silu", "quick_gelu"])
-def test_the_first_half_gates_the_second(name):
-    x = torch.randn(2, 3, 8, dtype=torch.float64)
-    want = FORMULAS[name](x[..., :4]) * x[..., 4:]
-    torch.testing.assert_close(gated(x, name), want, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(("clamp", "offset"), [(0.0, 0.0), (0.5, 1.0), (0.0, 1.0)])
+def test_the_first_half_gates_the_second(name, clamp, offset):
+    x = torch.randn(6, 8, dtype=torch.float64)
+    gate, up = x.chunk(2, -1)
+    if clamp:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    want = FORMULAS[name](gate) * (up + offset)
+    exact = {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(gated(x, name, clamp, offset), want, **exact)
+    probs = torch.rand(6, dtype=torch.float64)
+    got = weighted_gated(x, probs, torch.tensor(6), name, clamp, offset)
+    torch.testing.assert_close(got, want * probs[:, None], **exact)

@@ -43,6 +43,26 @@ def test_layer_equals_the_dense_sum_over_experts_biases_weighed_too(name, activa
     torch.testing.assert_close(layer(x)[0], expected, rtol=1e-10, atol=1e-12)
 
 
+def test_weights_on_inputs_are_those_of_the_choice_and_learn():
+    config = MoEConfig(num_experts=4, moe_router_topk=2, moe_apply_probs_on_input=True)
+    torch.manual_seed(0)
+    layer = MoELayer(8, 16, config, dtype=torch.float64, init_std=0.5)
+    x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    routing: Routing = layer.router(x)[0]
+    expected = torch.zeros_like(x)
+    for e, (fc1, fc2) in enumerate(
+        zip(layer.experts.fc1_weight, layer.experts.fc2_weight, strict=True)
+    ):
+        weight = (routing.probs * (routing.ids == e)).sum(1, keepdim=True)
+        gate, up = (x * weight @ fc1.T).chunk(2, -1)
+        expected = expected + F.silu(gate) * up @ fc2.T
+    wanted = torch.autograd.grad(expected.square().sum(), (x, *layer.parameters()))
+    y = layer(x)[0]
+    found = torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))
+    for got, want in zip((y, *found), (expected, *wanted), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
 def test_latent_experts_compute_between_two_projections():
     config = MoEConfig(num_experts=4, moe_router_topk=2, moe_latent_size=4)
     torch.manual_seed(0)

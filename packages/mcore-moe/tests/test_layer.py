@@ -79,7 +79,7 @@ def output_weights(x):
 
 def padding_mask(x):
     """True for real tokens, by the token itself, so that it can be told from its neighbours."""
-    return x[:, 0] > -0.3
+    return x[:, 0] - x[:, 0].round() > -0.003  # about half of them, of skewed ones too
 
 
 def run(layer, x, masked):

@@ -2,7 +2,15 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mcore_moe import MoEConfig, Router, expert_scores, route
+from mcore_moe import (
+    MoEConfig,
+    Router,
+    Routing,
+    expert_scores,
+    finish_step,
+    limited,
+    route,
+)
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.rng import RngStreams
@@ -171,6 +179,8 @@ def test_global_loss_divides_by_what_was_really_seen():
     router = router_on_logits(
         moe_aux_loss_coeff=1.0, moe_router_load_balancing_type="global_aux_loss"
     )
+    router(torch.eye(3)[2:])
+    finish_step(router)  # what an earlier step has seen does not count
     router(torch.eye(3))
     aux = router(torch.eye(3)[:1])[1]
     counts = torch.tensor([3.0, 4, 0, 1])  # 3 + 1 tokens, by hand from the table above
@@ -192,9 +202,26 @@ def test_sequence_loss_is_the_mean_of_the_losses_of_single_sequences():
     fields = {"moe_aux_loss_coeff": 1.0, "moe_router_load_balancing_type": "seq_aux_loss"}
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     sequences = torch.arange(8) % 2
-    together = router_on_logits(**fields)(x, sequences, 2)[1]
-    apart = [router_on_logits(**fields)(x[b::2])[1] for b in (0, 1)]
-    torch.testing.assert_close(together, (apart[0] + apart[1]) / 2)
+    mask = torch.tensor([True, False, True, True, True, False, False, True])
+    for real in (torch.ones_like(mask), mask):
+        together = router_on_logits(**fields)(x, sequences, 2, real)[1]
+        apart = [router_on_logits(**fields)(x[b::2][real[b::2]])[1] for b in (0, 1)]
+        torch.testing.assert_close(together, (apart[0] + apart[1]) / 2)
+
+
+def test_padding_takes_no_room_of_an_expert_from_tokens():
+    config = MoEConfig(
+        num_experts=2,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+        moe_expert_capacity_factor=1.0,
+    )
+    wanted = Routing(
+        torch.zeros(4, 1, dtype=torch.int64), torch.tensor([[0.9, 0.8, 0.2, 0.1]]).T
+    )
+    mask = torch.tensor([False, False, True, True])
+    assert limited(wanted, config, mask).keep.flatten().tolist() == mask.tolist()
+    assert limited(wanted, config).keep.flatten().tolist() == [True, True, False, False]
 
 
 def test_sinkhorn_routing_weighs_by_softmax_and_is_plain_in_eval():
