@@ -276,6 +276,24 @@ CASES = {
 }
 """Class and config of each case."""
 
+_EYES = {"hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 20}
+SEEING = {
+    "Qwen2_5_VL": (
+        ODD | EVEN | rope(rope_type="default", mrope_section=[1, 2, 2]),
+        _EYES | {"depth": 1, "fullatt_block_indexes": [0]},
+    ),
+    "Qwen3VL": (
+        ODD | HEADS | rope(rope_type="default", mrope_section=[1, 1, 1]),
+        _EYES | {"depth": 1, "deepstack_visual_indexes": [0], "num_position_embeddings": 4},
+    ),
+    "Gemma3": (
+        ODD | HEADS | {"sliding_window": 5},
+        {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+        | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+    ),
+}
+"""Text and vision configs of models that see."""
+
 HEADED = {
     "GPT2": "GPT2LMHeadModel",
     "Gemma3Text": "Gemma3ForCausalLM",
@@ -291,3 +309,13 @@ def build(name):
     values = {key: value for key, value in values.items() if value is not None}
     config = getattr(transformers, f"{architecture}Config")(**values)
     return getattr(transformers, HEADED.get(architecture, f"{architecture}ForCausalLM"))(config)
+
+
+def build_seeing(name):
+    """Make an untrained model of ``SEEING``."""
+    import transformers
+
+    text, vision = ({k: v for k, v in part.items() if v is not None} for part in SEEING[name])
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
+    config._attn_implementation = "eager"
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity.family_cases import CASES, build
+from parity.family_cases import CASES, SEEING, build, build_seeing
 from safetensors.torch import load_file
 
 from mcore_ckpt.conversion.conversion import hf_to_mcore, mcore_to_hf
@@ -24,7 +24,7 @@ ROUNDING = 2e-5
 def theirs(name, folder):
     """Save a random model of theirs; return tokens, logits, loss and its gradients' folder."""
     torch.manual_seed(3)
-    model = build(name).double().eval()
+    model = (build_seeing if name in SEEING else build)(name).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -122,6 +122,14 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
     ):
         slices = run_ranks(scored_split, 2, tmp_path / "run", tokens)
         check_split(slices, logits, gradients, largest)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_the_text_tower_of_a_model_that_sees_computes_what_it_does(tmp_path, name):
+    tokens, wanted = theirs(name, tmp_path)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    logits, _, _ = scored(tmp_path / "run", tokens)
+    assert error(logits[..., :VOCAB], wanted) < ROUNDING
 
 
 def same_from_a_cache(run, tokens, logits, name):

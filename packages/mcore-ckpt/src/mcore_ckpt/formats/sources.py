@@ -28,6 +28,7 @@ from mcore_ckpt.formats.open_checkpoint import (
 from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
 from mcore_ckpt.formats.quantization import quantization_name, take_quantization
 from mcore_ckpt.formats.safe_pickle import Record
+from mcore_ckpt.formats.text_towers import text_tower
 from mcore_ckpt.formats.torch_files import read_torch_file
 from mcore_ckpt.mapping.adapters import Merged, base_of
 from mcore_ckpt.mapping.optimizer_state import OptimizerState, read_native
@@ -94,11 +95,11 @@ def opened(
 @contextmanager
 def _open_hf(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     folder = read_hf_folder(path)
-    config = dict(folder.config)
+    config, tensors = text_tower(folder.config, folder.tensors)
     quantization = quantization_name(config, folder.path)
     dequantized = take_quantization(config, folder.path)
     model_type = config.get("model_type", "")
-    bare = take_head_off(config, folder.tensors)
+    bare = take_head_off(config, tensors)
     kept = unknown_fields(bare.config) if options.keep_unknown_config_fields else {}
     known = {name: value for name, value in bare.config.items() if name not in kept}
     description, tensors = stored_model(known, bare.tensors)
