@@ -244,6 +244,8 @@ def test_a_run_folder_means_its_latest_step_and_a_step_can_be_chosen(tmp_path):
         resolve_folder(tmp_path, step=9)
     with pytest.raises(ValueError, match="absent is no folder"):
         resolve_folder(tmp_path / "absent")
+    (tmp_path / TRACKER).unlink()
+    assert read_tensor(resolve_folder(tmp_path), "w") == 2
 
 
 def test_reading_a_tensor_that_is_not_there_names_the_nearest(step):

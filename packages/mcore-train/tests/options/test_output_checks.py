@@ -45,11 +45,10 @@ def test_what_is_in_the_way_is_named_with_its_flag(tmp_path, file, changes, told
 
 @pytest.fixture
 def earlier(tmp_path):
-    """A run folder whose newest step is 2."""
+    """A run folder whose newest step is 2, of a run that was killed before it pointed there."""
     step = tmp_path / "earlier" / "iter_0000002"
     step.mkdir(parents=True)
     (step / "index.json").write_text("{}")
-    (step.parent / "latest_checkpointed_iteration.txt").write_text("2")
     return step.parent
 
 

@@ -100,12 +100,23 @@ def complete_steps(run_folder: str | Path) -> list[int]:
     return sorted(steps)
 
 
+def newest_step(run_folder: str | Path) -> int | str | None:
+    """Return the step of the pointer; without one, the newest whole step, or None.
+
+    A run that was killed as it finished its first step has none yet.
+    """
+    latest = latest_step(run_folder)
+    if latest is not None:
+        return latest
+    return max(complete_steps(run_folder), default=None)
+
+
 def resolve_folder(path: str | Path, step: int = 0) -> Path:
     """Find the checkpoint that a user means by a run folder, a step folder or a model folder.
 
     Args:
         path: one of the three; a Hugging Face folder is its own checkpoint.
-        step: which of a run folder's; 0: the one that the pointer names.
+        step: which of a run folder's; 0: the ``newest_step``.
 
     Raises:
         ValueError: if there is none; says what is there instead.
@@ -115,7 +126,7 @@ def resolve_folder(path: str | Path, step: int = 0) -> Path:
         return path
     if not path.is_dir():
         raise ValueError(f"{path} is no folder: give a run folder or a step folder.")
-    wanted = step or latest_step(path)
+    wanted = step or newest_step(path)
     steps = complete_steps(path)
     there = f"Complete steps there: {', '.join(map(str, steps)) or 'none'}."
     if wanted is None:

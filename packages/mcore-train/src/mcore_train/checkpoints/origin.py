@@ -15,6 +15,7 @@ from mcore_ckpt.storage.paths import (
     is_complete,
     is_hf_folder,
     latest_step,
+    newest_step,
     resolve_folder,
 )
 from mcore_ckpt.storage.stores import as_path, is_store
@@ -38,7 +39,7 @@ def find_checkpoint(load: str, step: int = 0) -> Path | None:
     folder = as_path(load)
     if folder.is_file():
         raise ValueError(f"--load {load} is a file: give a run folder or a step folder.")
-    nothing_yet = not folder.is_dir() or latest_step(folder) is None
+    nothing_yet = not folder.is_dir() or newest_step(folder) is None
     if nothing_yet and not step and not is_complete(folder) and not is_hf_folder(folder):
         return None
     return resolve_folder(folder, step)

@@ -6,7 +6,7 @@ Standard library only, so that the process that starts ranks runs them too, and 
 import os
 from pathlib import Path
 
-from mcore_ckpt.storage.paths import RELEASE, latest_step
+from mcore_ckpt.storage.paths import RELEASE, newest_step
 from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_train.checkpoints.origin import continues_saved_run, loads_from_save
 from mcore_train.composition import TrainConfig
@@ -34,7 +34,7 @@ def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None
 def _check_earlier_run(config: TrainConfig) -> None:
     """Refuse to begin anew in a folder that holds a run, and to delete what is continued."""
     save, overwrite = config.saving.save, config.saving.overwrite
-    latest = latest_step(save)
+    latest = newest_step(save)
     if overwrite and loads_from_save(config):
         raise ValueError(
             f"--overwrite would delete the run in --save {save} that this one starts from: "
