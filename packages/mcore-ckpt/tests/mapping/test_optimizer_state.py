@@ -252,7 +252,7 @@ def another_shape(state):
 @pytest.mark.parametrize(
     ("change", "common", "message"),
     [
-        (no_moments, {}, "dp_reshardable.*dist-ckpt-optim-fully-reshardable"),
+        (no_moments, {}, "dp_zero_gather_scatter.*dist-ckpt-optim-fully-reshardable"),
         (no_moment_of_one, {}, "missing: decoder.final_layernorm.weight"),
         (no_main, {}, r"main is missing for blocks\.0\.attention\.proj\.weight"),
         (another_main, {}, "main weight of decoder.final_layernorm.weight, rounded, is not"),

@@ -26,6 +26,7 @@ KINDS = {
     "sharded_fp32": (torch.float32, "fully_reshardable"),
     "whole": (torch.bfloat16, ""),
     "whole_fp32": (torch.float32, ""),
+    "buckets": (torch.bfloat16, "dp_reshardable"),
 }
 """Dtype of the weights, and the form of the distributed optimizer's state; empty: it is not
 distributed."""

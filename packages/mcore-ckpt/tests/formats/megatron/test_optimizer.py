@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mcore_ckpt.conversion.conversion import convert
 from mcore_ckpt.conversion.options import ConvertOptions
+from mcore_ckpt.save_load.loading import read_tensor
+from mcore_ckpt.storage.index import read_index
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.batches import train_batches
 from mcore_train.composition import compose
@@ -28,6 +30,7 @@ TAKEN = {
     "sharded_fp32": 1e-5,
     "whole": 2e-4,
     "whole_fp32": 1e-5,
+    "buckets": 2e-4,
 }
 """Kinds of the peer's and how far our losses may be from theirs: the rounding of logits of 8
 bits, and conventions.md's for float32."""
@@ -58,9 +61,9 @@ FLAGS = {
 }
 
 
-def peer(verb, folder, local):
+def peer(verb, folder, local, name="megatron_optimizer_peer.py"):
     """Run a program; return the losses that it told, by kind."""
-    program = str(Path(__file__).with_name("megatron_optimizer_peer.py"))
+    program = str(Path(__file__).with_name(name))
     done = subprocess.run(
         [sys.executable, program, verb, folder, local],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -110,3 +113,82 @@ def test_a_run_goes_on_with_its_optimizer_from_megatron_core_and_back_there(tmp_
             convert("mcore", ours, "megatron", tmp_path / "back" / kind, back)
     again = peer("load", tmp_path / "back", local)
     assert {kind: theirs[kind][SAVED:] for kind in WRITTEN} == again
+
+
+NAMED = ("vpp2", "pp2_ep2", "experts_fp32")
+"""Kinds whose buckets are not padded: of the others megatron-core displaces what it names."""
+
+PADDED = ("tp2", "ep2")
+
+
+def read_all(step):
+    index = read_index(step)
+    return {name: read_tensor(step, name, index=index) for name in index.tensors}
+
+
+@pytest.mark.timeout(1000)
+def test_buckets_of_every_layout_come_in_and_go_back_to_megatron_core_bitwise(tmp_path):
+    pytest.importorskip("megatron.core")
+    local, there = tmp_path / "local", tmp_path / "theirs"
+    local.mkdir()
+    program = "megatron_layouts_peer.py"
+    peer("save", there, local, program)
+    options = ConvertOptions(optimizer=True)
+    for kind in NAMED + PADDED:
+        ours, named = tmp_path / "ours" / kind, tmp_path / "named" / kind
+        convert("megatron", there / kind / "buckets", "mcore", ours, options)
+        if kind in NAMED:
+            convert("megatron", there / kind / "named", "mcore", named, options)
+            one, other = (read_all(folder / "iter_0000002") for folder in (ours, named))
+            assert one.keys() == other.keys()
+            for name, tensor in one.items():
+                assert torch.equal(tensor, other[name]), (kind, name)
+        else:
+            with pytest.raises(ValueError, match="displaces it"):
+                convert("megatron", there / kind / "named", "mcore", named, options)
+        apart = "ep2" in kind
+        back = ConvertOptions(optimizer=True, transformer_impl="local", experts_apart=apart)
+        convert("mcore", ours, "megatron", tmp_path / "back" / kind, back)
+    peer("load", tmp_path / "back", local, program)
+    for kind in NAMED + PADDED:
+        for rank in range(4):
+            saved = load_file(local / f"save_{kind}_{rank}.safetensors")
+            loaded = load_file(local / f"load_{kind}_{rank}.safetensors")
+            assert saved.keys() == loaded.keys()
+            for name, tensor in saved.items():
+                assert torch.equal(tensor, loaded[name]), (kind, rank, name)
+    check_by_hand(tmp_path, local)
+
+
+def check_by_hand(tmp_path, local):
+    """Compare buckets that were padded with what the ranks held, put together by hand."""
+
+    def held(kind, name, ranks):
+        files = [load_file(local / f"save_{kind}_{rank}.safetensors") for rank in ranks]
+        # Each data rank holds a range of the flat weight, or nothing of it.
+        return torch.cat([file[name] for file in files if name in file])
+
+    for word, part in (("param", "main"), ("exp_avg", "exp_avg")):
+
+        def ours(kind, name, part=part):
+            return read_tensor(
+                tmp_path / "ours" / kind / "iter_0000002", f"optimizer.{part}.{name}"
+            )
+
+        for rank in range(2):
+            there = f"0.decoder.layers.0.{{}}.weight.{word}".format
+            mine = (rank, rank + 2)
+            fc2 = ours("tp2", "blocks.0.mlp.fc2.weight").chunk(2, 1)[rank]
+            assert torch.equal(held("tp2", there("mlp.linear_fc2"), mine), fc2.reshape(-1))
+            halves = [ours("tp2", f"blocks.0.mlp.fc1.{p}.weight") for p in ("gate", "up")]
+            fc1 = torch.cat([half.chunk(2)[rank] for half in halves])
+            assert torch.equal(held("tp2", there("mlp.linear_fc1"), mine), fc1.reshape(-1))
+            words = held("tp2", f"0.embedding.word_embeddings.weight.{word}", mine)
+            own = ours("tp2", "embedding.weight").chunk(2)[rank]
+            assert torch.equal(words, own.reshape(-1))
+            second = there("mlp.experts.local_experts.1.linear_fc2")
+            expert = ours("ep2", f"blocks.0.moe.experts.{2 * rank + 1}.fc2.weight")
+            assert torch.equal(held("ep2", second, mine), expert.reshape(-1))
+        router = ours("ep2", "blocks.1.moe.router.weight").reshape(-1)
+        name = f"0.decoder.layers.1.mlp.router.weight.{word}"
+        assert torch.equal(held("ep2", name, range(4)), router)

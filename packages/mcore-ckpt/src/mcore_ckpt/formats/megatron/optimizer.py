@@ -2,7 +2,7 @@
 
 Read are the forms that name each weight: ``fully_reshardable``, that of an optimizer that is
 not distributed, and the flat ranges of ``fully_sharded_model_space``, which megatron-core no
-longer writes. The memory of one layout, ``dp_reshardable``, names none and is refused.
+longer writes; and the memory of one layout, ``dp_reshardable``, through ``megatron_buckets``.
 Written is ``fully_reshardable``.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.formats.dcp import DcpFolder
+from mcore_ckpt.formats.megatron.buckets import has_buckets, read_buckets
 from mcore_ckpt.formats.safe_pickle import Record
 from mcore_ckpt.formats.torch_files import FileTensor
 from mcore_ckpt.mapping.optimizer_state import (
@@ -81,22 +82,31 @@ def read_megatron(
     """
     table = state_table(table)
     kinds = (MAIN, *MOMENTS)
-    named = {kind: _named(folder, kind) for kind in kinds}
-    if not all(named[kind] for kind in MOMENTS):
-        raise ValueError(
-            f"{folder.path} holds no optimizer state that can be converted: it was saved "
-            "without, or in a form that names no weights (dp_reshardable, Megatron's default). "
-            "Load and save the run once in Megatron with --dist-ckpt-optim-fully-reshardable, "
-            "or leave --optimizer out to convert the weights."
-        )
-    entries = {kind: _entries(folder, table, named[kind]) for kind in kinds}
-    count = sum(map(len, named.values()))
+    is_proven = has_buckets(folder)
+    if is_proven:
+        arguments = _arguments(common)
+        entries, count = read_buckets(folder, reader, table, weights[0], arguments)
+    else:
+        named = {kind: _named(folder, kind) for kind in kinds}
+        if not all(named[kind] for kind in MOMENTS):
+            raise ValueError(_refusal(folder))
+        entries = {kind: _entries(folder, table, named[kind]) for kind in kinds}
+        count = sum(map(len, named.values()))
     parts = {kind: _part(kind, entries[kind], reader, table) for kind in MOMENTS}
-    parts = {MAIN: _main_part(entries[MAIN], reader, table, weights[0]), **parts}
+    parts = {MAIN: _main_part(entries[MAIN], reader, table, weights[0], is_proven), **parts}
     check_parts(parts, weights[1])
     kept = {kind: part for kind, part in parts.items() if part.links}
     trees = [(common.get("optimizer"), common_file), *_objects(folder)]
     return OptimizerState(kept, _progress(folder.path, common, trees), count)
+
+
+def _refusal(folder: DcpFolder) -> str:
+    return (
+        f"{folder.path} holds no optimizer state that can be converted: it was saved without, "
+        "or in a form that names no weights (dp_zero_gather_scatter). Load and save the run "
+        "once in Megatron with --dist-ckpt-optim-fully-reshardable, or leave --optimizer out "
+        "to convert the weights."
+    )
 
 
 def _objects(folder: DcpFolder) -> Iterator[tuple[Any, Path]]:
@@ -174,18 +184,22 @@ def _part(kind: str, entries: Mapping[str, TensorEntry], reader: Reader, table: 
 
 
 def _main_part(
-    entries: Mapping[str, TensorEntry], reader: Reader, table: Table, weights: Rows
+    entries: Mapping[str, TensorEntry],
+    reader: Reader,
+    table: Table,
+    weights: Rows,
+    is_proven: bool,
 ) -> Part:
     """Match main weights, which must be the weights, and turn those that are needed here."""
     part = _part(MAIN, entries, reader, table)
-    for link in part.links:
+    for link in () if is_proven else part.links:
         if not is_main(part.theirs, weights, link.theirs):
             raise ValueError(
                 f"the optimizer's main weight of {link.theirs}, rounded, is not the weight: "
                 "the state is of other weights, or in the wrong place (megatron-core 0.19 "
                 "displaces it with --dist-ckpt-optim-fully-reshardable where buckets are "
-                "padded, and warns of it). Save the run in another layout there, whose buckets "
-                "are not padded, or leave --optimizer out to convert the weights."
+                "padded, and warns of it). Save the run in Megatron without that flag, or "
+                "leave --optimizer out to convert the weights."
             )
     # Weights of 32 bits are their own main weights here, and equal copies of them there.
     needed = [link for link in part.links if wants_main(weights.entries[link.theirs].dtype)]

@@ -1,0 +1,197 @@
+"""An optimizer's state out of the buckets that Megatron's ``dp_reshardable`` holds.
+
+Buckets are flat, without a name on any weight in them; ``megatron_layout`` says which they
+must be. That it is so is then proven: every main weight, rounded, must be the weight that was
+saved.
+"""
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import Any
+
+from mcore_ckpt.formats.dcp import DcpFolder
+from mcore_ckpt.formats.megatron.layout import (
+    Bucket,
+    Chunks,
+    Order,
+    Piece,
+    Sizes,
+    Weight,
+    laid_out,
+    placed_weights,
+)
+from mcore_ckpt.mapping.optimizer_state import MAIN, MOMENTS, is_main
+from mcore_ckpt.mapping.row_streams import Rows, Source
+from mcore_ckpt.mapping.rules import Table, expand
+from mcore_ckpt.storage.boxes import cover_problems
+from mcore_ckpt.storage.files import Reader
+from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, TensorEntry
+from mcore_parallel.sharding import flat_boxes
+
+_BUCKET = re.compile(
+    r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)"
+    r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_\(torch\.(?P<dtype>\w+), .*\)"
+    r"\.bucket_idx_(?P<bucket>\d+)\.(?P<word>\w+)"
+)
+_WORDS = {MAIN: "param", **{moment: moment for moment in MOMENTS}}
+
+
+def has_buckets(folder: DcpFolder) -> bool:
+    """Whether a directory holds an optimizer's state in buckets."""
+    return any(_BUCKET.fullmatch(name) for name in folder.tensors)
+
+
+def read_buckets(
+    folder: DcpFolder,
+    reader: Reader,
+    table: Table,
+    weights: Rows,
+    arguments: Mapping[str, Any],
+) -> tuple[dict[str, dict[str, TensorEntry]], int]:
+    """Find each weight's state in the buckets.
+
+    Args:
+        folder: of the step.
+        reader: of its files.
+        table: of the weights that are updated.
+        weights: under Megatron's names, uncut.
+        arguments: of the run: the sizes of its parallel groups.
+
+    Returns:
+        Per kind of state the weights' entries, and how many tensors of the directory they
+        come from.
+
+    Raises:
+        ValueError: if no known order of the weights fills the buckets so that every main
+            weight is the weight.
+    """
+    held = _listed(folder)
+    wanted = placed_weights(expand(table), weights)
+    sizes = _sizes(arguments, held)
+    if sizes is not None:
+        located = {
+            name: replace(entry, chunks=tuple(sorted(entry.chunks, key=_begin)))
+            for name, entry in folder.locate(_names(held)).items()
+        }
+        for own_norm, by_matrix in product((False, True), repeat=2):
+            pieces = laid_out(Order(own_norm, by_matrix), wanted, held, sizes)
+            if pieces is None:
+                continue
+            mains = _entries(MAIN, pieces, wanted, located)
+            source = Source(reader, mains)
+            if len(mains) == len(wanted) and all(is_main(source, weights, n) for n in mains):
+                moments = {kind: _entries(kind, pieces, wanted, located) for kind in MOMENTS}
+                return {MAIN: mains, **moments}, len(located)
+    raise ValueError(
+        f"{folder.path} holds the optimizer's state in buckets (dp_reshardable), and no known "
+        "order of the weights fills them so that every main weight is the weight. Load and "
+        "save the run once in Megatron with --dist-ckpt-optim-fully-reshardable, or leave "
+        "--optimizer out to convert the weights."
+    )
+
+
+def _listed(folder: DcpFolder) -> dict[int, dict[int, Chunks]]:
+    """List the buckets of each optimizer, dense and experts', of each of its ranks.
+
+    Returns nothing where a bucket's kinds of state are not of one size.
+    """
+    found: dict[tuple[int, ...], Bucket] = {}
+    dtypes: dict[tuple[int, ...], str] = {}
+    kinds = {word: kind for kind, word in _WORDS.items()}
+    for name in folder.tensors:
+        match = _BUCKET.fullmatch(name)
+        if match is not None and match["word"] in kinds:
+            numbers = ("optimizer", "rank", "buffer", "bucket")
+            where = tuple(int(match[number] or 0) for number in numbers)
+            size = folder.tensors[name].shape[0]
+            bucket = found.setdefault(where, Bucket(size, {}))
+            if bucket.size != size:
+                return {}
+            bucket.names[kinds[match["word"]]] = name
+            dtypes[where] = match["dtype"]
+    held: dict[int, dict[int, Chunks]] = defaultdict(dict)
+    last = None
+    for where in sorted(found):
+        optimizer, rank, buffer, _ = where
+        chunks = held[optimizer].setdefault(rank, [])
+        dtype = dtypes[where]
+        if (optimizer, rank, buffer) != last:
+            # A chunk has one buffer a dtype: the same dtype again begins the next chunk.
+            if not chunks or dtype in chunks[-1]:
+                chunks.append({})
+            chunks[-1][dtype] = []
+            last = (optimizer, rank, buffer)
+        chunks[-1][dtype].append(found[where])
+    return held
+
+
+def _names(held: Mapping[int, Mapping[int, Chunks]]) -> Iterator[str]:
+    for ranks in held.values():
+        for chunk in (chunk for chunks in ranks.values() for chunk in chunks):
+            for bucket in (bucket for buckets in chunk.values() for bucket in buckets):
+                yield from bucket.names.values()
+
+
+def _sizes(
+    arguments: Mapping[str, Any], held: Mapping[int, Mapping[int, Chunks]]
+) -> Sizes | None:
+    """Read the sizes of parallel groups; None if the buckets are not those of such groups."""
+    tp = arguments.get("tensor_model_parallel_size")
+    if not isinstance(tp, int) or not held.keys() <= {0, 1}:
+        return None
+    ranks = len(held.get(0, {}))
+    ep = arguments.get("expert_model_parallel_size") or 1
+    etp = arguments.get("expert_tensor_parallel_size") or tp
+    is_whole = ranks > 0 and ranks % tp == 0 and set(held[0]) == set(range(ranks))
+    return Sizes(tp, ranks // tp, etp, ep) if is_whole else None
+
+
+def _entries(
+    kind: str,
+    pieces: Mapping[str, Sequence[Piece]],
+    weights: Sequence[Weight],
+    located: Mapping[str, TensorEntry],
+) -> dict[str, TensorEntry]:
+    """List one kind of state under the weights' names; what is not whole is left out."""
+    firsts = {name: [_begin(c) for c in entry.chunks] for name, entry in located.items()}
+    found = {}
+    for weight in weights:
+        chunks: list[Chunk] = []
+        dtypes = set()
+        for piece in pieces.get(weight.name, ()):
+            name = piece.bucket.names.get(kind, "")
+            if name:
+                chunks += _cut(located[name], firsts[name], piece)
+                dtypes.add(located[name].dtype)
+        whole = not cover_problems(weight.shape, [(c.offsets, c.lengths) for c in chunks])
+        if whole and len(dtypes) == 1:
+            found[weight.name] = TensorEntry(weight.shape, dtypes.pop(), tuple(chunks))
+    return found
+
+
+def _cut(entry: TensorEntry, firsts: Sequence[int], piece: Piece) -> Iterator[Chunk]:
+    """Give the boxes of a weight that lie in the chunks of a bucket."""
+    begin = piece.start
+    for origin, lengths in piece.boxes:
+        end = begin + prod(lengths)
+        for chunk in entry.chunks[bisect_right(firsts, begin) - 1 :]:
+            first, last = _begin(chunk), _begin(chunk) + chunk.lengths[0]
+            if first >= end:
+                break
+            where = (max(begin, first), min(end, last))
+            inside = (where[0] - begin, where[1] - begin)
+            skipped = (where[0] - first) * DTYPE_BYTES[entry.dtype]
+            for box in flat_boxes(lengths, *inside):
+                offsets = tuple(o + b for o, b in zip(box[0], origin, strict=True))
+                yield Chunk(chunk.file, chunk.offset + skipped, offsets, box[1])
+                skipped += prod(box[1]) * DTYPE_BYTES[entry.dtype]
+        begin = end
+
+
+def _begin(chunk: Chunk) -> int:
+    return chunk.offsets[0]

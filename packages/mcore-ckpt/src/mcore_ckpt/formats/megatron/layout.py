@@ -1,0 +1,265 @@
+"""Where Megatron's modules have each weight, and where its optimizer keeps it.
+
+A distributed optimizer's memory is buckets: weights of one model rank from the last to the
+first, each beginning at a multiple of 64 elements. Which they are follows from the order in
+which modules make their weights and from the buckets' sizes: pure functions of both.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.mapping.rules import Link, split_index
+from mcore_ckpt.storage.boxes import Box
+from mcore_ckpt.storage.index import TORCH_WORDS
+
+_ALIGNMENT = 64
+"""Elements that the beginning of a weight is a multiple of."""
+
+_PLACES = (
+    *("embedding.word_embeddings.", "embedding.position_embeddings."),
+    *("self_attention.linear_proj.", "self_attention.linear_qkv.layer_norm_"),
+    *("self_attention.linear_qkv.", "self_attention.q_layernorm."),
+    *("self_attention.k_layernorm.", "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    *("mlp.linear_fc1.", "mlp.linear_fc2.", "mlp.router.", "mlp.experts."),
+    *("mlp.shared_experts.gate_weight", "mlp.shared_experts.linear_fc1."),
+    *("mlp.shared_experts.linear_fc2.", "decoder.final_layernorm.", "output_layer."),
+)
+"""Weights in the order of Megatron's modules; biases come after weights."""
+
+_OWN_NORM = "self_attention.linear_qkv.layer_norm_"
+_LAYERS = "decoder.layers."
+_FIRST = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
+_BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
+_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight as the files list it, and where a rank has it."""
+
+    name: str
+    """In Megatron's files, indices in brackets."""
+    shape: tuple[int, ...]
+    dtype: str
+    stem: str
+    """The name without the layer and what stands before it."""
+    layer: int
+    """-1: before the first, a large number: after the last."""
+    expert: int
+    """-1: of no expert."""
+    cut: int
+    """Dimension that ranks of tensor parallelism share; -1: all have the whole."""
+    halves: int
+    """Equal parts along it that are each shared, gates and ups."""
+
+    def boxes(self, rank: int, count: int) -> tuple[Box, ...]:
+        """What a rank has of it, in the order of its memory; empty if it cannot be shared."""
+        if self.cut < 0 or count == 1:
+            return (((0,) * len(self.shape), self.shape),)
+        half, rest = divmod(self.shape[self.cut], self.halves)
+        length, more = divmod(half, count)
+        if rest or more:
+            return ()
+        lengths = (*self.shape[: self.cut], length, *self.shape[self.cut + 1 :])
+        zeros = [0] * len(self.shape)
+        boxes = []
+        for begin in range(rank * length, self.halves * half, half):
+            offsets = [*zeros[: self.cut], begin, *zeros[self.cut + 1 :]]
+            boxes.append((tuple(offsets), lengths))
+        return tuple(boxes)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What Megatron's implementations of a layer differ in."""
+
+    norm_first: bool
+    """The norm before attention is a module of its own, made first, not part of ``qkv``."""
+    by_matrix: bool
+    """All experts' first matrices stand before all second ones, not expert by expert."""
+
+    def key(self, weight: Weight) -> tuple[int, ...]:
+        """Sort weights of a stage by this."""
+        stem, is_bias = weight.stem, weight.stem.endswith("bias")
+        place = next((i for i, s in enumerate(_PLACES) if stem.startswith(s)), len(_PLACES))
+        if self.norm_first and stem.startswith(_OWN_NORM):
+            place = -1
+        matrix = int("linear_fc2" in stem)
+        own = (matrix, is_bias, weight.expert)
+        inner = own if self.by_matrix else (weight.expert, matrix, is_bias)
+        return (weight.layer, place, *inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Ranks along each direction."""
+
+    tp: int
+    pp: int
+    etp: int
+    ep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Flat tensors of one size, by kind of state."""
+
+    size: int
+    names: dict[str, str]
+
+
+Chunks = list[dict[str, list[Bucket]]]
+"""A rank's model chunks, each a buffer a dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A weight's part in a bucket."""
+
+    bucket: Bucket
+    start: int
+    boxes: tuple[Box, ...]
+
+
+def placed_weights(links: Iterable[Link], weights: Rows) -> list[Weight]:
+    """Say of each weight where Megatron's modules have it."""
+    found = []
+    for link in links:
+        stem, index = split_index(link.theirs)
+        layer, numbers = (-1 if stem in _FIRST else 1 << 30), list(index)
+        if stem.startswith(_LAYERS):
+            stem = stem.removeprefix(_LAYERS)
+            if stem[0].isdigit():
+                number, _, stem = stem.partition(".")
+                numbers.insert(0, int(number))
+            layer = numbers.pop(0)
+        rows = stem in (_FIRST[0], "output_layer.weight") or stem.endswith(_BY_ROWS)
+        found.append(
+            Weight(
+                link.theirs,
+                weights.entries[link.theirs].shape,
+                TORCH_WORDS[weights.entries[link.theirs].dtype],
+                stem,
+                layer,
+                numbers[0] if numbers else -1,
+                0 if rows else 1 if stem.endswith(_BY_COLUMNS) else -1,
+                2 if ".linear_fc1." in stem and len(link.ours) == 2 else 1,
+            )
+        )
+    return found
+
+
+def laid_out(
+    order: Order,
+    weights: Sequence[Weight],
+    held: Mapping[int, Mapping[int, Chunks]],
+    sizes: Sizes,
+) -> dict[str, list[Piece]] | None:
+    """Put every weight into the buckets; None if they do not fill them."""
+    apart = 1 in held
+    dense = sorted((w for w in weights if not apart or w.expert < 0), key=order.key)
+    experts = sorted((w for w in weights if apart and w.expert >= 0), key=order.key)
+    stages = _stages(dense, held[0], sizes)
+    if stages is None:
+        return None
+    found: dict[str, list[Piece]] = {}
+    for (chunk, stage), mine in stages.items():
+        for rank in range(sizes.tp):
+            chunks = held[0][stage * sizes.tp + rank]
+            fits = chunk < len(chunks) and _fill(chunks[chunk], mine, rank, sizes.tp, found)
+            if not fits:
+                return None
+    layers = {where: {w.layer for w in mine} for where, mine in stages.items()}
+    spread = product(range(sizes.pp), range(sizes.ep), range(sizes.etp))
+    each = 1 + max((w.expert for w in experts), default=0) // sizes.ep
+    for rank, (stage, group, cut) in enumerate(spread):
+        mine = [w for w in experts if w.expert // each == group]
+        parts = [
+            [w for w in mine if w.layer in layers[chunk, stage]]
+            for chunk in range(len(layers) // sizes.pp)
+        ]
+        # Where a chunk has no experts, there is no buffer of theirs.
+        parts = [part for part in parts if part]
+        chunks = held.get(1, {}).get(rank, [])
+        if len(parts) != len(chunks):
+            return None
+        for own, part in zip(chunks, parts, strict=True):
+            if not _fill(own, part, cut, sizes.etp, found):
+                return None
+    return found
+
+
+def _stages(
+    weights: Sequence[Weight], ranks: Mapping[int, Chunks], sizes: Sizes
+) -> dict[tuple[int, int], list[Weight]] | None:
+    """Find how many layers each chunk of each stage has: those that fill its buckets."""
+    num_chunks = len(ranks[0])
+    num_layers = 1 + max((w.layer for w in weights if w.layer < 1 << 30), default=-1)
+    # The last of several stages has a copy of an embedding that is the head as well.
+    has_copy = sizes.pp > 1 and all(w.stem != "output_layer.weight" for w in weights)
+    copies = [w for w in weights if w.stem == _FIRST[0]] if has_copy else []
+    stages: dict[tuple[int, int], list[Weight]] = {}
+    layer = 0
+    for chunk, stage in product(range(num_chunks), range(sizes.pp)):
+        is_last = (chunk, stage) == (num_chunks - 1, sizes.pp - 1)
+        ends = range(num_layers if is_last else layer, num_layers + 1)
+        chunks = ranks[stage * sizes.tp]
+        for end in ends:
+            first = -1 if not stages else layer
+            mine = [w for w in weights if first <= w.layer < (1 << 31 if is_last else end)]
+            mine += copies if is_last else []
+            if chunk < len(chunks) and _fill(chunks[chunk], mine, 0, sizes.tp, {}):
+                stages[chunk, stage], layer = mine, end
+                break
+        else:
+            return None
+    return stages
+
+
+def _fill(
+    buffers: Mapping[str, list[Bucket]],
+    weights: Sequence[Weight],
+    rank: int,
+    count: int,
+    found: dict[str, list[Piece]],
+) -> bool:
+    """Lay weights into the buffers of a chunk, the last first; False if they do not fit."""
+    if {w.dtype for w in weights} != buffers.keys():
+        return False
+    for dtype, buckets in buffers.items():
+        mine = [w for w in reversed(weights) if w.dtype == dtype]
+        boxes = [w.boxes(rank, count) for w in mine]
+        sizes = [sum(prod(lengths) for _, lengths in one) for one in boxes]
+        starts = bucket_starts(sizes, [bucket.size for bucket in buckets])
+        if starts is None or not all(boxes):
+            return False
+        for weight, own, (number, start) in zip(mine, boxes, starts, strict=True):
+            pieces = found.setdefault(weight.name, [])
+            # What several ranks have is taken from the first.
+            if own not in [piece.boxes for piece in pieces]:
+                pieces.append(Piece(buckets[number], start, own))
+    return True
+
+
+def bucket_starts(sizes: Sequence[int], buckets: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Find the bucket of each weight and where it begins; None if they do not fill them."""
+    found = []
+    number = end = 0
+    for size in sizes:
+        start = _aligned(end)
+        # A bucket ends with a weight, or where the next weight would have begun.
+        if end and number < len(buckets) and buckets[number] in (end, start):
+            number, start = number + 1, 0
+        end = start + size
+        if number == len(buckets) or end > buckets[number]:
+            return None
+        found.append((number, start))
+    is_full = number == len(buckets) - 1 and buckets[number] in (end, _aligned(end))
+    return found if is_full else None
+
+
+def _aligned(start: int) -> int:
+    return -(-start // _ALIGNMENT) * _ALIGNMENT
