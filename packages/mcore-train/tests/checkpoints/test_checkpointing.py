@@ -190,7 +190,7 @@ def test_a_step_with_foreign_weights_loads_under_one_rank_and_reshards(saved, tm
 
 
 def test_a_model_that_no_family_can_say_is_refused_before_training(tmp_path):
-    run = build(save=str(tmp_path), save_hf=True, swiglu=False, squared_relu=True)
+    run = build(save=str(tmp_path), save_hf=True, swiglu=False, quick_geglu=True)
     with pytest.raises(ValueError, match="no Hugging Face family can say this model"):
         train(run, Reporter(None))
     assert run.iteration == 0
