@@ -16,11 +16,6 @@ def compiled(function, types, constants):
         fn=function,
         signature={**types, **dict.fromkeys(constants, "constexpr")},
         constexprs={(function.arg_names.index(n),): v for n, v in constants.items()},
-        attrs={
-            (function.arg_names.index(n),): [["tt.divisibility", 16]]
-            for n, t in types.items()
-            if t[0] == "*"
-        },
     )
     return compile(source, target=GPUTarget("cuda", 90, 32))
 
@@ -54,15 +49,13 @@ def test_the_kernels_of_decoding_compile():
         **dict.fromkeys((*names, "out"), "*bf16"),
         **dict.fromkeys(("tables", "lengths"), "*i64"),
         **dict.fromkeys(("parts", "sums"), "*fp32"),
-        **dict.fromkeys(("slopes", "sinks"), "*fp32"),
-        **dict.fromkeys(("scale", "key_scale", "value_scale", "cap"), "fp32"),
-        **dict.fromkeys(("window", "chunk", "table_size"), "i32"),
+        **dict.fromkeys(("scale", "key_scale", "value_scale"), "fp32"),
+        **dict.fromkeys(("window", "table_size"), "i32"),
         **dict.fromkeys(("new_key_stride", "new_value_stride"), "i32"),
     }
     for held, is_fp8 in (("*bf16", False), ("*u8", True)):
         own = types | {"keys": held, "values": held}
         options = {**ATTENTION, "PRECISION": "tf32", "IS_FP8": is_fp8}
-        options |= dict.fromkeys(("HAS_CAP", "HAS_SLOPES", "HAS_SINKS"), is_fp8)
         assert compiled(kernels._attend, own, options)
     types = {
         **dict.fromkeys(("x", "weight", "out"), "*bf16"),

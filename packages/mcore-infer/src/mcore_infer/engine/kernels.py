@@ -20,22 +20,14 @@ from mcore_parallel.optional_kernels import OptionalKernel, wave
 _KEYS = 64
 _PROGRAMS = 264  # twice the multiprocessors of an H100 or H200
 _MOST_SPLITS = 32
-_ALL = 2**30
-"""More keys than a text has."""
 
 
 @triton.jit
 @no_type_check
-def _first_seen(length, window, chunk):
-    # Of the keys of a request, by its last token.
-    return tl.maximum(tl.maximum(0, length - 1 - window), (length - 1) // chunk * chunk)
-
-
-@triton.jit
-@no_type_check
-def _keys_of_split(length, seen, split, KEYS: tl.constexpr, SPLITS: tl.constexpr):
+def _keys_of_split(length, window, split, KEYS: tl.constexpr, SPLITS: tl.constexpr):
     # The first key of a split and the one behind its last; a split may be empty.
-    first = seen // KEYS * KEYS
+    first = tl.maximum(0, tl.where(window < 0, 0, length - 1 - window))
+    first = first // KEYS * KEYS
     size = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
     begin = first + split * size
     return begin, tl.minimum(length, begin + size)
@@ -120,35 +112,10 @@ def _scores(query, key, scale, key_scale, PRECISION: tl.constexpr, IS_FP8: tl.co
 
 @triton.jit
 @no_type_check
-def _ruled(score, distance, cap, slope, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr):
-    # Scores under a soft cap and ALiBi; a key stands ``distance`` behind the last.
-    if HAS_CAP:
-        score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
-    if HAS_SLOPES:
-        score -= slope[None, :] * distance.to(tl.float32)[:, None]
-    return score
-
-
-@triton.jit
-@no_type_check
-def _nothing(
-    sinks,
-    head,
-    is_head,
-    split,
-    HEADS: tl.constexpr,
-    LANES: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    # The maximum, the sum of weights and the weighted values before any key: a sink's alone,
-    # which the first split counts.
+def _nothing(HEADS: tl.constexpr, LANES: tl.constexpr):
+    # The maximum, the sum of weights and the weighted values before any key.
     top = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32)
-        top = tl.where(split == 0, sink, top)
-        total += tl.where(split == 0, 1.0, 0.0)
-    return top, total, tl.zeros([LANES, HEADS], tl.float32)
+    return top, tl.zeros([HEADS], tl.float32), tl.zeros([LANES, HEADS], tl.float32)
 
 
 @triton.jit
@@ -179,19 +146,17 @@ def _mix(score, value, top, total, mixed, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def _attend(
-    q, new_keys, new_values, keys, values, tables, lengths, slopes, sinks, out, parts, sums,
-    scale, window, chunk, cap, table_size, new_key_stride, new_value_stride, key_scale,
-    value_scale, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Z: tl.constexpr,
-    LANES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, IS_FP8: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr,
+    q, new_keys, new_values, keys, values, tables, lengths, out, parts, sums, scale, window,
+    table_size, new_key_stride, new_value_stride, key_scale, value_scale,
+    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Z: tl.constexpr, LANES: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):  # fmt: skip
     # One program: the heads of one group of one request, over one split of its keys. Keys and
     # channels fill the taller side of the tensor cores' tiles.
     request, group, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
-    first_seen = _first_seen(length, window, chunk)
-    begin, end = _keys_of_split(length, first_seen, split, KEYS, SPLITS)
+    begin, end = _keys_of_split(length, window, split, KEYS, SPLITS)
     row, lane = tl.arange(0, HEADS), tl.arange(0, LANES)
     if (begin < length) & (length <= end):
         last = (_place(tables + request * table_size, length - 1, Z) * G + group) * H
@@ -204,19 +169,15 @@ def _attend(
     inside = (row[:, None] < N // G) & (lane[None, :] < H)
     at_query = (request * N + head[:, None]) * H + lane[None, :]
     query = tl.load(q + at_query, mask=inside, other=0.0)
-    slope = tl.zeros([HEADS], tl.float32)
-    if HAS_SLOPES:
-        slope = tl.load(slopes + head, mask=row < N // G, other=0.0)
-    top, total, mixed = _nothing(sinks, head, row < N // G, split, HEADS, LANES, HAS_SINKS)
+    top, total, mixed = _nothing(HEADS, LANES)
     for start in range(begin, end, KEYS):
         place = start + tl.arange(0, KEYS)
         is_key = place < end
         at = _places(tables + request * table_size, start, end, Z, KEYS) * G + group
-        is_seen = is_key & (place >= first_seen)
+        is_seen = is_key & ((window < 0) | (place >= length - 1 - window))
         # Pages out of the window may be another request's: nothing of them is read.
         key = _loaded(keys, at, is_seen, query.dtype, H, LANES, IS_FP8)
         score = _scores(query, key, scale, key_scale, PRECISION, IS_FP8)
-        score = _ruled(score, length - 1 - place, cap, slope, HAS_CAP, HAS_SLOPES)
         score = tl.where(is_seen[:, None], score, float("-inf"))
         value = _loaded(values, at, is_seen, query.dtype, H, LANES, IS_FP8)
         top, total, mixed = _mix(score, value, top, total, mixed, PRECISION)
@@ -263,10 +224,6 @@ def paged_decode(
     lengths: Int[Tensor, " R"],
     *,
     window: int = -1,
-    chunk: int = 0,
-    softcap: float = 0.0,
-    slopes: Float[Tensor, " N"] | None = None,
-    sinks: Float[Tensor, " N"] | None = None,
     scale: float | None = None,
     kv_scales: tuple[float, float] | None = None,
 ) -> Float[Tensor, "R N H"]:
@@ -283,42 +240,33 @@ def paged_decode(
         tables: pages of each request, in order; at least those of its keys that are seen.
         lengths: keys of each request, the new one included.
         window: earlier keys that a query sees besides its own; -1: all.
-        chunk: see ``attend`` of mcore-models, as for the next three.
-        softcap: of the scores.
-        slopes: of the heads, ALiBi's.
-        sinks: of the heads.
         scale: of the scores; None: 1/sqrt(H).
         kv_scales: keys and values are bytes of e4m3, which these multiply; None: they are not.
     """
     R, N, H = q.shape
     _, Z, G, _ = keys.shape
-    k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))
-    slopes = None if slopes is None else slopes.float()
-    scale = H**-0.5 if scale is None else scale
-    numbers = scale, _ALL if window < 0 else window, chunk or _ALL, softcap
-    q = q.contiguous()
     splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (R * G)))
     splits = 1 << (splits.bit_length() - 1)
     lanes = triton.next_power_of_2(max(16, H))
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     parts = sums = out
     if splits > 1:
         parts = torch.empty(R, N, splits, H, dtype=torch.float32, device=q.device)
         sums = torch.empty(R, N, splits, dtype=torch.float32, device=q.device)
+    k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))
     _attend[(R, G, splits)](
-        q,
+        q.contiguous(),
         k,
         v,
         keys,
         values,
         tables,
         lengths,
-        q if slopes is None else slopes,
-        q if sinks is None else sinks,
         out,
         parts,
         sums,
-        *numbers,
+        H**-0.5 if scale is None else scale,
+        window,
         tables.shape[1],
         k.stride(0),
         v.stride(0),
@@ -333,9 +281,6 @@ def paged_decode(
         SPLITS=splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         IS_FP8=kv_scales is not None,
-        HAS_CAP=softcap > 0,
-        HAS_SLOPES=slopes is not None,
-        HAS_SINKS=sinks is not None,
         num_warps=4,
     )
     if splits > 1:
@@ -347,12 +292,7 @@ def paged_decode(
 
 
 def _trial(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    group: int,
-    in_fp8: bool,
-    rules: tuple[str, ...],
+    device: torch.device, dtype: torch.dtype, head_dim: int, group: int, in_fp8: bool
 ) -> list[tuple[Tensor, Tensor]]:
     from mcore_infer.engine.cache_codes import to_codes
     from mcore_infer.engine.paged import reference_decode, write_to_pages
@@ -366,21 +306,17 @@ def _trial(
     tables = torch.tensor([[8, 1, 5], [2, 0, 0], [3, 7, 4]], device=device)
     lengths = torch.tensor([70, 1, 96], device=device)
     places = torch.tensor([5 * 32 + 5, 2 * 32, 4 * 32 + 31], device=device)
-    of_heads = wave(2 * group, device=device, dtype=torch.float32).abs()
-    known = {"scale": 0.2, "chunk": 48, "softcap": 2.0, "slopes": of_heads, "sinks": of_heads}
-    more = {name: known[name] for name in rules}
     pairs = []
-    for window in (-1,) if "chunk" in more else (-1, 40):
+    for window in (-1, 40):
         own_keys, own_values = keys.clone(), values.clone()
         new: Any = (q, k, v, own_keys, own_values, tables, lengths)
-        got = paged_decode(*new, window=window, kv_scales=scales, **more)
+        got = paged_decode(*new, window=window, kv_scales=scales)
         write_to_pages((keys, values), (k, v), places, scales)
         seen = (q, keys, values, tables, lengths)
-        want = reference_decode(*seen, window=window, kv_scales=scales, **more)
+        want = reference_decode(*seen, window=window, kv_scales=scales)
         pairs += [(got, want), (own_keys, keys.clone()), (own_values, values.clone())]
     return pairs
 
 
 DECODE_KERNEL = OptionalKernel("the paged decoding kernel", ("triton",), _trial)
-"""Kind: dtype, channels of a head, query heads of a group, whether the cache is in fp8, and
-names of the rules that make scores other than plain ones."""
+"""Kind: dtype, channels of a head, query heads of a group, whether the cache is in fp8."""

@@ -26,8 +26,6 @@ from mcore_parallel.optional_kernels import works
 
 log = logging.getLogger(__name__)
 
-_RULES = {"scale", "chunk", "softcap", "slopes", "sinks"}
-"""Of scores, that the kernel of decoding knows."""
 _ONE_BY_ONE = (
     "texts attend one after the other, and their steps are not recorded: the attention of this "
     "model has no kernel of decoding here"
@@ -236,10 +234,7 @@ class _PagedLayer:
         self, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]
     ) -> Callable[..., Tensor] | None:
         """Return the kernel of decoding where it works; it writes to the pages itself."""
-        if v is None or v.shape[-1] != q.shape[-1]:
-            return None
-        has_slopes = "slopes" in scores  # for which only distances count
-        if scores.keys() - _RULES or (has_slopes and scores.keys() & {"sinks", "softcap"}):
+        if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - {"scale"}:
             return None
         if not q.is_cuda or q.dtype == torch.float64:
             return None
@@ -247,8 +242,7 @@ class _PagedLayer:
             return None
         from mcore_infer.engine.kernels import DECODE_KERNEL, paged_decode
 
-        sizes = q.shape[-1], q.shape[-2] // k.shape[-2]
-        kind = q.dtype, *sizes, self.scales is not None, tuple(sorted(scores))
+        kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], self.scales is not None
         return paged_decode if works(DECODE_KERNEL, q.device, *kind) else None
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
