@@ -283,16 +283,20 @@ SEEING = {
         _EYES | {"depth": 1, "fullatt_block_indexes": [0]},
     ),
     "Qwen3VL": (
-        ODD | HEADS | rope(rope_type="default", mrope_section=[1, 1, 1]),
+        ODD
+        | HEADS
+        | rope(rope_type="default", mrope_section=[1, 1, 1])
+        | {"tie_word_embeddings": True},
         _EYES | {"depth": 1, "deepstack_visual_indexes": [0], "num_position_embeddings": 4},
     ),
     "Gemma3": (
-        ODD | HEADS | {"sliding_window": 5},
+        ODD | HEADS | {"sliding_window": 5, "tie_word_embeddings": False},
         {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
         | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
     ),
 }
-"""Text and vision configs of models that see."""
+"""Text and vision configs of models that see; ``tie_word_embeddings`` of a text config is not
+what the model does: its outer default stands."""
 
 HEADED = {
     "GPT2": "GPT2LMHeadModel",

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from mcore_ckpt.conversion.conversion import hf_to_mcore, mcore_to_hf
 from mcore_ckpt.conversion.options import ConvertOptions
+from mcore_ckpt.formats.text_towers import text_tower
 from mcore_ckpt.save_load.loading import load, read_index
 from mcore_infer.cache import StaticCache
 from mcore_models.description import ModelDescription
@@ -130,6 +131,19 @@ def test_the_text_tower_of_a_model_that_sees_computes_what_it_does(tmp_path, nam
     hf_to_mcore(tmp_path / "hf", tmp_path / "run")
     logits, _, _ = scored(tmp_path / "run", tokens)
     assert error(logits[..., :VOCAB], wanted) < ROUNDING
+    same_ties(name)
+
+
+def same_ties(name):
+    """Outer and inner fields tie embedding and head here where they do there."""
+    model = build_seeing(name)
+    stated = model.config.to_dict()
+    for outer, inner in ((True, False), (False, True), (False, False)):
+        text = stated["text_config"] | {"tie_word_embeddings": inner}
+        config = stated | {"tie_word_embeddings": outer, "text_config": text}
+        model.config = type(model.config).from_dict(config)
+        tied = bool(model.get_expanded_tied_weights_keys(all_submodels=False))
+        assert text_tower(config, {})[0]["tie_word_embeddings"] is tied, (outer, inner)
 
 
 def same_from_a_cache(run, tokens, logits, name):

@@ -23,7 +23,7 @@ TOWERS = {
 """``model_type`` of a vision-language model, and that of its text tower."""
 _SEEING = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
 _ELSEWHERE = ("image", "video", "vision", "boi_token", "eoi_token", "text_config", "mm_tokens")
-_TOP = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "bos_token_id")
+_TOP = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id")
 
 
 def text_tower(
@@ -37,7 +37,8 @@ def text_tower(
     if model_type not in TOWERS:
         return dict(config), dict(tensors)
     top = {name: config[name] for name in _TOP if name in config}
-    stated = {**top, **(config.get("text_config") or config)}
+    text = config.get("text_config") or config
+    stated = {**top, **text, "tie_word_embeddings": _ties(config, text)}
     own = {name: v for name, v in stated.items() if not name.startswith(_ELSEWHERE)}
     for name in ("rope_scaling", "rope_parameters"):
         if own.get(name):
@@ -56,6 +57,16 @@ def text_tower(
         left,
     )
     return own | {"model_type": TOWERS[model_type]}, named
+
+
+def _ties(config: Mapping[str, Any], text: Mapping[str, Any]) -> Any:
+    """Return ``tie_word_embeddings`` of the part that has the head."""
+    name, model_type = "tie_word_embeddings", config["model_type"]
+    if model_type == "llama4":  # its text model has a head of its own
+        return text.get(name, False)
+    tied = config.get(name, model_type == "gemma3")
+    # Older folders of this type have the field inside.
+    return tied or (model_type == "qwen2_5_vl" and text.get(name, False))
 
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:

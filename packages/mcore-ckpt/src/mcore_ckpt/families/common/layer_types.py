@@ -25,26 +25,37 @@ WINDOW = Part(says=("window_size",), read=_read_window, write=_write_window)
 """A window in all layers; null is none."""
 
 
-def windows(every: int) -> Part:
+def windows(every: int, *, unused: bool = False) -> Part:
     """Make the part of a window that some layers have.
 
     Args:
         every: every so many-th layer has none where nothing is said; 0: all have one.
+        unused: whether a window that no layer has still says something.
     """
     return Part(
         says=("window_size", "window_attn_skip_freq"),
-        read=partial(_read_windows, every=every),
+        read=partial(_read_windows, every=every, unused=unused),
         write=_write_windows,
         keep=("layer_types",),
     )
 
 
-def _read_windows(fields: Fields, ours: dict[str, Any], *, every: int) -> dict[str, Any]:
-    size = fields.maybe("sliding_window") or 0
+def _read_windows(
+    fields: Fields, ours: dict[str, Any], *, every: int, unused: bool = False
+) -> dict[str, Any]:
+    size = fields.maybe("sliding_window")
+    if unused and size == 0:
+        raise ValueError("config.json has sliding_window=0: it must be null, or from 1.")
+    size = size or 0
     every = fields.maybe("sliding_window_pattern") or every
     every = fields.maybe("_sliding_window_pattern") or every
     types = fields.maybe("layer_types")
     if types is None:
+        if not isinstance(every, int):
+            raise ValueError(
+                f"config.json has sliding_window_pattern={every!r}, which must be a number; or "
+                f"layer_types must name each layer's kind, {LOCAL} or {FULL}."
+            )
         layers = range(ours["num_layers"])
         has_window = [not every or (layer + 1) % every != 0 for layer in layers]
     else:
@@ -54,7 +65,7 @@ def _read_windows(fields: Fields, ours: dict[str, Any], *, every: int) -> dict[s
                 f"config.json has layer_types {', '.join(map(repr, unknown))}, which mcore "
                 f"cannot represent here: only {LOCAL} and {FULL}."
             )
-    if not size or not any(has_window):
+    if not size or not (unused or any(has_window)):
         return {"window_size": [-1, 0]}
     return {
         "window_size": [size - 1, 0],
@@ -160,7 +171,7 @@ def _write_rotation_by_window(description: Description, _: Theirs) -> Theirs:
 ROTATED_WINDOWS = Part(
     says=("rope_skip_freq",), read=_read_rotation_by_window, write=_write_rotation_by_window
 )
-"""Rotation in layers with a window only; in all, if none has one."""
+"""Rotation in layers with a window only; in all, if no window is said."""
 
 
 def read_skipped(description: Description, name: str, *, ones: bool = True) -> list[bool]:

@@ -69,6 +69,12 @@ FAMILY = Decoder(
         "geglu": True,
     },
     absent={
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,

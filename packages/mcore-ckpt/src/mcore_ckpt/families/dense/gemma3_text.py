@@ -52,6 +52,7 @@ FAMILY = replace(
     fixed={**gemma2.FAMILY.fixed, "qk_layernorm": True},
     absent={
         **gemma2.FAMILY.absent,
+        "vocab_size": 262208,
         "max_position_embeddings": 131072,
         "final_logit_softcapping": None,
     },

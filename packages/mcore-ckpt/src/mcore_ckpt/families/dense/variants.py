@@ -31,10 +31,33 @@ def _fused_table(description: Description, norms: Mapping[str, str] | None = Non
     return decoder_table(description, mlp, norms)
 
 
-def _cwm_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+_CWM_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _cwm_stated(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(config.get("num_hidden_layers", 64))
     types = [LOCAL if layer % 4 else FULL for layer in layers]
-    return {**config, "layer_types": config.get("layer_types") or types}
+    rope = config.get("rope_parameters")
+    if rope is None and not config.get("rope_scaling"):
+        rope = _CWM_ROPE
+    return {
+        **config,
+        "layer_types": config.get("layer_types") or types,
+        "rope_parameters": rope,
+    }
+
+
+def _gemma_stated(config: Mapping[str, Any]) -> dict[str, Any]:
+    # The first release calls the tanh form by this word.
+    is_old = config.get("hidden_act") == "gelu"
+    return {**config, **({"hidden_act": "gelu_pytorch_tanh"} if is_old else {})}
 
 
 _BETA = "llama_4_scaling_beta"
@@ -113,7 +136,7 @@ _ALL = (
         only={"mlp_bias": False},
         parts=(windows(0),),
         theta=1e6,
-        stated=_cwm_windows,
+        stated=_cwm_stated,
     ),
     Decoder(
         model_type="ernie4_5",
@@ -134,7 +157,7 @@ _ALL = (
         architecture="Exaone4ForCausalLM",
         fixed={"norm_placement": "output", "qk_layernorm": True},
         absent={**olmo2.FAMILY.absent, "num_key_value_heads": 32, "sliding_window": 4096},
-        parts=(windows(4), ROTATED_WINDOWS),
+        parts=(windows(4, unused=True), ROTATED_WINDOWS),
     ),
     replace(
         gemma2.FAMILY,
@@ -148,6 +171,7 @@ _ALL = (
         unread=("hidden_activation",),
         parts=(gemma2.ATTENTION_BIAS, gemma2.EMBEDDING),
         activation=("hidden_act", "gelu_pytorch_tanh"),
+        stated=_gemma_stated,
         weights=decoder_table,
     ),
     _GLM,

@@ -1,0 +1,76 @@
+"""What a published config.json leaves out means what transformers takes for it."""
+
+import pytest
+import transformers
+
+from mcore_ckpt.families import family_of
+from mcore_ckpt.formats.text_towers import text_tower
+
+EXAONE = {"model_type": "exaone4", "vocab_size": 37, "hidden_size": 16}
+EXAONE |= {"num_hidden_layers": 3, "intermediate_size": 22}
+EXAONE |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+FULL = {"layer_types": ["full_attention"] * 3}
+
+
+def described(config):
+    return family_of(config["model_type"]).to_ours(config)
+
+
+@pytest.mark.parametrize(("window", "skipped"), [(8, "1"), (None, "0")])
+def test_no_layer_of_exaone4_rotates_where_a_window_is_said_and_none_has_it(window, skipped):
+    description = described(EXAONE | FULL | {"sliding_window": window})
+    assert description["config"].get("rope_skip_freq", "0") == skipped
+    theirs = family_of("exaone4").to_theirs(description)
+    assert theirs["sliding_window"] == window
+    assert theirs["layer_types"] == FULL["layer_types"]
+    assert described(theirs) == description
+    with pytest.raises(ValueError, match="sliding_window=0"):
+        described(EXAONE | FULL | {"sliding_window": 0})
+
+
+def test_letters_for_layers_are_refused_where_no_list_names_the_layers():
+    letters = EXAONE | {"sliding_window": 8, "sliding_window_pattern": "LLLG"}
+    with pytest.raises(ValueError, match=r"sliding_window_pattern='LLLG'.*layer_types"):
+        described(letters)
+    assert described(letters | FULL) == described(EXAONE | FULL | {"sliding_window": 8})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gemma2", "Gemma2"), ("gemma3_text", "Gemma3Text")]
+)
+def test_a_gemma_that_states_no_size_has_those_of_transformers(name, kind):
+    whole = getattr(transformers, f"{kind}Config")().to_dict()
+    assert described({"model_type": name}) == described(whole)
+
+
+def test_the_text_tower_of_a_published_gemma3_is_read():
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    published = {"model_type": "gemma3", "text_config": text, "mm_tokens_per_image": 256}
+    own, _ = text_tower(published | {"initializer_range": 0.02}, {})
+    assert described(own) == described(transformers.Gemma3TextConfig(**text).to_dict())
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_the_text_model_of_a_llama4_ties_itself(inner):
+    outer = {"model_type": "llama4", "tie_word_embeddings": not inner}
+    own, _ = text_tower(outer | {"text_config": {"tie_word_embeddings": inner}}, {})
+    assert own["tie_word_embeddings"] is inner
+    own, _ = text_tower(outer | {"text_config": {"hidden_size": 8}}, {})
+    assert not own["tie_word_embeddings"]
+
+
+def test_gelu_of_the_first_gemma_is_its_tanh_form():
+    sizes = EXAONE | {"model_type": "gemma"}
+    tanh = described(sizes | {"hidden_act": "gelu_pytorch_tanh"})
+    assert described(sizes | {"hidden_act": "gelu"}) == tanh
+    with pytest.raises(ValueError, match="hidden_act='silu'"):
+        described(sizes | {"hidden_act": "silu"})
+
+
+def test_cwm_stretches_its_positions_where_nothing_is_said():
+    sizes = EXAONE | {"model_type": "cwm", "vocab_size": 128256}
+    sizes |= {"max_position_embeddings": 131072}
+    assert described(sizes) == described(transformers.CwmConfig(**sizes).to_dict())
+    plain = sizes | {"rope_parameters": {"rope_type": "default"}}
+    assert described(plain) == described(transformers.CwmConfig(**plain).to_dict())
