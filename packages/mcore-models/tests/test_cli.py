@@ -61,6 +61,10 @@ def test_count_takes_a_preset_with_flags_over_it(capsys):
     hybrid = "count --model nemotron-h-8b --hybrid-override-pattern M-M* --json"
     short = 2 * 109_640_064 + 176_164_864 + 41_947_136 + 2 * 536_870_912 + 4_096
     assert json.loads(run(capsys, *hybrid.split())[1])["parameters"] == short
+    last = hybrid.replace("M-M*", "MM --hybrid-override-pattern M-M*")
+    assert json.loads(run(capsys, *last.split())[1])["parameters"] == short
+    without_attention = json.loads(run(capsys, *hybrid.replace("M-M*", "M-M").split())[1])
+    assert without_attention["parameters"] == short - 41_947_136
 
 
 def test_count_takes_a_command_line_of_training_and_says_whether_it_fits(capsys, tmp_path):
@@ -100,6 +104,7 @@ def test_count_takes_flags_alone(capsys, family):
         ("count t5 --preset bert-base", "is no t5: use mcore-models count bert"),
         ("count --preset nope", "no preset is called nope"),
         ("count --preset tiny --world-size 0", "--world-size and --micro-batch-size must be"),
+        ("count --preset tiny --hybrid-override-pattern", "needs a value"),
         ("count --preset tiny --num-layer 3", "did you mean --num-layers?"),
         (
             "count --preset tiny --tensor-model-parallel-size 3",

@@ -132,6 +132,7 @@ def test_nproc_starts_the_same_command_once_a_rank(tmp_path, monkeypatch):
     words = ["--mock-data", "--num-layers", "2", "--hidden-size", "8"]
     words += ["--num-attention-heads", "2", "--seq-length", "8", "--vocab-size", "40"]
     words += ["--train-iters", "1", "--lr", "1e-3", "--global-batch-size", "2"]
+    words += ["--device", "cpu", "--precision", "auto"]
     assert main(["gpt", *words, "--nproc", "2"]) == 0
     told = {path.name: path.read_text() for path in tmp_path.glob("rank_*")}
     ran = f"2 -m mcore_train gpt {' '.join(words)}\n"

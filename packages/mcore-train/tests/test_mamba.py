@@ -37,6 +37,10 @@ def test_a_pattern_says_layers_heads_and_stages():
         f"--model nemotron-h-8b --hybrid-override-pattern M-M* {RUN} --train-iters 1"
     )
     assert (preset.model.num_layers, preset.model.hidden_size) == (4, 4096)
+    without_attention = parsed(
+        f"--model nemotron-h-8b --hybrid-override-pattern M-M- {RUN} --train-iters 1"
+    )
+    assert without_attention.model.num_query_groups == 0
     several = parsed(
         text.replace("MM|-M", "[M-]|[*-][G-]") + " --pipeline-model-parallel-size 2"
     )
@@ -118,6 +122,7 @@ def test_the_layout_of_a_hybrid_is_certified(tmp_path):
         f"verify mamba --hybrid-override-pattern M[*-]G/*- --num-attention-heads 2 {SIZES} "
         f"{RUN} "
         "--nproc 2 --tensor-model-parallel-size 2 --sequence-parallel --train-iters 9 "
+        "--precision auto "
         f"--device cpu --quiet --certificate {certificate}"
     )
     assert main(command.split()) == 0

@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mcore_ckpt.storage.paths import complete_steps
@@ -13,6 +14,7 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.cli import main
 from mcore_train.composition import compose
+from mcore_train.precision import check_device_format, with_device_precision
 from mcore_train.resolution import resolve
 from mcore_train.running import check_same_options, joined_world
 
@@ -39,6 +41,41 @@ def test_ranks_with_other_options_are_named_on_all_ranks():
     assert "--lr 0.0 there, 0.25 here" in told[0]
     assert "--window-size" in told[0]
     assert run_ranks(complaint, 2, equal) == ["", ""]
+
+
+def format_refusal(capabilities):
+    """What a rank says of bf16 where the ranks' GPUs have these capabilities."""
+    ctx = ParallelContext.build(compose(MODEL).parallelism)
+    with pytest.MonkeyPatch.context() as patch:
+        own = capabilities[dist.get_rank()]
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: own)
+        patch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+        try:
+            check_device_format(torch.bfloat16, torch.device("cuda"), ctx.world)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_gpu_without_bf16_ends_all_ranks():
+    assert run_ranks(format_refusal, 2, ((8, 0), (9, 0))) == ["", ""]
+    for told in run_ranks(format_refusal, 2, ((8, 0), (7, 5))):
+        assert "Tesla T4 has none: use --fp16" in told
+
+
+def test_precision_auto_takes_the_format_of_the_gpu_and_its_options(monkeypatch):
+    capabilities = [(7, 5)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"GPU {i}")
+    config = compose(RUN | {"precision": "auto", "loss_scale": 128.0})
+    for local_rank in (0, 3):  # joining the world says that rank 3 has no GPU
+        chosen = with_device_precision(config, local_rank).precision
+        assert (chosen.fp16, chosen.bf16, chosen.loss_scale) == (True, False, 128.0)
+    capabilities[0] = (8, 0)
+    with pytest.raises(ValueError, match="--loss-scale has no effect without --fp16"):
+        with_device_precision(config, 0)
 
 
 def test_a_program_without_a_terminal_joins_a_world_whose_faults_leave_a_stack(monkeypatch):

@@ -193,8 +193,9 @@ def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
         model = preset.model
         defaults = {**asdict(model.config), **asdict(model.moe)}
         defaults["vocab_size"] = model.vocab_size
-    if PATTERN in used:
-        defaults |= sizes_of_pattern(used[used.index(PATTERN) + 1])
+    patterns = [values[0] for name, *values in groups if name == PATTERN and values]
+    if patterns:
+        defaults |= sizes_of_pattern(patterns[-1])
     config = parse(kind, program, used, usual=USUAL, defaults=defaults)
     return config, list(dict.fromkeys(unused))
 

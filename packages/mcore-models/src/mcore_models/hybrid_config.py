@@ -113,7 +113,8 @@ def sizes_of_pattern(pattern: str) -> dict[str, int]:
         return {}
     sizes = {"num_layers": len(layers), "mtp_num_layers": pattern.count("/")}
     if not set(pattern) & {"*", "P"}:
-        sizes["num_attention_heads"] = 1  # without effect, and checked all the same
+        # Without effect, and checked all the same.
+        sizes |= {"num_attention_heads": 1, "num_query_groups": 0}
     return sizes
 
 

@@ -158,7 +158,7 @@ def assemble(
         datasets = load_datasets(plan, tokenizer)
     streams = RngStreams(config.run.seed, ctx)
     dtype = dtype or torch_dtype(plan.dtype)
-    check_device_format(dtype, ctx.device)
+    check_device_format(dtype, ctx.device, ctx.world)
     if ctx.device.type == "cuda":
         wanted = optional_kernels(
             config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8, config.experts

@@ -70,10 +70,11 @@ def _train(name: str, words: Sequence[str]) -> int:
         )
     if config.launch.nproc:
         from mcore_train.options.output_checks import check_destinations
+        from mcore_train.precision import with_device_precision
         from mcore_train.resolution import plan_of
 
         # Reports what is wrong once, before ranks start.
-        plan_of(config, config.launch.nproc, command.family)
+        plan_of(with_device_precision(config, 0), config.launch.nproc, command.family)
         check_destinations(config)
         return start_ranks(name, words, config.launch.nproc)
     from mcore_train.running import run_training

@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import torch
 
+from mcore_ckpt.save_load.rank_agreement import agreed
+from mcore_parallel.mesh import Axis
 from mcore_parallel.precision.capability import best_format, bf16_problem
 from mcore_train.composition import TrainConfig
 from mcore_train.resolution import Dtype
@@ -33,29 +35,37 @@ def with_device_precision(config: TrainConfig, local_rank: int) -> TrainConfig:
     """Put the format that this rank's device computes in in the place of ``--precision auto``.
 
     Other configs stay as they are, and no device is looked at. All ranks compare their options
-    once they have met, so that GPUs of two kinds end with an error.
+    once they have met, so that GPUs of two kinds end with an error. A rank beyond the host's
+    GPUs takes the last one's format: ``launcher.initialize`` refuses it.
+
+    Raises:
+        ValueError: if the options are those of another format.
     """
     precision = config.precision
     if precision.precision != "auto":
         return config
     capability, name = None, "the CPU"
     if config.run.device != "cpu" and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(local_rank)
-        name = torch.cuda.get_device_name(local_rank)
+        place = min(local_rank, torch.cuda.device_count() - 1)
+        capability = torch.cuda.get_device_capability(place)
+        name = torch.cuda.get_device_name(place)
     chosen = best_format(capability)
     log.info("--precision auto: %s on %s", chosen, name)
     named = {} if chosen == "fp32" else {chosen: True}
     return replace(config, precision=replace(precision, precision="", **named))
 
 
-def check_device_format(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse bfloat16 where a GPU has no tensor cores for it.
+def check_device_format(dtype: torch.dtype, device: torch.device, world: Axis) -> None:
+    """Refuse bfloat16 where a GPU has no tensor cores for it; all ranks call it together.
+
+    All-gathers over ``world`` where the dtype is bfloat16 and the device a GPU.
 
     Raises:
-        ValueError: naming the GPU and what to use.
+        ValueError: on all ranks, naming the GPU and what to use.
     """
     if dtype != torch.bfloat16 or device.type != "cuda":
         return
-    found = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-    if problem := bf16_problem(*found):
-        raise ValueError(problem)
+    with agreed(world):
+        found = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        if problem := bf16_problem(*found):
+            raise ValueError(problem)

@@ -40,7 +40,7 @@ class PrecisionConfig:
             if each.name not in ("precision", "fp16", "bf16")
             and getattr(self, each.name) != each.default
         ]
-        if given and not self.fp16:
+        if given and not self.fp16 and not self.precision:
             raise ValueError(f"{given[0]} has no effect without --fp16: leave it out.")
         if self.loss_scale < 0.0 or not 0.0 < self.min_loss_scale <= self.initial_loss_scale:
             raise ValueError(

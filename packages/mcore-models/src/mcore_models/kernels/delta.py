@@ -30,10 +30,9 @@ CHUNK = 64
 """Tokens of a chunk."""
 _SYSTEM = {"num_warps": 4, "num_stages": 1}
 _STATES = {"num_warps": 4, "num_stages": 3}
-_WIDE_STATES = {"num_warps": 4, "num_stages": 1}
 _OUTPUTS = {"num_warps": 4, "num_stages": 1}
 _GRADIENTS = {"num_warps": 4, "num_stages": 1}
-"""How the kernels are compiled; keys wider than 128 fit into shared memory once."""
+"""How the kernels are compiled."""
 _BLOCK, _TILE = 32, 64
 """Values of a head whose state a program walks with; channels of a GEMM in backward."""
 
@@ -229,7 +228,6 @@ class _Call:
         self.per_head = self.chunks, self.batch * self.heads
         self.block = min(_BLOCK, self.channels)
         self.tiles = self.channels // self.block
-        self.walk = _STATES if self.numbers <= 128 else _WIDE_STATES
         self.constants: dict[str, Any] = {
             "CHUNK": CHUNK,
             "K": self.numbers,
@@ -266,7 +264,7 @@ class _Call:
             *(new, erased, self.g, self.docs, self.first, before, fixed, end, *self.sizes),
             BLOCK=self.block,
             HAS_FIRST=self.first is not None,
-            **self.walk,
+            **_STATES,
             **self.constants,
         )
         return before, fixed, end
@@ -298,7 +296,7 @@ class _Call:
             *inputs,
             *(self.docs, erased, before, dy, dend, dfixed, dafter, dfirst, passed, *self.sizes),
             BLOCK=self.block,
-            **self.walk,
+            **_STATES,
             **self.constants,
         )
         dq, dk = (torch.empty(self.k.shape, **wide) for _ in range(2))
@@ -339,7 +337,7 @@ def fused_delta_rule(
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
     """Compute what ``layers.recurrent.delta_rule.gated_delta_rule`` does, see there.
 
-    K and H are powers of two, from 16 to 256 and to 128; ``in_widths`` there serves others.
+    K and H are powers of two, from 16 to 128; ``in_widths`` there serves others.
     What GEMMs read is in the dtype of ``v``, the states between chunks too.
     """
     q, k, v = (_dense(x.to(v.dtype)) for x in (q, k, v))

@@ -46,7 +46,7 @@ from mcore_train.layout_check.trial import (
     run_trial,
 )
 from mcore_train.options.output_checks import check_file
-from mcore_train.precision import torch_dtype
+from mcore_train.precision import torch_dtype, with_device_precision
 from mcore_train.reporting.log import set_up
 from mcore_train.resolution import Plan, plan_of, resolve
 from mcore_train.running import joined_world
@@ -138,6 +138,7 @@ def _plan(config: TrainConfig, world_size: int, family: Family) -> Plan:
         config = replace(config, batch=replace(batch, train_iters=1))
     if not optimizer.lr:
         config = replace(config, optimizer=replace(optimizer, lr=1.0))
+    config = with_device_precision(config, launcher.read_environment().local_rank)
     return plan_of(config, world_size, family)
 
 
