@@ -93,6 +93,13 @@ def test_each_family_refuses_flags_that_it_cannot_say():
         name: {"embedding_multiplier": 8**0.5} for name in ("gemma", "gemma2", "gemma3_text")
     }
     more |= {"granite": {"embedding_multiplier": 2.0}, "cohere2": {"window_size": (3, 0)}}
+    more["ministral3"] = {
+        "rope_type": "yarn",
+        "original_max_position_embeddings": 16,
+        "attention_temperature_layers": "all",
+        "attention_temperature_span": 16,
+        "attention_temperature_scale": 0.1,
+    }
     sigmoid = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
     routers = {"gpt_oss": {"moe_router_bias": True}, "glm4_moe": sigmoid, "dots1": sigmoid}

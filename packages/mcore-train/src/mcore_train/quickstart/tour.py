@@ -297,7 +297,8 @@ def _is_stopped_tour(output: Path, options: QuickstartConfig) -> bool:
     marker = output / MARKER
     if not marker.is_file():
         return False
-    return json.loads(marker.read_text("utf-8")).get("options") == asdict(options)
+    ours = json.loads(json.dumps(asdict(options)))  # where a tuple is a list
+    return json.loads(marker.read_text("utf-8")).get("options") == ours
 
 
 def _write_marker(output: Path, content: dict[str, Any]) -> None:
