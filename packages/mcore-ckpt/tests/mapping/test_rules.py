@@ -121,6 +121,10 @@ def test_each_family_refuses_flags_that_it_cannot_say():
                 ValueError, match=f"cannot express --{flag.replace('_', '-')} {value}"
             ):
                 family_of(name).to_theirs(odd)
+        if family.experts:
+            odd = {**described, "moe": described["moe"] | {"moe_expert_capacity_factor": 1.5}}
+            with pytest.raises(ValueError, match="cannot express --moe-expert-capacity-factor"):
+                family.to_theirs(odd)
     for name in MODEL_TYPES[MODEL_TYPES.index("deepseek_v2") :]:
         message = "cannot express a model of the family 'gpt'"
         if name.startswith(("deepseek", "kimi")):

@@ -15,7 +15,7 @@ from typing import Any
 
 from mcore_ckpt.families.common.decoder_rules import decoder_table
 from mcore_ckpt.families.common.defaults import DEFAULTS, ROPE_VARIANTS, VARIANTS
-from mcore_ckpt.families.common.experts import no_experts
+from mcore_ckpt.families.common.experts import WHOLE_TOKENS, no_experts, require_routing
 from mcore_ckpt.families.common.fields import (
     Fields,
     require,
@@ -251,6 +251,7 @@ class Decoder:
         for part in self.parts:
             theirs |= part.write(description, theirs)
         if self.experts is not None:
+            require_routing(description, WHOLE_TOKENS)
             theirs |= self.experts.write(description, theirs)
         return {self.words.get(name, name): v for name, v in {**theirs, **self.only}.items()}
 

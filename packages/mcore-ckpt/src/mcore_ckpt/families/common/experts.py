@@ -33,6 +33,25 @@ MOE_DEFAULTS: dict[str, Any] = {
 """MoEConfig's defaults; a test holds them equal to mcore-moe's."""
 
 
+PLAIN_ROUTING = {
+    name: MOE_DEFAULTS[name]
+    for name in (
+        "moe_router_score_function",
+        "moe_router_topk_scaling_factor",
+        "moe_router_num_groups",
+        "moe_router_enable_expert_bias",
+        "moe_router_bias",
+        "moe_apply_probs_on_input",
+    )
+}
+"""Softmax over all experts: how most families with experts route."""
+
+WHOLE_TOKENS = {
+    name: MOE_DEFAULTS[name] for name in ("moe_latent_size", "moe_expert_capacity_factor")
+}
+"""Experts see tokens in full width and drop none: in every family."""
+
+
 def expert_setting(description: Mapping[str, Any], name: str) -> Any:
     """Return a MoEConfig field of a description, its default where it is left out."""
     return description.get("moe", {}).get(name, MOE_DEFAULTS[name])
@@ -78,17 +97,7 @@ def require_experts(description: Mapping[str, Any]) -> None:
     """Refuse a dense model and routing that no family here can say."""
     if not expert_setting(description, "num_experts"):
         raise ValueError("it cannot express a model without experts")
-    names = (
-        "moe_router_score_function",
-        "moe_router_topk_scaling_factor",
-        "moe_router_num_groups",
-        "moe_router_enable_expert_bias",
-        "moe_router_bias",
-        "moe_apply_probs_on_input",
-        "moe_shared_expert_intermediate_size",
-        "moe_expert_capacity_factor",
-    )
-    require_routing(description, {name: MOE_DEFAULTS[name] for name in names})
+    require_routing(description, {**PLAIN_ROUTING, "moe_shared_expert_intermediate_size": 0})
 
 
 def require_routing(description: Mapping[str, Any], values: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from mcore_ckpt.families.common.decoder import (
 )
 from mcore_ckpt.families.common.decoder_rules import gated_rules
 from mcore_ckpt.families.common.experts import (
+    PLAIN_ROUTING,
     expert_layers,
     expert_setting,
     expert_size_of,
@@ -26,15 +27,7 @@ from mcore_ckpt.families.common.layer_types import FULL, LOCAL, UPPER_WINDOWS, w
 from mcore_ckpt.families.moe import glm4_moe, qwen3_moe
 from mcore_ckpt.mapping.rules import Rule, Table
 
-_SHARED = {
-    "moe_router_score_function": "softmax",
-    "moe_router_topk_scaling_factor": 0.0,
-    "moe_router_num_groups": 0,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_bias": False,
-    "moe_apply_probs_on_input": False,
-    "moe_shared_expert_gate": True,
-}
+_SHARED = PLAIN_ROUTING | {"moe_shared_expert_gate": True}
 
 
 def _dots_windows(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,12 @@ from mcore_ckpt.families.common.decoder import (
     Part,
     Theirs,
 )
-from mcore_ckpt.families.common.experts import expert_setting, expert_size_of, require_routing
+from mcore_ckpt.families.common.experts import (
+    PLAIN_ROUTING,
+    expert_setting,
+    expert_size_of,
+    require_routing,
+)
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.dense.granite import FACTORS, read_factors
 from mcore_ckpt.families.recurrent.mamba_parts import MAMBA, SQUARE_HEADS, hybrid_table
@@ -17,17 +22,9 @@ from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.layer_patterns import pattern_layers
 
 _WORDS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
-_ROUTING: dict[str, Any] = {
-    "moe_router_score_function": "softmax",
+_ROUTING = PLAIN_ROUTING | {
     "moe_router_pre_softmax": False,
-    "moe_router_topk_scaling_factor": 0.0,
-    "moe_router_num_groups": 0,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_bias": False,
-    "moe_apply_probs_on_input": False,
     "moe_shared_expert_gate": False,
-    "moe_latent_size": 0,
-    "moe_expert_capacity_factor": 0.0,
     "moe_input_jitter_eps": 0.0,
 }
 

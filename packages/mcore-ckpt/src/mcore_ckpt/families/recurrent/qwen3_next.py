@@ -18,7 +18,7 @@ from mcore_ckpt.families.common.decoder_rules import (
     tied_copies,
 )
 from mcore_ckpt.families.common.defaults import DELTA_NET, HYBRID
-from mcore_ckpt.families.common.experts import expert_setting, require_routing
+from mcore_ckpt.families.common.experts import PLAIN_ROUTING, expert_setting, require_routing
 from mcore_ckpt.families.common.fields import Fields, setting, settings
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.layer_patterns import join_layers, pattern_layers
@@ -32,18 +32,7 @@ _EXPERTS = {
     "moe_shared_expert_intermediate_size": ("shared_expert_intermediate_size", 512),
     "moe_aux_loss_coeff": ("router_aux_loss_coef", 0.001),
 }
-_ROUTING: dict[str, Any] = {
-    "moe_router_score_function": "softmax",
-    "moe_router_topk_scaling_factor": 0.0,
-    "moe_router_num_groups": 0,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_bias": False,
-    "moe_apply_probs_on_input": False,
-    "moe_shared_expert_gate": True,
-    "moe_latent_size": 0,
-    "moe_expert_capacity_factor": 0.0,
-    "moe_input_jitter_eps": 0.0,
-}
+_ROUTING = PLAIN_ROUTING | {"moe_shared_expert_gate": True, "moe_input_jitter_eps": 0.0}
 
 
 def _read_layers(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
