@@ -101,7 +101,8 @@ def test_ranks_get_their_environment_and_only_rank_0_keeps_the_output(capfd):
         "assert os.environ['LOCAL_RANK'] == os.environ['RANK']\n"
         "assert os.environ['WORLD_SIZE'] == '3'\n"
         "assert os.environ['MASTER_ADDR'] == '127.0.0.1'\n"
-        "print('out of', rank); print('error of', rank, file=sys.stderr)"
+        "print('out of', rank)\n"
+        "os.write(2, f'error of {rank}\\n'.encode())"  # one write: print's pieces may mix
     )
     assert launch_local(python(code), 3) == 0
     out, error = capfd.readouterr()
