@@ -4,7 +4,8 @@
         -- --recipe recipes/model/llama-3-8b.toml --num-layers 8 --bf16 --mock-data ...
 
 Everything after ``--`` is flags of ``mcore-train gpt``, or of the command that ``--program``
-names, whose batches then are those of ``--mock-data``. Rank 0 prints one JSON line and
+names, whose batches then are those of ``--mock-data``; ``--peft-base-bits`` rounds the drawn
+weights, and the peak is that of the steps. Rank 0 prints one JSON line and
 writes it to ``--output``: median step with p10 and p90, tokens/s/GPU, model TFLOP/s, peak
 memory, the planner's figure for it, and the split of a profiled step by kind of kernel.
 """
@@ -28,6 +29,7 @@ from mcore_models.protocol import MicroBatch
 from mcore_parallel.launch import launcher
 from mcore_train.assembly import Run, assemble
 from mcore_train.batches import train_batches
+from mcore_train.checkpoints.bases import quantize_weights
 from mcore_train.cli import MAMBA_FLAGS
 from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.options.parsing import parse
@@ -46,6 +48,9 @@ def main() -> None:
     plan = resolve(config, launcher.read_environment().world_size, family=command.family)
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx)
+        quantize_weights(run)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         if command.family.dataset == "gpt":
             batches = [random_batches(run) for _ in range(4)]
         else:
@@ -133,7 +138,8 @@ def report(
     plan = run.plan
     tokens_per_s = plan.tokens_per_step / statistics.median(times) * 1e3 / plan.world_size
     model = plan.config.model
-    has_formula = options.program in ("gpt", "mamba")
+    # With adapters most weights have no gradient, which the formula counts.
+    has_formula = options.program in ("gpt", "mamba") and plan.config.peft.peft == "none"
     flops = (
         flops_per_token(
             model,
