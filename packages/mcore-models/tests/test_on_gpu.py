@@ -98,7 +98,7 @@ DOCUMENTS = Documents([[0, 1, 100, 260, 512], [0, 333, 512]])
 def test_fused_blocks_equal_plain_ones(attention, N, G, H, documents, blocks):
     tensors = inputs(512, 512, N, G, H, torch.bfloat16)
     wide = [t.detach().double().requires_grad_() for t in tensors]
-    chosen = CUDNN_BLOCKS if H <= 128 else PLAIN_BLOCKS
+    chosen = CUDNN_BLOCKS if H <= 128 else FLASH_BLOCKS
     assert blocks_for(tensors[0], tensors[2]) is chosen
     assert blocks_for(tensors[0], tensors[2], "flash") is FLASH_BLOCKS
     blocks = {"cudnn": CUDNN_BLOCKS, "flash": FLASH_BLOCKS}[blocks]

@@ -14,7 +14,7 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels.alibi import num_channels
-from mcore_models.kernels.fused_blocks import WIDEST
+from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
@@ -248,19 +248,20 @@ def _build_chunks(
 
 
 def _warn_of_plain_blocks(plan: Plan, ctx: ParallelContext, dtype: torch.dtype) -> None:
-    """Log that attention over context ranks is not fused where ALiBi makes heads too wide."""
+    """Log that attention over context ranks is not fused for heads of this width."""
     model = plan.config.model
     is_chosen = plan.config.kernels.attention_backend == "auto"
-    if model.position_embedding_type != "alibi" or ctx.cp.size == 1 or not is_chosen:
+    if ctx.cp.size == 1 or ctx.config.cp_comm_type == "a2a" or not is_chosen:
         return
-    width = head_dim(model) + num_channels(dtype)
-    if width > WIDEST:
+    has_slopes = model.position_embedding_type == "alibi"
+    width = head_dim(model) + has_slopes * num_channels(dtype)
+    if not has_fused_width(width):
         log.warning(
-            "--position-embedding-type alibi makes heads of %d channels %d: over context ranks "
-            "plain torch attends, in blocks. --attention-backend flash takes torch's flash "
-            "kernels, --cp-comm-type a2a attends to whole sequences.",
-            head_dim(model),
+            "heads of %d channels%s: over context ranks plain torch attends, in blocks; fused "
+            "ones take multiples of 8 up to %d. --cp-comm-type a2a attends to whole sequences.",
             width,
+            " (with those of ALiBi)" if has_slopes else "",
+            WIDEST,
         )
 
 

@@ -3,7 +3,8 @@
 Dense blocks go through the kernel that ``--attention-backend`` names or that is fastest.
 cuDNN plans for every new shape, which takes longer than a step, and flash-attn-4 compiles: so
 blocks of packed rows, whose lengths differ from batch to batch, go through torch's flash
-kernels. The twin is ``mcore_parallel.context_parallel.block_attention.PLAIN_BLOCKS``.
+kernels, as do heads wider than cuDNN's blocks ran with. The reference is
+``mcore_parallel.context_parallel.block_attention.PLAIN_BLOCKS``.
 """
 
 from collections.abc import Callable
@@ -17,23 +18,22 @@ from mcore_parallel.context_parallel.block_attention import PLAIN_BLOCKS, BlockA
 from mcore_parallel.context_parallel.packed_sequences import Pieces
 
 _aten = torch.ops.aten
-WIDEST, _WIDEST_FLASH = 128, 256
-"""Channels of a head that blocks ran with on a GPU, and that torch's flash kernels may take."""
+WIDEST, _WIDEST_CUDNN = 256, 128
+"""Channels of a head that any fused blocks, and those of cuDNN, ran with on a GPU."""
 
 
 def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> BlockAttention:
     """Return the blocks for queries and values like these.
 
     Args:
-        q: ``[S, B, N, H]``; fused kernels take 16-bit numbers and heads of up to 128
-            channels, a multiple of 8; up to 256 where ``flash`` is named.
+        q: ``[S, B, N, H]``; fused kernels take 16-bit numbers and heads of up to 256
+            channels, a multiple of 8.
         v: ``[Z, B, G, J]``, for fused kernels with as many channels.
         backend: as ``attention_backends.attend`` takes it.
     """
     H = q.shape[-1]
     has_format = q.dtype in (torch.bfloat16, torch.float16)
-    widest = _WIDEST_FLASH if backend == "flash" else WIDEST
-    fits = q.is_cuda and has_format and H in range(8, widest + 1, 8) and v.shape[-1] == H
+    fits = q.is_cuda and has_format and has_fused_width(H) and v.shape[-1] == H
     tries_flash4 = backend == "flash4" or (backend == "auto" and flash4.is_faster(q, q))
     refusal = flash4.refusal(q, v, 0.0) if tries_flash4 else ""
     if backend == "flash4" and refusal:
@@ -47,7 +47,12 @@ def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> Bloc
         return FLASH4_BLOCKS
     if backend in ("unfused", "local") or not fits:
         return PLAIN_BLOCKS
-    return FLASH_BLOCKS if backend == "flash" else CUDNN_BLOCKS
+    return FLASH_BLOCKS if backend == "flash" or H > _WIDEST_CUDNN else CUDNN_BLOCKS
+
+
+def has_fused_width(channels: int) -> bool:
+    """Whether fused blocks take heads of this width."""
+    return channels in range(8, WIDEST + 1, 8)
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -227,14 +228,17 @@ class LatentAttention(nn.Module):
             return on_rank(q, k, v)
         if self.comm_type == "a2a":
             return ulysses_attention(q, k, v, self.cp, on_rank)
-        if self.comm_type == "a2a+p2p":
-            blocks = blocks_for(q, v, self.backend)
-            return hierarchical_attention(q, k, v, self.cp_levels, blocks, documents)
-        if self.comm_type == "p2p":
-            return ring_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
-        if self.config.attention_dropout > 0:
+        if self.comm_type == "all_gather" and self.config.attention_dropout > 0:
             return context_attention(q, k, v, self.cp, on_rank)
-        return gathered_attention(q, k, v, self.cp, blocks_for(q, v, self.backend), documents)
+        channels = v.shape[-1]  # fused blocks take values as wide as queries
+        v = F.pad(v, (0, max(0, q.shape[-1] - channels)))
+        by_blocks = {
+            "a2a+p2p": partial(hierarchical_attention, levels=self.cp_levels),
+            "p2p": partial(ring_attention, axis=self.cp),
+            "all_gather": partial(gathered_attention, axis=self.cp),
+        }[self.comm_type]
+        blocks = blocks_for(q, v, self.backend)
+        return by_blocks(q, k, v, attention=blocks, documents=documents)[..., :channels]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         prob = self.config.attention_dropout if self.training else 0.0
