@@ -45,6 +45,29 @@ def test_generate_reads_a_hugging_face_folder_and_gives_samples(run_folder, tmp_
     assert samples[0] != samples[1]
 
 
+def test_every_end_that_a_hugging_face_folder_names_ends_texts(
+    run_folder, loaded, tmp_path, monkeypatch, capsys
+):
+    mcore_to_hf(run_folder, tmp_path / "hf")
+    ByteTokenizer().save(tmp_path / "bytes")
+    (tmp_path / "chat.jinja").write_text("{{ messages[-1].content }}")
+    sampling = SamplingConfig(num_tokens=6, top_k=1)
+    (whole,) = generate_text(loaded.model, loaded.tokenizer, ["In"], sampling)
+    end = ord(whole[3])
+    ends = f'{{"eos_token_id": [256, {end}]}}'
+    (tmp_path / "hf" / "generation_config.json").write_text(ends)
+    words = ["--load", str(tmp_path / "hf"), "--tokenizer", str(tmp_path / "bytes")]
+    words += ["--num-tokens", "6", "--top-k", "1"]
+    template = ["--chat-template", str(tmp_path / "chat.jinja")]
+    cut = whole[: whole.index(chr(end))]
+    for options, text in (((), cut), (("--ignore-eod",), whole)):
+        assert main(["generate", *words, "--prompt", "In", *options]) == 0
+        assert capsys.readouterr().out == f"In{text}\n"
+        monkeypatch.setattr("sys.stdin", io.StringIO("In\n"))
+        assert main(["chat", *words, *template, *options]) == 0
+        assert capsys.readouterr().out == f"> {text}\n> \n"
+
+
 def test_generate_proposes_holds_and_searches(run_folder, tmp_path, capsys):
     def text(*options):
         words = ["--load", str(run_folder), "--prompt", "In the", "--num-tokens", "20"]

@@ -1,6 +1,6 @@
 """A conversation with a model: what was said, and answers that stream."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from types import MappingProxyType
 
 from mcore_data.datasets.chat import Render
@@ -36,6 +36,7 @@ class Conversation:
         seed: int = 1234,
         draft: LanguageModel | None = None,
         kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({}),
+        ends: Sequence[int] = (),
     ) -> None:
         """Begin a conversation.
 
@@ -49,6 +50,7 @@ class Conversation:
             seed: answer i draws from ``seed + i``.
             draft: model that proposes tokens, see ``build_engine``.
             kv_scales: likewise.
+            ends: tokens besides the tokenizer's that end an answer.
 
         Raises:
             ValueError: as ``build_engine``, or if an option needs an engine and none can run
@@ -56,6 +58,7 @@ class Conversation:
         """
         self.model, self.tokenizer, self.render = model, tokenizer, render
         self.sampling, self.system, self.seed = sampling, system, seed
+        self._stop = stop_ids(tokenizer, sampling, ends)
         if reason := engine_refusal(model.config):
             check_without_engine(reason, config, kv_scales)
         self.engine = None if reason else build_engine(model, config, draft, kv_scales)
@@ -98,12 +101,11 @@ class Conversation:
     def _tokens(self, ids: list[int], wanted: int) -> Generator[NewToken]:
         eod = None if self.sampling.ignore_eod else self.tokenizer.eod
         seed = self.seed + self._num_answers
-        stop = stop_ids(self.tokenizer, self.sampling)
         if self.engine is None:
-            yield from stream(self.model, [ids], self.sampling, seed=seed, eod=eod, stop=stop)
+            yield from stream(self.model, [ids], self.sampling, seed=seed, eod=eod, stop=self._stop)
             return
         number = self.engine.add(
-            ids, self.sampling, num_tokens=wanted, seed=seed, eod=eod, stop=stop
+            ids, self.sampling, num_tokens=wanted, seed=seed, eod=eod, stop=self._stop
         )
         try:
             for event in self.engine.run():

@@ -110,9 +110,18 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return [begin]
 
 
-def stop_ids(tokenizer: Tokenizer, sampling: SamplingConfig) -> list[list[int]]:
-    """Turn stop words into tokens, as they would stand inside a text."""
-    return [tokenizer.encode(w, add_special_tokens=False) for w in sampling.stop_words]
+def stop_ids(
+    tokenizer: Tokenizer, sampling: SamplingConfig, ends: Sequence[int] = ()
+) -> list[list[int]]:
+    """Return the token sequences that end a text and are cut off.
+
+    Args:
+        tokenizer: turns stop words into tokens, as they would stand inside a text.
+        sampling: stop words, and whether a text goes on behind its end.
+        ends: tokens besides the tokenizer's end of document that end a text.
+    """
+    words = [tokenizer.encode(w, add_special_tokens=False) for w in sampling.stop_words]
+    return words if sampling.ignore_eod else [*words, *([token] for token in ends)]
 
 
 def next_logits(

@@ -52,6 +52,7 @@ def chat(
             seed=seed,
             draft=loaded.draft,
             kv_scales=loaded.kv_scales,
+            ends=loaded.ends,
         )
         print(_HELP, file=sys.stderr)
         _converse(conversation)

@@ -51,7 +51,7 @@ def generate(
             engine,
             seed=seed,
             eod=None if sampling.ignore_eod else tokenizer.eod,
-            stop=stop_ids(tokenizer, sampling),
+            stop=stop_ids(tokenizer, sampling, loaded.ends),
             draft=loaded.draft,
             structure=structure,
             grammars=Grammars(tokenizer, loaded.model.vocab_size, loaded.ends),

@@ -15,7 +15,7 @@ class ModelOptions:
     """Which model, and where it runs."""
 
     load: str
-    """Run folder, or a step folder of it."""
+    """Run folder, a step folder of one, or a Hugging Face folder."""
 
     ckpt_step: int = 0
     """Step of a run folder; 0: the latest."""
@@ -57,11 +57,10 @@ def opened(
         loaded = load_model(folder, ctx)
         if draft_folder is not None:
             loaded = replace(loaded, draft=load_model(draft_folder, ctx).model)
-        tokenizer = loaded.tokenizer
         if options.tokenizer:
-            tokenizer = load_tokenizer(options.tokenizer)
-        if tokenizer is None:
+            loaded = replace(loaded, tokenizer=load_tokenizer(options.tokenizer))
+        if loaded.tokenizer is None:
             raise ValueError(f"{folder} holds no tokenizer: give its folder with --tokenizer.")
-        yield loaded, tokenizer, environment.rank == 0
+        yield loaded, loaded.tokenizer, environment.rank == 0
     finally:
         shut_down()
