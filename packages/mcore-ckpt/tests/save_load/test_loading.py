@@ -233,6 +233,10 @@ def test_a_folder_without_an_index_is_no_checkpoint(step):
     (step / "index.json").unlink()
     with pytest.raises(ValueError, match=r"holds no complete checkpoint .* there: none"):
         load(step.parent, targets())
+    (step / "metadata.json").write_text("{}")
+    for folder in (step, step.parent):
+        with pytest.raises(ValueError, match=r"metadata.json.*convert megatron-to-mcore"):
+            load(folder, targets())
 
 
 def test_a_run_folder_means_its_latest_step_and_a_step_can_be_chosen(tmp_path):

@@ -127,16 +127,20 @@ def resolve_folder(path: str | Path, step: int = 0) -> Path:
     if not path.is_dir():
         raise ValueError(f"{path} is no folder: give a run folder or a step folder.")
     wanted = step or newest_step(path)
+    place = path if wanted is None else step_folder(path, wanted)
+    found = None if wanted is None else _find(place)
+    if found is not None:
+        return found
+    if foreign := _foreign_files(place):
+        raise ValueError(
+            f"{place} holds {foreign[0].name}, a file of another format: mcore-ckpt convert "
+            "megatron-to-mcore makes a checkpoint of Megatron's, dcp-to-mcore of others'."
+        )
     steps = complete_steps(path)
     there = f"Complete steps there: {', '.join(map(str, steps)) or 'none'}."
     if wanted is None:
         raise ValueError(f"{path} holds neither {INDEX} nor {TRACKER}. {there}")
-    found = _find(step_folder(path, wanted))
-    if found is None:
-        raise ValueError(
-            f"{step_folder(path, wanted)} holds no complete checkpoint (no {INDEX}). {there}"
-        )
-    return found
+    raise ValueError(f"{place} holds no complete checkpoint (no {INDEX}). {there}")
 
 
 def _find(folder: Path) -> Path | None:
@@ -184,13 +188,17 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
 
 def _check_ours(folder: Path) -> None:
     """Refuse to clear away a step of Megatron's, whose run folders look like ours."""
-    foreign = [folder / name for name in _FOREIGN if (folder / name).is_file()]
-    foreign += folder.glob("mp_rank_*")
-    if foreign:
+    if foreign := _foreign_files(folder):
         raise CheckpointError(
             f"{folder} holds {foreign[0].name}, which no save of ours writes: it is a "
             "checkpoint of another program, and stays. Save to a run folder of ours."
         )
+
+
+def _foreign_files(folder: Path) -> list[Path]:
+    """List files by which other programs' checkpoints are known."""
+    named = [folder / name for name in _FOREIGN if (folder / name).is_file()]
+    return [*named, *folder.glob("mp_rank_*")]
 
 
 def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Path:
