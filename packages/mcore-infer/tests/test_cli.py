@@ -83,7 +83,10 @@ def test_generate_proposes_holds_and_searches(run_folder, tmp_path, capsys):
     schema.write_text('{"enum": ["yes", "no"]}')
     assert text("--json-schema", f"@{schema}") in ('"yes"', '"no"')
     beams = ("--beam-width", "2", "--num-tokens", "3")
-    assert text(*beams) == text(*beams, "--inference-max-requests", "1") != plain
+    best = text(*beams)
+    assert best == text(*beams, "--inference-max-requests", "1") != plain
+    both = text(*beams, "--prompt", "In the", "In the")
+    assert both == f"{best}\n\nIn the{best}\n"
     words = ["generate", "--load", str(run_folder), "--regex", "a", "--json-schema", "{}"]
     assert main(words) == 2
     assert "exclude each other" in capsys.readouterr().err
@@ -170,6 +173,8 @@ def test_eval_prints_bits_per_byte(run_folder, tmp_path, capsys):
             "--inference-max-requests 0 must be 1",
         ),
         (["generate", "--load", "RUN", "--num-samples", "0"], "--num-samples 0"),
+        (["generate", "--load", "RUN", "--num-samples", "2", "--beam-width", "2"], "one text"),
+        (["generate", "--load", "RUN", "--num-speculative-tokens", "32"], "propose fewer"),
         (["generate", "--load", "RUN", "--tokenizer", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "NOWHERE"], "NOWHERE is no folder"),
         (["generate", "--load", "RUN", "--ckpt-step", "3"], "Complete steps there: 7"),

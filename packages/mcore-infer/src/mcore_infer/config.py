@@ -167,7 +167,7 @@ class InferenceConfig:
 
     num_speculative_tokens: int = 0
     """Tokens that are proposed for each text and step, and checked by one forward; 0: none.
-    Texts stay the same, token for token."""
+    Texts stay the same, token for token. A step holds those of all requests."""
 
     speculative_drafts: Drafts = "ngram"
     """What proposes them: what followed the same tokens earlier in the text (ngram), a smaller
@@ -189,6 +189,14 @@ class InferenceConfig:
             if not least <= getattr(self, name) < float("inf"):
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} {getattr(self, name)} must be {least} or more.")
+        rows = self.inference_max_requests * (1 + self.num_speculative_tokens)
+        if rows > self.inference_dynamic_batching_max_tokens:
+            raise ValueError(
+                f"--num-speculative-tokens {self.num_speculative_tokens} for each of "
+                f"--inference-max-requests {self.inference_max_requests} exceed "
+                f"--inference-dynamic-batching-max-tokens "
+                f"{self.inference_dynamic_batching_max_tokens} of a step: propose fewer."
+            )
         has_draft = bool(self.num_speculative_tokens) and self.speculative_drafts == "model"
         if has_draft != bool(self.draft_load):
             raise ValueError(

@@ -102,7 +102,9 @@ class Conversation:
         eod = None if self.sampling.ignore_eod else self.tokenizer.eod
         seed = self.seed + self._num_answers
         if self.engine is None:
-            yield from stream(self.model, [ids], self.sampling, seed=seed, eod=eod, stop=self._stop)
+            yield from stream(
+                self.model, [ids], self.sampling, seed=seed, eod=eod, stop=self._stop
+            )
             return
         number = self.engine.add(
             ids, self.sampling, num_tokens=wanted, seed=seed, eod=eod, stop=self._stop

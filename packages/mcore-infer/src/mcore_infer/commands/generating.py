@@ -36,6 +36,8 @@ def generate(
     structure = _structure(json_schema, regex)
     if num_samples < 1:
         raise ValueError(f"--num-samples {num_samples} must be 1 or more.")
+    if num_samples > 1 and sampling.beam_width:
+        raise ValueError(f"--num-samples {num_samples}: a --beam-width finds one text.")
     with opened(model, draft=engine.draft_load) as (loaded, tokenizer, is_first):
         from mcore_infer.engine.building import stream_texts
         from mcore_infer.generation import prompt_ids, stop_ids

@@ -1,6 +1,7 @@
 """An engine of a size that fits: pages from memory, limits from flags."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -152,9 +153,10 @@ def stream_texts(
     engine = build_engine(model, config, draft, kv_scales)
     engine.grammars = grammars
     limit = engine.config.max_sequence_tokens
+    rows: dict[int, int] = {}  # by request: a search takes further numbers for its steps
     for i, prompt in enumerate(prompts):
         wanted = room(model, sampling.num_tokens, prompt, limit, f"prompt {i}")
-        engine.add(
+        request = engine.add(
             prompt,
             sampling,
             num_tokens=wanted,
@@ -163,6 +165,7 @@ def stream_texts(
             stop=stop,
             structure=structure,
         )
+        rows[request] = i
     for event in engine.run():
         if isinstance(event, NewToken):
-            yield event
+            yield replace(event, row=rows[event.row])
