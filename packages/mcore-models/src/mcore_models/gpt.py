@@ -143,7 +143,7 @@ class GPT(StageModel, MTPLanguageModel):
         )
         positions = self._positions(positions, num_tokens, state, x.device)
         if self.stage.has_embedding:
-            x = self._embed(x, positions)
+            x = self.embedded(x, positions)
         inputs = build_inputs(self.config, positions, length, x.dtype, documents, state)
         stream = self._run(list(self.blocks.values()), x, inputs)
         if not self.is_normed:
@@ -164,7 +164,7 @@ class GPT(StageModel, MTPLanguageModel):
 
         found, total = [], torch.zeros((), device=hidden.device)
         for depth, layer in enumerate(self.mtp):
-            hidden, aux = layer(hidden, self._embed(tokens[..., depth], positions), run)
+            hidden, aux = layer(hidden, self.embedded(tokens[..., depth], positions), run)
             found.append(hidden)
             total = total + aux
         return found, total
@@ -178,7 +178,7 @@ class GPT(StageModel, MTPLanguageModel):
         inputs = build_inputs(self.config, positions, length, hidden.dtype, None, state)
         return self.mtp[0](
             hidden,
-            self._embed(tokens, positions),
+            self.embedded(tokens, positions),
             lambda block, x: self._run([block], x, inputs),
         )[0]
 
@@ -264,7 +264,10 @@ class GPT(StageModel, MTPLanguageModel):
         is_untied = self.config.untie_embeddings_and_output_weights
         return self.head.weight if is_untied else self.embedding.weight
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embedded(
+        self, tokens: Int[Tensor, "B S"], positions: Int[Tensor, "*B S"]
+    ) -> Float[Tensor, "s B D"]:
+        """Return what the first layer reads."""
         x = self.embedding(tokens)
         if (factor := embedding_factor(self.config)) != 1.0:
             # Rounded to the model's dtype first, as published models were trained.
