@@ -6,6 +6,8 @@ in ``sizes``; fewer requests are padded with rows that use a page of their own.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -21,6 +23,11 @@ from mcore_parallel.optional_kernels import works
 from mcore_parallel.precision.gemm import Operands, PlainGemm
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
+if TYPE_CHECKING:
+    from mcore_infer.engine.whole_step import WholeStep
+
+Run = Callable[[], tuple[Tensor, Tensor]]
+"""Computes the hidden state and scores of a step's inputs."""
 MOST_ROWS = 16
 """Of a step whose GEMMs the kernel multiplies, the least of tensor cores; with more torch is
 as fast."""
@@ -97,7 +104,7 @@ class Decoder:
             size: DecodeTensors(size, table_pages, device, num_drafts=num_drafts)
             for size in self.sizes
         }
-        self._replays: dict[int, Callable[[], tuple[Tensor, Tensor]] | None] = {}
+        self._runs: dict[int, Run] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.is_recorded else None
 
     def run(
@@ -114,42 +121,63 @@ class Decoder:
         num_rows = step.num_tokens
         size = next(s for s in self.sizes if s >= num_rows)
         inputs = self._inputs[size]
-        if size not in self._replays:
+        if size not in self._runs:
             # Of padding alone: a recurrent state takes a token in only once.
             inputs.fill(Step((), ()), self.cache.page_tokens, self.cache.padding)
-            self._replays[size] = self._recorded(inputs)
+            self._runs[size] = self._prepared(inputs)
         inputs.fill(step, self.cache.page_tokens, self.cache.padding, tokens)
-        replay = self._replays[size]
-        hidden, logits = self._forward(inputs) if replay is None else replay()
+        hidden, logits = self._runs[size]()
         return hidden[:num_rows], logits[:num_rows]
 
-    def _forward(self, inputs: DecodeTensors) -> tuple[Tensor, Tensor]:
-        self.cache.step = inputs
-        hidden, _ = self.model(inputs.tokens, inputs.positions, self.cache)
-        return hidden, whole_logits(self.model, hidden)
-
-    def _recorded(self, inputs: DecodeTensors) -> Callable[[], tuple[Tensor, Tensor]] | None:
+    def _prepared(self, inputs: DecodeTensors) -> Run:
+        """Return what computes the inputs, recorded where it can be."""
         # What it returns knows nothing of this object, whose memory is free once it is dropped.
-        if not self.is_recorded:
-            return None
+        forward = partial(_forward, self.model, self.cache, inputs)
+        if inputs.tokens.is_cuda:
+            if not self.cache.num_bytes:
+                forward()  # takes it
+            from mcore_infer.engine.whole_step import whole_step
+
+            if (whole := whole_step(self.model, self.cache, inputs)) is not None:
+                forward = partial(_by_kernel, whole)
+        return self._recorded(forward) if self.is_recorded else forward
+
+    def _recorded(self, forward: Run) -> Run:
         # Outside of the graph first: kernels are compiled and tried, workspaces allocated.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._forward(inputs)
+                forward()
         torch.cuda.current_stream().wait_stream(stream)
         if self.cache.waits_for_device:
-            return None
+            return forward
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            out = self._forward(inputs)
+            out = forward()
+        return partial(_replay, graph, out, forward)
 
-        def replay() -> tuple[Tensor, Tensor]:
-            graph.replay()
-            return out
 
-        return replay
+def _forward(
+    model: LanguageModel, cache: PagedCache, inputs: DecodeTensors
+) -> tuple[Tensor, Tensor]:
+    cache.step = inputs
+    hidden, _ = model(inputs.tokens, inputs.positions, cache)
+    return hidden, whole_logits(model, hidden)
+
+
+def _by_kernel(whole: "WholeStep") -> tuple[Tensor, Tensor]:
+    hidden = whole.hidden()
+    return hidden, whole_logits(whole.model, hidden)
+
+
+def _replay(
+    graph: torch.cuda.CUDAGraph,
+    out: tuple[Tensor, Tensor],
+    forward: Run,  # noqa: ARG001 - holds memory that the graph reads
+) -> tuple[Tensor, Tensor]:
+    graph.replay()
+    return out
 
 
 def whole_logits(model: LanguageModel, hidden: Float[Tensor, "R 1 D"]) -> Float[Tensor, "R V"]:
