@@ -317,6 +317,12 @@ WRONG = {
         2,
         "hf/config.json is a file",
     ),
+    "an output that the system keeps for itself": (
+        None,
+        IN.replace("--output out", "--output /proc/x"),
+        2,
+        "--output /proc/x cannot be made: /proc does not take it",
+    ),
     "a link to nothing as output": (
         lambda home: Path(home, "link").symlink_to("nowhere"),
         IN.replace("--output out", "--output link"),

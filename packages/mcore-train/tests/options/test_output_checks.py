@@ -2,9 +2,10 @@ from contextlib import nullcontext
 
 import pytest
 
+from mcore_ckpt.storage.destinations import check_file, check_folder
 from mcore_parallel.testing.ranks import run_command
 from mcore_train.composition import compose
-from mcore_train.options.output_checks import check_destinations, check_file, check_folder
+from mcore_train.options.output_checks import check_destinations
 
 FLAGS = (
     *("--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 4, "--mock-data"),
@@ -34,11 +35,23 @@ def test_what_is_new_or_of_the_right_kind_is_taken(tmp_path, file):
         ({"save": "notes/run"}, "--save .*notes/run cannot be made: .*notes is a file"),
         ({"metrics_file": ""}, "--metrics-file .* is a folder: give a file"),
         ({"metrics_file": "notes/n"}, "--metrics-file .*notes/n cannot be made"),
+        ({"save": "/proc/x"}, "--save /proc/x cannot be made: /proc does not take it"),
+        ({"save": "long" * 99}, r"--save .*long cannot be made: .* \(File name too long\)"),
+        ({"data_cache_path": "notes"}, "--data-cache-path .*notes is a file"),
+        (
+            {"optimizer_cpu_offload": True, "optimizer_offload_dir": "/proc/x"},
+            "--optimizer-offload-dir /proc/x cannot be made",
+        ),
+        (
+            {"non_persistent_local_ckpt_dir": "/proc/x", "non_persistent_save_interval": 1},
+            "--non-persistent-local-ckpt-dir /proc/x cannot be made",
+        ),
     ],
 )
 def test_what_is_in_the_way_is_named_with_its_flag(tmp_path, file, changes, told):
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
-    config = compose(model | {name: f"{tmp_path}/{path}" for name, path in changes.items()})
+    there = {n: str(tmp_path / v) if isinstance(v, str) else v for n, v in changes.items()}
+    config = compose(model | there)
     with pytest.raises(ValueError, match=told):
         check_destinations(config)
 

@@ -1,7 +1,6 @@
 """Where a command writes: refused before it starts, and gone again if it fails."""
 
 import logging
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from mcore_ckpt.conversion.inspection import form_of
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.storage.destinations import check_folder
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.paths import (
     RELEASE,
@@ -46,13 +46,7 @@ def check_place(output: Path, *inputs: Path) -> None:
                 f"--output {output} cannot be made: {one} is a step of the run {one.parent}, "
                 "which the run may delete: give a folder elsewhere."
             )
-    if output.is_symlink() and not output.exists():
-        raise ValueError(f"--output {output} is a link to nothing: make its target first.")
-    above = _standing(there)
-    if not above.is_dir():
-        raise ValueError(f"--output {output} cannot be made: {above} is a file.")
-    if not os.access(above, os.W_OK):
-        raise ValueError(f"--output {output} cannot be made: {above} may not be written to.")
+    check_folder("--output", output)
 
 
 def check_run_folder(output: Path) -> None:

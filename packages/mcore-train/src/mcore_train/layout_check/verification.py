@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt.save_load.rank_agreement import gather_json
+from mcore_ckpt.storage.destinations import check_file
 from mcore_models.families import Family
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch import launcher
@@ -45,7 +46,6 @@ from mcore_train.layout_check.trial import (
     rows_of,
     run_trial,
 )
-from mcore_train.options.output_checks import check_file
 from mcore_train.precision import torch_dtype, with_device_precision
 from mcore_train.reporting.log import set_up
 from mcore_train.resolution import Plan, plan_of, resolve

@@ -3,9 +3,9 @@
 Standard library only, so that the process that starts ranks runs them too, and once.
 """
 
-import os
 from pathlib import Path
 
+from mcore_ckpt.storage.destinations import check_file, check_folder
 from mcore_ckpt.storage.paths import RELEASE, newest_step
 from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_train.checkpoints.origin import continues_saved_run, loads_from_save
@@ -29,6 +29,16 @@ def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None
         _check_earlier_run(config)
     if is_reporter and config.logging.metrics_file:
         check_file("--metrics-file", config.logging.metrics_file)
+    cache = config.data.data_cache_path
+    if cache and not Path(cache).is_dir():  # one that is there may be for reading alone
+        check_folder("--data-cache-path", cache)
+    local = config.local_saving.non_persistent_local_ckpt_dir
+    for option, folder in (
+        ("--non-persistent-local-ckpt-dir", local),
+        ("--optimizer-offload-dir", config.offloading.optimizer_offload_dir),
+    ):
+        if folder:
+            check_folder(option, folder)
 
 
 def _check_earlier_run(config: TrainConfig) -> None:
@@ -53,29 +63,3 @@ def _check_earlier_run(config: TrainConfig) -> None:
         f"--save {save} holds {latest if latest == RELEASE else f'step {latest}'} of an "
         f"earlier run, and this one would begin anew over it: {mend}"
     )
-
-
-def check_folder(flag: str, path: str) -> None:
-    """Refuse a folder that can neither be written in nor be made."""
-    if Path(path).is_file():
-        raise ValueError(f"{flag} {path} is a file: give a folder.")
-    _check_place(flag, path, Path(path))
-
-
-def check_file(flag: str, path: str) -> None:
-    """Refuse a file that can neither be written nor be made, with its folders."""
-    if Path(path).is_dir():
-        raise ValueError(f"{flag} {path} is a folder: give a file.")
-    if Path(path).exists() and not os.access(path, os.W_OK):
-        raise ValueError(f"{flag} {path} may not be written: give another file.")
-    _check_place(flag, path, Path(path).absolute().parent)
-
-
-def _check_place(flag: str, path: str, folder: Path) -> None:
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        raise ValueError(f"{flag} {path} cannot be made: {there} is a file.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{flag} {path} cannot be written: {there} does not let you.")

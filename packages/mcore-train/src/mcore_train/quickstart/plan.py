@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_ckpt.storage.destinations import check_folder
 from mcore_train.composition import TrainConfig, compose
 from mcore_train.quickstart.book import token_files
 from mcore_train.quickstart.options import QuickstartConfig
@@ -17,8 +18,10 @@ def build_tour_plan(options: QuickstartConfig, world_size: int) -> Plan:
     """Derive what the tour trains on ``world_size`` ranks; loads no torch.
 
     Raises:
-        ConflictError: (a ValueError) with everything in which options and world disagree.
+        ConflictError: (a ValueError) with everything in which options and world disagree;
+            ValueError if ``--output`` can be no folder.
     """
+    check_folder("--output", options.tour.output)
     config = train_config(options, world_size)
     return resolve(config, world_size, tokenizer_vocab_size=VOCAB_SIZE)
 

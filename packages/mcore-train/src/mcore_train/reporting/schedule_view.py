@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mcore_ckpt.storage.destinations import check_file
 from mcore_parallel.pipeline_parallel.actions import DURATIONS, Action
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
@@ -62,6 +63,8 @@ def draw_schedule(config: ShowConfig) -> str:
     view = config.view
     if view.output and Path(view.output).suffix.lower() != ".svg":
         raise ValueError(f"--output {view.output} is written as SVG: end its name in .svg.")
+    if view.output:
+        check_file("--output", view.output)
     table = ""
     if config.pipeline.pipeline_schedule == "auto":
         config, table = _choose(config)
@@ -74,12 +77,8 @@ def draw_schedule(config: ShowConfig) -> str:
         durations=_durations(config),
     )
     if view.output:
-        try:
-            Path(view.output).write_text(timeline_svg(simulation), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"--output {view.output} cannot be written: {error.strerror}."
-            ) from error
+        Path(view.output).absolute().parent.mkdir(parents=True, exist_ok=True)
+        Path(view.output).write_text(timeline_svg(simulation), encoding="utf-8")
     return table + timeline_text(simulation)
 
 
