@@ -226,12 +226,14 @@ def train_until(options, step):
         return train_and_watch(patch, build(world_size=size, **options), until=step)
 
 
-def test_data_that_changed_since_are_not_explained(texts, tmp_path):
+def test_a_seed_or_data_that_changed_since_are_noticed(texts, tmp_path, caplog):
     a, _ = texts
-    train(
-        build(data_path=[a], global_batch_size=2, train_iters=1, save=str(tmp_path / "run")),
-        Reporter(None),
-    )
+    options = {"data_path": [a], "global_batch_size": 2, "train_iters": 1}
+    train(build(**options, save=str(tmp_path / "run"), seed=4), Reporter(None))
+    build(**options, load=str(tmp_path / "run"), seed=4)
+    assert "--seed" not in caplog.text
+    build(**options, load=str(tmp_path / "run"))
+    assert "--seed 1234 continues a run of --seed 4: from step 2 its data" in caplog.text
     with IndexedWriter(a, "uint16") as writer:
         writer.add_documents(np.arange(200), np.array([100, 100]))
     with pytest.raises(ValueError, match="is not the data that the run read: it had 30"):

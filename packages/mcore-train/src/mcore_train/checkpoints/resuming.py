@@ -54,6 +54,7 @@ from mcore_train.checkpoints.side_state import (
     take_streams,
     wanted_fp8_shards,
 )
+from mcore_train.config import RunConfig
 from mcore_train.datasets import num_samples
 from mcore_train.lr_schedule import LRSchedule, reconcile
 from mcore_train.options.recipe import changed_options, write_recipe
@@ -218,7 +219,19 @@ def _take_counts(run: Run, schedule: LRSchedule, extra: Mapping[str, Any], then:
     run.consumed_train_samples = extra["consumed_train_samples"]
     run.schedule_samples = extra["schedule_samples"]
     take_loss_scale(run, extra)
+    _compare_seeds(extra.get("recipe", {}).get("seed", RunConfig().seed), run)
     _continue_data(run, then)
+
+
+def _compare_seeds(then: int, run: Run) -> None:
+    now = run.plan.config.run.seed
+    if now != then:
+        log.warning(
+            "--seed %s continues a run of --seed %s: from step %s its data come in another "
+            "order, which repeats some of what was read and leaves out other; give --seed %s "
+            "to go on in the order of before.",
+            *(now, then, run.iteration + 1, then),
+        )
 
 
 def data_plan(run: Run) -> DataPlan:
