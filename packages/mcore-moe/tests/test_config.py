@@ -17,7 +17,14 @@ from mcore_moe import MoEConfig, expert_capacity
             },
             "no effect",
         ),
-        ({"num_experts": 4, "moe_router_enable_expert_bias": True}, "sigmoid"),
+        (
+            {
+                "num_experts": 4,
+                "moe_router_enable_expert_bias": True,
+                "moe_router_load_balancing_type": "sinkhorn",
+            },
+            "no effect with --moe-router-load-balancing-type sinkhorn",
+        ),
         ({"num_experts": 4, "moe_router_num_groups": 2}, "--moe-router-group-topk 0"),
         (
             {"num_experts": 4, "moe_router_group_score_topk": 1},

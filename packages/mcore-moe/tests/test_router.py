@@ -95,6 +95,12 @@ def test_expert_bias_moves_the_choice_and_leaves_the_weights_alone():
         {0: 0.63789, 2: 0.36211}, {1: 0.565785, 2: 0.434215}, {0: 0.472067, 1: 0.527933}
     )
     torch.testing.assert_close(dense(routing), expected, **SIX_DIGITS)
+    # Softmax after the choice: the bias moves shares of all experts, not their logits.
+    bias = torch.tensor([0.0, 0, 0.25, 0])
+    routing = route(LOGITS, config(), expert_bias=bias)
+    assert routing.ids.tolist() == [[0, 2], [1, 2], [1, 0]]
+    chosen = LOGITS.gather(1, routing.ids)
+    torch.testing.assert_close(routing.probs, chosen.softmax(1))
 
 
 def test_groups_are_worth_the_sum_of_the_experts_they_may_give():

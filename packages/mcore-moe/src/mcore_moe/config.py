@@ -169,10 +169,10 @@ class MoEConfig:
                 "--moe-router-pre-softmax has no effect with --moe-router-score-function "
                 f"{self.moe_router_score_function}: leave it out."
             )
-        if self.moe_router_enable_expert_bias and softmax:
+        if self.moe_router_enable_expert_bias and sinkhorn:
             raise ValueError(
-                "--moe-router-enable-expert-bias needs scores that do not depend on each "
-                "other: use --moe-router-score-function sigmoid or sqrtsoftplus."
+                "--moe-router-enable-expert-bias has no effect with "
+                "--moe-router-load-balancing-type sinkhorn: leave one of them out."
             )
 
     def _check_groups(self) -> None:

@@ -53,7 +53,8 @@ def route(
     Args:
         logits: of the router.
         config: score function, top-k, groups and scaling.
-        expert_bias: added to the scores for the choice, never to the weights.
+        expert_bias: added to the scores for the choice, those of softmax over all experts,
+            never to the weights.
         ids: experts chosen otherwise; their weights are made all the same.
 
     Reference:
@@ -67,8 +68,11 @@ def route(
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     else:
         scores = expert_scores(logits, config.moe_router_score_function)
-    if ids is None:
-        ids = _choose(scores if expert_bias is None else scores + expert_bias, config)
+    if ids is None and expert_bias is not None:
+        shares = expert_scores(logits, "softmax") if softmax_after else scores
+        ids = _choose(shares + expert_bias, config)
+    elif ids is None:
+        ids = _choose(scores, config)
     probs = scores.gather(1, ids)
     if softmax_after:
         probs = probs.softmax(-1)
