@@ -63,15 +63,6 @@ CASES = {
         "Llama",
         {**ODD, **HEADS, "attention_bias": True, **rope(rope_type="linear", factor=2.0)},
     ),
-    "llama dynamic": (
-        "Llama",
-        {
-            **ODD,
-            **HEADS,
-            "max_position_embeddings": 16,
-            **rope(rope_type="dynamic", factor=4.0),
-        },
-    ),
     "mistral": ("Mistral", {**ODD, **HEADS, "sliding_window": 5}),
     "qwen2, windows above, yarn": (
         "Qwen2",
@@ -161,6 +152,12 @@ CASES = {
     "arcee": ("Arcee", {**ODD, **EVEN, "attention_bias": True}),
     "cwm": ("Cwm", {**ODD, **HEADS, "sliding_window": 5, "rope_parameters": LLAMA3}),
     "ernie4_5": ("Ernie4_5", {**ODD, **HEADS, "use_bias": True}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {**ODD_MOE, **HEADS, "num_hidden_layers": 4, "moe_layer_start_index": 1}
+        | {"moe_layer_interval": 2, "moe_num_experts": 4, "moe_k": 2}
+        | {"moe_intermediate_size": 8, "moe_num_shared_experts": 2},
+    ),
     "exaone4": (
         "Exaone4",
         {**ODD, **EVEN, "sliding_window": 5, "sliding_window_pattern": 2},
@@ -168,6 +165,16 @@ CASES = {
     "gemma": ("Gemma", {**ODD, **HEADS}),
     "glm": ("Glm", {**ODD, **HEADS, "head_dim": 8, "attention_bias": False}),
     "glm4": ("Glm4", {**ODD, **HEADS, "head_dim": 8}),
+    "internlm3, a dynamic llama": (
+        "InternLM3",
+        {**ODD, **HEADS, "max_position_embeddings": 16} | rope(rope_type="dynamic", factor=4.0),
+    ),
+    "stablelm": ("StableLm", {**ODD, **EVEN, **rope(partial_rotary_factor=0.4)}),
+    "stablelm, side by side": (
+        "StableLm",
+        {**ODD, **EVEN, **rope(partial_rotary_factor=0.4)}
+        | {"use_parallel_residual": True, "use_qkv_bias": True},
+    ),
     "helium": ("Helium", {**ODD, **HEADS, "num_attention_heads": 2, "head_dim": 10}),
     "ministral": (
         "Ministral",
@@ -244,6 +251,15 @@ CASES = {
         {**ODD, **HYBRID, "num_attention_heads": 5, "num_key_value_heads": 1}
         | {"attn_layer_indices": [1]},
     ),
+    "granitemoe": (
+        "GraniteMoe",
+        {**ODD_MOE, **EVEN, "num_local_experts": 4, "attention_multiplier": 0.3}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {**ODD_MOE, **EVEN, "num_local_experts": 3, "shared_intermediate_size": 8},
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         {**ODD_MOE, **HYBRID, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -302,6 +318,7 @@ HEADED = {
     "GPT2": "GPT2LMHeadModel",
     "Gemma3Text": "Gemma3ForCausalLM",
     "Llama4Text": "Llama4ForCausalLM",
+    "InternLM3": "LlamaForCausalLM",
 }
 
 

@@ -158,7 +158,7 @@ def same_from_a_cache(run, tokens, logits, name):
             cache.advance(piece.shape[1])
             found.append(model.logits(hidden))
     # These routers compute in float32 whatever the model's dtype, theirs likewise.
-    bound = 1e-6 if name in ("glm4_moe", "dots1") else 1e-10
+    bound = 1e-6 if name in ("glm4_moe", "dots1", "ernie4_5_moe") else 1e-10
     assert error(torch.cat(found).transpose(0, 1), logits) < bound
     ctx.destroy()
 

@@ -65,7 +65,13 @@ CONFIGS = {
     | HEAD
     | {"num_local_experts": 3, "intermediate_size_mlp": 16, "interleave_moe_layer_step": 2},
     **dict.fromkeys(("cwm", "ernie4_5", "gemma", "glm", "glm4"), ROPE | HEAD),
-    **dict.fromkeys(("arcee", "ministral", "seed_oss"), ROPE | HEAD),
+    **dict.fromkeys(("arcee", "internlm3", "ministral", "seed_oss"), ROPE | HEAD),
+    "ernie4_5_moe": ROPE
+    | HEAD
+    | {"moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 8}
+    | {"moe_layer_start_index": 1, "moe_num_shared_experts": 1},
+    "granitemoe": ROPE | HEADS | {"num_local_experts": 3},
+    "granitemoeshared": ROPE | HEADS | {"num_local_experts": 3, "shared_intermediate_size": 10},
     "ministral3": ROPE
     | HEAD
     | {
@@ -76,7 +82,7 @@ CONFIGS = {
             "llama_4_scaling_beta": 0.1,
         }
     },
-    "exaone4": ROPE | HEADS,
+    **dict.fromkeys(("exaone4", "stablelm"), ROPE | HEADS),
     "helium": ROPE | HEADS | {"head_dim": 4},
     "dots1": ROPE
     | HEAD
@@ -132,6 +138,7 @@ COUNTS = {
     "num_nextn_predict_layers",
 } | {
     *("first_k_dense_replace", "interleave_moe_layer_step", "hybrid_override_pattern"),
+    "moe_layer_start_index",
     *("full_attention_interval", "attn_layer_indices", "layer_types", "mamba_rms_norm"),
     *("mamba_expand", "rope_parameters"),
 }
@@ -147,6 +154,7 @@ SHAPELESS = {
     ("qwen3_next", "intermediate_size"),
     ("granitemoehybrid", "num_experts_per_tok"),
     ("gpt_oss", "num_experts_per_tok"),
+    ("ernie4_5_moe", "moe_k"),
     ("glm4_moe", "num_experts_per_tok"),
     ("deepseek_v2", "num_experts_per_tok"),
     ("deepseek_v3", "num_experts_per_tok"),

@@ -103,7 +103,10 @@ def test_each_family_refuses_flags_that_it_cannot_say():
     sigmoid = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
     routers = {"gpt_oss": {"moe_router_bias": True}, "glm4_moe": sigmoid, "dots1": sigmoid}
-    routers |= {"qwen2_moe": shared}
+    routers |= {
+        "qwen2_moe": shared,
+        "ernie4_5_moe": {"moe_router_enable_expert_bias": True},
+    }
     # Llama 4 has all of what others refuse.
     names = [name for name in MODEL_TYPES if name != "llama4_text"]
     for name in names[: names.index("deepseek_v2")]:

@@ -45,15 +45,18 @@ _FLOORS = {
     **dict.fromkeys(
         (
             *("arcee", "cwm", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "helium"),
-            *("ministral", "ministral3", "seed_oss"),
+            *("internlm3", "ministral", "ministral3", "seed_oss"),
         ),
         "dense.variants",
     ),
+    "stablelm": "dense",
     "bloom": "dense",
     "mpt": "dense",
     "gpt_oss": "moe",
     "glm4_moe": "moe",
     **dict.fromkeys(("dots1", "olmoe", "qwen2_moe"), "moe.variants"),
+    "ernie4_5_moe": "moe",
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), "moe.granitemoe"),
     "llama4_text": "moe",
     "deepseek_v2": "moe",
     "deepseek_v3": "moe",
@@ -147,10 +150,11 @@ def check_architectures(config: Mapping[str, Any]) -> None:
     """Compare the class that a config.json names with its ``model_type``."""
     model_type, named = config.get("model_type", ""), config.get("architectures") or []
     known = family_of(model_type) if model_type in MODEL_TYPES else None
+    built = str(getattr(known, "architecture", "")).lower()
     stem = getattr(known, "ARCHITECTURE", re.sub(r"[_-]|text$", "", model_type)).lower()
     is_one = isinstance(named, list) and len(named) <= 1
     plain = [str(one).lower().replace("_", "") for one in named] if is_one else []
-    if not is_one or any(not one.startswith(stem) for one in plain):
+    if not is_one or any(not one.startswith(stem) and one != built for one in plain):
         raise ValueError(
             f"config.json says model_type {model_type!r} and architectures {named}: it must "
             "name one class, of that type."

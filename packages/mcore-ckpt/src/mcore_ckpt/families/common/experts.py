@@ -87,7 +87,7 @@ def sparse_and_dense(description: Mapping[str, Any]) -> tuple[tuple[int, ...], t
     return sparse, dense
 
 
-def write_layers(has_experts: Iterable[bool]) -> str:
+def write_layers(has_experts: Iterable[int]) -> str:
     """Write which layers have experts as ``moe_layer_freq``."""
     pattern = [int(has) for has in has_experts]
     return "1" if all(pattern) else str(pattern).replace(" ", "")

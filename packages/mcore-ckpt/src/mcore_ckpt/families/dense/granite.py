@@ -13,7 +13,7 @@ from mcore_ckpt.families.common.decoder import (
     Theirs,
 )
 from mcore_ckpt.families.common.defaults import MUP
-from mcore_ckpt.families.common.fields import Fields, settings
+from mcore_ckpt.families.common.fields import Fields, setting, settings
 from mcore_parallel.parametrization import embedding_factor, logits_factor, score_scale
 
 FACTORS = {
@@ -28,6 +28,22 @@ def read_factors(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
     """Read the factors; that on logits divides there."""
     ours = {mine: float(fields.take(there, 1.0)) for mine, there in FACTORS.items()}
     return ours | {"logits_multiplier": 1.0 / fields.take("logits_scaling", 1.0)}
+
+
+def write_factors(description: Description, theirs: Theirs) -> Theirs:
+    """Write the factors of a model that muP does not parametrize."""
+    return {
+        **{there: setting(description, mine) for mine, there in FACTORS.items()},
+        "attention_multiplier": setting(description, "softmax_scale")
+        or theirs["head_dim"] ** -0.5,
+        "logits_scaling": round(1.0 / setting(description, "logits_multiplier"), 12),
+    }
+
+
+PLAIN_FACTORS = Part(
+    says=(*FACTORS, "logits_multiplier"), read=read_factors, write=write_factors
+)
+"""Of families with experts."""
 
 
 def _write(description: Description, theirs: Theirs) -> Theirs:

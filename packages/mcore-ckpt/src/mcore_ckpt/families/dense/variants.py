@@ -190,6 +190,13 @@ _ALL = (
         only={"attention_bias": False, "mlp_bias": False},
         theta=1e5,
     ),
+    # transformers builds a Llama for it, and saves it as one of this type.
+    replace(
+        llama.FAMILY,
+        model_type="internlm3",
+        absent={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
+        words={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
+    ),
     replace(
         mistral.FAMILY,
         model_type="ministral",

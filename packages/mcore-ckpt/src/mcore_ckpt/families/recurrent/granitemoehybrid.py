@@ -16,9 +16,10 @@ from mcore_ckpt.families.common.experts import (
     require_routing,
 )
 from mcore_ckpt.families.common.fields import Fields, setting
-from mcore_ckpt.families.dense.granite import FACTORS, read_factors
+from mcore_ckpt.families.dense.granite import PLAIN_FACTORS
+from mcore_ckpt.families.moe.granitemoe import half_rules
 from mcore_ckpt.families.recurrent.mamba_parts import MAMBA, SQUARE_HEADS, hybrid_table
-from mcore_ckpt.mapping.rules import Rule, Table
+from mcore_ckpt.mapping.rules import Table
 from mcore_parallel.layer_patterns import pattern_layers
 
 _WORDS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
@@ -27,15 +28,6 @@ _ROUTING = PLAIN_ROUTING | {
     "moe_shared_expert_gate": False,
     "moe_input_jitter_eps": 0.0,
 }
-
-
-def _write_factors(description: Description, theirs: Theirs) -> Theirs:
-    own = theirs["head_dim"] ** -0.5
-    return {
-        **{there: setting(description, mine) for mine, there in FACTORS.items()},
-        "attention_multiplier": setting(description, "softmax_scale") or own,
-        "logits_scaling": round(1.0 / setting(description, "logits_multiplier"), 12),
-    }
 
 
 def _read_positions(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
@@ -95,25 +87,8 @@ def _write_experts(description: Description, theirs: Theirs) -> Theirs:
 
 
 def _table(description: Description) -> Table:
-    """List the weights; a gate and its up-projection are one matrix, experts one stack."""
-    experts = expert_setting(description, "num_experts")
-    there = "model.layers.*."
-    ours = "blocks.*.moe.shared." if experts else "blocks.*.mlp."
-    shared = tuple(f"{ours}fc1.{part}.weight" for part in ("gate", "up"))
-    halves = [
-        Rule(shared, f"{there}shared_mlp.input_linear.weight"),
-        Rule(f"{ours}fc2.weight", f"{there}shared_mlp.output_linear.weight"),
-    ]
-    if experts:
-        moe, one = f"{there}block_sparse_moe.", "blocks.*.moe.experts.*."
-        both = tuple(f"{one}fc1.{part}.weight" for part in ("gate", "up"))
-        halves += [
-            Rule("blocks.*.moe.router.weight", f"{moe}router.layer.weight"),
-            Rule(both, f"{moe}input_linear.weight[*]"),
-            Rule(f"{one}fc2.weight", f"{moe}output_linear.weight[*]"),
-        ]
     norms = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
-    return hybrid_table(description, norms, halves)
+    return hybrid_table(description, norms, half_rules(description))
 
 
 _POSITIONS = Part(
@@ -130,7 +105,7 @@ FAMILY = Decoder(
     },
     parts=(
         _POSITIONS,
-        Part(says=(*FACTORS, "logits_multiplier"), read=read_factors, write=_write_factors),
+        PLAIN_FACTORS,
         SQUARE_HEADS,
         MAMBA,
         ATTENTION_BIAS,
