@@ -1,5 +1,7 @@
 """What a published config.json leaves out means what transformers takes for it."""
 
+from copy import deepcopy
+
 import pytest
 import transformers
 
@@ -49,6 +51,16 @@ def test_the_text_tower_of_a_published_gemma3_is_read():
     published = {"model_type": "gemma3", "text_config": text, "mm_tokens_per_image": 256}
     own, _ = text_tower(published | {"initializer_range": 0.02}, {})
     assert described(own) == described(transformers.Gemma3TextConfig(**text).to_dict())
+    # Either kind of layer may be left out, or be null.
+    linear = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}
+    stated = {"model_type": "gemma3_text", "rope_theta": 3e5, "rope_local_base_freq": 2e4}
+    for rope in (
+        {"full_attention": linear},
+        {"full_attention": linear, "sliding_attention": None},
+        {"sliding_attention": {"rope_theta": 3e4}},
+    ):
+        theirs = transformers.Gemma3TextConfig(rope_parameters=deepcopy(rope), **stated)
+        assert described(stated | {"rope_parameters": rope}) == described(theirs.to_dict())
 
 
 @pytest.mark.parametrize("inner", [True, False])

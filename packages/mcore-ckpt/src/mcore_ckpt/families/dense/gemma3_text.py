@@ -16,16 +16,16 @@ def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
     # transformers does not cap this family's scores, whatever the field says.
     stated = {**config, "attn_logit_softcapping": None}
     nested = config.get("rope_parameters") or {}
-    if FULL not in nested:
+    if not {FULL, LOCAL} & nested.keys():
         return stated
-    other = dict(nested[LOCAL])
-    local = other.pop("rope_theta", config.get(_BASE))
+    other = dict(nested.get(LOCAL) or {})  # what is left out or null is plain, of usual bases
+    local = other.pop("rope_theta", None) or config.get(_BASE)
     if other.pop("rope_type", "default") != "default" or other:
         raise ValueError(
-            f"config.json has rope_parameters[{LOCAL!r}]={nested[LOCAL]!r}, which mcore "
+            f"config.json has rope_parameters[{LOCAL!r}]={nested.get(LOCAL)!r}, which mcore "
             "cannot represent here: only a base (--rotary-base-local)."
         )
-    return stated | {"rope_parameters": nested[FULL], _BASE: local}
+    return stated | {"rope_parameters": nested.get(FULL) or {}, _BASE: local}
 
 
 def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
