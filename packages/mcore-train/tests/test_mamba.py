@@ -52,6 +52,7 @@ def test_a_pattern_says_layers_heads_and_stages():
     ("flags", "told"),
     [
         ("--hybrid-override-pattern MxM", "x stand for no layer"),
+        ("--hybrid-override-pattern --bf16", "--hybrid-override-pattern needs a value"),
         ("--hybrid-override-pattern M/", "behind each / stand the same letters"),
         (
             "--num-attention-heads 2 --hybrid-override-pattern M/*/M",

@@ -79,9 +79,10 @@ def test_a_file_in_place_of_a_checkpoint_is_refused(tmp_path):
             parse([*SHAPE, "--load", str(file), *step])
 
 
-def test_a_recipe_flag_without_a_file_is_refused():
-    with pytest.raises(ValueError, match="--recipe needs a value"):
-        parse(["--recipe", "--lr", "1"])
+def test_a_flag_before_another_flag_has_no_value():
+    for flag in ("--recipe", "--load", "--model", "--ckpt-step", "--pretrained-checkpoint"):
+        with pytest.raises(ValueError, match=f"{flag} needs a value"):
+            parse([flag, "--lr", "1"])
 
 
 @pytest.mark.parametrize(

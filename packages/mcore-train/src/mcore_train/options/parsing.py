@@ -13,7 +13,7 @@ from typing import TypeVar, get_type_hints
 from mcore_models.families import FAMILIES
 from mcore_models.hybrid_config import sizes_of_pattern
 from mcore_models.presets import find_preset
-from mcore_parallel.command_line import HELP_FLAGS, options_of, read_words
+from mcore_parallel.command_line import HELP_FLAGS, is_flag, options_of, read_words
 from mcore_parallel.command_line import parse as parse_options
 from mcore_parallel.layer_patterns import pattern_layers
 from mcore_train.checkpoints.origin import checkpoint_fields, find_checkpoint
@@ -186,8 +186,12 @@ def _take_all(words: list[str], flag: str) -> tuple[list[str], list[str]]:
 
 
 def _last_value(words: list[str], flag: str) -> str:
+    """Return what stands behind a flag where it is given last; empty: it is not given."""
     places = [i for i, word in enumerate(words[:-1]) if word == flag]
-    return words[places[-1] + 1] if places else ""
+    value = words[places[-1] + 1] if places else ""
+    if is_flag(value):
+        raise ValueError(f"{flag} needs a value.")
+    return value
 
 
 def _is_on(words: list[str], switch: str, fields: Mapping[str, Value]) -> bool:
