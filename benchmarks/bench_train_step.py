@@ -123,11 +123,9 @@ def profile_steps(step: Callable[[int], object], steps: int) -> tuple[dict, list
     return split_ms(kernels, wall_us, steps), heaviest(kernels, steps)
 
 
-def planned_gib(flags: list[str], world_size: int) -> float:
-    """Return what ``mcore-models count`` says of the fullest rank; 0: it does not know."""
-    if {"--model", "--peft"} & set(flags):
-        return 0.0
-    config, _ = parse_count([*flags, "--nproc", str(world_size)])
+def planned_gib(program: str, flags: list[str], world_size: int) -> float:
+    """Return what ``mcore-models count`` says of the fullest rank."""
+    config, _ = parse_count([program, *flags, "--nproc", str(world_size)])
     return float(build_report(config)["rank_total_gib"])
 
 
@@ -163,7 +161,7 @@ def report(
         "tokens_per_s_per_gpu": round(tokens_per_s, 1),
         **({"tflops_per_gpu": round(tokens_per_s * flops / 1e12, 1)} if has_formula else {}),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "planned_gib": round(planned_gib(flags, plan.world_size), 2),
+        "planned_gib": round(planned_gib(options.program, flags, plan.world_size), 2),
         "split_ms": split,
     }
     keep(options, row)

@@ -67,6 +67,19 @@ def test_count_takes_a_preset_with_flags_over_it(capsys):
     assert without_attention["parameters"] == short - 41_947_136
 
 
+def test_count_of_a_frozen_model_says_what_is_trained(capsys):
+    words = "count --model llama-3-8b --bf16 --seq-length 4096 --json --global-batch-size 1"
+    whole = json.loads(run(capsys, *words.split())[1])
+    words += " --peft lora --peft-base-bits 4"
+    report = json.loads(run(capsys, *words.split())[1])
+    assert "trainable_parameters" not in whole
+    assert report["parameters"] == whole["parameters"]
+    assert report["trainable_parameters"] == 32 * 32 * (8 * 8192 + 16384)
+    assert report["rank_optimizer_gib"] == 12 * report["trainable_parameters"] / 2**30
+    # The peak on an H200, benchmarks/results/qlora-llama-3-8b-h200.json.
+    assert report["rank_total_gib"] == pytest.approx(25.43, rel=0.06)
+
+
 def test_count_takes_a_command_line_of_training_and_says_whether_it_fits(capsys, tmp_path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text("[model]\nnum_layers = 16\n[precision]\nbf16 = true\n[run]\nseed = 2\n")

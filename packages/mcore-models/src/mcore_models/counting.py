@@ -6,8 +6,9 @@ change no size, such as ``--lr``, are named and left out. Loads no torch.
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,14 @@ from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.description import ModelDescription
 from mcore_models.encoder_config import BertConfig, T5Config
 from mcore_models.families import FAMILIES
-from mcore_models.flops import num_active_parameters, num_parameters, rank_bytes
+from mcore_models.flops import (
+    RankBytes,
+    num_active_parameters,
+    num_parameters,
+    rank_bytes,
+)
 from mcore_models.hybrid_config import sizes_of_pattern
+from mcore_models.peft.config import PeftConfig, adapter_shapes, linears
 from mcore_models.presets import find_preset
 from mcore_moe.config import MoEConfig
 from mcore_parallel.command_line import (
@@ -122,6 +129,7 @@ class CountConfig:
     main_weights: MainWeightsConfig = field(default_factory=MainWeightsConfig)
     offloading: OffloadConfig = field(default_factory=OffloadConfig)
     recomputing: RecomputeConfig = field(default_factory=RecomputeConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,30 +277,13 @@ def build_report(config: CountConfig) -> dict[str, int | float | str]:
     build_grids(parallel, options.world_size)
     divisor = model.config.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
     padded = -(-model.vocab_size // divisor) * divisor
-    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    ranks *= parallel.pipeline_model_parallel_size
-    sequences = options.micro_batch_size * (options.world_size // ranks)
-    memory = rank_bytes(
-        model.config,
-        model.vocab_size,
-        parallel,
-        world_size=options.world_size,
-        seq_length=seq_length,
-        micro_batch_size=options.micro_batch_size,
-        num_microbatches=options.global_batch_size // sequences,
-        moe=model.moe,
-        recomputing=config.recomputing,
-        data_parallel=config.data_parallelism,
-        adam=config.adam,
-        main_weights=config.main_weights,
-        offload=config.offloading,
-        pipeline=config.pipeline,
-        weight_bytes=2 if options.bf16 else 4,
-        shapes_of=family.tensor_shapes,
-    )
+    adapters = adapter_shapes(config.peft, family.tensor_shapes(*arguments))
+    memory = _memory(config, model, seq_length, adapters)
+    trained = {"trainable_parameters": sum(map(prod, adapters.values()))} if adapters else {}
     report: dict[str, int | float | str] = {
         "parameters": num_parameters(*arguments, family.tensor_shapes),
         "active_parameters": num_active_parameters(*arguments, family.tensor_shapes),
+        **trained,
         "seq_length_tokens": seq_length,
         "gflop_per_token": family.flops_per_token(model.config, padded, seq_length, model.moe)
         / 1e9,
@@ -302,6 +293,63 @@ def build_report(config: CountConfig) -> dict[str, int | float | str]:
     if gpu_gib:
         report |= {"gpu_gib": gpu_gib, "fits": _verdict(memory.total / 2**30, gpu_gib)}
     return report
+
+
+def _memory(
+    config: CountConfig,
+    model: ModelDescription,
+    seq_length: int,
+    adapters: Mapping[str, tuple[int, ...]],
+) -> RankBytes:
+    """Estimate the fullest rank, whose gradients and optimizer are adapters' if there are."""
+    options, parallel = config.options, config.parallelism
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    ranks *= parallel.pipeline_model_parallel_size
+    sequences = options.micro_batch_size * (options.world_size // ranks)
+
+    def of(shapes: Mapping[str, tuple[int, ...]], offload: OffloadConfig) -> RankBytes:
+        return rank_bytes(
+            model.config,
+            model.vocab_size,
+            parallel,
+            world_size=options.world_size,
+            seq_length=seq_length,
+            micro_batch_size=options.micro_batch_size,
+            num_microbatches=options.global_batch_size // sequences,
+            moe=model.moe,
+            recomputing=config.recomputing,
+            data_parallel=config.data_parallelism,
+            adam=config.adam,
+            main_weights=config.main_weights,
+            offload=offload,
+            pipeline=config.pipeline,
+            weight_bytes=2 if options.bf16 else 4,
+            shapes_of=lambda *_: dict(shapes),
+        )
+
+    shapes = FAMILIES[model.family].tensor_shapes(model.config, model.vocab_size, model.moe)
+    if not adapters:
+        return of(shapes, config.offloading)
+    frozen = of(shapes, replace(config.offloading, optimizer_cpu_offload=False))
+    trained = of(adapters, replace(config.offloading, cpu_offloading=False))
+    saved = 0
+    if bits := config.peft.peft_base_bits:
+        names = (f"{name}.weight" for name in linears(shapes))
+        rounded = [
+            n for n in names if f"{n[:-7]}.lora_A.weight" in adapters or ".experts." in n
+        ]
+        wide = of({name: shapes[name] for name in rounded}, OffloadConfig()).weights
+        # A float32 scale for every 64; a layer's weights at most are wide at a time.
+        held = (bits / 8 + 4 / 64) / (2 if options.bf16 else 4)
+        layers = -(-model.config.num_layers // parallel.pipeline_model_parallel_size)
+        saved = int(wide * (1 - held)) - wide // layers
+    return replace(
+        trained,
+        weights=frozen.weights + trained.weights - saved,
+        activations=frozen.activations,
+        host=frozen.host + trained.host,
+        disk=trained.disk,
+    )
 
 
 def _gpu_gib(name: str) -> float:

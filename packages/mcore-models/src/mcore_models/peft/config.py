@@ -114,6 +114,22 @@ def linears(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     ]
 
 
+def adapter_shapes(
+    config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """List the tensors of the adapters that a model of these tensors gets."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name in filter(config.is_target, linears(shapes) if config.peft != "none" else ()):
+        rows, columns = shapes[f"{name}.weight"]
+        found |= {
+            f"{name}.lora_A.weight": (config.lora_dim, columns),
+            f"{name}.lora_B.weight": (rows, config.lora_dim),
+        }
+        if config.peft == "dora":
+            found[f"{name}.lora_magnitude_vector"] = (rows,)
+    return found
+
+
 def is_adapter(name: str) -> bool:
     """Whether a logical tensor belongs to an adapter."""
     return ADAPTER in name.split(".")
