@@ -6,7 +6,7 @@ a command from the same server (``worker_pool``) instead of starting ``python -m
 """
 
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from mcore_parallel.testing.commands import run_forked
 from mcore_parallel.testing.worker_pool import OUR_PACKAGES, Pool
 
 if TYPE_CHECKING:  # Loaded later, under the shape hook of the children.
+    import numpy as np
     from torch import Tensor
     from torch import dtype as Dtype
 
@@ -112,7 +113,7 @@ def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, T
         ValueError: if ranks disagree on a shape or dtype, no rank holds an element, it has
             no owner or two, or if two replicas of it are not equal to the last bit.
     """
-    import torch
+    import numpy as np
     import torch.distributed as dist
 
     own = [
@@ -124,46 +125,50 @@ def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, T
     if world.size > 1:
         boxes = [[] for _ in range(world.size)]
         dist.all_gather_object(boxes, own, group=world.group)
-    whole: dict[str, Tensor] = {}
-    holders: dict[str, Tensor] = {}
-    owners: dict[str, Tensor] = {}
+    # As integers of the dtype's size, in numpy: of small tensors torch's calls cost the most.
+    kinds: dict[str, tuple[Any, Dtype]] = {}
+    whole: dict[str, np.ndarray] = {}
+    is_held: dict[str, np.ndarray] = {}
+    num_owners: dict[str, np.ndarray] = {}
     # A box that several ranks hold is unpacked and put into its place once.
     placed: dict[tuple[Any, ...], bytes] = {}
     for rank, box in enumerate(boxes):
         for name, shape, dtype, is_owner, offsets, lengths, content in box:
+            kind = tuple(shape), dtype
             if name not in whole:
-                whole[name] = torch.zeros(shape, dtype=dtype)
-                holders[name] = torch.zeros(shape, dtype=torch.int32)
-                owners[name] = torch.zeros(shape, dtype=torch.int32)
-            if whole[name].shape != shape or whole[name].dtype != dtype:
+                kinds[name] = kind
+                whole[name] = np.zeros(shape, f"i{dtype.itemsize}")
+                is_held[name] = np.zeros(shape, bool)
+                num_owners[name] = np.zeros(shape, np.int32)
+            if kinds[name] != kind:
                 raise ValueError(
                     f"{name} is {shape} {dtype} on rank {rank} and elsewhere "
-                    f"{tuple(whole[name].shape)} {whole[name].dtype}"
+                    f"{kinds[name][0]} {kinds[name][1]}"
                 )
             place = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
             if is_owner:
-                owners[name][place] += 1
+                num_owners[name][place] += 1
             if placed.get((name, offsets, lengths)) == content:
                 continue
             placed[name, offsets, lengths] = content
-            data = _unpacked(content, dtype, lengths)
-            known = holders[name][place] > 0
-            before = whole[name][place]
-            if not torch.equal(_bits(data[known]), _bits(before[known])):
-                worst = (data - before)[known].abs().max().item()
+            bits = np.ndarray(lengths, whole[name].dtype, content)
+            before, known = whole[name][place], is_held[name][place]
+            if known.any() and not np.array_equal(bits[known], before[known]):
+                here, there = (_tensor(b[known], dtype) for b in (bits, before))
+                worst = (here - there).abs().max().item()
                 raise ValueError(f"replicas of {name} differ: rank {rank} by {worst:.3g}")
-            whole[name][place] = data
-            holders[name][place] += 1
+            whole[name][place] = bits
+            is_held[name][place] = True
     for name in whole:
-        if holes := int((holders[name] == 0).sum()):
+        if holes := int((~is_held[name]).sum()):
             raise ValueError(f"{name} has {holes} elements that no rank holds")
-        if not bool((owners[name] == 1).all()):
-            least, most = int(owners[name].min()), int(owners[name].max())
+        if not (num_owners[name] == 1).all():
+            least, most = int(num_owners[name].min()), int(num_owners[name].max())
             raise ValueError(
                 f"elements of {name} have {least} to {most} owners instead of one: its layout "
                 "misses replicas, or data=ctx.data_axes() was not given to named_shards"
             )
-    return whole
+    return {name: _tensor(bits, kinds[name][1]) for name, bits in whole.items()}
 
 
 def _packed(data: "Tensor") -> bytes:
@@ -173,15 +178,7 @@ def _packed(data: "Tensor") -> bytes:
     return data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _unpacked(content: bytes, dtype: "Dtype", lengths: Sequence[int]) -> "Tensor":
+def _tensor(bits: "np.ndarray", dtype: "Dtype") -> "Tensor":
     import torch
 
-    if not content:
-        return torch.empty(tuple(lengths), dtype=dtype)
-    return torch.frombuffer(bytearray(content), dtype=dtype).view(tuple(lengths))
-
-
-def _bits(x: "Tensor") -> "Tensor":
-    import torch
-
-    return x.contiguous().view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)
+    return torch.from_numpy(bits).view(dtype)
