@@ -38,7 +38,7 @@ def while_serving(port, work):
 
     def run():
         try:
-            for _ in range(3000):
+            for _ in range(12000):
                 try:
                     socket.create_connection(("127.0.0.1", port)).close()
                     break

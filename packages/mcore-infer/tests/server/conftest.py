@@ -13,7 +13,6 @@ import uvicorn
 
 from mcore_data.datasets.chat import load_template
 from mcore_infer import InferenceConfig, build_engine, load_model
-from mcore_infer.server.answering import Patience
 from mcore_infer.server.app import Limits, Server
 from mcore_infer.server.front import Front
 from mcore_infer.server.job import Served
@@ -78,7 +77,7 @@ class Client:
         )
         return connection
 
-    def wait_until_idle(self, timeout_s=20.0):
+    def wait_until_idle(self, timeout_s=120.0):
         """Wait until nothing runs, then hold that nothing is left."""
         end = time.monotonic() + timeout_s
         engine = self.server.front.worker.requests.engine
@@ -139,13 +138,8 @@ def client(long_model):
 
 @pytest.fixture
 def small_client(long_model):
-    """A server with a key, small limits and little patience."""
-    limits = Limits(
-        api_key="secret",
-        max_body_bytes=4096,
-        hosts=("127.0.0.1", "localhost"),
-        patience=Patience(answer_s=0.3, client_s=0.3),
-    )
+    """A server with a key and small limits."""
+    limits = Limits(api_key="secret", max_body_bytes=4096, hosts=("127.0.0.1", "localhost"))
     client, end = run_server(long_model, limits, inference_max_requests=2)
     yield client
     client.wait_until_idle()

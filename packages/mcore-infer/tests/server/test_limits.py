@@ -5,12 +5,14 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mcore_infer import SamplingConfig, generate_text
+from mcore_infer.server.answering import Patience
 
 # The server draws random numbers in its threads while hypothesis draws a body.
 # Hypothesis takes them for draws of the strategy.
@@ -193,20 +195,24 @@ def test_a_key_a_host_and_limits_keep_others_out(small_client):
     assert small_client.send("GET", "/health", None, {"host": "evil.example"})[0] == 403
     long = {"prompt": "a" * 5000}
     assert small_client.send("POST", "/v1/completions", long, key)[0] == 413
-    silent = socket.create_connection(("127.0.0.1", small_client.port), timeout=10)
+    # From here on only what never comes is waited for: a busy host is slower than patience.
+    server = small_client.server
+    server.limits = replace(server.limits, patience=Patience(client_s=0.3))
+    silent = socket.create_connection(("127.0.0.1", small_client.port), timeout=120)
     silent.sendall(
         b"PUT /api HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
         b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n"
     )
     assert b"408" in silent.recv(100)
     silent.close()
+    server.limits = replace(server.limits, patience=Patience(answer_s=0.3))
     many = {**ENDLESS, "n": 20}
     late, _, text = small_client.send("POST", "/v1/completions", many, key)
     assert late == 504
     assert "more than 0.3 seconds" in json.loads(text)["error"]["message"]
     _, _, text = small_client.send("POST", "/v1/completions", {**many, "stream": True}, key)
     assert "more than 0.3 seconds" in json.loads(text.split(b"data: ")[-1])["error"]["message"]
-    small_client.server.front.max_queued = 3
+    server.front.max_queued = 3
     status, headers, _ = small_client.send("POST", "/v1/completions", many, key)
     assert (status, headers["retry-after"]) == (503, "1")
 

@@ -44,7 +44,7 @@ def serve_on_ranks(folder):
     gone = worker.submit([request(b"x" * 30, num_tokens=300)])
     refused = worker.submit([request(b"a"), request([1, 257])])
     while len(over) < 3:
-        event = events.get(timeout=30)
+        event = events.get(timeout=100)
         if isinstance(event.what, Generation | Refused):
             over[event.group, event.index] = event.what
     worker.cancel(gone)
@@ -52,7 +52,7 @@ def serve_on_ranks(folder):
     time.sleep(0.3)  # idle
     second = worker.submit([request(b"In the")])
     while (second, 0) not in over:
-        event = events.get(timeout=30)
+        event = events.get(timeout=100)
         if isinstance(event.what, Generation):
             over[event.group, event.index] = event.what
     worker.stop()
