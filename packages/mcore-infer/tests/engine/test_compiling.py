@@ -7,17 +7,23 @@ import pytest
 pytest.importorskip("triton")
 
 
-def compiled(function, types, constants):
+def compiled(function, types, constants, **options):
     """Compile a Triton kernel for compute capability 9.0."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
+    from triton.experimental.gluon._runtime import GluonASTSource
 
-    source = ASTSource(
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(
         fn=function,
         signature={**types, **dict.fromkeys(constants, "constexpr")},
         constexprs={(function.arg_names.index(n),): v for n, v in constants.items()},
+        attrs={
+            (function.arg_names.index(n),): [["tt.divisibility", 16]]
+            for n, t in types.items()
+            if t[0] == "*"
+        },
     )
-    return compile(source, target=GPUTarget("cuda", 90, 32))
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 ATTENTION = {
@@ -41,7 +47,7 @@ TILE = {
 
 
 def test_the_kernels_of_decoding_compile():
-    from mcore_infer.engine import few_rows, kernels, tiles
+    from mcore_infer.engine import decode_many, few_rows, kernels, tiles
     from mcore_infer.quantization.kernels import _round_row
 
     names = ("q", "new_keys", "new_values", "keys", "values")
@@ -57,6 +63,9 @@ def test_the_kernels_of_decoding_compile():
         own = types | {"keys": held, "values": held}
         options = {**ATTENTION, "PRECISION": "tf32", "IS_FP8": is_fp8}
         assert compiled(kernels._attend, own, options)
+        del options["PRECISION"], options["SPLITS"], own["parts"], own["sums"]
+        options |= {"H": 64, "LANES": 64, "KEYS": 16, "STAGES": 3}
+        assert compiled(decode_many._attend_many, own, options, num_warps=1)
     types = {
         **dict.fromkeys(("x", "weight", "out"), "*bf16"),
         **dict.fromkeys(("scales", "parts"), "*fp32"),

@@ -15,15 +15,18 @@ from mcore_parallel.mesh import ParallelContext
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "many"])
 @pytest.mark.parametrize(("N", "G", "H"), [(32, 8, 128), (4, 4, 64), (6, 1, 96)])
 @pytest.mark.parametrize("window", [-1, 0, 37])
 @pytest.mark.parametrize("scales", [None, (0.02, 1.0)])
-def test_the_kernel_of_decoding_computes_what_its_reference_does(
-    dtype, N, G, H, window, scales
+def test_the_kernels_of_decoding_compute_what_their_reference_does(
+    kind, N, G, H, window, scales
 ):
+    from mcore_infer.engine.decode_many import decode_many
     from mcore_infer.engine.kernels import paged_decode
 
+    decode = decode_many if kind == "many" else paged_decode
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
     torch.manual_seed(0)
     lengths = torch.tensor([1, 2, 63, 64, 65, 300, 511], device="cuda")
     tables = torch.randperm(7 * 16, device="cuda").view(7, 16)
@@ -36,7 +39,7 @@ def test_the_kernel_of_decoding_computes_what_its_reference_does(
     memories = keys.clone(), values.clone()
     write_to_pages(memories, (k, v), places, scales)
     rules = {"window": window, "kv_scales": scales}
-    got = paged_decode(q, k, v, keys, values, tables, lengths, **rules)
+    got = decode(q, k, v, keys, values, tables, lengths, **rules)
     torch.testing.assert_close((keys, values), memories, rtol=0, atol=0)
     if not scales:
         memories = [memory.double() for memory in memories]

@@ -6,6 +6,7 @@ that are read at the same time, each with its own maximum and sum; a second kern
 it. Imported only where tensors are on a GPU.
 """
 
+from collections.abc import Callable
 from typing import Any, no_type_check
 
 import torch
@@ -20,6 +21,8 @@ from mcore_parallel.optional_kernels import OptionalKernel, wave
 _KEYS = 64
 _PROGRAMS = 264  # twice the multiprocessors of an H100 or H200
 _MOST_SPLITS = 32
+_MANY_PROGRAMS = 4096
+"""Requests times groups of heads at which ``decode_many`` was timed; fewer were not."""
 
 
 @triton.jit
@@ -291,8 +294,31 @@ def paged_decode(
     return out
 
 
+def takes_many(
+    num_rows: int, page_tokens: int, dtype: torch.dtype, head_dim: int, group: int, in_fp8: bool
+) -> bool:
+    """Whether ``decode_many`` suits so many requests times groups: sizes that a GPU ran.
+
+    Args:
+        num_rows: requests times groups of heads.
+        page_tokens: tokens of a page.
+        dtype: as the next ones of ``DECODE_KERNEL``'s kind.
+        head_dim: channels of a head.
+        group: query heads of a group.
+        in_fp8: whether the cache is.
+    """
+    is_whole = page_tokens % 16 == 0 and group <= 8
+    has_run = head_dim == 128 or (head_dim in (64, 96) and not in_fp8)
+    return dtype == torch.bfloat16 and num_rows >= _MANY_PROGRAMS and is_whole and has_run
+
+
 def _trial(
-    device: torch.device, dtype: torch.dtype, head_dim: int, group: int, in_fp8: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    in_fp8: bool,
+    decode: Callable[..., Tensor] = paged_decode,
 ) -> list[tuple[Tensor, Tensor]]:
     from mcore_infer.engine.cache_codes import to_codes
     from mcore_infer.engine.paged import reference_decode, write_to_pages
@@ -310,7 +336,7 @@ def _trial(
     for window in (-1, 40):
         own_keys, own_values = keys.clone(), values.clone()
         new: Any = (q, k, v, own_keys, own_values, tables, lengths)
-        got = paged_decode(*new, window=window, kv_scales=scales)
+        got = decode(*new, window=window, kv_scales=scales)
         write_to_pages((keys, values), (k, v), places, scales)
         seen = (q, keys, values, tables, lengths)
         want = reference_decode(*seen, window=window, kv_scales=scales)
@@ -318,5 +344,15 @@ def _trial(
     return pairs
 
 
+def _trial_of_many(*kind: Any) -> list[tuple[Tensor, Tensor]]:
+    from mcore_infer.engine.decode_many import decode_many
+
+    return _trial(*kind, decode=decode_many)
+
+
 DECODE_KERNEL = OptionalKernel("the paged decoding kernel", ("triton",), _trial)
 """Kind: dtype, channels of a head, query heads of a group, whether the cache is in fp8."""
+DECODE_MANY_KERNEL = OptionalKernel(
+    "the decoding kernel for many requests", ("triton",), _trial_of_many
+)
+"""Kind: as of ``DECODE_KERNEL``."""

@@ -177,7 +177,7 @@ class _PagedLayer:
         values = held.keys[..., :value_dim] if held.values is None else held.values
         rules: dict[str, Any] = {**scores, "window": window, "kv_scales": self.scales}
         if isinstance(step, DecodeTensors):
-            decode = self._kernel(q, k, v, scores)
+            decode = self._kernel(len(q), q, k, v, scores)
             if decode is not None and v is not None:
                 if step.have_drafts:  # of one request: a row reads what another writes
                     memories = (held.keys, values)
@@ -211,7 +211,9 @@ class _PagedLayer:
         window = scores.pop("window")
         mixed = q.new_empty(*q.shape[:-1], values.shape[-1])
         singles = step.singles
-        decode = None if singles is None or v is None else self._kernel(q, k, v, scores)
+        decode = None
+        if singles is not None:
+            decode = self._kernel(len(singles.rows), q, k, v, scores)
         if decode is not None and singles is not None and v is not None:
             at, pages = singles.rows, (self.held.keys, values, singles.tables, singles.lengths)
             mixed[at, 0] = decode(q[at, 0], k[at, 0], v[at, 0], *pages, **rules)
@@ -231,19 +233,24 @@ class _PagedLayer:
         return mixed
 
     def _kernel(
-        self, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]
+        self, num_rows: int, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]
     ) -> Callable[..., Tensor] | None:
-        """Return the kernel of decoding where it works; it writes to the pages itself."""
+        """Return the kernel of decoding where one works; it writes to the pages itself."""
         if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - {"scale"}:
             return None
         if not q.is_cuda or q.dtype == torch.float64:
             return None
         if self.scales is not None and q.shape[-1] % 4:  # it reads four codes at a time
             return None
-        from mcore_infer.engine.kernels import DECODE_KERNEL, paged_decode
+        from mcore_infer.engine import kernels
 
         kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], self.scales is not None
-        return paged_decode if works(DECODE_KERNEL, q.device, *kind) else None
+        is_for_many = kernels.takes_many(num_rows * k.shape[-2], self.cache.page_tokens, *kind)
+        if is_for_many and works(kernels.DECODE_MANY_KERNEL, q.device, *kind):
+            from mcore_infer.engine.decode_many import decode_many
+
+            return decode_many
+        return kernels.paged_decode if works(kernels.DECODE_KERNEL, q.device, *kind) else None
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
         """Gather what a chunk sees. Pages before every window may be another request's."""
