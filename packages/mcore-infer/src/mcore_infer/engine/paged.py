@@ -18,14 +18,21 @@ from torch import Tensor
 
 from mcore_infer.engine.cache_codes import from_codes, to_codes
 from mcore_infer.engine.plans import Fp8Cache, Scales
-from mcore_infer.engine.step_layout import ChunkView, DecodeTensors, StepTensors
+from mcore_infer.engine.step_layout import (
+    ChunkView,
+    DecodeTensors,
+    FreshPrompts,
+    StepTensors,
+)
 from mcore_infer.transfers import on_device
 from mcore_models.config import AttentionBackend
-from mcore_models.kernels.attention_backends import attend
+from mcore_models.kernels.attention_backends import attend, takes_borders
 from mcore_parallel.optional_kernels import works
 
 log = logging.getLogger(__name__)
 
+_MASKED_TOKENS = 256
+"""Of prompts that attend in one call on a CPU, at most: a mask is their borders."""
 _ONE_BY_ONE = (
     "texts attend one after the other, and their steps are not recorded: the attention of this "
     "model has no kernel of decoding here"
@@ -217,19 +224,20 @@ class _PagedLayer:
         if decode is not None and singles is not None and v is not None:
             at, pages = singles.rows, (self.held.keys, values, singles.tables, singles.lengths)
             mixed[at, 0] = decode(q[at, 0], k[at, 0], v[at, 0], *pages, **rules)
+        options: dict[str, Any] = {"window": window, "backend": backend, **scores}
+        fresh = None if v is None else _in_one_call(step.fresh, q, backend, scores)
+        if fresh is not None and v is not None:
+            at = fresh.rows
+            own = rounded_to_codes((k[at], v[at]), self.scales)
+            mixed[at] = attend(q[at], *own, documents=fresh.documents, **options)
         for chunk in step.chunks:
             here = slice(chunk.begin, chunk.end)
-            if decode is not None and here.stop - here.start == 1:
+            is_single = here.stop - here.start == 1
+            if (is_single and decode is not None) or (chunk.is_fresh and fresh is not None):
                 continue
             seen = [self._seen(memory, chunk, window) for memory in (self.held.keys, values)]
             seen = wide_pages(seen, self.scales, q.dtype)
-            options: dict[str, Any] = {
-                "window": window,
-                "backend": backend,
-                "sizes_repeat": False,
-                **scores,
-            }
-            mixed[here] = attend(q[here], *seen, **options)
+            mixed[here] = attend(q[here], *seen, sizes_repeat=False, **options)
         return mixed
 
     def _kernel(
@@ -260,6 +268,16 @@ class _PagedLayer:
         return memory[chunk.pages[first_page:]].flatten(0, 1)[:end].unsqueeze(1)
 
 
+def _in_one_call(
+    fresh: FreshPrompts | None, q: Tensor, backend: AttentionBackend, scores: Mapping[str, Any]
+) -> FreshPrompts | None:
+    """Return the prompts of a step that attend in one call, as packed documents."""
+    if fresh is None or backend != "auto" or scores.keys() - {"scale"}:
+        return None
+    is_small = not q.is_cuda and len(fresh.rows) <= _MASKED_TOKENS
+    return fresh if is_small or takes_borders(q, 0.0, backend) else None
+
+
 def write_to_pages(
     memories: Sequence[Shaped[Tensor, "P Z G _"]],
     news: Sequence[Float[Tensor, "T G _"]],
@@ -280,6 +298,16 @@ def wide_pages(
         return list(memories)
     pairs = zip(memories, kv_scales, strict=True)
     return [from_codes(memory, scale, dtype) for memory, scale in pairs]
+
+
+def rounded_to_codes(
+    news: tuple[Float[Tensor, "..."], Float[Tensor, "..."]], kv_scales: Scales | None
+) -> tuple[Float[Tensor, "..."], ...]:
+    """Return new keys and values as the pages would hold them."""
+    if kv_scales is None:
+        return news
+    pairs = zip(news, kv_scales, strict=True)
+    return tuple(from_codes(to_codes(new, scale), scale, new.dtype) for new, scale in pairs)
 
 
 def reference_decode(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from jaxtyping import Int
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from mcore_infer.engine.plans import Chunk, Step
 from mcore_infer.transfers import on_device
+from mcore_parallel.context_parallel.packed_sequences import Documents
 
 _TABLE_STEP = 16
 """Widths of page tables are multiples of it."""
@@ -27,6 +29,11 @@ class ChunkView:
     """Of the request, in order."""
     slot: int
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it begins its text, with two tokens or more."""
+        return not self.first and self.end > self.begin + 1
+
 
 @dataclass(frozen=True, slots=True)
 class SingleTokens:
@@ -38,6 +45,16 @@ class SingleTokens:
     """Pages of their requests, in order."""
     lengths: Int[Tensor, " R"]
     """Keys of their requests, the new ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreshPrompts:
+    """The chunks of a step that begin their texts: they attend to themselves alone."""
+
+    rows: Int[Tensor, " T"]
+    """Where the tokens are in the row of the step, one chunk after the other."""
+    documents: Documents
+    """One for each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +71,8 @@ class StepTensors:
     chunks: tuple[ChunkView, ...]
     singles: SingleTokens | None
     """None: there are none."""
+    fresh: FreshPrompts | None
+    """Of two tokens or more; None: there are fewer than two."""
 
 
 def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTensors:
@@ -81,6 +100,7 @@ def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTens
         on_device(last, device),
         tuple(views),
         _singles(step, views, device),
+        _fresh(views, device),
     )
 
 
@@ -107,6 +127,15 @@ def _singles(
         on_device(pages, device).view(len(alone), width),
         on_device([chunk.begin + 1 for _, chunk in alone], device),
     )
+
+
+def _fresh(views: Sequence[ChunkView], device: torch.device) -> FreshPrompts | None:
+    fresh = [view for view in views if view.is_fresh]
+    if len(fresh) < 2:
+        return None
+    rows = [row for view in fresh for row in range(view.begin, view.end)]
+    ends = accumulate(view.end - view.begin for view in fresh)
+    return FreshPrompts(on_device(rows, device), Documents([[0, *ends]]))
 
 
 class DecodeTensors:

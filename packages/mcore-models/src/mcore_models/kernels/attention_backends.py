@@ -120,7 +120,7 @@ def attend(
     if documents is not None:
         _check_documents(documents, k, causal, backend)
         is_whole = num_queries == documents.length and not (is_plain or chunk)
-        if is_whole and _has_varlen(q, dropout_prob, backend):
+        if is_whole and takes_borders(q, dropout_prob, backend):
             return _varlen(q, k, v, documents, scale, window)
     elif not (is_plain or chunk) and _uses_flash4(q, k, v, dropout_prob, backend):
         return flash4.flash4_attention(q, k, v, causal=causal, scale=scale, window=window)
@@ -322,11 +322,12 @@ def _check_documents(
         documents.check(k.shape[1], k.shape[0])
 
 
-def _has_varlen(q: Tensor, dropout_prob: float, backend: AttentionBackend) -> bool:
+def takes_borders(q: Tensor, dropout_prob: float, backend: AttentionBackend) -> bool:
     """Whether torch's variable-length kernel takes these queries: 16-bit, on a GPU."""
     is_short = q.dtype in (torch.bfloat16, torch.float16)
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     is_fused = backend not in ("unfused", "local")
-    return q.is_cuda and is_short and not dropout_prob and is_fused
+    return q.is_cuda and is_short and fits and not dropout_prob and is_fused
 
 
 def _varlen(
