@@ -93,6 +93,8 @@ class ParallelContext:
         expert_optimizer_shard, expert_optimizer_replica: the same cut of ``expert_dp``.
         embedding_ends: pipeline ranks that hold copies of one embedding, the first and the
             last unless ``build`` is given others; an axis of one rank elsewhere.
+        background: the world over a group of its own, for what no message should wait for;
+            of one rank unless ``build`` makes it.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class ParallelContext:
         self.expert_optimizer_shard = axes["expert_optimizer_shard"]
         self.expert_optimizer_replica = axes["expert_optimizer_replica"]
         self.embedding_ends = axes["embedding_ends"]
+        self.background = axes.get("background", SINGLE)
 
     @classmethod
     def build(
@@ -135,6 +138,7 @@ class ParallelContext:
         *,
         compare_calls: bool = False,
         embedding_stages: Sequence[int] = (),
+        with_background: bool = False,
     ) -> ParallelContext:
         """Make every process group of a rank grid over the initialised world.
 
@@ -151,6 +155,7 @@ class ParallelContext:
                 world's store, so that an error names those that disagree (see ``call_checks``).
             embedding_stages: pipeline ranks of ``embedding_ends``, ascending; empty: the first
                 and the last. Others hold one where multi-token prediction has its own stage.
+            with_background: make ``background``.
 
         Raises:
             ValueError: if the degrees do not fit the world, the settings of nccl cannot be
@@ -170,7 +175,10 @@ class ParallelContext:
         dense, expert = build_grids(config, world_size)
         plan = _group_plan(config, dense, expert, tuple(embedding_stages))
         settings = read_communicators(config.nccl_communicator_config_path, plan)
-        # Groups of others are placeholders; axes of the same ranks and settings share one.
+        if with_background:
+            plan["background"] = plan["world"]
+        # Groups of others are placeholders; axes of the same ranks and settings share one,
+        # apart from ``background``: nccl does what a group is given one after the other.
         made: dict[_Key, Any] = {}
         axes = {}
         uses_nccl = device.type == "cuda"
@@ -180,7 +188,7 @@ class ParallelContext:
             axes[name] = Axis(name, 1, 0, None, (global_rank,))
             wanted = settings.get(name)
             for ranks in groups:
-                key = (ranks, wanted)
+                key = (ranks, wanted, name == "background")
                 if len(ranks) > 1 and key not in made:
                     made[key] = dist.new_group(
                         list(ranks),
@@ -199,7 +207,7 @@ class ParallelContext:
                 )
         if axes["world"].group is not None:
             launcher.wait_for_all(axes["world"].group)
-        mine = [group for (ranks, _), group in made.items() if global_rank in ranks]
+        mine = [group for (ranks, *_), group in made.items() if global_rank in ranks]
         return cls(config, device, global_rank, axes, mine)
 
     @classmethod
@@ -261,8 +269,8 @@ def forget_meshes() -> None:
         debug._clear_sharding_prop_cache()
 
 
-_Key = tuple[tuple[int, ...], Communicator | None]
-"""What identifies a group: its ranks, and its settings of nccl."""
+_Key = tuple[tuple[int, ...], Communicator | None, bool]
+"""What identifies a group: its ranks, its settings of nccl, whether it is ``background``."""
 
 
 def _product_name(names: tuple[str, ...]) -> str:

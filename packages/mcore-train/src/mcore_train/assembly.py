@@ -43,6 +43,7 @@ from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.datasets import Datasets, load_datasets
+from mcore_train.guards.post_validation import PostValidation
 from mcore_train.loss_scaling import LossScaler
 from mcore_train.optimizers import build_optimizer
 from mcore_train.options.implementation_conflicts import find_implementation_conflicts
@@ -78,6 +79,8 @@ class Run:
     """Where linears put their weight gradients off; None where backward is whole."""
     turns: Turns | None = None
     """By which forwards and backwards of pairs take turns; None where there are none."""
+    post_validation: PostValidation | None = None
+    """The step that is validated by the next one; None where each waits for its norm."""
     recorder: BackwardRecorder | None = None
     """What makes a CUDA graph of forward and backward; None where they are launched singly."""
     warmed_up: set[str] = field(default_factory=set)
@@ -190,12 +193,16 @@ def assemble(
     if config.run.cuda_graph_impl == "full_iteration" and ctx.device.type == "cuda":
         warmup_steps = config.run.cuda_graph_warmup_steps
         recorder = BackwardRecorder(data_parallel, streams, warmup_steps)
+    optimizer = build_optimizer(config, ctx, data_parallel)
+    post_validation = None
+    if config.pipeline.enable_optimizer_post_validation:
+        post_validation = PostValidation(optimizer, config.optimizer.clip_grad)
     return Run(
         plan=plan,
         ctx=ctx,
         chunks=chunks,
         data_parallel=data_parallel,
-        optimizer=build_optimizer(config, ctx, data_parallel),
+        optimizer=optimizer,
         streams=streams,
         datasets=datasets,
         dtype=dtype,
@@ -205,6 +212,7 @@ def assemble(
         loss_scaler=LossScaler(precision, ctx.device) if precision.fp16 else None,
         weight_queue=weight_queue,
         turns=turns,
+        post_validation=post_validation,
         recorder=recorder,
     )
 

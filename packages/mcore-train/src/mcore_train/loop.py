@@ -109,7 +109,7 @@ def train(
             if is_stopped or _divides(config.run.exit_interval, run.iteration):
                 log.info("stopping after iteration %d", run.iteration)
                 break
-        gradients.check()
+        _settle(run, gradients)
         checkpoints.finish()
         is_tested = config.evaluation.interval > 0 and run.datasets.test is not None
         if is_tested and run.iteration >= run.plan.train_iters:
@@ -183,6 +183,8 @@ def one_step(
     size = run.plan.ramp.size_at(run.consumed_train_samples)
     if not run.stretches or run.stretches[-1].batch_size != size:
         run.stretches.append(Stretch(run.iteration + 1, run.consumed_train_samples, size))
+    if run.post_validation is not None:
+        run.post_validation.is_due = _is_quiet(run)
     result = train_step(
         run,
         next(batches),
@@ -199,6 +201,32 @@ def one_step(
 
 def _is_due(run: Run, interval: int, last: int) -> bool:
     return run.iteration % interval == 0 or run.iteration == last
+
+
+def _settle(run: Run, gradients: FiniteGradients | None = None) -> None:
+    """Make weights and numbers those of the steps done; waits for all ranks if need be."""
+    if run.post_validation is not None:
+        run.post_validation.settle()
+    if gradients is not None:
+        gradients.check()
+
+
+def _is_quiet(run: Run) -> bool:
+    """Whether nothing looks at numbers or weights after the step that comes."""
+    config, step = run.plan.config, run.iteration + 1
+    intervals = (
+        config.logging.log_interval,
+        config.evaluation.interval,
+        config.saving.save_interval,
+        config.local_saving.non_persistent_save_interval,
+        config.samples.sample_interval,
+        config.run.check_weight_hash_across_dp_replicas_interval,
+        config.run.exit_interval,
+    )
+    is_looked_at = step == run.plan.train_iters or any(
+        _divides(interval, step) for interval in intervals
+    )
+    return "train" in run.warmed_up and not is_looked_at
 
 
 def _divides(interval: int, iteration: int) -> bool:
@@ -261,6 +289,7 @@ class Interval:
     def report(self) -> StepReport:
         """Average over the steps, restart; waits for the device and sums over the world."""
         run, plan = self.run, self.run.plan
+        _settle(run)
         assert self._sums is not None
         assert self._norm is not None
         (loss, *others), aux_loss = self._reduced()

@@ -24,6 +24,7 @@ from mcore_parallel.pipeline_parallel.runner import (
     run_schedule,
 )
 from mcore_train.assembly import Run
+from mcore_train.guards.post_validation import PostValidation
 from mcore_train.losses import StepLosses, count_valid, loss_weights
 
 
@@ -67,6 +68,10 @@ def train_step(
         before_update: called right before weights and optimizer state change.
     """
     losses = backward(run, batches)
+    validation = run.post_validation
+    if validation is not None and validation.is_due:
+        norm = validation.propose(lr, weight_decay, before_update)
+        return StepResult(losses.named, losses.aux_loss, norm)
     factors = _clipped_rows(run)
     norm = run.optimizer.grad_norm()
     scaler, unscale = run.loss_scaler, 1.0
@@ -118,14 +123,33 @@ def _finish_routers(run: Run) -> Float[Tensor, "L n"]:
 def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     """Compute the gradients of one global batch: summed over all ranks, not clipped.
 
-    With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded.
+    With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded. Validates the
+    step before, where that is pending, and begins anew if it was clipped.
     """
+    if run.post_validation is not None and run.post_validation.is_pending:
+        streams = run.streams.state()
+        losses = _backward(run, batches, run.post_validation)
+        if not run.post_validation.is_pending:
+            return losses
+        run.post_validation.redo()
+        run.streams.set_state(streams)
     compute = partial(_backward, run)
     return compute(batches) if run.recorder is None else run.recorder(compute, batches)
 
 
-def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
-    run.data_parallel.zero_grad()
+def _backward(
+    run: Run, batches: Sequence[MicroBatch], pending: PostValidation | None = None
+) -> StepLosses:
+    """Compute gradients, which are of no use if a pending step stays so."""
+
+    def is_refuted() -> bool:
+        if pending is None or not pending.accept():
+            return True
+        run.data_parallel.zero_grad()
+        return False
+
+    if pending is None:
+        run.data_parallel.zero_grad()
     # Ranks that sum the count are of one stage: all of them need it, or none does.
     last = run.chunks[-1]
     num_valid = count_valid(last, batches, run.ctx) if last.stage.has_loss else {}
@@ -141,6 +165,7 @@ def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
             device=run.ctx.device,
             before_last_backward=run.data_parallel.start_sync,
             before_last_weights=run.data_parallel.start_weight_sync,
+            give_up=None if pending is None else is_refuted,
             weight_queue=run.weight_queue,
             turns=run.turns,
             v_shaped=run.plan.config.pipeline.v_shaped,
@@ -149,7 +174,8 @@ def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
             batched=run.plan.config.pipeline.batch_p2p_communication,
         )
     run.warmed_up.add("train")
-    run.data_parallel.finish()
+    if pending is None or not pending.is_pending:
+        run.data_parallel.finish()
     return losses
 
 

@@ -10,7 +10,7 @@ norm, what a checkpoint holds) comes from the parameters' layouts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.gradient_sync import GradientSync, OwnedUnit, clipped
-from mcore_parallel.data_parallel.grads import grad_norm, owned_views
+from mcore_parallel.data_parallel.grads import grad_norm, owned_views, start_grad_norm
 from mcore_parallel.data_parallel.optimizer_segments import (
     Run,
     Segment,
@@ -113,6 +113,8 @@ class DistributedOptimizer:
         }
         self._host = HostUpdates(data_parallel.ctx.device, host_threads)
         self._is_checked = False
+        self._proposed: tuple[_Rates, Float[Tensor, ""] | float] | None = None
+        self._before: dict[int, Tensor] = {}
 
     def grad_norm(self) -> Float[Tensor, ""]:
         """Return the L2 norm of the finished gradients, each logical element counted once.
@@ -143,10 +145,7 @@ class DistributedOptimizer:
             RuntimeError: if the gradients are not finished; or, in the first step, on every
                 rank, if weights were written without a ``refresh`` of their main weights.
         """
-        self._check_finished()
-        if not self._is_checked:
-            self._check_main_weights()
-            self._is_checked = True
+        self._check_ready()
         self.num_steps += 1
 
         rates = _Rates(self.num_steps, lr, weight_decay, row_factors)
@@ -156,6 +155,60 @@ class DistributedOptimizer:
         for unit in self.data_parallel.gathering():
             for run in self._runs[unit]:
                 self._update(run, run.grad, run.weights, rates, grad_scale)
+
+    def start_grad_norm(self) -> Callable[[], float]:
+        """Begin ``grad_norm``; the host gets the same number from the function returned.
+
+        One all-reduce over ``ctx.background``, which the context must have.
+        """
+        self._check_finished()
+        ctx = self.data_parallel.ctx
+        assert ctx.background.size == ctx.world.size, "build the context with_background"
+        return start_grad_norm(self._norm_views, ctx.background, ctx.device)
+
+    def propose(
+        self, lr: float, weight_decay: float, grad_scale: Float[Tensor, ""] | float = 1.0
+    ) -> None:
+        """Give weights what ``step`` would, and keep state as it is until ``accept``.
+
+        Gradients must stay until then, or until ``withdraw``. What is in host memory takes no
+        part. Beside a few copies at a time, weights that are their own main weights are
+        copied.
+
+        Args:
+            lr: see ``step``.
+            weight_decay: see ``step``.
+            grad_scale: see ``step``.
+        """
+        self._check_ready()
+        rates = _Rates(self.num_steps + 1, lr, weight_decay, NO_FACTORS)
+        self._proposed = rates, grad_scale
+        for unit in self.data_parallel.gathering():
+            for run in self._runs[unit]:
+                if run.main.data_ptr() == run.weights.data_ptr():
+                    self._before[id(run)] = run.main.clone()
+                for begin in range(0, run.main.numel(), _RUN):
+                    cut = slice(begin, begin + _RUN)
+                    moments = {name: m[cut].clone() for name, m in run.moments.items()}
+                    copy = replace(run, main=run.main[cut].clone(), moments=moments)
+                    self._update(copy, run.grad[cut], run.weights[cut], rates, grad_scale)
+
+    def accept(self) -> None:
+        """Let state follow the weights of ``propose``: as after ``step``, to the last bit."""
+        assert self._proposed is not None
+        for run in (run for runs in self._runs.values() for run in runs):
+            main = self._before.pop(id(run), run.main)
+            self._update(replace(run, main=main), run.grad, main, *self._proposed)
+        self._proposed = None
+        self.num_steps += 1
+
+    def withdraw(self) -> None:
+        """Forget ``propose``; weights are as before it after a ``step``, which must follow."""
+        self._proposed = None
+        self.data_parallel.wait_params()
+        for run in (run for runs in self._runs.values() for run in runs):
+            if (before := self._before.pop(id(run), None)) is not None:
+                run.main.copy_(before)
 
     def _step_with_host(self, rates: _Rates, grad_scale: Float[Tensor, ""] | float) -> None:
         """Update the host's share unit by unit beside the device's."""
@@ -278,6 +331,12 @@ class DistributedOptimizer:
                 "float32 too: call refresh(from_parameters=True) after it, or refresh() where "
                 "main weights were loaded."
             )
+
+    def _check_ready(self) -> None:
+        self._check_finished()
+        if not self._is_checked:
+            self._check_main_weights()
+            self._is_checked = True
 
     def _check_finished(self) -> None:
         if not self.data_parallel.is_finished:

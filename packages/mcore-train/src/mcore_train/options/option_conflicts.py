@@ -28,6 +28,8 @@ def endless_numbers(config: TrainConfig) -> list[str]:
 def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
     """Name the options that contradict each other or have no effect, one line each."""
     yield from find_idle_options(config)
+    if config.pipeline.enable_optimizer_post_validation:
+        yield from _validation_conflicts(config)
     if config.precision.precision == "auto":
         yield "--precision auto is chosen where a run trains: give --bf16 or --fp16 here."
     pipeline = config.pipeline
@@ -73,6 +75,32 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
         yield from _graph_conflicts(config)
     if config.logging.tensorboard and "://" in config.saving.save:
         yield f"--tensorboard cannot write to {config.saving.save}: give --save a folder."
+
+
+def _validation_conflicts(config: TrainConfig) -> Iterator[str]:
+    name = "--enable-optimizer-post-validation"
+    if config.parallelism.pipeline_model_parallel_size == 1:
+        yield f"{name} has no effect with --pipeline-model-parallel-size 1: leave it out."
+    if config.logging.log_interval == 1:
+        yield f"{name} has no effect with --log-interval 1, which reads each norm: raise it."
+    fp8, offloading = config.fp8, config.offloading
+    for option, is_on, why in (
+        ("--fp16", config.precision.fp16, "a step must know whether its gradients overflowed"),
+        ("--num-experts", config.experts.num_experts, "routers count every forward"),
+        ("--mtp-num-layers", config.model.mtp_num_layers, "its losses come before the last"),
+        ("--qk-clip", config.qk_clipping.qk_clip, "scores are noted in every forward"),
+        ("--fp8-recipe delayed", fp8.fp8_recipe == "delayed", "magnitudes are noted there"),
+        ("--cuda-graph-impl", config.run.cuda_graph_impl != "none", "a graph cannot stop"),
+        ("--optimizer-cpu-offload", offloading.optimizer_cpu_offload, "state is far away"),
+        ("--main-params-dtype bf16", config.main_weights.main_params_dtype == "bf16",
+         "what is rounded at random cannot be taken back"),
+        ("--use-torch-fsdp2", config.data_parallelism.is_fully_sharded,
+         "weights are gathered layer by layer"),
+        ("--fp8-param-gather", config.data_parallelism.fp8_param_gather,
+         "weights are rounded twice"),
+    ):  # fmt: skip
+        if is_on:
+            yield f"{name} does not go with {option} ({why}): leave one out."
 
 
 def find_data_conflicts(data: DataConfig, *, evaluates: bool) -> Iterator[str]:

@@ -79,7 +79,10 @@ def draw_schedule(config: ShowConfig) -> str:
     if view.output:
         Path(view.output).absolute().parent.mkdir(parents=True, exist_ok=True)
         Path(view.output).write_text(timeline_svg(simulation), encoding="utf-8")
-    return table + timeline_text(simulation)
+    more = ""
+    if config.pipeline.enable_optimizer_post_validation:
+        more = f"\nnext step {simulation.period:g} after this one: no rank waits for another"
+    return table + timeline_text(simulation) + more
 
 
 def _choose(config: ShowConfig) -> tuple[ShowConfig, str]:

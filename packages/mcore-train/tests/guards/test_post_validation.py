@@ -1,0 +1,89 @@
+"""Steps that are validated afterwards give the bits of steps that wait for their norm."""
+
+import pytest
+import torch
+
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing.ranks import run_ranks
+from mcore_train.assembly import assemble
+from mcore_train.composition import compose
+from mcore_train.loop import train
+from mcore_train.reporting.log import Reporter
+from mcore_train.resolution import ConflictError, resolve
+
+FLAGS = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "seq_length": 8,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "train_iters": 6,
+    "lr": 1e-2,
+    "mock_data": True,
+    "vocab_size": 40,
+    "num_workers": 0,
+    "log_interval": 5,
+    "hidden_dropout": 0.1,
+    "pipeline_model_parallel_size": 2,
+}
+LAYOUTS = {
+    "1f1b": ({}, 1),
+    "zb-v, bf16": ({"pipeline_schedule": "zb-v", "bf16": True, "clip_grad": 0.1}, 3),
+}
+"""Flags, and how many of three steps are taken back."""
+
+
+def trained(flags):
+    """Numbers that were logged, weights and state of this rank, steps taken back."""
+    config = compose(FLAGS | flags)
+    plan = resolve(config, 2)
+    ctx = ParallelContext.build(
+        config.parallelism, embedding_stages=plan.embedding_stages, with_background=True
+    )
+    run = assemble(plan, ctx)
+    reports = []
+    train(run, Reporter(None), on_report=reports.append)
+    shards = run.data_parallel.weight_shards() | run.optimizer.named_shards()
+    tensors = {n: [p.data.clone() for p in s.pieces] for n, s in shards.items()}
+    logged = [(r.iteration, r.loss, r.grad_norm) for r in reports]
+    redone = run.post_validation.num_redone if run.post_validation else 0
+    ctx.destroy()
+    return logged, tensors, run.optimizer.num_steps, redone
+
+
+def both():
+    """Train as plain steps do, and validated afterwards, under every schedule."""
+    late = {"enable_optimizer_post_validation": True}
+    return {
+        name: (trained(changes), trained(changes | late))
+        for name, (changes, _) in LAYOUTS.items()
+    }
+
+
+def test_validated_afterwards_a_step_has_the_bits_of_one_that_waits():
+    for found in run_ranks(both, 2):
+        for name, (plain, late) in found.items():
+            assert late[0] == plain[0], name
+            assert late[2] == plain[2] == FLAGS["train_iters"]
+            assert late[3] == LAYOUTS[name][1], name
+            for tensor, pieces in plain[1].items():
+                assert all(map(torch.equal, pieces, late[1][tensor])), (name, tensor)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            {"pipeline_model_parallel_size": 1},
+            "no effect with --pipeline-model",
+        ),
+        ({"fp16": True}, "go with --fp16 .a step must know whether its gradients overflowed"),
+        ({"num_experts": 2}, "go with --num-experts"),
+        ({"fp8_format": "hybrid", "fp8_recipe": "delayed"}, "go with --fp8-recipe delayed"),
+        ({"use_torch_fsdp2": True}, "go with --use-torch-fsdp2"),
+    ],
+)
+def test_what_a_step_validated_afterwards_cannot_do_is_refused(flags, expected):
+    with pytest.raises(ConflictError, match=expected):
+        resolve(compose(FLAGS | {"enable_optimizer_post_validation": True} | flags), 2)
