@@ -26,6 +26,8 @@ def compiled(function, types, constants, **options):
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+TAKEN = (64, False), (96, False), (128, True)
+"""Channels of a head, and whether the cache is in fp8."""
 ATTENTION = {
     "N": 4,
     "G": 2,
@@ -46,6 +48,20 @@ TILE = {
 }
 
 
+def test_the_kernel_for_many_requests_takes_what_ran_on_a_gpu():
+    import torch
+
+    from mcore_infer.engine.kernels import takes_many
+
+    for sizes in ((64, True), (64, False), (96, False), (128, True), (256, False)):
+        kind = torch.bfloat16, sizes[0], 4, sizes[1]
+        assert takes_many(4096, 64, *kind, ("scale",)) == (sizes in TAKEN)
+        assert not takes_many(4095, 64, *kind, ())
+        assert not takes_many(4096, 64, *kind, ("sinks",))
+        assert not takes_many(4096, 8, *kind, ())
+    assert not takes_many(4096, 64, torch.bfloat16, 128, 16, False, ())
+
+
 def test_the_kernels_of_decoding_compile():
     from mcore_infer.engine import decode_many, few_rows, kernels, tiles
     from mcore_infer.quantization.kernels import _round_row
@@ -54,16 +70,20 @@ def test_the_kernels_of_decoding_compile():
     types = {
         **dict.fromkeys((*names, "out"), "*bf16"),
         **dict.fromkeys(("tables", "lengths"), "*i64"),
-        **dict.fromkeys(("parts", "sums"), "*fp32"),
-        **dict.fromkeys(("scale", "key_scale", "value_scale"), "fp32"),
-        **dict.fromkeys(("window", "table_size"), "i32"),
+        **dict.fromkeys(("sinks", "parts", "sums"), "*fp32"),
+        **dict.fromkeys(("scale", "key_scale", "value_scale", "cap"), "fp32"),
+        **dict.fromkeys(("window", "chunk", "table_size"), "i32"),
         **dict.fromkeys(("new_key_stride", "new_value_stride"), "i32"),
     }
     for held, is_fp8 in (("*bf16", False), ("*u8", True)):
         own = types | {"keys": held, "values": held}
         options = {**ATTENTION, "PRECISION": "tf32", "IS_FP8": is_fp8}
+        options |= dict.fromkeys(("HAS_CAP", "HAS_SINKS"), is_fp8)
         assert compiled(kernels._attend, own, options)
-        del options["PRECISION"], options["SPLITS"], own["parts"], own["sums"]
+        for name in ("PRECISION", "SPLITS", "HAS_CAP", "HAS_SINKS"):
+            del options[name]
+        for name in ("sinks", "parts", "sums", "chunk", "cap"):
+            del own[name]
         options |= {"H": 64, "LANES": 64, "KEYS": 16, "STAGES": 3}
         assert compiled(decode_many._attend_many, own, options, num_warps=1)
     types = {

@@ -1,6 +1,7 @@
 """The kernel of decoding against its reference, and steps recorded as graphs, on a GPU."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -15,12 +16,18 @@ from mcore_parallel.mesh import ParallelContext
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "many"])
+PLAIN = [{}, {"window": 0}, {"window": 37}]
+RULES = [*PLAIN, {"chunk": 48, "softcap": 3.0}, {"sinks": True, "window": 100}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rules"),
+    [*product(("float32", "bfloat16"), RULES), *product(("many",), PLAIN)],
+)
 @pytest.mark.parametrize(("N", "G", "H"), [(32, 8, 128), (4, 4, 64), (6, 1, 96)])
-@pytest.mark.parametrize("window", [-1, 0, 37])
 @pytest.mark.parametrize("scales", [None, (0.02, 1.0)])
 def test_the_kernels_of_decoding_compute_what_their_reference_does(
-    kind, N, G, H, window, scales
+    kind, rules, N, G, H, scales
 ):
     from mcore_infer.engine.decode_many import decode_many
     from mcore_infer.engine.kernels import paged_decode
@@ -38,7 +45,8 @@ def test_the_kernels_of_decoding_compute_what_their_reference_does(
     places = tables[range(7), (lengths - 1) // 32] * 32 + (lengths - 1) % 32
     memories = keys.clone(), values.clone()
     write_to_pages(memories, (k, v), places, scales)
-    rules = {"window": window, "kv_scales": scales}
+    sinks = {"sinks": torch.rand(N, device="cuda")} if "sinks" in rules else {}
+    rules = {**rules, **sinks, "kv_scales": scales}
     got = decode(q, k, v, keys, values, tables, lengths, **rules)
     torch.testing.assert_close((keys, values), memories, rtol=0, atol=0)
     if not scales:

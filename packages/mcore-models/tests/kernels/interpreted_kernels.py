@@ -382,12 +382,15 @@ def check_attention_to_codes():
     pages = [to_codes(torch.randn(3, 32, 2, 16), scale) for scale in (0.02, 0.5)]
     tables, lengths = torch.tensor([[2, 1], [0, 0]]), torch.tensor([40, 1])
     where = (*pages, tables, lengths)
+    sinks = torch.rand(4)
     for window, programs in ((-1, 4), (5, 264)):  # in one split, and in many
         kernels_of_decoding._PROGRAMS = programs
-        rules = {"window": window, "kv_scales": (0.02, 0.5)}
-        # The kernel writes to the pages, where the interpreter's casts are not to the nearest.
-        got = paged_decode(q, k, v, *where, **rules)
-        compare([got], [reference_decode(q, *where, **rules)], atol=1e-5)
+        for more in ({"chunk": 16, "softcap": 2.0} if window < 0 else {}, {"sinks": sinks}):
+            rules = {"window": window, "kv_scales": (0.02, 0.5), **more}
+            # The kernel writes to the pages, where the interpreter's casts are not to the
+            # nearest.
+            got = paged_decode(q, k, v, *where, **rules)
+            compare([got], [reference_decode(q, *where, **rules)], atol=1e-5)
 
 
 def check_trials():

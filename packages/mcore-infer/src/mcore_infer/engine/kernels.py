@@ -23,14 +23,22 @@ _PROGRAMS = 264  # twice the multiprocessors of an H100 or H200
 _MOST_SPLITS = 32
 _MANY_PROGRAMS = 4096
 """Requests times groups of heads at which ``decode_many`` was timed; fewer were not."""
+_ALL = 2**30
+"""More keys than a text has."""
 
 
 @triton.jit
 @no_type_check
-def _keys_of_split(length, window, split, KEYS: tl.constexpr, SPLITS: tl.constexpr):
+def _first_seen(length, window, chunk):
+    # Of the keys of a request, by its last token.
+    return tl.maximum(tl.maximum(0, length - 1 - window), (length - 1) // chunk * chunk)
+
+
+@triton.jit
+@no_type_check
+def _keys_of_split(length, seen, split, KEYS: tl.constexpr, SPLITS: tl.constexpr):
     # The first key of a split and the one behind its last; a split may be empty.
-    first = tl.maximum(0, tl.where(window < 0, 0, length - 1 - window))
-    first = first // KEYS * KEYS
+    first = seen // KEYS * KEYS
     size = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
     begin = first + split * size
     return begin, tl.minimum(length, begin + size)
@@ -115,10 +123,24 @@ def _scores(query, key, scale, key_scale, PRECISION: tl.constexpr, IS_FP8: tl.co
 
 @triton.jit
 @no_type_check
-def _nothing(HEADS: tl.constexpr, LANES: tl.constexpr):
-    # The maximum, the sum of weights and the weighted values before any key.
+def _nothing(
+    sinks,
+    head,
+    is_head,
+    split,
+    HEADS: tl.constexpr,
+    LANES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    # The maximum, the sum of weights and the weighted values before any key: a sink's alone,
+    # which the first split counts.
     top = tl.full([HEADS], float("-inf"), tl.float32)
-    return top, tl.zeros([HEADS], tl.float32), tl.zeros([LANES, HEADS], tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32)
+        top = tl.where(split == 0, sink, top)
+        total += tl.where(split == 0, 1.0, 0.0)
+    return top, total, tl.zeros([LANES, HEADS], tl.float32)
 
 
 @triton.jit
@@ -149,17 +171,19 @@ def _mix(score, value, top, total, mixed, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def _attend(
-    q, new_keys, new_values, keys, values, tables, lengths, out, parts, sums, scale, window,
-    table_size, new_key_stride, new_value_stride, key_scale, value_scale,
-    N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Z: tl.constexpr, LANES: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    q, new_keys, new_values, keys, values, tables, lengths, sinks, out, parts, sums,
+    scale, window, chunk, cap, table_size, new_key_stride, new_value_stride, key_scale,
+    value_scale, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, Z: tl.constexpr,
+    LANES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr, IS_FP8: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     # One program: the heads of one group of one request, over one split of its keys. Keys and
     # channels fill the taller side of the tensor cores' tiles.
     request, group, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
-    begin, end = _keys_of_split(length, window, split, KEYS, SPLITS)
+    first_seen = _first_seen(length, window, chunk)
+    begin, end = _keys_of_split(length, first_seen, split, KEYS, SPLITS)
     row, lane = tl.arange(0, HEADS), tl.arange(0, LANES)
     if (begin < length) & (length <= end):
         last = (_place(tables + request * table_size, length - 1, Z) * G + group) * H
@@ -172,15 +196,17 @@ def _attend(
     inside = (row[:, None] < N // G) & (lane[None, :] < H)
     at_query = (request * N + head[:, None]) * H + lane[None, :]
     query = tl.load(q + at_query, mask=inside, other=0.0)
-    top, total, mixed = _nothing(HEADS, LANES)
+    top, total, mixed = _nothing(sinks, head, row < N // G, split, HEADS, LANES, HAS_SINKS)
     for start in range(begin, end, KEYS):
         place = start + tl.arange(0, KEYS)
         is_key = place < end
         at = _places(tables + request * table_size, start, end, Z, KEYS) * G + group
-        is_seen = is_key & ((window < 0) | (place >= length - 1 - window))
+        is_seen = is_key & (place >= first_seen)
         # Pages out of the window may be another request's: nothing of them is read.
         key = _loaded(keys, at, is_seen, query.dtype, H, LANES, IS_FP8)
         score = _scores(query, key, scale, key_scale, PRECISION, IS_FP8)
+        if HAS_CAP:  # tanh by its sigmoid
+            score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
         score = tl.where(is_seen[:, None], score, float("-inf"))
         value = _loaded(values, at, is_seen, query.dtype, H, LANES, IS_FP8)
         top, total, mixed = _mix(score, value, top, total, mixed, PRECISION)
@@ -227,6 +253,9 @@ def paged_decode(
     lengths: Int[Tensor, " R"],
     *,
     window: int = -1,
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: Float[Tensor, " N"] | None = None,
     scale: float | None = None,
     kv_scales: tuple[float, float] | None = None,
 ) -> Float[Tensor, "R N H"]:
@@ -243,33 +272,39 @@ def paged_decode(
         tables: pages of each request, in order; at least those of its keys that are seen.
         lengths: keys of each request, the new one included.
         window: earlier keys that a query sees besides its own; -1: all.
+        chunk: see ``attend`` of mcore-models, as for the next two.
+        softcap: of the scores.
+        sinks: of the heads.
         scale: of the scores; None: 1/sqrt(H).
         kv_scales: keys and values are bytes of e4m3, which these multiply; None: they are not.
     """
     R, N, H = q.shape
     _, Z, G, _ = keys.shape
+    k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))
+    scale = H**-0.5 if scale is None else scale
+    numbers = scale, _ALL if window < 0 else window, chunk or _ALL, softcap
+    q = q.contiguous()
     splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (R * G)))
     splits = 1 << (splits.bit_length() - 1)
     lanes = triton.next_power_of_2(max(16, H))
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(q)
     parts = sums = out
     if splits > 1:
         parts = torch.empty(R, N, splits, H, dtype=torch.float32, device=q.device)
         sums = torch.empty(R, N, splits, dtype=torch.float32, device=q.device)
-    k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))
     _attend[(R, G, splits)](
-        q.contiguous(),
+        q,
         k,
         v,
         keys,
         values,
         tables,
         lengths,
+        q if sinks is None else sinks,
         out,
         parts,
         sums,
-        H**-0.5 if scale is None else scale,
-        window,
+        *numbers,
         tables.shape[1],
         k.stride(0),
         v.stride(0),
@@ -284,6 +319,8 @@ def paged_decode(
         SPLITS=splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         IS_FP8=kv_scales is not None,
+        HAS_CAP=softcap > 0,
+        HAS_SINKS=sinks is not None,
         num_warps=4,
     )
     if splits > 1:
@@ -295,21 +332,29 @@ def paged_decode(
 
 
 def takes_many(
-    num_rows: int, page_tokens: int, dtype: torch.dtype, head_dim: int, group: int, in_fp8: bool
+    num_programs: int,
+    page_tokens: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    in_fp8: bool,
+    rules: tuple[str, ...],
 ) -> bool:
     """Whether ``decode_many`` suits so many requests times groups: sizes that a GPU ran.
 
     Args:
-        num_rows: requests times groups of heads.
+        num_programs: requests times groups of heads.
         page_tokens: tokens of a page.
-        dtype: as the next ones of ``DECODE_KERNEL``'s kind.
+        dtype: as the others of ``DECODE_KERNEL``'s kind.
         head_dim: channels of a head.
         group: query heads of a group.
         in_fp8: whether the cache is.
+        rules: of the scores.
     """
+    is_plain = dtype == torch.bfloat16 and not set(rules) - {"scale"}
     is_whole = page_tokens % 16 == 0 and group <= 8
     has_run = head_dim == 128 or (head_dim in (64, 96) and not in_fp8)
-    return dtype == torch.bfloat16 and num_rows >= _MANY_PROGRAMS and is_whole and has_run
+    return num_programs >= _MANY_PROGRAMS and is_plain and is_whole and has_run
 
 
 def _trial(
@@ -318,6 +363,7 @@ def _trial(
     head_dim: int,
     group: int,
     in_fp8: bool,
+    rules: tuple[str, ...],
     decode: Callable[..., Tensor] = paged_decode,
 ) -> list[tuple[Tensor, Tensor]]:
     from mcore_infer.engine.cache_codes import to_codes
@@ -332,14 +378,17 @@ def _trial(
     tables = torch.tensor([[8, 1, 5], [2, 0, 0], [3, 7, 4]], device=device)
     lengths = torch.tensor([70, 1, 96], device=device)
     places = torch.tensor([5 * 32 + 5, 2 * 32, 4 * 32 + 31], device=device)
+    sinks = wave(2 * group, device=device, dtype=torch.float32).abs()
+    known = {"scale": 0.2, "chunk": 48, "softcap": 2.0, "sinks": sinks}
+    more = {name: known[name] for name in rules}
     pairs = []
-    for window in (-1, 40):
+    for window in (-1,) if "chunk" in more else (-1, 40):
         own_keys, own_values = keys.clone(), values.clone()
         new: Any = (q, k, v, own_keys, own_values, tables, lengths)
-        got = decode(*new, window=window, kv_scales=scales)
+        got = decode(*new, window=window, kv_scales=scales, **more)
         write_to_pages((keys, values), (k, v), places, scales)
         seen = (q, keys, values, tables, lengths)
-        want = reference_decode(*seen, window=window, kv_scales=scales)
+        want = reference_decode(*seen, window=window, kv_scales=scales, **more)
         pairs += [(got, want), (own_keys, keys.clone()), (own_values, values.clone())]
     return pairs
 
@@ -351,8 +400,9 @@ def _trial_of_many(*kind: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 DECODE_KERNEL = OptionalKernel("the paged decoding kernel", ("triton",), _trial)
-"""Kind: dtype, channels of a head, query heads of a group, whether the cache is in fp8."""
+"""Kind: dtype, channels of a head, query heads of a group, whether the cache is in fp8, and
+names of the rules that make scores other than plain ones."""
 DECODE_MANY_KERNEL = OptionalKernel(
     "the decoding kernel for many requests", ("triton",), _trial_of_many
 )
-"""Kind: as of ``DECODE_KERNEL``."""
+"""Kind: as of ``DECODE_KERNEL``; of the rules it knows ``scale``."""

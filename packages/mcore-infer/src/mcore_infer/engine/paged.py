@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _MASKED_TOKENS = 256
 """Of prompts that attend in one call on a CPU, at most: a mask is their borders."""
+_RULES = {"scale", "chunk", "softcap", "sinks"}
+"""Of scores, that the kernel of decoding knows; of codes only the first ran on a GPU."""
 _ONE_BY_ONE = (
     "texts attend one after the other, and their steps are not recorded: the attention of this "
     "model has no kernel of decoding here"
@@ -244,7 +246,8 @@ class _PagedLayer:
         self, num_rows: int, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]
     ) -> Callable[..., Tensor] | None:
         """Return the kernel of decoding where one works; it writes to the pages itself."""
-        if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - {"scale"}:
+        known = _RULES if self.scales is None else {"scale"}
+        if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - known:
             return None
         if not q.is_cuda or q.dtype == torch.float64:
             return None
@@ -252,8 +255,10 @@ class _PagedLayer:
             return None
         from mcore_infer.engine import kernels
 
-        kind = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], self.scales is not None
-        is_for_many = kernels.takes_many(num_rows * k.shape[-2], self.cache.page_tokens, *kind)
+        sizes = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], self.scales is not None
+        kind = *sizes, tuple(sorted(scores))
+        programs = num_rows * k.shape[-2]
+        is_for_many = kernels.takes_many(programs, self.cache.page_tokens, *kind)
         if is_for_many and works(kernels.DECODE_MANY_KERNEL, q.device, *kind):
             from mcore_infer.engine.decode_many import decode_many
 
