@@ -9,7 +9,7 @@ from mcore_parallel.recomputing import recompute
 
 def build(seed=0, **fields):
     torch.manual_seed(seed)
-    config = MoEConfig(num_experts=6, moe_router_topk=2, **fields)
+    config = MoEConfig(num_experts=6, **{"moe_router_topk": 2, **fields})
     layers = [MoELayer(8, 16, config, dtype=torch.float64, init_std=0.5) for _ in range(2)]
     return torch.nn.ModuleList(layers)
 
@@ -52,13 +52,19 @@ def test_a_recording_that_does_not_fit_is_refused():
     model, x = build(), torch.randn(4, 8, dtype=torch.float64)
     with record_routing(model) as recorded:
         forward(model, x)
-    other_size = pytest.raises(ValueError, match="has 4 tokens, and this one 3")
+    other_size = pytest.raises(ValueError, match=r"has 4 tokens .* and this one 3")
     with replay_routing(model, recorded), other_size:
         forward(model, x[:3])
     with replay_routing(model, recorded):
         forward(model, x)
         with pytest.raises(ValueError, match="ends after 1 forwards"):
             forward(model, x)
+    more = build(moe_router_topk=3)
+    with replay_routing(more, recorded), pytest.raises(ValueError, match="with 2 experts each"):
+        forward(more, x)
+    named = {path: [torch.full_like(ids[0], 99)] for path, ids in recorded.items()}
+    with pytest.raises(ValueError, match="names expert 99"), replay_routing(model, named):
+        pass
     other_routers = pytest.raises(ValueError, match=r"differ in these routers: 1\.router")
     with other_routers, replay_routing(model[:1], recorded):
         pass

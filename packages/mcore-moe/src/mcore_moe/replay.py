@@ -36,16 +36,17 @@ class RoutingTape:
         if not self.is_given and not is_recomputed:
             self.ids.append(ids.detach())
 
-    def next_ids(self, num_tokens: int, is_recomputed: bool) -> Int[Tensor, "T k"]:
-        """Return the choices of the next forward."""
+    def next_ids(self, num_tokens: int, topk: int, is_recomputed: bool) -> Int[Tensor, "T k"]:
+        """Return the choices of the next forward, of so many tokens and experts of each."""
         at = self._next[is_recomputed]
         if at >= len(self.ids):
             raise ValueError(f"the recorded routing ends after {at} forwards: record as many.")
         ids = self.ids[at]
-        if ids.shape[0] != num_tokens:
+        if tuple(ids.shape) != (num_tokens, topk):
             raise ValueError(
-                f"forward {at} of the recorded routing has {ids.shape[0]} tokens, and this one "
-                f"{num_tokens}: replay the same batches under the same layout."
+                f"forward {at} of the recorded routing has {ids.shape[0]} tokens with "
+                f"{ids.shape[1]} experts each, and this one {num_tokens} with {topk}: replay "
+                "the same batches under the same layout, into the same experts."
             )
         self._next[is_recomputed] = at + 1
         return ids
@@ -75,12 +76,22 @@ def replay_routing(model: nn.Module, recorded: RecordedRouting) -> Iterator[None
         recorded: of ``record_routing``, on the model's device.
 
     Raises:
-        ValueError: if the routers are others, or the recording does not fit a forward.
+        ValueError: if the routers are others, or the recording does not fit a forward. Reads
+            one number a router on the host.
     """
-    paths = set(_routers(model))
+    routers = _routers(model)
+    paths = set(routers)
     if paths != set(recorded):
         odd = ", ".join(sorted(paths ^ set(recorded)))
         raise ValueError(f"the recorded routing and the model differ in these routers: {odd}.")
+    for path, ids in recorded.items():
+        tops = [one.max() for one in ids if one.numel()]
+        num_experts = routers[path].config.num_experts
+        if tops and (top := int(torch.stack(tops).max())) >= num_experts:
+            raise ValueError(
+                f"the recorded routing of {path} names expert {top}, and it has {num_experts}: "
+                "replay into the model of the recording."
+            )
     tapes = {path: RoutingTape(ids, is_given=True) for path, ids in recorded.items()}
     with _attached(model, tapes):
         yield

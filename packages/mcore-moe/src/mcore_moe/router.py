@@ -204,7 +204,7 @@ class Router(nn.Module):
     def _given_ids(self, x: Tensor) -> Tensor | None:
         """Return experts that do not follow from the scores: recorded or balanced ones."""
         if self.tape is not None and self.tape.is_given:
-            return self.tape.next_ids(x.shape[0], is_replayed())
+            return self.tape.next_ids(x.shape[0], self.config.moe_router_topk, is_replayed())
         if self.config.moe_router_force_load_balancing:
             return balanced_ids(x.shape[0], self.config, x.device)
         return None
