@@ -69,6 +69,16 @@ def test_texts_keep_to_their_structure_and_leave_their_neighbours(model, tokeniz
         assert re.fullmatch("[a-c]{2}-[0-9]+", texts[2])
 
 
+def test_json_is_not_held_up_by_blanks():
+    """A model that likes blanks writes 32 of them between two parts, and then goes on."""
+    tokenizer = ByteTokenizer()
+    matcher = Grammars(tokenizer, 257).matcher(Structure("json_schema", "{}"))
+    assert all(matcher.take(token) for token in b"{\n" + b" " * 31)
+    words = matcher.allowed()
+    assert not words[1] >> (ord(" ") - 32) & 1
+    assert words[1] >> (ord('"') - 32) & 1
+
+
 def test_a_text_ends_before_what_its_vocabulary_cannot_say(model, caplog):
     engine = Engine(model, EngineConfig(max_sequence_tokens=40))
     engine.grammars = Grammars(bpe(), model.vocab_size)

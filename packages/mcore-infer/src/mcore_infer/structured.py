@@ -21,6 +21,9 @@ from mcore_data.tokenizers.protocol import Tokenizer
 
 log = logging.getLogger(__name__)
 
+_BLANK = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Blanks between the parts of JSON: enough to indent, and a model that writes nothing else goes
+on. A schema's own ``x-guidance`` wins."""
 _MISSING = "structured output needs llguidance: pip install 'mcore-infer[structured]'."
 
 
@@ -82,14 +85,16 @@ class Grammars:
             grammar = library.LLMatcher.grammar_from_regex(structure.text)
         else:
             try:
-                json.loads(structure.text)
+                schema = json.loads(structure.text)
             except ValueError as error:
                 raise ValueError(f"the schema is no JSON: {error}.") from None
-            grammar = library.LLMatcher.grammar_from_json_schema(structure.text)
+            has_own = isinstance(schema, dict) and "x-guidance" in schema
+            defaults = None if has_own else {"whitespace_pattern": _BLANK}
+            grammar = library.LLMatcher.grammar_from_json_schema(structure.text, defaults)
         error = library.LLMatcher.validate_grammar(grammar, self._tokens)
         if error and not error.startswith("WARNING"):
             kind = "regular expression" if structure.kind == "regex" else "JSON schema"
-            raise ValueError(f"this {kind} cannot be held to: {error}")
+            raise ValueError(f"this {kind} cannot be held to: {' '.join(error.split())}")
         return _LLMatcher(library.LLMatcher(self._tokens, grammar, log_level=0))
 
     @cached_property
