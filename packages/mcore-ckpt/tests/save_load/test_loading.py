@@ -230,6 +230,8 @@ def test_an_index_that_is_not_json_is_an_error(step):
 
 
 def test_a_folder_without_an_index_is_no_checkpoint(step):
+    with pytest.raises(ValueError, match="--ckpt-step 99 chooses a step of a run folder"):
+        resolve_folder(step, 99)
     (step / "index.json").unlink()
     with pytest.raises(ValueError, match=r"holds no complete checkpoint .* there: none"):
         load(step.parent, targets())

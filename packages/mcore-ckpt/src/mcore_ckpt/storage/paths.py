@@ -119,10 +119,16 @@ def resolve_folder(path: str | Path, step: int = 0) -> Path:
         step: which of a run folder's; 0: the ``newest_step``.
 
     Raises:
-        ValueError: if there is none; says what is there instead.
+        ValueError: if there is none; says what is there instead. If a step is chosen of a
+            folder that has no others.
     """
     path = as_path(path)
     if is_complete(path) or is_hf_folder(path):
+        if step and path.name != step_folder(path, step).name:
+            raise ValueError(
+                f"--ckpt-step {step} chooses a step of a run folder, and {path} is one "
+                "checkpoint: leave it out, or give the run folder."
+            )
         return path
     if not path.is_dir():
         raise ValueError(f"{path} is no folder: give a run folder or a step folder.")
