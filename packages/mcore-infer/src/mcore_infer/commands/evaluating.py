@@ -42,7 +42,14 @@ def evaluate(
         raise ValueError("--overlapping-eval has no effect on --task LAMBADA: leave it out.")
     if task != "TEXT" and len(valid_data) != 1:
         raise ValueError(f"--task {task} takes one --valid-data, not {len(valid_data)}.")
+    if micro_batch_size < 1 or seq_length < 0:
+        raise ValueError(
+            f"--micro-batch-size {micro_batch_size} must be 1 or more, and --seq-length "
+            f"{seq_length} 0 or more."
+        )
     texts = [read_text(file, "--valid-data") for file in valid_data]
+    if not any(text.strip() for text in texts):
+        raise ValueError(f"--valid-data {' '.join(map(str, valid_data))} has no text.")
     with opened(model) as (loaded, tokenizer, is_first):
         limit = loaded.description.config.max_position_embeddings
         options = {

@@ -26,6 +26,10 @@ FORMATS: tuple[Format, ...] = ("trtllm", "hf-quant", "compressed-tensors")
 """All of them."""
 
 
+MAX_SHARD_BYTES = 5_000_000_000
+"""Most bytes of tensors in a file of a Hugging Face folder, where nothing is said."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExportReport:
     """What an export did."""
@@ -50,7 +54,7 @@ def export_model(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     dtype: str = "",
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     on_progress: Progress | None = None,
 ) -> ExportReport:
     """Write a model for another engine. No communication; one process does it.
@@ -76,7 +80,7 @@ def export_model(
     """
     load, output = Path(load), Path(output)
     grid = RankGrid(tensor_parallel_size, pipeline_parallel_size)
-    _check(format, grid, dtype)
+    _check(format, grid, dtype, max_shard_bytes)
     form, folder = format_of(load)
     check_place(output, load)
     watched: list[Item] = []
@@ -109,12 +113,17 @@ def _notes(source: OpenCheckpoint) -> list[str]:
     return [f"the source's weights were dequantized on reading: {source.quantization}."]
 
 
-def _check(format: str, grid: RankGrid, dtype: str) -> None:
+def _check(format: str, grid: RankGrid, dtype: str, max_shard_bytes: int) -> None:
     """Refuse words that are not known and options without effect."""
     if format not in FORMATS:
         raise ValueError(f"--format {format} is not known: use {', '.join(FORMATS)}.")
     if dtype and dtype not in DTYPE_WORDS:
         raise ValueError(f"--dtype {dtype} is not known: use {', '.join(DTYPE_WORDS)}.")
+    if format == "trtllm" and max_shard_bytes != MAX_SHARD_BYTES:
+        raise ValueError(
+            "--max-shard-size has no effect on --format trtllm, which has one file a rank: "
+            "leave it out, or raise --tensor-parallel-size."
+        )
     if format != "trtllm" and (grid != RankGrid() or dtype):
         raise ValueError(
             f"--format {format} is split by the engine that loads it and keeps its weights as "

@@ -60,6 +60,14 @@ class QuantizeConfig:
         return self.kv_cache_dtype == "fp8"
 
     def __post_init__(self) -> None:
+        lowest = {
+            **dict.fromkeys(("calibration_tokens", "scored_tokens", "micro_batch_size"), 1),
+            **dict.fromkeys(("group_size", "speed_tokens", "seq_length"), 0),
+        }
+        for name, least in lowest.items():
+            if getattr(self, name) < least:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {getattr(self, name)} must be {least} or more.")
         if bool(self.budget) != (self.method == "mixed"):
             raise ValueError(
                 f"--budget {self.budget:g} with --method {self.method}: mixed needs the bits "
