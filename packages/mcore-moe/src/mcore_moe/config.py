@@ -101,7 +101,8 @@ class MoEConfig:
 
     moe_experts_dtype: Literal["", "fp8"] = ""
     """Format of the experts' GEMMs; empty: the model's own; fp8: e4m3 with a scale for each row
-    of tokens, gradients and weights; weights' gradients keep the model's."""
+    of tokens, gradients and weights; weights' gradients keep the model's. On an H200 faster
+    for experts of width 2048 and more; below a width of 1024 slower than bf16."""
 
     moe_apply_probs_on_input: bool = False
     """Multiply an expert's input by the weight of the choice, not its output (Llama 4)."""
