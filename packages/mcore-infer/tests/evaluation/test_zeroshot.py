@@ -168,7 +168,9 @@ def test_any_ranks_find_the_same_scores(run_folder, loaded, world_size, tp):
 def test_the_tasks_are_commands(run_folder, loaded, tmp_path, capsys):
     wiki, lambada = tmp_path / "wiki.valid.tokens", tmp_path / "lambada.jsonl"
     wiki.write_text(TEXT)
-    lambada.write_text("\n".join(json.dumps({"text": text}) for text in PASSAGES))
+    passages = [*PASSAGES, "a line\u2028in a line"]  # that a file may hold as it is
+    lines = (json.dumps({"text": text}, ensure_ascii=False) for text in passages)
+    lambada.write_text("\n".join(lines), encoding="utf-8")
     words = ["eval", "--load", str(run_folder), "--seq-length", "16"]
     assert main([*words, "--task", "WIKITEXT103", "--valid-data", str(wiki)]) == 0
     score = score_wikitext(loaded.model, loaded.tokenizer, TEXT, context_tokens=16, overlap=16)
@@ -178,7 +180,9 @@ def test_the_tasks_are_commands(run_folder, loaded, tmp_path, capsys):
     words[-1] = "40"
     task = [*words, "--task", "LAMBADA", "--valid-data", str(lambada)]
     assert main([*task, "--strict-lambada"]) == 0
-    assert "LAMBADA strict | accuracy " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "LAMBADA strict | accuracy " in out
+    assert "| 4 examples" in out
     for more, message in (
         ([*task, "--overlapping-eval", "4"], "no effect on --task LAMBADA"),
         ([*words, "--strict-lambada", "--valid-data", str(wiki)], "no effect on --task TEXT"),

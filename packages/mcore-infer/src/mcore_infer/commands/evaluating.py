@@ -112,7 +112,7 @@ def _on_lambada(
     from mcore_infer.evaluation.lambada import read_texts, score_lambada
 
     score = score_lambada(
-        model, tokenizer, read_texts(text.splitlines()), strict=strict, **options
+        model, tokenizer, read_texts(text.split("\n")), strict=strict, **options
     )
     return (
         f"LAMBADA{' strict' if strict else ''} | accuracy {score.accuracy:.4f} | "
