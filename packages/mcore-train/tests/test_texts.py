@@ -33,7 +33,7 @@ TINY = {
 }
 SAMPLES = {
     "sample_interval": 2,
-    "sample_prompts": ("In the", ""),
+    "sample_prompts": ("In the", "", "In the"),
     "sample_num_tokens": 12,
     "sample_temperature": 0.7,
 }
@@ -74,9 +74,10 @@ def test_a_text_is_that_of_the_checkpoint_of_its_step_and_training_does_not_noti
         (step, prompt) for step in (2, 4) for prompt in SAMPLES["sample_prompts"]
     ]
     sampling = SamplingConfig(num_tokens=12, temperature=0.7)
+    prompts = SAMPLES["sample_prompts"]
     for step in (2, 4):
         loaded = load_model(tmp_path / "run", ParallelContext.single(), step=step)
-        texts = generate_text(loaded.model, loaded.tokenizer, ("In the", ""), sampling, 1234)
+        texts = generate_text(loaded.model, loaded.tokenizer, prompts, sampling, 1234)
         assert texts == [line["text"] for line in lines if line["iteration"] == step]
     assert len({line["text"] for line in lines}) > 1
 

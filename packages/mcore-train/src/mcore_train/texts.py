@@ -8,7 +8,7 @@ last bit as it would have.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -92,21 +92,21 @@ class TextWriter:
                 seed=run.plan.config.run.seed,
             )
         if run.ctx.world.rank == 0:
-            self._keep(dict(zip(self.options.sample_prompts, texts, strict=True)))
+            self._keep(list(zip(self.options.sample_prompts, texts, strict=True)))
         return texts
 
     def close(self) -> None:
         """Destroy the groups; all ranks call it together."""
         self.ctx.destroy()
 
-    def _keep(self, texts: Mapping[str, str]) -> None:
-        for prompt, text in texts.items():
+    def _keep(self, texts: Sequence[tuple[str, str]]) -> None:
+        for prompt, text in texts:
             log.info(" sample at iteration %d | %s%s", self.run.iteration, prompt, text)
         save = self.run.plan.config.saving.save
         if not save or is_store(as_path(save)):
             return
         Path(save).mkdir(parents=True, exist_ok=True)
         with (Path(save) / SAMPLES).open("a", encoding="utf-8") as file:
-            for prompt, text in texts.items():
+            for prompt, text in texts:
                 line = {"iteration": self.run.iteration, "prompt": prompt, "text": text}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
