@@ -54,11 +54,11 @@ def rope(**parameters):
 
 CASES = {
     "llama": ("Llama", {**ODD, **HEADS}),
-    "llama tied, llama3 scaling": (
+    "llama tied, with biases, llama3 scaling": (
         "Llama",
-        {**ODD, **HEADS, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+        {**ODD, **HEADS, "tie_word_embeddings": True, "rope_parameters": LLAMA3}
+        | {"attention_bias": True, "mlp_bias": True},
     ),
-    "llama with biases": ("Llama", {**ODD, **HEADS, "attention_bias": True, "mlp_bias": True}),
     "llama with attention biases, linear": (
         "Llama",
         {**ODD, **HEADS, "attention_bias": True, **rope(rope_type="linear", factor=2.0)},
@@ -76,7 +76,6 @@ CASES = {
             "rope_parameters": YARN,
         },
     ),
-    "qwen3": ("Qwen3", {**ODD, **HEADS}),
     "qwen3 with biases, yarn of a factor": (
         "Qwen3",
         {
@@ -86,7 +85,6 @@ CASES = {
             "rope_parameters": YARN | {"attention_factor": 1.3, "truncate": False},
         },
     ),
-    "phi3": ("Phi3", {**ODD, **EVEN}),
     "phi3 longrope": (
         "Phi3",
         {**ODD, **EVEN, "original_max_position_embeddings": 16, "rope_parameters": LONG},

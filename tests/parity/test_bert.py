@@ -107,14 +107,20 @@ FLAGS = {
 }
 
 
+DATA_PARALLEL = {"sequence_parallel": False} | dict.fromkeys(
+    (f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")), 1
+)
+
+
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
         (4, {"post_layer_norm": True, "context_parallel_size": 1}),
+        (2, DATA_PARALLEL),
         pytest.param(4, {"pipeline_model_parallel_size": 1}, marks=pytest.mark.parity_long),
         pytest.param(8, {}, marks=pytest.mark.parity_long),
     ],
-    ids=["post tp2 sp pp2", "tp2 sp cp2", "tp2 sp pp2 cp2"],
+    ids=["post tp2 sp pp2", "dp2", "tp2 sp cp2", "tp2 sp pp2 cp2"],
 )
 def test_every_axis_computes_what_one_rank_computes(world_size, changes):
     config = compose(FLAGS | changes, BertTrainConfig)
