@@ -8,7 +8,8 @@ delta nets. The bound is the layer's two linears as bfloat16 GEMMs at the GPU's 
 --chunk-size is that of plain torch: kernels have their own. The kernels of
 flash-linear-attention and mamba-ssm are timed where they can be imported, by turns with ours;
 errors are those of the outputs and of all gradients against plain torch in float32, over 1024
-tokens, relative to the largest element of each.
+tokens, relative to the largest element of each. Of a library that refuses its backward here
+(fla-core 0.6.0 on Hopper under Triton 3.4 to 3.7.0) the forward alone is timed and checked.
 """
 
 import argparse
@@ -65,16 +66,21 @@ def main() -> None:
     fast, plain = (ssd, ssd_plain) if is_mamba else (gated_delta_rule, delta_rule_plain)
     layer_ms = time_steps(lambda _: mixer(x).sum().backward(), 3, options.repeats)
     forms = {"recurrence": fast, **peers(options.kind)}
+    short = [x.detach()[:1024] if x.dim() > 1 else x.detach() for x in inputs]
+    refusals = {name: refusal(form, short) for name, form in forms.items()}
     times: dict[str, list[float]] = {}
     for _ in range(3):  # by turns: a GPU's clock drifts
         for name, form in forms.items():
-            forward, both = timed(form, inputs, options.repeats)
+            forward, both = timed(form, inputs, options.repeats, not refusals[name])
             times.setdefault(f"{name}_forward_ms", []).extend(forward)
-            times.setdefault(f"{name}_ms", []).extend(both)
+            if both:
+                times.setdefault(f"{name}_ms", []).extend(both)
     plain_form = partial(plain, chunk_size=options.chunk_size)
     times["recurrence_plain_ms"] = timed(plain_form, inputs, min(options.repeats, 3))[1]
-    short = [x.detach()[:1024] if x.dim() > 1 else x.detach() for x in inputs]
-    errors = {f"{name}_error": error(form, plain, short) for name, form in forms.items()}
+    errors = {
+        f"{name}_error": error(form, plain, short, not refusals[name])
+        for name, form in forms.items()
+    }
     weights = mixer.in_proj.weight.numel() + mixer.out_proj.weight.numel()
     bound_ms = 6 * weights * options.seq_length / PEAK_TFLOPS / 1e9
     keep(
@@ -91,6 +97,7 @@ def main() -> None:
             **quantiles(layer_ms, "layer_ms"),
             **reduce(or_, (quantiles(found, name) for name, found in times.items())),
             **errors,
+            **{f"{name}_refuses_backward": why for name, why in refusals.items() if why},
             "peer_packages": package_versions(("fla-core", "mamba-ssm")),
             "linears_at_peak_ms": round(bound_ms, 4),
             "recurrence_share": round(
@@ -100,11 +107,24 @@ def main() -> None:
     )
 
 
+def refusal(form: Recurrence, inputs: list[torch.Tensor]) -> str:
+    """Run both passes once; say why a library refuses its backward on this device."""
+    leaves = [x.requires_grad_() for x in inputs]
+    y = form(*leaves)[0]
+    try:
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def timed(
-    form: Recurrence, inputs: list[torch.Tensor], repeats: int
+    form: Recurrence, inputs: list[torch.Tensor], repeats: int, has_backward: bool = True
 ) -> tuple[list[float], list[float]]:
     """Return the milliseconds of forward, and of forward and backward."""
     grad = torch.ones_like(form(*inputs)[0])
+    if not has_backward:
+        return time_steps(lambda _: form(*inputs), 3, repeats), []
 
     def both(_: int) -> None:
         torch.autograd.grad(form(*inputs)[0], inputs, grad)
@@ -112,7 +132,9 @@ def timed(
     return time_steps(lambda _: form(*inputs), 3, repeats), time_steps(both, 3, repeats)
 
 
-def error(form: Recurrence, plain: Recurrence, inputs: list[torch.Tensor]) -> float:
+def error(
+    form: Recurrence, plain: Recurrence, inputs: list[torch.Tensor], has_backward: bool
+) -> float:
     """Return the largest error of the outputs and gradients against plain torch in float32."""
     results = []
     for function, cast in ((form, torch.Tensor.detach), (plain, torch.Tensor.float)):
@@ -120,7 +142,8 @@ def error(form: Recurrence, plain: Recurrence, inputs: list[torch.Tensor]) -> fl
         y = function(*leaves)[0]
         torch.manual_seed(1)
         grad = torch.randn(y.shape, device=y.device, dtype=torch.bfloat16)
-        results.append([y, *torch.autograd.grad(y, leaves, grad.to(y.dtype))])
+        grads = torch.autograd.grad(y, leaves, grad.to(y.dtype)) if has_backward else ()
+        results.append([y, *grads])
     return max(
         ((got.float() - want).abs().max() / want.abs().max()).item()
         for got, want in zip(*results, strict=True)
