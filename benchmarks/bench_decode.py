@@ -3,7 +3,8 @@
     python benchmarks/bench_decode.py --name decode-llama-3-8b-h200 --geometry llama-3-8b
 
 One line a case: tokens per second over all requests while all of them write (prompts are
-read before), and the roofline of one stream: bytes of weights over the memory's bandwidth.
+read before; no log probabilities), and the roofline of one stream: bytes of weights over the
+memory's bandwidth.
 ``--offline N`` times N requests from their prompts to their last token. ``--method`` rounds the
 weights to the nearest first, ``--kv-cache-dtype fp8`` keeps keys and values in fp8. Started by
 ``torchrun``, its ranks split every matrix; rank 0 prints, and bytes are those of one rank.
@@ -18,7 +19,7 @@ from reporting import add_options, keep, versions
 from step_profile import device_kernels, heaviest
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, METHODS
-from mcore_infer import Engine, EngineConfig, SamplingConfig
+from mcore_infer import Engine, EngineConfig, SamplingConfig, ScoreRequest
 from mcore_infer.engine.plans import Fp8Cache
 from mcore_infer.quantization.gemms import QuantizedGemm
 from mcore_infer.quantization.loading import linears, round_to_nearest_
@@ -203,7 +204,7 @@ def _add(
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         prompt = torch.randint(vocab, (options.prompt_tokens,), generator=generator).tolist()
-        engine.add(prompt, sampling)
+        engine.add(prompt, sampling, scores=ScoreRequest(log_probs=False))
 
 
 def measure_prefill(model: GPT, num_tokens: int, vocab: int) -> dict:
