@@ -5,12 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from mcore_models.config import RecomputeConfig, TransformerConfig
+from mcore_models.flops import rank_bytes
 from mcore_models.gpt import GPT
 from mcore_models.kernels.attention_backends import attend
 from mcore_models.layers.attention import Attention
 from mcore_models.protocol import LayerState, ModelState
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, Stage, run_ranks
+from mcore_parallel.precision.config import Fp8Config
+from mcore_parallel.precision.fp8 import WeightCasts, layer_gemms
 from mcore_parallel.rng import RngStreams, StreamDropout
 
 VOCAB = 37
@@ -177,17 +180,17 @@ def test_recomputing_changes_no_bit(recomputing):
         assert torch.equal(a, b)
 
 
-def saved_bytes(recomputing):
+def saved_bytes(recomputing, ids=None, changes=None, **options):
     seen = {}
 
     def note(tensor):
         seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    model = gpt(recomputing=RecomputeConfig(**recomputing))
+    model = gpt(changes, recomputing=RecomputeConfig(**recomputing), **options)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        model(tokens())
+        model(tokens() if ids is None else ids)
     return sum(size for place, size in seen.items() if place not in own)
 
 
@@ -200,6 +203,34 @@ def test_recomputing_keeps_less():
     one = saved_bytes({"recompute_granularity": "full", **block})
     assert full * 3 < selective < whole
     assert pairs < full < one < whole
+
+
+def test_fp8_keeps_what_the_planner_counts():
+    # Gates in plain torch keep an intermediate that the planner does not count.
+    changes = {"hidden_size": 32, "ffn_hidden_size": 48, "swiglu": False}
+    config, ids = Fp8Config(fp8_format="e4m3", first_last_layers_bf16=True), tokens(2, 16)
+    model = TransformerConfig(**(SMALL | changes))
+    saved, counted = [], []
+    for fp8 in (config, Fp8Config()):
+        casts = WeightCasts()
+        gemms = layer_gemms(fp8, ParallelContext.single(), 3, casts)
+        with casts.keeping():
+            options = {"dtype": torch.float32, "gemms": gemms}
+            saved.append(saved_bytes({}, ids, changes, **options))
+            saved[-1] += sum(f.numbers.nbytes for cast in casts._kept.values() for f in cast)
+        found = rank_bytes(
+            model,
+            VOCAB,
+            ParallelConfig(),
+            world_size=1,
+            seq_length=16,
+            micro_batch_size=2,
+            fp8=fp8,
+            weight_bytes=4,
+        )
+        counted.append(found.weights + found.activations)
+    # Beside the codes a float32 scale an input, and what is smaller than that.
+    assert saved[0] - saved[1] == pytest.approx(counted[0] - counted[1], abs=4 * 5)
 
 
 @pytest.mark.parametrize("kind", DROPS)

@@ -37,6 +37,7 @@ from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
+from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.rank_grid import build_grids
 
 GPU_GIB = {
@@ -128,6 +129,7 @@ class CountConfig:
     adam: AdamConfig = field(default_factory=AdamConfig)
     main_weights: MainWeightsConfig = field(default_factory=MainWeightsConfig)
     offloading: OffloadConfig = field(default_factory=OffloadConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     recomputing: RecomputeConfig = field(default_factory=RecomputeConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
 
@@ -323,6 +325,7 @@ def _memory(
             main_weights=config.main_weights,
             offload=offload,
             pipeline=config.pipeline,
+            fp8=config.fp8,
             weight_bytes=2 if options.bf16 else 4,
             shapes_of=lambda *_: dict(shapes),
         )

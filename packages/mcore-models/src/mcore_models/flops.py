@@ -17,6 +17,7 @@ from mcore_models.encoder_config import (
     encoder_layers,
     feed_forward,
 )
+from mcore_models.fp8_bytes import fp8_bytes
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.logical_tensors import (
@@ -35,6 +36,7 @@ from mcore_parallel.logical_tensors import (
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
+from mcore_parallel.precision.config import Fp8Config
 
 ShapesOf = Callable[..., Mapping[str, tuple[int, ...]]]
 """Lists the logical tensors of a model from its config, its vocabulary and its experts."""
@@ -46,6 +48,7 @@ _ADAM = AdamConfig()
 _MAIN_WEIGHTS = MainWeightsConfig()
 _NO_OFFLOAD = OffloadConfig()
 _EVEN_STAGES = PipelineConfig()
+_NO_FP8 = Fp8Config()
 _DELTA_CHUNK = 64  # ``layers.recurrent.delta_rule.CHUNK``, which needs torch
 
 
@@ -173,6 +176,7 @@ def rank_bytes(
     main_weights: MainWeightsConfig = _MAIN_WEIGHTS,
     offload: OffloadConfig = _NO_OFFLOAD,
     pipeline: PipelineConfig = _EVEN_STAGES,
+    fp8: Fp8Config = _NO_FP8,
     weight_bytes: int = 2,
     shapes_of: ShapesOf = tensor_shapes,
 ) -> RankBytes:
@@ -198,13 +202,15 @@ def rank_bytes(
         main_weights: whether 16-bit weights are kept in float32 too.
         offload: what is in host memory.
         pipeline: stages on each rank.
+        fp8: which GEMMs keep casts of weights and inputs.
         weight_bytes: of a parameter or activation: 2 for bf16, 4 for float32.
         shapes_of: lists the tensors, ``Family.tensor_shapes``.
     """
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     expert_tp = parallel.expert_tensor_parallel_size or tp
     expert_ranks = expert_tp * parallel.expert_model_parallel_size
-    counts = _counts(shapes_of(config, vocab_size, moe))
+    shapes = shapes_of(config, vocab_size, moe)
+    counts = _counts(shapes)
     experts = counts["experts"] // pp // expert_ranks
     ends = max(counts["embedding"], counts["head"])
     has_both_ends = pp == 1 or pipeline.v_shaped
@@ -224,11 +230,12 @@ def rank_bytes(
     gradient_bytes = weight_bytes if data_parallel.has_narrow_grads else 4
     weights, gradients = dense + experts, dense + experts
     own = dense // dense_ranks + experts // data_ranks
+    casts, change = fp8_bytes(fp8, config, shapes, parallel, moe, weight_bytes)
+    tokens = seq_length * micro_batch_size // parallel.context_parallel_size
     kept = _kept_elements(
-        config, parallel, seq_length * micro_batch_size, moe, recomputing, has_both_ends
+        config, parallel, tokens, moe, recomputing, has_both_ends, change / weight_bytes
     )
     # The head's chunk of logits comes once, on the last of several stages.
-    tokens = seq_length * micro_batch_size // parallel.context_parallel_size
     logits = has_both_ends * min(tokens, 4096) * vocab_size // tp
     own_bytes = 0
     if data_parallel.is_fully_sharded:
@@ -239,6 +246,7 @@ def rank_bytes(
         weights = ends + (layers + experts if is_whole else 2 * layer)
         gradients = counts["head"] // tp + layer
         own_bytes, state = 4 * own, state + 4 * (weight_bytes == 4)
+        casts = 0  # not kept
         gradient_bytes = 4
     passes = _passes_held(pp, pipeline, num_microbatches)
     layers_here = max(1, -(-config.num_layers // pp))
@@ -251,7 +259,7 @@ def rank_bytes(
     kept_away = state_gone + int(share * rows)
     on_disk = bool(offload.optimizer_offload_dir)
     return RankBytes(
-        weights=weight_bytes * weights,
+        weights=weight_bytes * weights + casts // pp,
         gradients=own_bytes + gradient_bytes * gradients,
         optimizer=state * own - state_gone,
         activations=weight_bytes * (int(kept * passes) - gone + logits),
@@ -299,19 +307,20 @@ def _counts(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
 def _kept_elements(
     config: TransformerConfig,
     parallel: ParallelConfig,
-    num_tokens: int,
+    tokens: int,
     moe: MoEConfig,
     recomputing: RecomputeConfig,
     has_both_ends: bool,
+    fp8_change: float,
 ) -> int:
-    """Count what the first rank keeps of a micro-batch for backward.
+    """Count what the first rank keeps of a micro-batch's own tokens for backward.
 
     The tensors that our layers save, as in Korthikanti et al. 2022, arXiv:2205.05198, with
     attention that keeps no scores and an activation that keeps no intermediate.
+    ``fp8_change`` is what fp8 adds to a token's elements of all layers.
     """
     D = config.hidden_size
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    tokens = num_tokens // parallel.context_parallel_size
     stream = tp if parallel.sequence_parallel else 1
     widths = _kept_widths(config, moe)
     mixers = _mixers(config, moe)
@@ -321,7 +330,7 @@ def _kept_elements(
     latent = config.q_lora_rank + config.kv_lora_rank + config.qk_pos_emb_head_dim
     inner = sum(widths[name] // tp + 2 * D // stream for name in names)
     inner += names.count("mla") * 2 * latent // stream
-    layer = tokens * inner // len(mixers)
+    layer = int(tokens * (inner + fp8_change) / len(mixers))
     layers = -(-len(mixers) // pp)
     kept = layers * layer
     if recomputing.recompute_granularity == "full":

@@ -114,6 +114,7 @@ def _memory(
         main_weights=config.main_weights,
         offload=config.offloading,
         pipeline=pipeline,
+        fp8=config.fp8,
         weight_bytes=2 if narrow else 4,
         shapes_of=family.tensor_shapes,
     ).total

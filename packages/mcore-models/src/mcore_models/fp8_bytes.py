@@ -1,0 +1,73 @@
+"""What fp8 changes in the memory of a rank, from configs alone.
+
+A step keeps each weight's cast and its transpose beside the weight, and each linear the codes
+of its input instead of the input, where nothing else needs that. What a column-parallel linear
+reads is kept as it came under sequence parallelism, cut and in the model's own format.
+"""
+
+import re
+from collections.abc import Mapping
+
+from mcore_models.config import TransformerConfig
+from mcore_moe.config import MoEConfig
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.logical_tensors import layer_mixers
+from mcore_parallel.precision.config import Fp8Config
+
+CODE_BYTES = {"blockwise": 1 + 4 / 128}
+"""Of an element with its share of a scale, by recipe; 1 elsewhere."""
+_ROW_PARALLEL = ("proj", "fc2", "out_proj")
+_LINEAR = re.compile(
+    r"(?P<linear>.+\.(?P<mixer>(?:cross_)?attention|mla|mlp|mamba|delta_net)"
+    rf"\.(?P<name>qkv|q|kv|q_up|kv_up|fc1|in_proj|{'|'.join(_ROW_PARALLEL)}))(\.\w+)?\.weight"
+)
+
+
+def fp8_bytes(
+    fp8: Fp8Config,
+    config: TransformerConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    parallel: ParallelConfig,
+    moe: MoEConfig,
+    weight_bytes: int,
+) -> tuple[int, float]:
+    """Estimate what fp8 adds on one of the ranks that share a layer.
+
+    Args:
+        fp8: format and recipe.
+        config: of the model.
+        shapes: of all logical tensors.
+        parallel: the degrees.
+        moe: of its experts.
+        weight_bytes: of a parameter or activation outside fp8.
+
+    Returns:
+        Bytes of the casts of all weights, and of what is kept of a token in all layers:
+        below 0, since inputs go.
+    """
+    if not fp8.fp8_format:
+        return 0, 0.0
+    tp, code = parallel.tensor_model_parallel_size, CODE_BYTES.get(fp8.fp8_recipe, 1.0)
+    expert_tp = parallel.expert_tensor_parallel_size or tp
+    is_cut = parallel.sequence_parallel and tp > 1
+    weights, token, seen = 0.0, 0.0, set[str]()
+    for name, (rows, *columns) in shapes.items():
+        if ".experts." in name and columns and moe.moe_experts_dtype:
+            weights += rows * columns[0] / expert_tp / parallel.expert_model_parallel_size
+        if not (found := _LINEAR.fullmatch(name)):
+            continue
+        weights += rows * columns[0] / tp
+        if found["linear"] in seen:
+            continue
+        seen.add(found["linear"])
+        is_row = found["name"] in _ROW_PARALLEL
+        if is_row or not is_cut:
+            # Attention's backward needs its output, and the projection to latents its input.
+            stays = found["mixer"] in ("attention", "cross_attention", "mla") and is_row
+            stays &= not config.attention_output_gate
+            stays |= found["mixer"] == "mla" and found["name"] == "q"
+            token += columns[0] / (tp if is_row else 1) * (code - weight_bytes * (not stays))
+    ends = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
+    num_layers = len(layer_mixers(config, moe))
+    share = max(0.0, 1 - fp8.first_last_layers_bf16 * ends / num_layers)
+    return int(2 * code * weights * share), token * share
