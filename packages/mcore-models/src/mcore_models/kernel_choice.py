@@ -24,7 +24,7 @@ from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads, val
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optimizers.adamw import ADAM_KERNEL
 from mcore_parallel.optional_kernels import OptionalKernel
-from mcore_parallel.precision.config import Fp8Config
+from mcore_parallel.precision.config import BLACKWELL, Fp8Config
 from mcore_parallel.precision.fp8_cast import CAST_KERNEL
 from mcore_parallel.precision.fp8_fine_cast import FINE_CAST_KERNEL
 from mcore_parallel.tensor_parallel.embedding import ROWS_KERNEL
@@ -52,7 +52,7 @@ def optional_kernels(
     if dtype == torch.float64:
         return found
     found.append((LOSS_KERNELS, (dtype,)))
-    if fp8.fp8_format:
+    if fp8.fp8_format and fp8.fp8_recipe not in BLACKWELL:
         is_fine = fp8.fp8_recipe in ("rowwise", "blockwise")
         found.append((FINE_CAST_KERNEL if is_fine else CAST_KERNEL, (dtype,)))
         if not is_fine and is_gated(config) and activation(config) in FUSED:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from mcore_parallel.config import (
@@ -13,6 +14,7 @@ from mcore_parallel.config import (
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
+from mcore_parallel.precision.block_scaling import cast_nvfp4, dequantized_nvfp4, swizzled
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import (
     Fp8Gemm,
@@ -23,7 +25,7 @@ from mcore_parallel.precision.fp8 import (
 )
 from mcore_parallel.precision.fp8_cast import cast, cast_plain, dequantized
 from mcore_parallel.precision.fp8_fine_cast import cast_blocks, cast_lines, dequantized_lines
-from mcore_parallel.precision.fp8_recipes import Cut, Delayed, Tensorwise
+from mcore_parallel.precision.fp8_recipes import Cut, Delayed, Mxfp8, Nvfp4, Tensorwise
 from mcore_parallel.precision.gemm import PLAIN_GEMM
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.testing.ranks import run_ranks
@@ -246,13 +248,62 @@ def check_split():
     ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2))
     cases = [
         *itertools.product(("tensorwise", "rowwise"), (E4M3, E5M2), (False, True)),
-        *itertools.product(("blockwise",), (E4M3,), (False, True)),
+        *itertools.product(("blockwise", "mxfp8", "nvfp4"), (E4M3,), (False, True)),
     ]
     return [case for case in cases if split_errors(ctx, *case) > 1e-12]
 
 
 def test_linears_split_over_ranks_cast_as_one_rank_does():
     assert run_ranks(check_split, 2) == [[], []]
+
+
+@pytest.mark.parametrize(("recipe", "band"), [(Mxfp8(), 0.045), (Nvfp4(), 0.16)])
+def test_products_of_blackwells_recipes_are_near_the_exact_ones(recipe, band):
+    layer = ColumnParallelLinear(D, F, gemm=Fp8Gemm(grad_dtype=E4M3, recipe=recipe))
+    x, dy = draw(T, 1, D) * torch.logspace(-1, 1, D), draw(T, 1, F, seed=1)
+    flat, flat_dy, weight = x.flatten(0, 1), dy.flatten(0, 1), layer.weight.detach()
+    exact = (flat @ weight.t(), flat_dy @ weight, flat_dy.t() @ flat)
+    for own, true in zip(gradients(layer, x, dy), exact, strict=True):
+        assert 0.4 * band < distance(own.flatten(0, -2), true) < band
+    # A square of a weight is one square from either side; zeros stay zero, NaN is seen.
+    own = cast_nvfp4(weight, is_weight=True)
+    across = dequantized_nvfp4(own.columns, own.column_scales)
+    assert torch.equal(across.t(), dequantized_nvfp4(own.rows, own.row_scales))
+    x[3] = 0.0
+    assert not gradients(layer, x, dy)[0][3].any()
+    x[3, 0, 5] = torch.nan
+    assert gradients(layer, x, dy)[0][3].isnan().all()
+
+
+def test_four_bits_are_rounded_to_the_nearest_level_the_even_one_in_the_middle():
+    numbers = [0.2, 0.25, 0.75, 1.25, 1.8, 2.5, 3.5, 5.0]
+    levels = [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    x = torch.tensor([*numbers, 6.0, *(-x for x in numbers[1:])] * 2).expand(32, 32)
+    own = cast_nvfp4(x, is_weight=True)  # the scale of 6 is 1
+    got = dequantized_nvfp4(own.rows, own.row_scales)
+    assert got[0].tolist() == [*levels, 6.0, *(-x for x in levels[1:])] * 2
+    assert (own.rows.shape, own.rows.dtype) == ((32, 16), torch.uint8)
+
+
+def test_blackwells_gemms_get_what_torch_asks_of_them():
+    scales = torch.arange(200 * 6, dtype=torch.float32).view(200, 6)
+    flat = swizzled(scales.to(torch.uint8))
+    assert flat.shape == (256 * 8,)
+    for row, column in ((0, 0), (33, 1), (199, 5), (140, 4)):
+        tile = 2 * (row // 128) + column // 4
+        place = 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
+        assert flat[place] == scales[row, column].to(torch.uint8)
+
+
+@pytest.mark.slow  # torch loads its symbolic shapes
+def test_torch_takes_the_operands_of_blackwells_gemms():
+    with FakeTensorMode():
+        for recipe in (Mxfp8(), Nvfp4()):
+            a = torch.randn(64, 96, device="cuda")
+            b = torch.randn(160, 96, device="cuda")
+            rows, columns = (recipe.cast("x", x, E4M3, Cut()).rows for x in (a, b))
+            y = recipe.multiply(rows, columns, torch.bfloat16)
+            assert (y.shape, y.dtype) == ((64, 160), torch.bfloat16)
 
 
 def test_a_scale_for_each_row_or_block_is_of_its_own_largest_number():

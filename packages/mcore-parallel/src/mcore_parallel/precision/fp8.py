@@ -36,6 +36,8 @@ from mcore_parallel.precision.fp8_recipes import (
     Cut,
     Delayed,
     Factor,
+    Mxfp8,
+    Nvfp4,
     Recipe,
     Rowwise,
     Scaled,
@@ -150,7 +152,8 @@ class Fp8Gemm:
         if isinstance(grad, Tensor) and not self.fits(grad):
             return (grad,)
         own = self.recipe.cast("grad", _flat(grad), self.grad_dtype, self.grad_cut)
-        return own.rows.numbers.view(grad.shape), own.rows.scales, *own.columns
+        numbers = own.rows.numbers.view(*grad.shape[:-1], -1)  # 4-bit numbers go by pairs
+        return numbers, own.rows.scales, *own.columns
 
     def input_grad(
         self, grad: Operands, weight: Float[Tensor, "F D"]
@@ -282,7 +285,13 @@ def delayed_scales(config: Fp8Config, ctx: ParallelContext) -> DelayedScales | N
     )
 
 
-_STATELESS = {"tensorwise": Tensorwise, "rowwise": Rowwise, "blockwise": Blockwise}
+_STATELESS = {
+    "tensorwise": Tensorwise,
+    "rowwise": Rowwise,
+    "blockwise": Blockwise,
+    "mxfp8": Mxfp8,
+    "nvfp4": Nvfp4,
+}
 
 
 def _check_device(config: Fp8Config, device: torch.device) -> None:

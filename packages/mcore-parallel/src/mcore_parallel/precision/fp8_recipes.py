@@ -3,7 +3,8 @@
 ``Tensorwise`` and ``Delayed`` have one scale a tensor, of the tensor itself or of earlier
 steps. ``Rowwise`` has one for each row that a GEMM sums along, ``Blockwise`` one for 128
 numbers of such a row (128 x 128 of a weight), as DeepSeek-V3 does. A finer scale buys range for
-tensors with outliers, not digits.
+tensors with outliers, not digits. ``Mxfp8`` and ``Nvfp4`` are Blackwell's own, see
+``block_scaling``.
 
 Reference:
     Micikevicius et al. 2022, FP8 Formats for Deep Learning. arXiv:2209.05433.
@@ -23,6 +24,14 @@ from mcore_parallel.autocasting import without_autocast
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import works
+from mcore_parallel.precision.block_scaling import (
+    MX_BLOCK,
+    cast_mxfp8,
+    cast_nvfp4,
+    dequantized_nvfp4,
+    multiply_mxfp8,
+    multiply_nvfp4,
+)
 from mcore_parallel.precision.delayed_scaling import DelayedScales, Operand
 from mcore_parallel.precision.fp8_accumulation import ADDING_KERNEL, add_scaled_matmul
 from mcore_parallel.precision.fp8_cast import Fp8, Uncast, cast, dequantized
@@ -262,6 +271,70 @@ class Blockwise(Recipe):
             square if is_square else along,
             output_dtype=torch.bfloat16,
         ).to(dtype)
+
+
+class Mxfp8(Recipe):
+    """One power of two for 32 numbers of a row that a GEMM sums along."""
+
+    multiple = MX_BLOCK
+
+    def cast(
+        self,
+        operand: Operand,  # noqa: ARG002
+        x: Float[Tensor, "T D"],
+        dtype: torch.dtype,  # noqa: ARG002
+        cut: Cut,  # noqa: ARG002
+        *,
+        has_rows: bool = True,
+    ) -> Scaled:
+        """Cast an operand; no communication: ranks hold whole blocks."""
+        return _with_many_scales(cast_mxfp8(x, has_rows=has_rows))
+
+    def multiply(
+        self,
+        a: Factor,
+        b: Factor,
+        dtype: torch.dtype,
+        *,
+        fast_accum: bool = False,  # noqa: ARG002
+    ) -> Float[Tensor, "M N"]:
+        """Return the matrix product of a and the transpose of b."""
+        return (multiply_mxfp8 if _on_tensor_cores(a) else _multiply_lines)(a, b, dtype)
+
+
+class Nvfp4(Recipe):
+    """e2m1 with an e4m3 scale for 16 numbers of a row, 16 x 16 of a weight."""
+
+    multiple = MX_BLOCK
+
+    def cast(
+        self,
+        operand: Operand,
+        x: Float[Tensor, "T D"],
+        dtype: torch.dtype,  # noqa: ARG002
+        cut: Cut,
+        *,
+        has_rows: bool = True,
+    ) -> Scaled:
+        """Cast an operand; reduces two numbers over the ranks that share it."""
+        is_weight = operand == "weight"
+        return _with_many_scales(
+            cast_nvfp4(x, cut.whole, is_weight=is_weight, has_rows=has_rows)
+        )
+
+    def multiply(
+        self,
+        a: Factor,
+        b: Factor,
+        dtype: torch.dtype,
+        *,
+        fast_accum: bool = False,  # noqa: ARG002
+    ) -> Float[Tensor, "M N"]:
+        """Return the matrix product of a and the transpose of b."""
+        if _on_tensor_cores(a):
+            return multiply_nvfp4(a, b, dtype)
+        with without_autocast(a.numbers.device):
+            return (dequantized_nvfp4(*a) @ dequantized_nvfp4(*b).t()).to(dtype)
 
 
 def _multiply_lines(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
