@@ -92,7 +92,7 @@ def test_an_upcycled_model_computes_what_the_dense_one_did(tmp_path, kind, granu
     assert not torch.equal(routers[0], routers[1])
 
 
-def test_the_command_upcycles_some_layers_and_refuses_what_cannot_be(tmp_path, capsys):
+def test_the_command_upcycles_some_layers_and_refuses_what_cannot_be(tmp_path, capsys, caplog):
     expected = save_dense(tmp_path / "dense", **KINDS["gated"])
     command = ["upcycle", str(tmp_path / "dense"), "--output"]
     flags = ["--num-experts", "4", "--moe-layer-freq", "[0,1]", "--moe-aux-loss-coeff", "0.01"]
@@ -106,6 +106,9 @@ def test_the_command_upcycles_some_layers_and_refuses_what_cannot_be(tmp_path, c
         moe_layer_freq="[0,1]",
         moe_aux_loss_coeff=0.01,
     )
+    uneven = ["--num-experts", "4", "--moe-upcycling-granularity", "2"]
+    assert main([*command, str(tmp_path / "uneven"), *uneven, "--moe-router-topk", "3"]) == 0
+    assert "no multiple of --moe-upcycling-granularity 2" in caplog.text
     capsys.readouterr()
     for source, words, complaint in (
         ("moe", ["--num-experts", "4"], "holds experts already"),

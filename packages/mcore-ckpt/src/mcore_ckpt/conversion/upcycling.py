@@ -8,6 +8,7 @@ a linear function follows (up-projection and second matrix), never a gate, so th
 is kept exactly where k is a multiple of g and weights sum to 1.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
 from hashlib import sha256
@@ -30,6 +31,8 @@ from mcore_ckpt.storage.paths import RELEASE, commit
 from mcore_ckpt.storage.sealing import check_files, sealed
 from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.logical_tensors import moe_layers
+
+log = logging.getLogger(__name__)
 
 
 def upcycle(
@@ -60,6 +63,13 @@ def upcycle(
     """
     output = as_path(output)
     step = native_step(source)
+    if options.moe_router_topk % options.moe_upcycling_granularity:
+        log.warning(
+            "--moe-router-topk %d is no multiple of --moe-upcycling-granularity %d: the new "
+            "model does not compute what the dense one did.",
+            options.moe_router_topk,
+            options.moe_upcycling_granularity,
+        )
     check_place(output, step)
     check_run_folder(output)
     index = read_index(step)
