@@ -171,12 +171,15 @@ def test_a_step_is_a_hugging_face_folder_and_loads_as_ours(saved, tmp_path, name
 
 def test_a_step_with_foreign_weights_loads_under_one_rank_and_reshards(saved, tmp_path):
     source = str(saved / "dense" / "hf")
+    ends = b'{"eos_token_id": [1, 2]}'
+    (resolve_folder(source) / "generation_config.json").write_bytes(ends)
     run = build(
         load=source, save=str(tmp_path), save_hf=True, override_opt_param_scheduler=True
     )
     assert load_run(run)
     train(run, Reporter(None))
     step = resolve_folder(tmp_path)
+    assert (step / "generation_config.json").read_bytes() == ends
     assert {f.name for f in step.glob("*.safetensors")} == {
         "model.safetensors",
         "rank_00000.safetensors",

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.formats.hf_folder import GENERATION
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.save_load.local_saving import LocalSaver
 from mcore_ckpt.save_load.saving import save
@@ -150,6 +151,8 @@ def _load(run: Run) -> bool:
     options = start_of(run.plan.config)
     folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
     has_base = load_base(run, folder)
+    if folder is not None and (folder / GENERATION).is_file():
+        run.small_files = {GENERATION: (folder / GENERATION).read_bytes()}
     if _load_local(run, folder):
         return True
     if folder is None:
@@ -259,7 +262,9 @@ def data_plan(run: Run) -> DataPlan:
 
 
 def _files(run: Run) -> dict[str, bytes]:
-    files = {"recipe.toml": write_recipe(changed_options(run.plan.config)).encode()}
+    files = run.small_files | {
+        "recipe.toml": write_recipe(changed_options(run.plan.config)).encode()
+    }
     if run.datasets.sources:
         files[PLAN_FILE] = data_plan(run).to_json().encode()
     return files
