@@ -5,6 +5,7 @@ its first parallel loop. Loading torch and what belongs to it takes three times 
 source: where Python writes no bytecode beside the sources, it goes into pytest's own folder.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -33,6 +34,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # On a busy host a second may draw few examples: no test hangs on how many.
     settings.register_profile("suite", suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("suite")
+
+
+def pytest_collection() -> None:
+    """Leave the collector alone while half a million objects come that stay."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Set them aside: it never looks at them again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -69,8 +69,9 @@ def _kind(value: Any) -> Any:
     """Return what decides whether an argument keeps to its annotation."""
     if isinstance(value, (tuple, list)):
         return type(value), *map(_kind, value)
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    return type(value), shape, dtype
+    if hasattr(type(value), "shape"):  # A module takes long to say that it has none.
+        return type(value), value.shape, getattr(value, "dtype", None)
+    return type(value)
 
 
 def _has_arrays(function: Callable[..., Any]) -> bool:
