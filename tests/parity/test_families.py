@@ -153,7 +153,7 @@ def same_from_a_cache(run, tokens, logits, name):
     model, ctx = loaded(run)
     cache, found = StaticCache(LENGTH), []
     with torch.no_grad():
-        for piece in tokens.split([9, 1, 1, 4, *[1] * (LENGTH - 15)], 1):
+        for piece in tokens.split([9, 1, 1, 4, 1, 1, LENGTH - 17], 1):
             hidden, _ = model.eval()(piece, state=cache)
             cache.advance(piece.shape[1])
             found.append(model.logits(hidden))
