@@ -189,7 +189,7 @@ def test_a_layout_trains_as_one_rank_does(name):
 
 def test_packing_and_lengths_change_what_is_learned():
     plain, packed, ragged = (one_rank(2, False, r) for r in ("plain", "packed", "ragged"))
-    assert len({*plain.losses, *packed.losses, *ragged.losses}) == 9
+    assert len({*plain.losses, *packed.losses, *ragged.losses}) == 6
 
 
 def test_a_split_backward_has_every_bit_of_a_whole_one():

@@ -26,7 +26,7 @@ def test_a_layout_trains_in_fp8_as_one_rank_does(fp8, name):
     ("recipe", "layout"),
     [
         ("delayed", "delayed_tp2_sp_recomputed"),
-        ("delayed", "delayed_pp2_zb"),
+        pytest.param("delayed", "delayed_pp2_zb", marks=pytest.mark.parity_long),
         ("delayed", "delayed_dp3"),
         ("rowwise", "rowwise_tp2"),
         pytest.param("rowwise", "rowwise_tp2_cp2", marks=pytest.mark.parity_long),

@@ -125,19 +125,35 @@ CASES = {
 }
 
 
+LONG = {
+    "window_and_ring_cp2",
+    "further_tokens_pp2_zero",
+    "offloaded_experts_zero3_dp2",
+    "qk_clip_latent_zero3_dp2",
+    "lora_latent_sequence_tp2",
+    "experts_hybrid_zero3_dp4",
+}
+"""Rows whose options others have, under a like layout: in the long suite."""
+
+
 @cache
-def failures(world_size):
+def failures(world_size, is_long):
     """What is off in all cases of one world size, by name."""
-    cases = {name: draw for name, (ranks, draw) in CASES.items() if ranks == world_size}
+    chosen = {name: case for name, case in CASES.items() if (name in LONG) == is_long}
+    cases = {name: draw for name, (ranks, draw) in chosen.items() if ranks == world_size}
     sizes = {"micro_batch_size": 1, "global_batch_size": max(2, world_size)}
     draws = [{"num_layers": 2} | draw | sizes for draw in cases.values()]
     return dict(zip(cases, all_failures(draws, world_size), strict=True))
 
 
-@pytest.mark.parametrize("name", list(CASES))
+def marked(name):
+    return pytest.param(name, marks=pytest.mark.parity_long) if name in LONG else name
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_an_option_under_a_layout_computes_what_one_rank_computes(name):
     world_size, _ = CASES[name]
-    assert failures(world_size)[name] == []
+    assert failures(world_size, name in LONG)[name] == []
 
 
 def test_noise_of_routers_continues_where_a_run_stopped(tmp_path):
