@@ -33,8 +33,8 @@ from mcore_train.resolution import Plan, resolve
 SEQ_LENGTH = 16
 VOCAB_SIZE = 50
 GLOBAL_BATCH_SIZE = 12
-SAVED_STEP = 2
-NUM_STEPS = 4
+SAVED_STEP = 1
+NUM_STEPS = 3
 """Two steps after the save: the loss of the second shows what the optimizer got back."""
 
 ROWS = Rows(
