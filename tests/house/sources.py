@@ -23,6 +23,16 @@ class Source:
         """Its syntax, parsed when a rule first reads it."""
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of its syntax."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """What the names that its imports bind stand for."""
+        return imported_names(self.tree)
+
     @property
     def room(self) -> str:
         """Module path below the package: ``families.llama``; empty for the front."""

@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from house.sources import ROOT, Source, all_sources, dotted, full_name, imported_names, parse
+from house.sources import ROOT, Source, all_sources, dotted, full_name, parse
 
 MAX_FUNCTION_LINES = 60
 """Without its docstring; 30 is the aim."""
@@ -25,7 +25,7 @@ def long_functions(source: Source) -> list[str]:
     """Return functions whose code is longer than a screen."""
     return [
         f"{source.name}:{node.lineno} {node.name}"
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.FunctionDef) and _code_lines(node) > MAX_FUNCTION_LINES
     ]
 
@@ -39,8 +39,8 @@ def _code_lines(node: ast.FunctionDef) -> int:
 
 def unpickling(source: Source) -> list[str]:
     """Return imports and calls by which a file or a peer could run code here."""
-    names, found = imported_names(source.tree), []
-    for node in ast.walk(source.tree):
+    names, found = source.names, []
+    for node in source.nodes:
         modules = []
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -63,7 +63,7 @@ def stubs(source: Source) -> list[str]:
     """Return functions that say they are not written, or do nothing but be there."""
     return [
         f"{source.name}:{node.lineno}"
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if (isinstance(node, ast.Raise) and node.exc and "NotImplemented" in ast.dump(node.exc))
         or (isinstance(node, ast.Assert) and dotted(node.test) == "" and _is_false(node.test))
     ]

@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from house.sources import Source, all_sources, dotted, full_name, imported_names, parse
+from house.sources import Source, all_sources, dotted, full_name, parse
 
 COLLECTIVES = {
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object",
@@ -27,9 +27,9 @@ ENVIRONMENT_ROOMS = (
 
 def groupless_calls(source: Source) -> list[str]:
     """Return the collective calls that leave their group to torch's default, the world."""
-    names = imported_names(source.tree)
+    names = source.names
     found = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Call):
             continue
         name = full_name(dotted(node.func), names)
@@ -63,10 +63,10 @@ def _names_a_group(values: list[ast.expr]) -> bool:
 
 def environment_readers(source: Source) -> list[str]:
     """Return the lines that touch the process environment."""
-    names = imported_names(source.tree)
+    names = source.names
     return [
         f"{source.name}:{node.lineno}"
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Name | ast.Attribute)
         and full_name(dotted(node), names) in {"os.environ", "os.getenv", "os.putenv"}
     ]

@@ -64,7 +64,7 @@ def _module(source: Source) -> str:
 def foreign_imports(source: Source) -> list[str]:
     """Return what a config file imports beyond the standard library, configs and ``PURE``."""
     found = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -1,7 +1,7 @@
 """tests/mutations.toml misses no entry of the catalogue of silent bugs."""
 
 import ast
-from itertools import groupby
+from itertools import groupby, zip_longest
 from string import ascii_lowercase
 
 import pytest
@@ -24,9 +24,9 @@ def test_every_entry_is_killed_by_a_test_or_says_why_not():
 
 @pytest.mark.parametrize("row", mutants.mutants(), ids=lambda row: row["id"])
 def test_a_mutant_still_fits_its_file_and_parses(row):
-    assert ast.dump(ast.parse(mutants.planted(row))) != ast.dump(
-        ast.parse(mutants.source_of(row).read_text())
-    )
+    texts = mutants.planted(row), mutants.source_of(row).read_text()
+    pairs = zip_longest(*(map(ast.dump, ast.parse(text).body) for text in texts))
+    assert any(mutant != original for mutant, original in pairs)
 
 
 def test_every_row_with_a_test_has_a_mutant():

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 import pytest
-from house.sources import ROOT, Source, all_sources, dotted, full_name, imported_names, parse
+from house.sources import ROOT, Source, all_sources, dotted, full_name, parse
 
 MAX_LINES = 400
 # Files that are longer for a reason; the number is what each may not outgrow.
@@ -41,7 +41,7 @@ def module_state(source: Source) -> list[str]:
     A module-level container is state if the file changes it, or if it begins empty, which is
     of no use otherwise; so is a container of another module of ours that the file changes.
     """
-    names = imported_names(source.tree)
+    names = source.names
     containers, found = {name for name in names if names[name].startswith("mcore_")}, []
     for node in source.tree.body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
@@ -62,7 +62,7 @@ def module_state(source: Source) -> list[str]:
             containers |= own
             if _is_empty(node.value):
                 found += [f"{source.name}:{name}" for name in own]
-    changed = {name for node in ast.walk(source.tree) for name in _changed_names(node)}
+    changed = {name for node in source.nodes for name in _changed_names(node)}
     return sorted({*found, *(f"{source.name}:{name}" for name in containers & changed)})
 
 
@@ -119,11 +119,11 @@ def loud_lines(source: Source) -> list[str]:
         or source.name == "mcore_train/reporting/log.py"
     ):
         return []
-    names = imported_names(source.tree)
+    names = source.names
     forbidden = {"print", "sys.stdout.write", "sys.stderr.write", "logging.basicConfig"}
     return [
         f"{source.name}:{node.lineno}"
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Call)
         and (
             full_name(dotted(node.func), names) in forbidden
@@ -134,10 +134,10 @@ def loud_lines(source: Source) -> list[str]:
 
 def wrong_loggers(source: Source) -> list[str]:
     """Return loggers that are not the module's own."""
-    names = imported_names(source.tree)
+    names = source.names
     return [
         f"{source.name}:{node.lineno}"
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Call)
         and full_name(dotted(node.func), names) == "logging.getLogger"
         and [dotted(arg) for arg in node.args] != ["__name__"]

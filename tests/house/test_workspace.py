@@ -118,7 +118,7 @@ def required(project: dict) -> set[str]:
 
 def mentions(source: Source, module: str) -> bool:
     """Whether a file imports a module or a part of it, by statement or by a string."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
