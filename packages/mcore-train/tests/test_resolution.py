@@ -201,6 +201,11 @@ def test_auto_is_the_fastest_schedule_that_fits_the_memory_and_the_other_options
     assert ramp.pipeline_schedule == "zb-v"  # dualpipev takes 4 micro-batches or more
     odd = length | {"rampup_batch_size": (2, 1, 8), "recompute_granularity": "full"}
     assert plan(2, **auto, **odd).config.pipeline.pipeline_schedule == "1f1b"
+    # Adapters have no main weights and moments of the model.
+    capped = auto | {"pipeline_memory_cap": "1.5"}
+    with pytest.raises(ConflictError, match="takes"):
+        plan(2, **capped)
+    assert plan(2, **capped, peft="lora").config.pipeline.v_shaped
 
 
 def test_auto_names_what_no_schedule_would_mend_instead_of_schedules():

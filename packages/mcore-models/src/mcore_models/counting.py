@@ -6,8 +6,8 @@ change no size, such as ``--lr``, are named and left out. Loads no torch.
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from mcore_models.flops import (
     rank_bytes,
 )
 from mcore_models.hybrid_config import sizes_of_pattern
-from mcore_models.peft.config import PeftConfig, adapter_shapes, linears
+from mcore_models.peft.config import PeftConfig, adapter_shapes
+from mcore_models.peft.memory import Shapes, trained_bytes
 from mcore_models.presets import find_preset
 from mcore_moe.config import MoEConfig
 from mcore_parallel.command_line import (
@@ -280,7 +281,7 @@ def build_report(config: CountConfig) -> dict[str, int | float | str]:
     divisor = model.config.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
     padded = -(-model.vocab_size // divisor) * divisor
     adapters = adapter_shapes(config.peft, family.tensor_shapes(*arguments))
-    memory = _memory(config, model, seq_length, adapters)
+    memory = _memory(config, model, seq_length)
     trained = {"trainable_parameters": sum(map(prod, adapters.values()))} if adapters else {}
     report: dict[str, int | float | str] = {
         "parameters": num_parameters(*arguments, family.tensor_shapes),
@@ -297,19 +298,14 @@ def build_report(config: CountConfig) -> dict[str, int | float | str]:
     return report
 
 
-def _memory(
-    config: CountConfig,
-    model: ModelDescription,
-    seq_length: int,
-    adapters: Mapping[str, tuple[int, ...]],
-) -> RankBytes:
-    """Estimate the fullest rank, whose gradients and optimizer are adapters' if there are."""
+def _memory(config: CountConfig, model: ModelDescription, seq_length: int) -> RankBytes:
+    """Estimate the fullest rank."""
     options, parallel = config.options, config.parallelism
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     ranks *= parallel.pipeline_model_parallel_size
     sequences = options.micro_batch_size * (options.world_size // ranks)
 
-    def of(shapes: Mapping[str, tuple[int, ...]], offload: OffloadConfig) -> RankBytes:
+    def of(shapes: Shapes, offload: OffloadConfig) -> RankBytes:
         return rank_bytes(
             model.config,
             model.vocab_size,
@@ -330,28 +326,13 @@ def _memory(
             shapes_of=lambda *_: dict(shapes),
         )
 
-    shapes = FAMILIES[model.family].tensor_shapes(model.config, model.vocab_size, model.moe)
-    if not adapters:
-        return of(shapes, config.offloading)
-    frozen = of(shapes, replace(config.offloading, optimizer_cpu_offload=False))
-    trained = of(adapters, replace(config.offloading, cpu_offloading=False))
-    saved = 0
-    if bits := config.peft.peft_base_bits:
-        names = (f"{name}.weight" for name in linears(shapes))
-        rounded = [
-            n for n in names if f"{n[:-7]}.lora_A.weight" in adapters or ".experts." in n
-        ]
-        wide = of({name: shapes[name] for name in rounded}, OffloadConfig()).weights
-        # A float32 scale for every 64; a layer's weights at most are wide at a time.
-        held = (bits / 8 + 4 / 64) / (2 if options.bf16 else 4)
-        layers = -(-model.config.num_layers // parallel.pipeline_model_parallel_size)
-        saved = int(wide * (1 - held)) - wide // layers
-    return replace(
-        trained,
-        weights=frozen.weights + trained.weights - saved,
-        activations=frozen.activations,
-        host=frozen.host + trained.host,
-        disk=trained.disk,
+    return trained_bytes(
+        of,
+        FAMILIES[model.family].tensor_shapes(model.config, model.vocab_size, model.moe),
+        config.peft,
+        config.offloading,
+        layers=-(-model.config.num_layers // parallel.pipeline_model_parallel_size),
+        weight_bytes=2 if options.bf16 else 4,
     )
 
 

@@ -10,7 +10,9 @@ from dataclasses import replace
 
 from mcore_models.counting import GPU_GIB, USABLE
 from mcore_models.families import Family
-from mcore_models.flops import rank_bytes
+from mcore_models.flops import RankBytes, rank_bytes
+from mcore_models.peft.memory import Shapes, trained_bytes
+from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.pipeline_parallel.actions import Kind
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
@@ -98,25 +100,37 @@ def _memory(
     num_microbatches: int,
     pipeline: PipelineConfig,
 ) -> int:
-    narrow = config.precision.bf16 or config.precision.fp16
-    return rank_bytes(
-        config.model,
-        vocab_size,
-        config.parallelism,
-        world_size=world_size,
-        seq_length=config.batch.seq_length,
-        micro_batch_size=config.batch.micro_batch_size,
-        num_microbatches=num_microbatches,
-        moe=config.experts,
-        recomputing=config.recomputation,
-        data_parallel=config.data_parallelism,
-        adam=config.adam,
-        main_weights=config.main_weights,
-        offload=config.offloading,
-        pipeline=pipeline,
-        fp8=config.fp8,
-        weight_bytes=2 if narrow else 4,
-        shapes_of=family.tensor_shapes,
+    weight_bytes = 2 if config.precision.bf16 or config.precision.fp16 else 4
+    pp = config.parallelism.pipeline_model_parallel_size
+
+    def estimate(shapes: Shapes, offload: OffloadConfig) -> RankBytes:
+        return rank_bytes(
+            config.model,
+            vocab_size,
+            config.parallelism,
+            world_size=world_size,
+            seq_length=config.batch.seq_length,
+            micro_batch_size=config.batch.micro_batch_size,
+            num_microbatches=num_microbatches,
+            moe=config.experts,
+            recomputing=config.recomputation,
+            data_parallel=config.data_parallelism,
+            adam=config.adam,
+            main_weights=config.main_weights,
+            offload=offload,
+            pipeline=pipeline,
+            fp8=config.fp8,
+            weight_bytes=weight_bytes,
+            shapes_of=lambda *_: dict(shapes),
+        )
+
+    return trained_bytes(
+        estimate,
+        family.tensor_shapes(config.model, vocab_size, config.experts),
+        config.peft,
+        config.offloading,
+        layers=-(-family.num_layers(config.model) // pp),
+        weight_bytes=weight_bytes,
     ).total
 
 

@@ -17,6 +17,9 @@ ALL_LINEAR = "all-linear"
 ADAPTER = "adapter"
 """Name of the module that a linear or a layer's experts get."""
 
+BLOCK = 64
+"""Columns of a base in few bits that share a float32 scale."""
+
 OTHER_WORDS: Mapping[str, str] = {
     "q_proj": "q",
     "k_proj": "k",

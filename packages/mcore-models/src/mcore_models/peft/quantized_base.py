@@ -18,10 +18,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.peft.attaching import adapted_linears
+from mcore_models.peft.config import BLOCK
 from mcore_moe.experts import Experts
-
-BLOCK = 64
-"""Columns that share a scale."""
 
 
 class QuantizedMatrix:

@@ -1,0 +1,53 @@
+"""Memory of a rank that trains adapters: of the base its weights, of the adapters the rest."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from mcore_models.flops import RankBytes
+from mcore_models.peft.config import BLOCK, PeftConfig, adapter_shapes, linears
+from mcore_parallel.offloading.config import OffloadConfig
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def trained_bytes(
+    estimate: Callable[[Shapes, OffloadConfig], RankBytes],
+    shapes: Shapes,
+    config: PeftConfig,
+    offload: OffloadConfig,
+    *,
+    layers: int,
+    weight_bytes: int,
+) -> RankBytes:
+    """Estimate the fullest rank, whose gradients and optimizer are adapters' if there are.
+
+    Args:
+        estimate: what ``rank_bytes`` says of a model of some tensors.
+        shapes: of the model's tensors.
+        config: of the adapters and their base.
+        offload: what is in host memory.
+        layers: of a pipeline rank.
+        weight_bytes: of a parameter that is not rounded.
+    """
+    adapters = adapter_shapes(config, shapes)
+    if not adapters:
+        return estimate(shapes, offload)
+    frozen = estimate(shapes, replace(offload, optimizer_cpu_offload=False))
+    trained = estimate(adapters, replace(offload, cpu_offloading=False))
+    saved = 0
+    if config.peft_base_bits:
+        rounded = {
+            f"{name}.weight": shapes[f"{name}.weight"]
+            for name in linears(shapes)
+            if config.is_target(name) or ".experts." in name
+        }
+        wide = estimate(rounded, OffloadConfig()).weights
+        held = (config.peft_base_bits / 8 + 4 / BLOCK) / weight_bytes
+        # A layer's weights at most are wide at a time.
+        saved = int(wide * (1 - held)) - wide // layers
+    return replace(
+        trained,
+        weights=frozen.weights + trained.weights - saved,
+        activations=frozen.activations,
+        host=frozen.host + trained.host,
+    )
