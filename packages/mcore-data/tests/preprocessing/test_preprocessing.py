@@ -65,10 +65,10 @@ def test_documents_end_with_eod_and_empty_ones_keep_their_place(corpus, tmp_path
 
 
 def test_each_key_has_its_dataset_and_lists_are_sentences(corpus, tmp_path):
-    run(tmp_path / "out", corpus, json_keys=("title", "parts"), append_eod=True)
-    titles = IndexedDataset(tmp_path / "out_title_document")
+    run(f"{tmp_path}/new/", corpus, json_keys=("title", "parts"), append_eod=True)
+    titles = IndexedDataset(tmp_path / "new/_title_document")
     assert bytes(titles[7][:-1].tolist()).decode() == "Nr 7"
-    parts = IndexedDataset(tmp_path / "out_parts_document")
+    parts = IndexedDataset(tmp_path / "new/_parts_document")
     borders = parts.documents
     sentences = texts_of(corpus, "parts")[7]
     stored = parts[int(borders[7]) : int(borders[8])]

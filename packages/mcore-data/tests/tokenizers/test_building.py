@@ -110,6 +110,8 @@ def test_a_saved_tokenizer_is_equal_when_loaded_from_its_folder(any_tokenizer, t
     assert again.fingerprint() == any_tokenizer.fingerprint()
     for role in ("vocab_size", "eod", "bos", "pad"):
         assert getattr(again, role) == getattr(any_tokenizer, role)
+    named = build_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path)))  # as by --load
+    assert named.fingerprint() == any_tokenizer.fingerprint()
     again.save(tmp_path)  # onto itself, as a resumed run does
     assert load_tokenizer(tmp_path).fingerprint() == any_tokenizer.fingerprint()
 

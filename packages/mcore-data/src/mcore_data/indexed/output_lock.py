@@ -37,6 +37,11 @@ def make_folder(folder: Path, flag: str) -> None:
         ) from error
 
 
+def make_folder_of(output_prefix: str | Path) -> None:
+    """Make the folder of a pair, and try it out; of ``corpus/`` that is the folder corpus."""
+    make_folder(Path(os.path.dirname(output_prefix)), f"--output-prefix {output_prefix}")
+
+
 @contextlib.contextmanager
 def only_writer(prefix: str | Path) -> Iterator[None]:
     """Keep other processes from writing the same outputs meanwhile.

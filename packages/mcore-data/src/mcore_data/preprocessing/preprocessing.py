@@ -1,10 +1,9 @@
 """A corpus to token datasets, whole or in parts; ``tokenizing.py`` does the work."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
-from mcore_data.indexed.output_lock import make_folder
+from mcore_data.indexed.output_lock import make_folder_of
 from mcore_data.preprocessing.blocks import BLOCK_BYTES, Source
 from mcore_data.preprocessing.partitioning import preprocess_parts
 from mcore_data.preprocessing.sources import find_inputs
@@ -48,7 +47,7 @@ def preprocess(
     """
     sources = find_inputs(config.input, text_lines=config.text_lines)
     _check_keys(config, sources)
-    make_folder(Path(config.output_prefix).parent, f"--output-prefix {config.output_prefix}")
+    make_folder_of(config.output_prefix)
     tools = build_tools(config, tokenizer_config)
     if config.partitions > 1:
         return preprocess_parts(config, sources, tools, on_progress, block_bytes)

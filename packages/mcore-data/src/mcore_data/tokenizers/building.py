@@ -87,6 +87,10 @@ def _as_files_say(config: TokenizerConfig) -> TokenizerConfig:
     if config.vocab_file and config.merge_file and not config.tokenizer_model:
         return replace(config, tokenizer_type="GPT2BPETokenizer")
     path = Path(config.tokenizer_model)
+    if (path / MARKER).is_file():
+        saved = _detect(path)
+        special_tokens = saved.tokenizer_special_tokens + config.tokenizer_special_tokens
+        return replace(saved, tokenizer_special_tokens=special_tokens)
     file = path / "tokenizer.model" if path.is_dir() else path
     if (path.is_dir() and (path / "tokenizer.json").is_file()) or not file.is_file():
         return config
