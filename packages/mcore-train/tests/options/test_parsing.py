@@ -99,6 +99,8 @@ def test_a_recipe_that_cannot_be_read_is_named_with_what_is_wrong(tmp_path, cont
         parse([*SHAPE, "--recipe", str(tmp_path / "x.toml")])
     with pytest.raises(ValueError, match="is a folder: give a TOML file"):
         parse([*SHAPE, "--recipe", str(tmp_path)])
+    with pytest.raises(FileNotFoundError, match="--recipe absent does not exist: give"):
+        parse(["--recipe", "absent"])
 
 
 PIPELINE = ["--num-layers", "16", "--pipeline-model-parallel-size", "4", *SHAPE[2:]]

@@ -25,6 +25,8 @@ def read_recipe(path: Path, known: Collection[str]) -> dict[str, Value]:
     """
     if path.is_dir():
         raise ValueError(f"--recipe {path} is a folder: give a TOML file.")
+    if not path.exists():
+        raise FileNotFoundError(f"--recipe {path} does not exist: give a TOML file.")
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
