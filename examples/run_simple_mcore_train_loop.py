@@ -23,11 +23,12 @@ from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel import (
     AdamConfig,
+    AdamW,
     DataParallel,
     DataParallelConfig,
+    DistributedOptimizer,
     ParallelConfig,
     ParallelContext,
-    ShardedAdamW,
     clip_coefficient,
     named_shards,
 )
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     data_parallel = DataParallel(
         [model], ctx, DataParallelConfig(use_distributed_optimizer=True)
     )
-    optimizer = ShardedAdamW(data_parallel, AdamConfig())
+    optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()))
     shards = {
         **{f"model.{name}": shard for name, shard in named_shards(model).items()},
         **{f"optimizer.{name}": shard for name, shard in optimizer.named_shards().items()},

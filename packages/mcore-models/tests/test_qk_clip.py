@@ -12,8 +12,9 @@ from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 
 GROUPED = {"num_query_groups": 2, "add_qkv_bias": True, "attention_output_gate": True}
@@ -57,7 +58,7 @@ def test_after_a_step_scores_have_come_down_to_the_threshold(options):
     model = GPT(config, single, vocab_size=13, dtype=torch.float64)
     track_scores(model)
     data_parallel = DataParallel([model], single, DataParallelConfig())
-    optimizer = ShardedAdamW(data_parallel, AdamConfig())
+    optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()))
     first = model.blocks["0"]  # later layers read what the earlier ones changed
     tracker = next(m.tracker for m in first.modules() if hasattr(m, "tracker"))
 
@@ -89,7 +90,7 @@ def test_after_a_step_scores_have_come_down_to_the_threshold(options):
 def test_factors_act_on_main_weights_which_the_weights_follow():
     layer = torch.nn.Linear(64, 6, dtype=torch.bfloat16)
     data_parallel = DataParallel([layer], ParallelContext.single(), DataParallelConfig())
-    optimizer = ShardedAdamW(data_parallel, AdamConfig())
+    optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()))
     before = layer.weight.detach().float()
     layer(torch.zeros(1, 64, dtype=torch.bfloat16)).sum().backward()
     data_parallel.finish()

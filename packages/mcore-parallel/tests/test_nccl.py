@@ -10,9 +10,10 @@ from torch import nn
 
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.launch.launcher import initialize, launch_local, shut_down
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.pipeline_parallel.runner import StageOutput, run_schedule
 from mcore_parallel.pipeline_parallel.schedule import interleaved, one_f_one_b
@@ -58,7 +59,7 @@ def train(ctx, pp=1, vpp=1, config=None):
     stages = stages_of_rank(split_layers(LAYERS, pp, vpp=vpp), ctx.pp.rank)
     chunks = [Chunk(stage, ctx.device) for stage in stages]
     data_parallel = DataParallel(chunks, ctx, config or DataParallelConfig())
-    optimizer = ShardedAdamW(data_parallel, AdamConfig())
+    optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()))
     mine = range(ctx.dp.rank, MICROBATCHES, ctx.dp.size)
     build = interleaved(pp, len(mine), vpp) if vpp > 1 else one_f_one_b(pp, len(mine))
     norms = []

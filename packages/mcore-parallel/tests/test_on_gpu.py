@@ -5,10 +5,10 @@ import torch
 
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.optimizers.adamw import adamw_plain
+from mcore_parallel.optimizers.adamw import AdamW, adamw_plain
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, add_rows_plain
 from mcore_parallel.tensor_parallel.linear_cross_entropy import (
@@ -119,7 +119,7 @@ def test_an_optimizer_step_is_the_same_with_and_without_its_kernel(monkeypatch):
         model = torch.nn.Sequential(*layers).bfloat16().cuda()
         config = DataParallelConfig(use_distributed_optimizer=True)
         data_parallel = DataParallel([model], ParallelContext.single("cuda"), config)
-        optimizer = ShardedAdamW(data_parallel, AdamConfig())
+        optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()))
         for step in range(3):
             data_parallel.zero_grad()
             torch.manual_seed(step)

@@ -11,8 +11,9 @@ from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.save_load.saving import save
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.pipeline_parallel.stages import split_layers
 from mcore_parallel.sharding import named_shards
@@ -78,7 +79,7 @@ def build(case, tied):
         for chunk in range(case.vpp)
     ]
     options = DataParallelConfig(use_distributed_optimizer=case.zero, ddp_bucket_size=500)
-    optimizer = ShardedAdamW(DataParallel(chunks, ctx, options), AdamConfig())
+    optimizer = DistributedOptimizer(DataParallel(chunks, ctx, options), AdamW(AdamConfig()))
     shards = {}
     for chunk in chunks:
         described = named_shards(chunk, ctx.data_axes())

@@ -25,10 +25,11 @@ from mcore_parallel.collectives import (
 )
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.grads import clip_coefficient
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.sharding import Layout, Part, named_shards, replicated, sliced, whole
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
@@ -168,7 +169,7 @@ def train(case, num_steps):
     model = Toy(ctx)
     fill(model)
     data_parallel = DataParallel([model], ctx, case.data)
-    optimizer = ShardedAdamW(data_parallel, case.adam)
+    optimizer = DistributedOptimizer(data_parallel, AdamW(case.adam))
     share = range(DATA // ctx.dp.size * ctx.dp.rank, DATA // ctx.dp.size * (ctx.dp.rank + 1))
     for step in range(num_steps):
         data_parallel.zero_grad()
@@ -500,7 +501,7 @@ def wrap_plain_modules():
         model = replicated(nn.Sequential(nn.Linear(2, 3)), ctx.tp, partial=partial)
         model = deepcopy(model)
         data_parallel = DataParallel([model], ctx, PLAIN)
-        optimizer = ShardedAdamW(data_parallel, AdamConfig())
+        optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()))
         model(own_slice(tokens, ctx.tp) if partial else tokens).sum().backward()
         data_parallel.finish()
         norms.append(optimizer.grad_norm().item())

@@ -10,10 +10,10 @@ from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import (
     DistributedOptimizer,
-    ShardedAdamW,
 )
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig, SGDConfig
 from mcore_parallel.optimizers.sgd import SGD
 from mcore_parallel.optimizers.weight_decay import has_weight_decay
@@ -31,7 +31,7 @@ def small_model(dtype=torch.float32):
 def wrapped(model, config=SHARDED, adam=None, ctx=None):
     ctx = ctx or ParallelContext.single()
     data_parallel = DataParallel([model], ctx, config)
-    return data_parallel, ShardedAdamW(data_parallel, adam or AdamConfig())
+    return data_parallel, DistributedOptimizer(data_parallel, AdamW(adam or AdamConfig()))
 
 
 def backward(model, step, rank=0):

@@ -7,8 +7,9 @@ from torch import nn
 
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import WeightCasts, fp8_gemms
@@ -42,7 +43,7 @@ def train(ctx, config, steps=3):
     """Return losses, the model, its optimizer and what each gather sent."""
     model = Model(ctx)
     data_parallel = DataParallel([model], ctx, config)
-    optimizer = ShardedAdamW(data_parallel, AdamConfig())
+    optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()))
     sent, plain_gather = [], dist.all_gather_into_tensor
 
     def gather(out, own, **options):

@@ -6,10 +6,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES
 from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.testing.ranks import gather_logical, run_ranks
 
@@ -46,7 +47,7 @@ def train(strategy, dtype, steps=2):
     config = DataParallelConfig(data_parallel_sharding_strategy=strategy)
     chunk = Chunk(dtype)
     engine = ENGINES[config.sharding]([chunk], ctx, config)
-    optimizer = ShardedAdamW(engine, AdamConfig())
+    optimizer = DistributedOptimizer(engine, AdamW(AdamConfig()))
     for step in range(steps):
         engine.zero_grad()
         batches = [backward_input(6 * step + i, dtype) for i in range(6)]
@@ -140,7 +141,7 @@ def check_hybrid():
     chunk = Chunk(torch.float32)
     config = DataParallelConfig(use_torch_fsdp2=True)
     engine = ENGINES[config.sharding]([chunk], ctx, config)
-    optimizer = ShardedAdamW(engine, AdamConfig())
+    optimizer = DistributedOptimizer(engine, AdamW(AdamConfig()))
     for step in range(2):
         engine.zero_grad()
         with engine.no_sync():

@@ -8,8 +8,9 @@ from torch import nn
 
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.sharding import named_shards, whole
 from mcore_parallel.testing.ranks import gather_logical, run_ranks
@@ -54,7 +55,7 @@ def train(config, num_steps=4):
     ctx = ParallelContext.build(ParallelConfig())
     model = Model()
     data_parallel = DataParallel([model], ctx, config)
-    optimizer = ShardedAdamW(data_parallel, AdamConfig())
+    optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()))
     for step in range(num_steps):
         data_parallel.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + ctx.dp.rank)

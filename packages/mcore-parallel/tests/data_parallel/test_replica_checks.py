@@ -8,9 +8,10 @@ from torch import nn
 from mcore_parallel.collectives import own_slice
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.sharding import replicated
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding
@@ -171,7 +172,7 @@ def weights_after_a_step(is_sharded):
         overlap_grad_reduce=is_sharded,
     )
     data_parallel = DataParallel([layers], ctx, options)
-    optimizer = ShardedAdamW(data_parallel, AdamConfig())
+    optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()))
     data_parallel.zero_grad()
     layers(torch.full((2, 4), 1.0 + ctx.dp.rank)).square().sum().backward()
     data_parallel.finish()

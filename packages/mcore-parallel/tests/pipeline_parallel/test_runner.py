@@ -15,9 +15,10 @@ from torch import nn
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.data_parallel.distributed_optimizer import ShardedAdamW
+from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.pipeline_parallel.config import V_SHAPED, PipelineConfig
 from mcore_parallel.pipeline_parallel.runner import StageOutput, run_schedule
@@ -150,7 +151,7 @@ def train(case):
     if queue is not None:
         queue.serve(*chunks)
     data_parallel = DataParallel(chunks, ctx, case.data or DataParallelConfig())
-    optimizer = ShardedAdamW(data_parallel, AdamConfig())
+    optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()))
     share = DATA // ctx.dp.size
     mine = [(m, ctx.dp.rank * share + d) for m in range(MICROBATCHES) for d in range(share)]
     actions = schedule_of(case, len(mine))[ctx.pp.rank]
