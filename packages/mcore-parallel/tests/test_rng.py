@@ -13,7 +13,7 @@ from mcore_parallel.rng import (
     fill_normal_,
     fill_parameter_,
 )
-from mcore_parallel.sharding import Layout, NamedParameter, Part
+from mcore_parallel.sharding import NamedParameter, ParamLayout, Part
 from mcore_parallel.testing.ranks import run_ranks
 
 
@@ -88,7 +88,9 @@ def test_stacked_experts_in_a_parameter_are_filled_by_their_own_names_and_paddin
         Part(f"experts.{e}.weight", (5, 8), (0, 4), (i, 0, 0), (1, 5, 4))
         for i, e in enumerate((6, 7))
     )
-    fill_parameter_(NamedParameter("experts.weight", parameter, Layout(parts)), seed=9, std=1.0)
+    fill_parameter_(
+        NamedParameter("experts.weight", parameter, ParamLayout(parts)), seed=9, std=1.0
+    )
     for i, e in enumerate((6, 7)):
         whole = filled((5, 8), name=f"experts.{e}.weight", seed=9)
         assert torch.equal(parameter[i, :5], whole[:, 4:])

@@ -11,8 +11,8 @@ from torch import nn
 
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import (
-    Layout,
     NamedParameter,
+    ParamLayout,
     Part,
     Shard,
     flat_shards,
@@ -76,7 +76,7 @@ def descriptions(draw):
 def build(shape, parts):
     """Build a parameter with its layout, elements numbered from 1."""
     numbers = torch.arange(1.0, prod(shape) + 1).view(shape)
-    layout = Layout(tuple(Part(**part) for part in parts))
+    layout = ParamLayout(tuple(Part(**part) for part in parts))
     return NamedParameter("weight", nn.Parameter(numbers), layout)
 
 
@@ -218,7 +218,9 @@ class Experts(nn.Module):
 
     def layouts(self):
         layout = whole("3.weight", (2, 3))
-        return {"weight": Layout(layout.parts, data="expert", tied=fake_axis(2, 1, "ends"))}
+        return {
+            "weight": ParamLayout(layout.parts, data="expert", tied=fake_axis(2, 1, "ends"))
+        }
 
 
 def test_expert_parameters_replicate_over_their_own_data_ranks_and_tied_ones_over_stages():

@@ -16,7 +16,7 @@ from mcore_ckpt.storage.paths import resolve_folder
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import (
-    Layout,
+    ParamLayout,
     Part,
     Piece,
     Shard,
@@ -87,13 +87,13 @@ DATA_PLAN = b'{"stretches": [[1, 0, 4]]}'
 class Laid(nn.Module):
     """A parameter with a given layout."""
 
-    def __init__(self, shape: tuple[int, ...], layout: Layout) -> None:
+    def __init__(self, shape: tuple[int, ...], layout: ParamLayout) -> None:
         super().__init__()
         # NaN where no part lies: padding must never travel.
         self.weight = nn.Parameter(torch.full(shape, torch.nan, dtype=torch.bfloat16))
         self.layout = layout
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         return {"weight": self.layout}
 
 
@@ -103,7 +103,7 @@ def vocabulary(ctx: ParallelContext, tied: bool) -> Laid:
     count = min(rows, V - first)
     part = Part("weight", (V, D), (first, 0), (0, 0), (count, D))
     ends = ctx.embedding_ends if tied else SINGLE
-    return Laid((rows, D), Layout((part,), tied=ends))
+    return Laid((rows, D), ParamLayout((part,), tied=ends))
 
 
 def fused_qkv(ctx: ParallelContext) -> Laid:
@@ -115,7 +115,7 @@ def fused_qkv(ctx: ParallelContext) -> Laid:
     where = ctx.tp.rank // blocks * kv
     return Laid(
         (q + 2 * kv, D),
-        Layout(
+        ParamLayout(
             (
                 Part("q.weight", (N * H, D), (ctx.tp.rank * q, 0), (0, 0), (q, D)),
                 Part("k.weight", (G * H, D), (where, 0), (q, 0), (kv, D), share),
@@ -128,13 +128,13 @@ def fused_qkv(ctx: ParallelContext) -> Laid:
 def row_parallel(ctx: ParallelContext) -> Laid:
     local = N * H // ctx.tp.size
     part = Part("weight", (D, N * H), (0, ctx.tp.rank * local), (0, 0), (D, local))
-    return Laid((D, local), Layout((part,)))
+    return Laid((D, local), ParamLayout((part,)))
 
 
 def column_parallel(ctx: ParallelContext, rows: int, width: int) -> Laid:
     local = rows // ctx.tp.size
     part = Part("weight", (rows, width), (ctx.tp.rank * local, 0), (0, 0), (local, width))
-    return Laid((local, width), Layout((part,)))
+    return Laid((local, width), ParamLayout((part,)))
 
 
 def experts(ctx: ParallelContext) -> Laid:
@@ -152,7 +152,7 @@ def experts(ctx: ParallelContext) -> Laid:
         for e in range(count)
         for i, name in enumerate(("gate", "up"))
     )
-    return Laid((count, 2 * rows, D), Layout(parts, data="expert"))
+    return Laid((count, 2 * rows, D), ParamLayout(parts, data="expert"))
 
 
 def build_model(ctx: ParallelContext, case: Case) -> nn.Module:

@@ -33,7 +33,7 @@ from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.recomputing import recompute_between
 from mcore_parallel.rng import fill_parameter_
-from mcore_parallel.sharding import Layout, Part, named_parameters
+from mcore_parallel.sharding import ParamLayout, Part, named_parameters
 
 
 @runtime_checkable
@@ -258,7 +258,7 @@ class Experts(nn.Module):
         """Return what a ``mcore_parallel.WeightQueue`` may serve."""
         return [self.fc1_weight, self.fc2_weight]
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the stacked parameters expert by expert, see ``mcore_parallel.sharding``."""
         D, F_ = self.hidden_size, self.ffn_hidden_size
         names = ("fc1.gate", "fc1.up") if self.gated else ("fc1",)
@@ -298,7 +298,7 @@ class Experts(nn.Module):
         parts = {"fc1_weight": weight1, "fc2_weight": weight2}
         if self.fc1_bias is not None:
             parts |= {"fc1_bias": bias1, "fc2_bias": bias2}
-        return {name: Layout(tuple(p), data="expert") for name, p in parts.items()}
+        return {name: ParamLayout(tuple(p), data="expert") for name, p in parts.items()}
 
     def _of_rows(self, bias: Tensor, plan: RowPlan) -> Tensor:
         row = torch.arange(plan.choices.numel(), device=bias.device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mcore_parallel.grad_slot import overwrites
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
-from mcore_parallel.sharding import Layout, whole
+from mcore_parallel.sharding import ParamLayout, whole
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 
@@ -81,7 +81,7 @@ class LatentProjection(nn.Module):
         """Project tokens; no communication."""
         return column_parallel(x, self.weight, None, SINGLE, sequence_parallel=False)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the weight: whole on every tensor rank, with partial gradients."""
         shape = tuple(self.weight.shape)
         return {"weight": whole("", shape, replicas=self.tp, partial=self.tp)}

@@ -36,7 +36,7 @@ from mcore_parallel.autocasting import without_autocast
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import RngStreams, reset_weight_
-from mcore_parallel.sharding import Layout, whole
+from mcore_parallel.sharding import ParamLayout, whole
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -119,7 +119,7 @@ class Router(nn.Module):
         """
         reset_weight_(self, std=self.init_std, seed=seed)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the parameters: whole on every tensor rank, with partial gradients."""
         shape = tuple(self.weight.shape)
         layouts = {"weight": whole("", shape, replicas=self.tp, partial=self.tp)}

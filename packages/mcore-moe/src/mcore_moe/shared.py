@@ -12,7 +12,7 @@ from mcore_moe.activations import activation_function
 from mcore_moe.activations import gated as gated_activation
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
-from mcore_parallel.sharding import Layout, whole
+from mcore_parallel.sharding import ParamLayout, whole
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
     Output,
@@ -121,6 +121,6 @@ class _TokenGate(nn.Module):
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T 1"]:
         return F.linear(x, self.weight).sigmoid()
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         shape = tuple(self.weight.shape)
         return {"weight": whole("", shape, replicas=self.axis, partial=self.partial)}

@@ -22,7 +22,7 @@ _EXPORTS: dict[str, str] = {
     "DisagreementError": "launch.call_checks",
     "FullyShardedDataParallel": "data_parallel.fully_sharded",
     "GradientSync": "data_parallel.gradient_sync",
-    "Layout": "sharding",
+    "ParamLayout": "sharding",
     "Output": "tensor_parallel.linear",
     "PLAIN_BLOCKS": "context_parallel.block_attention",
     "ParallelConfig": "config",

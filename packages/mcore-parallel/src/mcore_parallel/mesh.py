@@ -246,7 +246,7 @@ class ParallelContext:
         return self._axes[f"tp_block_{size}"]
 
     def data_axes(self) -> dict[str, Axis]:
-        """Return the axes over which data ranks replicate, by ``Layout.data`` kind."""
+        """Return the axes over which data ranks replicate, by ``ParamLayout.data`` kind."""
         return {"dense": self.dp_cp, "expert": self.expert_dp}
 
     def destroy(self) -> None:

@@ -3,7 +3,7 @@
 A parameter may be fused, stacked or padded for speed. Checkpoints, gradient clipping,
 initialisation, conversion, comparison and counting work on logical tensors instead (q, k, v,
 gate, up, expert 7, the true vocabulary). A layer that holds anything but whole replicated
-tensors has a method ``layouts() -> dict[str, Layout]`` over its own parameter names;
+tensors has a method ``layouts() -> dict[str, ParamLayout]`` over its own parameter names;
 ``named_shards`` walks a model and turns these into ``Shard``s.
 
 Logical names are the module path plus the part's name. Paths carry global layer numbers
@@ -63,7 +63,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParamLayout:
     """What other modules and packages need to know about one local parameter."""
 
     parts: tuple[Part, ...]
@@ -108,14 +108,14 @@ class NamedParameter:
     name: str
     """Path of the local parameter, ``blocks.7.attention.qkv.weight``."""
     parameter: nn.Parameter
-    layout: Layout
+    layout: ParamLayout
     """Part names are whole logical names here."""
 
 
 def whole(
     name: str, shape: tuple[int, ...], replicas: Axis = SINGLE, partial: Axis = SINGLE
-) -> Layout:
-    """Build the ``Layout`` of a parameter that every rank of ``replicas`` holds whole.
+) -> ParamLayout:
+    """Build the ``ParamLayout`` of a parameter that every rank of ``replicas`` holds whole.
 
     Args:
         name: logical name below the module, or empty for the parameter's own.
@@ -124,7 +124,7 @@ def whole(
         partial: ranks whose gradients must be summed (tp under sequence parallelism).
     """
     zeros = (0,) * len(shape)
-    return Layout((Part(name, shape, zeros, zeros, shape, replicas, partial),))
+    return ParamLayout((Part(name, shape, zeros, zeros, shape, replicas, partial),))
 
 
 def replicated(module: nn.Module, axis: Axis, *, partial: bool = False) -> nn.Module:
@@ -150,7 +150,7 @@ def replicated(module: nn.Module, axis: Axis, *, partial: bool = False) -> nn.Mo
     return module
 
 
-def _whole_parameters(module: nn.Module, axis: Axis, partial: Axis) -> dict[str, Layout]:
+def _whole_parameters(module: nn.Module, axis: Axis, partial: Axis) -> dict[str, ParamLayout]:
     return {
         name: whole("", tuple(parameter.shape), axis, partial)
         for name, parameter in module.named_parameters(recurse=False)
@@ -158,7 +158,7 @@ def _whole_parameters(module: nn.Module, axis: Axis, partial: Axis) -> dict[str,
 
 
 def undeclared_parameters(module: nn.Module) -> list[str]:
-    """List the parameters without a ``Layout``: which other ranks hold them is unknown."""
+    """List the parameters without a ``ParamLayout``: which other ranks hold them is unknown."""
     found = []
     for path, owner in module.named_modules():
         layouts = getattr(owner, "layouts", dict)()
@@ -173,8 +173,8 @@ def sliced(
     dim: int,
     axis: Axis,
     local: tuple[int, ...] | None = None,
-) -> Layout:
-    """Build the ``Layout`` of a parameter cut evenly along ``dim`` over ``axis``.
+) -> ParamLayout:
+    """Build the ``ParamLayout`` of a parameter cut evenly along ``dim`` over ``axis``.
 
     Args:
         name: logical name below the module, or empty for the parameter's own.
@@ -197,7 +197,7 @@ def sliced(
     length = min(local[dim], shape[dim] - begin)
     offsets = tuple(begin if i == dim else 0 for i in range(len(shape)))
     lengths = tuple(length if i == dim else n for i, n in enumerate(shape))
-    return Layout((Part(name, shape, offsets, (0,) * len(shape), lengths),))
+    return ParamLayout((Part(name, shape, offsets, (0,) * len(shape), lengths),))
 
 
 def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
@@ -209,7 +209,7 @@ def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
     """
     seen: set[int] = set()
     for path, owner in module.named_modules():
-        describe: Callable[[], dict[str, Layout]] = getattr(owner, "layouts", dict)
+        describe: Callable[[], dict[str, ParamLayout]] = getattr(owner, "layouts", dict)
         layouts = describe()
         for own_name, parameter in owner.named_parameters(recurse=False):
             if id(parameter) in seen:
@@ -225,7 +225,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _with_path(layout: Layout, path: str, own_name: str) -> Layout:
+def _with_path(layout: ParamLayout, path: str, own_name: str) -> ParamLayout:
     parts = tuple(replace(p, name=_join(path, p.name or own_name)) for p in layout.parts)
     return replace(layout, parts=parts)
 

@@ -31,7 +31,7 @@ from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
-from mcore_parallel.sharding import Layout, Part, named_shards, replicated, sliced, whole
+from mcore_parallel.sharding import ParamLayout, Part, named_shards, replicated, sliced, whole
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
 from mcore_parallel.testing.ranks import gather_logical, run_ranks
 
@@ -91,7 +91,7 @@ class Toy(nn.Module):
             "norm": whole("norm", (HIDDEN,), tp, tp),
             "column": sliced("column", (FFN, HIDDEN), 0, tp),
             "column_bias": sliced("column.bias", (FFN,), 0, tp),
-            "keys": Layout(
+            "keys": ParamLayout(
                 (
                     Part(
                         "keys",

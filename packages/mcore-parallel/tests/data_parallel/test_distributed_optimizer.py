@@ -17,7 +17,7 @@ from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig, SGDConfig
 from mcore_parallel.optimizers.sgd import SGD
 from mcore_parallel.optimizers.weight_decay import has_weight_decay
-from mcore_parallel.sharding import Layout, Part, named_parameters, named_shards, whole
+from mcore_parallel.sharding import ParamLayout, Part, named_parameters, named_shards, whole
 from mcore_parallel.testing.ranks import gather_logical, run_ranks
 
 SHARDED = DataParallelConfig(use_distributed_optimizer=True)
@@ -177,8 +177,8 @@ class Stacked(nn.Module):
             return tuple(Part(f"{i}.{name}", (4,), (0,), (i, 0), (1, 4)) for i in range(2))
 
         return {
-            "norms": Layout(rows("norm.weight")),
-            "fused": Layout(
+            "norms": ParamLayout(rows("norm.weight")),
+            "fused": ParamLayout(
                 (
                     Part("q.bias", (4,), (0,), (0,), (4,)),
                     Part("k.bias", (2,), (0,), (4,), (2,)),

@@ -15,8 +15,8 @@ from mcore_parallel.data_parallel.grads import (
 )
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import (
-    Layout,
     NamedParameter,
+    ParamLayout,
     Part,
     Piece,
     Shard,
@@ -121,7 +121,7 @@ def tie(layout, axis):
 
 def partial_rows(axis):
     """A fused parameter: its last two rows are partial, its first is whole."""
-    return Layout(
+    return ParamLayout(
         (
             Part("q", (1, 2), (0, 0), (0, 0), (1, 2)),
             Part("k", (2, 2), (0, 0), (1, 0), (2, 2), axis, axis),

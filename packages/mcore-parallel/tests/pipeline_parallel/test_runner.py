@@ -31,7 +31,7 @@ from mcore_parallel.pipeline_parallel.schedule import (
 )
 from mcore_parallel.pipeline_parallel.stages import split_layers, stages_of_rank
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
-from mcore_parallel.sharding import Layout, named_shards, whole
+from mcore_parallel.sharding import ParamLayout, named_shards, whole
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
 from mcore_parallel.testing.ranks import gather_logical, run_ranks
 
@@ -61,7 +61,9 @@ class Chunk(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block() for i in stage.layers})
 
     def layouts(self):
-        return {"embedding": Layout(whole("embedding", (VOCAB, HIDDEN)).parts, tied=self.ends)}
+        return {
+            "embedding": ParamLayout(whole("embedding", (VOCAB, HIDDEN)).parts, tied=self.ends)
+        }
 
     def forward(self, x, ids):
         if self.stage.has_embedding:

@@ -50,7 +50,7 @@ from mcore_parallel.parametrization import score_scale
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
-from mcore_parallel.sharding import Layout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
     Output,
@@ -156,7 +156,7 @@ class Attention(nn.Module):
         # Each rank norms its own heads: its gradient is their share of the sum.
         return build_norm(config, H, replicas=tp, partial=tp, **placed)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the sinks, see ``mcore_parallel.sharding``."""
         if self.sinks is None:
             return {}

@@ -16,7 +16,7 @@ from mcore_models.layers.norm import build_norm
 from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_parallel.collectives import reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.sharding import Layout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced
 
 
 class MaskedTokenHead(nn.Module):
@@ -64,7 +64,7 @@ class MaskedTokenHead(nn.Module):
         """Return what is multiplied by the embedding; no communication."""
         return self.norm(F.gelu(self.dense(x)))
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the bias, see ``mcore_parallel.sharding``."""
         return {"bias": sliced("", (self.vocab_size,), 0, self.axis, tuple(self.bias.shape))}
 
@@ -123,6 +123,6 @@ class OutputBias(nn.Module):
         self.vocab_size, self.axis = vocab_size, axis
         self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **placed))
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the bias, see ``mcore_parallel.sharding``."""
         return {"bias": sliced("", (self.vocab_size,), 0, self.axis, tuple(self.bias.shape))}

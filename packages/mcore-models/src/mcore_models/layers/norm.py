@@ -20,7 +20,7 @@ from mcore_models.config import TransformerConfig
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
-from mcore_parallel.sharding import Layout, sliced, whole
+from mcore_parallel.sharding import ParamLayout, sliced, whole
 
 NARROWEST, WIDEST = 256, 16384
 """Channels that the kernels are made for: a row is one program's registers."""
@@ -82,7 +82,7 @@ class RMSNorm(nn.Module):
         """Return the norm of ``x + branch``, and the sum."""
         return _add_and_norm(self, x, branch)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the weight, see ``mcore_parallel.sharding``."""
         return _layouts(self)
 
@@ -135,7 +135,7 @@ class LayerNorm(nn.Module):
         """Return the norm of ``x + branch``, and the sum."""
         return _add_and_norm(self, x, branch)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe weight and bias, see ``mcore_parallel.sharding``."""
         return _layouts(self)
 
@@ -205,7 +205,7 @@ class SplitRMSNorm(nn.Module):
         normed = wide * torch.rsqrt(total / self.size + self.epsilon)
         return (normed * weight).to(x.dtype)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the weight, see ``mcore_parallel.sharding``."""
         return {"weight": sliced("", (self.size,), 0, self.axis)}
 
@@ -277,7 +277,7 @@ def _identity(
     return nn.Parameter(torch.full((size,), value, device=device, dtype=dtype))
 
 
-def _layouts(norm: RMSNorm | LayerNorm) -> dict[str, Layout]:
+def _layouts(norm: RMSNorm | LayerNorm) -> dict[str, ParamLayout]:
     return {
         name: whole("", tuple(parameter.shape), norm.replicas, norm.partial)
         for name, parameter in norm.named_parameters(recurse=False)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.collectives import own_slice
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.sharding import Layout, whole
+from mcore_parallel.sharding import ParamLayout, whole
 from mcore_parallel.tensor_parallel.embedding import check_range
 
 
@@ -54,7 +54,7 @@ class PositionEmbedding(nn.Module):
             positions = own_slice(positions, self.axis)
         return nn.functional.embedding(positions, self.weight)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the table, see ``mcore_parallel.sharding``."""
         partial = self.axis if self.sequence_parallel else SINGLE
         return {"weight": whole("", tuple(self.weight.shape), self.axis, partial)}

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.sharding import Layout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced
 
 
 class RelativePositionBias(nn.Module):
@@ -39,7 +39,7 @@ class RelativePositionBias(nn.Module):
         local = torch.zeros(num_buckets, num_heads // axis.size, device=device, dtype=dtype)
         self.weight = nn.Parameter(local)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the table, see ``mcore_parallel.sharding``."""
         return {"weight": sliced("", self.shape, 1, self.axis)}
 

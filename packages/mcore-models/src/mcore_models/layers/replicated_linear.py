@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.sharding import Layout, whole
+from mcore_parallel.sharding import ParamLayout, whole
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 
@@ -61,7 +61,7 @@ class ReplicatedLinear(nn.Module):
         """Return what a ``WeightQueue`` may serve."""
         return [self.weight]
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe weight and bias, see ``mcore_parallel.sharding``."""
         return {
             name: whole("", tuple(parameter.shape), self.replicas, self.partial)

@@ -17,7 +17,7 @@ from mcore_moe.experts import Experts
 from mcore_moe.grouped_gemm import grouped_linear, sequential_linear
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import RngStreams, StreamDropout
-from mcore_parallel.sharding import Layout, Part
+from mcore_parallel.sharding import ParamLayout, Part
 
 
 class ExpertsAdapter(nn.Module):
@@ -112,7 +112,7 @@ class ExpertsAdapter(nn.Module):
                 rows.append(up.new_zeros(self.num_experts, self.width, n * self.rank))
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the matrices expert by expert, see ``mcore_parallel.sharding``."""
         D, width = self.sizes
         begin, e_tp = self.expert_tp.rank * self.width, self.expert_tp
@@ -136,7 +136,7 @@ class ExpertsAdapter(nn.Module):
                 found["fc2_B"].append(
                     self._part(f"{expert}.fc2.{B_NAME}", (D, self.rank), i, 0, e_tp)
                 )
-        return {name: Layout(tuple(p), data="expert") for name, p in found.items() if p}
+        return {name: ParamLayout(tuple(p), data="expert") for name, p in found.items() if p}
 
     def _part(
         self, name: str, shape: tuple[int, int], expert: int, number: int, axis: Axis = SINGLE

@@ -27,7 +27,7 @@ from mcore_parallel.collectives import (
 )
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import RngStreams, StreamDropout
-from mcore_parallel.sharding import Layout, Part, whole
+from mcore_parallel.sharding import ParamLayout, Part, whole
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
     Output,
@@ -106,7 +106,7 @@ class LinearAdapter(nn.Module, ABC):
         """Communicate between A and B as the linear does between its input and output."""
 
     @abstractmethod
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the matrices and magnitudes, see ``mcore_parallel.sharding``."""
 
     def forward(
@@ -231,7 +231,7 @@ class ColumnAdapter(LinearAdapter):
             return gather_partial_from(hidden, self.axis)
         return copy_to(hidden, self.axis)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe A stacked and whole, B and magnitudes by this rank's rows."""
         downs, ups, magnitudes = [], [], []
         for number, (output, begin) in enumerate(self._adapted()):
@@ -255,10 +255,10 @@ class ColumnAdapter(LinearAdapter):
                     **holders,
                 )
             )
-        found = {"lora_A": Layout(tuple(downs)), "lora_B": Layout(tuple(ups))}
-        return found | self._magnitudes(Layout(tuple(magnitudes)))
+        found = {"lora_A": ParamLayout(tuple(downs)), "lora_B": ParamLayout(tuple(ups))}
+        return found | self._magnitudes(ParamLayout(tuple(magnitudes)))
 
-    def _magnitudes(self, layout: Layout) -> dict[str, Layout]:
+    def _magnitudes(self, layout: ParamLayout) -> dict[str, ParamLayout]:
         return {} if self.magnitude is None else {"magnitude": layout}
 
 
@@ -277,7 +277,7 @@ class RowAdapter(LinearAdapter):
             return reduce_scatter_to(hidden, self.axis)
         return reduce_from(hidden, self.axis)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe A by this rank's columns, B and magnitudes whole."""
         columns, rows = self.lora_A.shape[1], self.lora_B.shape[0]
         down = Part(
@@ -288,7 +288,7 @@ class RowAdapter(LinearAdapter):
             (self.rank, columns),
         )
         found = {
-            "lora_A": Layout((down,)),
+            "lora_A": ParamLayout((down,)),
             "lora_B": whole(B_NAME, (rows, self.rank), self.axis, self.partial),
         }
         if self.magnitude is not None:
@@ -302,7 +302,7 @@ class ReplicatedAdapter(LinearAdapter):
     def _pass_on(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe everything whole."""
         tensors = {
             "lora_A": (A_NAME, self.lora_A),

@@ -208,7 +208,7 @@ class GradientSync(ABC):
         return flat_shards(ranges, self.replica_axes())
 
     def replica_axes(self) -> dict[str, Axis]:
-        """Return the data ranks that own the same ranges, by ``Layout.data`` kind."""
+        """Return the data ranks that own the same ranges, by ``ParamLayout.data`` kind."""
         if self.config.sharding == "no_shard":
             return self.ctx.data_axes()
         return {

@@ -1,9 +1,9 @@
 """Gradient finalisation: partial sums, tied copies, the norm and the clip coefficient.
 
 It depends on layouts, never on names: ``Part.partial`` names the ranks whose gradients are
-parts of a sum, ``Layout.tied`` the stages that hold a copy, ``Shard.is_owner`` the rank that
-counts an element in the norm. Sums are coalesced into one all-reduce an axis, in the order of
-the axes' names, which is the same on all ranks.
+parts of a sum, ``ParamLayout.tied`` the stages that hold a copy, ``Shard.is_owner`` the rank
+that counts an element in the norm. Sums are coalesced into one all-reduce an axis, in the order
+of the axes' names, which is the same on all ranks.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,10 +1,10 @@
 """Checks that replicas are equal: all in the first step, the weights' on request later.
 
 Layers declare what several ranks hold in common (data ranks, ``Part.replicas``,
-``Layout.tied``), and all other code relies on it. A wrong declaration crashes nothing: ranks
-with different seeds train different models, a norm that sees a part of the tokens learns from
-that part only, and of two stages that give their layers one name a checkpoint loses one. So
-the first step compares digests, not weights; later steps cost nothing. ``check_weights``
+``ParamLayout.tied``), and all other code relies on it. A wrong declaration crashes nothing:
+ranks with different seeds train different models, a norm that sees a part of the tokens learns
+from that part only, and of two stages that give their layers one name a checkpoint loses one.
+So the first step compares digests, not weights; later steps cost nothing. ``check_weights``
 compares weights again, which differ once a GPU has computed wrongly.
 """
 

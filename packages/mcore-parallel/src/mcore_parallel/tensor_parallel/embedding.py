@@ -16,7 +16,7 @@ from mcore_parallel.grad_slot import overwrites, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.rng import reset_weight_
-from mcore_parallel.sharding import Layout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 
@@ -110,7 +110,7 @@ class VocabParallelEmbedding(nn.Module):
             return reduce_scatter_to(found, self.axis)
         return reduce_from(found, self.axis)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the table, see ``sharding``."""
         return {"weight": _table_layout(self, self.tied)}
 
@@ -190,7 +190,7 @@ class VocabParallelHead(nn.Module):
         weight = self.weight if weight is None else weight
         return column_parallel(x, weight, None, self.axis, self.sequence_parallel)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the weight, see ``sharding``."""
         return {"weight": _table_layout(self, SINGLE)}
 
@@ -299,11 +299,11 @@ def _check_padded(vocab_size: int, padded_vocab_size: int, axis: Axis) -> int:
     return padded_vocab_size
 
 
-def _table_layout(layer: VocabParallelEmbedding | VocabParallelHead, tied: Axis) -> Layout:
+def _table_layout(layer: VocabParallelEmbedding | VocabParallelHead, tied: Axis) -> ParamLayout:
     shape = (layer.vocab_size, layer.hidden_size)
     rows = layer.padded_vocab_size // layer.axis.size
     layout = sliced("", shape, 0, layer.axis, (rows, layer.hidden_size))
-    return Layout(layout.parts, tied=tied)
+    return ParamLayout(layout.parts, tied=tied)
 
 
 def _describe(layer: VocabParallelEmbedding | VocabParallelHead) -> str:

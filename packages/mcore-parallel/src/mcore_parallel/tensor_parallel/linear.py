@@ -22,7 +22,7 @@ from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8_between import CastBetween
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm
 from mcore_parallel.rng import reset_weight_
-from mcore_parallel.sharding import Layout, Part, sliced, whole
+from mcore_parallel.sharding import ParamLayout, Part, sliced, whole
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel, row_parallel
 
 
@@ -148,11 +148,11 @@ class ColumnParallelLinear(nn.Module):
         """Return what a ``WeightQueue`` may serve."""
         return [self.weight]
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the local parameters, see ``sharding``."""
-        layouts = {"weight": Layout(tuple(self._parts("weight", (self.in_features,))))}
+        layouts = {"weight": ParamLayout(tuple(self._parts("weight", (self.in_features,))))}
         if self.bias is not None:
-            layouts["bias"] = Layout(tuple(self._parts("bias", ())))
+            layouts["bias"] = ParamLayout(tuple(self._parts("bias", ())))
         return layouts
 
     def _parts(self, kind: str, rest: tuple[int, ...]) -> list[Part]:
@@ -271,7 +271,7 @@ class RowParallelLinear(nn.Module):
         """Return what a ``WeightQueue`` may serve."""
         return [self.weight]
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the local parameters, see ``sharding``."""
         shape = (self.out_features, self.in_features)
         layouts = {"weight": sliced("", shape, 1, self.axis)}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.mesh import Axis
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
-from mcore_parallel.sharding import Layout, Part
+from mcore_parallel.sharding import ParamLayout, Part
 from mcore_parallel.tensor_parallel.linear import Output
 
 
@@ -64,14 +64,14 @@ class CausalConv(nn.Module):
             before = x.new_zeros(kept, *x.shape[1:])
         return torch.cat([before, x])[x.shape[0] :]
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the local parameters, see ``mcore_parallel.sharding``."""
         layouts = {"weight": self._layout("weight", (1, self.weight.shape[-1]))}
         if self.bias is not None:
             layouts["bias"] = self._layout("bias", ())
         return layouts
 
-    def _layout(self, kind: str, rest: tuple[int, ...]) -> Layout:
+    def _layout(self, kind: str, rest: tuple[int, ...]) -> ParamLayout:
         parts, begin, zeros = [], 0, (0,) * len(rest)
         for output, size in zip(self.outputs, self.sizes, strict=True):
             parts.append(
@@ -87,7 +87,7 @@ class CausalConv(nn.Module):
                 )
             )
             begin += size
-        return Layout(tuple(parts))
+        return ParamLayout(tuple(parts))
 
 
 def document_starts(

@@ -29,7 +29,7 @@ from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_t
 from mcore_parallel.logical_tensors import delta_sizes
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
-from mcore_parallel.sharding import Layout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
     Output,
@@ -130,7 +130,7 @@ class DeltaNet(nn.Module):
             y = self._over_context(mixed.split(sizes[:3], -1), b, a, inputs.documents)
         return self.out_proj(self._gated_norm(y, z.view_as(y)).flatten(-2))
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the vectors of one number a head, see ``mcore_parallel.sharding``."""
         heads = (self.sizes.value_heads,)
         return {name: sliced("", heads, 0, self.tp) for name in ("dt_bias", "A_log")}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
-from mcore_parallel.sharding import Layout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced
 
 WIDEST = 8192
 """Channels of a group that the kernels are made for: a row is one program's registers."""
@@ -86,7 +86,7 @@ class GatedNorm(nn.Module):
     def _has_kernel(self, y: Tensor) -> bool:
         return self.holders.size == 1 and has_kernel(y, self.group_size)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the weight, see ``mcore_parallel.sharding``."""
         return {"weight": sliced("", (self.size,), 0, self.axis)}
 

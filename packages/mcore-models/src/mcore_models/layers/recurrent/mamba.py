@@ -28,7 +28,7 @@ from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_t
 from mcore_parallel.logical_tensors import mamba_sizes
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
-from mcore_parallel.sharding import Layout, sliced
+from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
     Output,
@@ -147,7 +147,7 @@ class Mamba(nn.Module):
         parts = projected.split(self.in_proj.output_sizes, -1)
         return torch.cat([part * f for part, f in zip(parts, factors, strict=True)], -1)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, ParamLayout]:
         """Describe the vectors of one number a head, see ``mcore_parallel.sharding``."""
         names = ("dt_bias", "A_log", "D")
         return {name: sliced("", (self.num_heads,), 0, self.axis) for name in names}
