@@ -19,7 +19,7 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.composition import compose, field_types
 from mcore_train.layout_check.certificate import compare
-from mcore_train.layout_check.trial import rows_of, run_trial
+from mcore_train.layout_check.trial import build_rows, run_trial
 from mcore_train.layout_check.verification import alone
 from mcore_train.options.recipe import to_flags
 from mcore_train.resolution import Plan, resolve
@@ -175,7 +175,7 @@ _CANDIDATES = 60
 _NEW_CHOICE = 12
 
 
-def plan_of(draw: Draw, world_size: int) -> Plan:
+def build_plan(draw: Draw, world_size: int) -> Plan:
     """Resolve a draw.
 
     Raises:
@@ -189,7 +189,7 @@ def is_valid(draw: Draw, world_size: int) -> bool:
     if not set(draw) <= _KNOWN:
         return False
     try:
-        plan_of(draw, world_size)
+        build_plan(draw, world_size)
     except ValueError:
         return False
     return True
@@ -252,20 +252,20 @@ def failures_of(cases: list[Draw]) -> list[list[str]] | None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     oracles = {}
     for number, case in enumerate(cases):
-        plan = plan_of(case, world_size)
+        plan = build_plan(case, world_size)
         if number % world_size == rank:
             single = ParallelContext.single()
-            oracles[number] = run_trial(alone(plan), single, rows_of(plan))
+            oracles[number] = run_trial(alone(plan), single, build_rows(plan))
     gathered = [None] * world_size if rank == 0 else None
     dist.gather_object(oracles, gathered, dst=0)
     known = {number: trial for part in gathered or () for number, trial in part.items()}
     found = []
     for number, case in enumerate(cases):
-        plan = plan_of(case, world_size)
+        plan = build_plan(case, world_size)
         ctx = ParallelContext.build(
             plan.config.parallelism, embedding_stages=plan.embedding_stages
         )
-        trial = run_trial(plan, ctx, rows_of(plan))
+        trial = run_trial(plan, ctx, build_rows(plan))
         ctx.destroy()
         if rank == 0:
             lines = [line for line in compare(trial, known[number]) if not line.passed]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from parity.case import EXPERTS, ROWS, SEQ_LENGTH, LayoutCase, plan_of
+from parity.case import EXPERTS, ROWS, SEQ_LENGTH, LayoutCase, build_plan
 
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.layout_check.trial import Rows, Trial, run_trial
@@ -62,7 +62,7 @@ def train_briefly(case: Brief) -> Trial:
     flags = {"num_layers": case.num_layers, **(EXPERTS if case.sparse else {}), **case.flags}
     if case.rows == "packed":
         flags = {**flags, "dataloader_inter_document_masking": True}
-    plan = plan_of(LayoutCase(case.world_size, case.micro_batch_size, flags))
+    plan = build_plan(LayoutCase(case.world_size, case.micro_batch_size, flags))
     ctx = ParallelContext.build(plan.config.parallelism, embedding_stages=plan.embedding_stages)
     rows = KINDS[case.rows](
         seq_length=ROWS.seq_length,

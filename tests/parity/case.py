@@ -192,7 +192,7 @@ one of them elsewhere."""
 MODELS = {"dense": DENSE, "sparse": SPARSE, "fp8": FP8}
 
 
-def plan_of(case: LayoutCase, *, seed: int = 1234) -> Plan:
+def build_plan(case: LayoutCase, *, seed: int = 1234) -> Plan:
     """Resolve a case for its world."""
     config = compose(
         {
@@ -219,14 +219,14 @@ def build_case(
     case: LayoutCase, *, seed: int = 1234, dtype: torch.dtype = torch.float64
 ) -> Run:
     """Assemble the case on this rank."""
-    plan = plan_of(case, seed=seed)
+    plan = build_plan(case, seed=seed)
     ctx = ParallelContext.build(plan.config.parallelism)
     return build_run(plan, ctx, ROWS, dtype=dtype)
 
 
 def train_case(case: LayoutCase, folder: str, dtype: torch.dtype = torch.float64) -> Trial:
     """Train, save on the way, continue from the save: everything that tests compare."""
-    plan = plan_of(case)
+    plan = build_plan(case)
     ctx = ParallelContext.build(plan.config.parallelism)
     return run_trial(plan, ctx, ROWS, dtype=dtype, folder=Path(folder), saved_step=SAVED_STEP)
 

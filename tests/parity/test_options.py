@@ -3,10 +3,10 @@
 from functools import cache
 
 import pytest
-from parity.any_layout import BIASED, INSTANCES, SINKHORN, all_failures, plan_of
+from parity.any_layout import BIASED, INSTANCES, SINKHORN, all_failures, build_plan
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_train.layout_check.trial import rows_of, run_trial
+from mcore_train.layout_check.trial import build_rows, run_trial
 
 TP2 = {"tensor_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
@@ -158,9 +158,9 @@ def test_an_option_under_a_layout_computes_what_one_rank_computes(name):
 
 def test_noise_of_routers_continues_where_a_run_stopped(tmp_path):
     noisy = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_input_jitter_eps": 0.1}
-    plan = plan_of(noisy | {"micro_batch_size": 1, "global_batch_size": 2}, 1)
+    plan = build_plan(noisy | {"micro_batch_size": 1, "global_batch_size": 2}, 1)
     single = ParallelContext.single()
-    trial = run_trial(plan, single, rows_of(plan), folder=tmp_path, saved_step=1)
-    quiet = plan_of(noisy | {"moe_input_jitter_eps": 0.0, "global_batch_size": 2}, 1)
+    trial = run_trial(plan, single, build_rows(plan), folder=tmp_path, saved_step=1)
+    quiet = build_plan(noisy | {"moe_input_jitter_eps": 0.0, "global_batch_size": 2}, 1)
     assert trial.resumed == trial.final
-    assert trial.losses != run_trial(quiet, single, rows_of(quiet)).losses
+    assert trial.losses != run_trial(quiet, single, build_rows(quiet)).losses

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from parity.case import NUM_STEPS, ROWS, LayoutCase, build_case, plan_of, train_one
+from parity.case import NUM_STEPS, ROWS, LayoutCase, build_case, build_plan, train_one
 
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES
@@ -158,7 +158,7 @@ class SumsAtTheEnd(GradientSync):
 
 def train_with(engines, world_size, flags, folder):
     """Train, save after two steps, load that with other weights in memory, and train on."""
-    plan = plan_of(LayoutCase(world_size, 2 if world_size > 1 else 4, flags))
+    plan = build_plan(LayoutCase(world_size, 2 if world_size > 1 else 4, flags))
     ctx = ParallelContext.build(plan.config.parallelism)
     run = build_run(plan, ctx, ROWS, dtype=torch.float64, engines=engines)
     batches = train_batches(run)

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_moe import Experts, MoEConfig, MoELayer, Routing, plan_rows
-from mcore_moe.permutation import part_of
+from mcore_moe.permutation import plan_slice
 from mcore_parallel.sharding import named_shards
 
 
@@ -96,7 +96,7 @@ def test_rows_of_no_expert_leave_every_gradient_alone():
     wanted = [x, probs, *experts.parameters()]
     expected = torch.autograd.grad(experts(x, probs, plan).square().sum(), wanted)
     experts.adapter = BreaksRest()
-    wide = part_of(plan, 0, 8)
+    wide = plan_slice(plan, 0, 8)
     assert len(plan.choices) == 4
     assert len(wide.choices) == 8
     y = experts(x, probs, wide)

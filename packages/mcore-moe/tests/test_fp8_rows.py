@@ -5,7 +5,7 @@ import torch
 
 from mcore_moe import MoEConfig, Routing, build_dispatcher, sequential_linear
 from mcore_moe.fp8_rows import cast_rows, fp8_linear, packed, unpacked
-from mcore_moe.permutation import offsets_of
+from mcore_moe.permutation import expert_offsets
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.precision.fp8 import WeightCasts
@@ -22,7 +22,7 @@ def error(got, want):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_gemm_of_rows_in_fp8_is_near_the_exact_one(dtype):
     torch.manual_seed(0)
-    offsets = offsets_of(torch.tensor([9, 0, 24]))
+    offsets = expert_offsets(torch.tensor([9, 0, 24]))
     x = torch.randn(40, 32).to(dtype).requires_grad_()  # seven rows of no expert
     x.data[5] *= 1000  # has a scale of its own
     weight = torch.randn(3, 48, 32).to(dtype).requires_grad_()

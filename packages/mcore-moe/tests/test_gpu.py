@@ -14,12 +14,12 @@ from mcore_moe.activations import weighted_gated
 from mcore_moe.grouped_gemm import add_weight_gradient_plain, has_grouped_kernel
 from mcore_moe.kernels import quack_gemm
 from mcore_moe.permutation import (
-    offsets_of,
-    part_of,
+    expert_offsets,
     permute,
     permute_reference,
     plan_rows,
     plan_rows_plain,
+    plan_slice,
     unpermute,
     unpermute_reference,
 )
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.gpu
 )
 def test_the_grouped_kernel_equals_a_loop_with_gradients(counts):
     torch.manual_seed(0)
-    offsets = offsets_of(torch.tensor(counts, device="cuda"))
+    offsets = expert_offsets(torch.tensor(counts, device="cuda"))
     shape = (sum(counts), 128)
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(4, 64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -91,7 +91,7 @@ def test_main_gradients_of_experts_equal_plain_float64(counts, overwrite):
     from mcore_moe.kernels.weight_grad import fused_weight_gradient
 
     torch.manual_seed(0)
-    offsets = offsets_of(torch.tensor(counts, device="cuda"))
+    offsets = expert_offsets(torch.tensor(counts, device="cuda"))
     dy, x = (
         torch.randn(sum(counts), n, device="cuda", dtype=torch.bfloat16) for n in (200, 136)
     )
@@ -123,7 +123,7 @@ def test_gemms_that_gather_equal_plain_float64(spread, has_main):
     ids = scores.topk(topk).indices
     plan = plan_rows(ids, E)
     if spread == "elsewhere":  # the choices of other ranks leave rows of no expert
-        plan = part_of(plan_rows(ids, E, ids % 2 == 0), 0, T * topk)
+        plan = plan_slice(plan_rows(ids, E, ids % 2 == 0), 0, T * topk)
     x = torch.randn(T, K, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     first, second = (
         torch.randn(E, *shape, device="cuda", dtype=torch.bfloat16).mul(0.1).requires_grad_()
@@ -155,7 +155,7 @@ def test_gemms_of_rows_in_fp8_are_near_plain_float64(counts):
     from mcore_parallel.precision.fp8 import WeightCasts
 
     torch.manual_seed(0)
-    offsets = offsets_of(torch.tensor(counts, device="cuda"))
+    offsets = expert_offsets(torch.tensor(counts, device="cuda"))
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(4, 192, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     rows, columns = weight_casts(weight, WeightCasts())
@@ -185,7 +185,7 @@ def test_rows_of_tokens_in_fp8_equal_rows_that_are_cast_themselves(is_local):
     ids = torch.rand(T, E, device="cuda").topk(topk).indices
     plan = plan_rows(ids, E)
     if not is_local:  # the choices of other ranks leave rows of no expert
-        plan = part_of(plan_rows(ids, E, ids % 2 == 0), 0, T * topk)
+        plan = plan_slice(plan_rows(ids, E, ids % 2 == 0), 0, T * topk)
     x = torch.randn(T, K, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weights = [
         torch.randn(E, *shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -5,10 +5,12 @@ import torch
 
 from mcore_moe import grouped_linear, sequential_linear
 from mcore_moe.grouped_gemm import accumulating_linear, has_grouped_kernel
-from mcore_moe.permutation import offsets_of
+from mcore_moe.permutation import expert_offsets
 from mcore_parallel.grad_slot import grad_slot
 
-OFFSETS = [offsets_of(torch.tensor(c)) for c in ([2, 0, 3], [0, 0, 5], [5, 0, 0], [0, 0, 0])]
+OFFSETS = [
+    expert_offsets(torch.tensor(c)) for c in ([2, 0, 3], [0, 0, 5], [5, 0, 0], [0, 0, 0])
+]
 
 
 @pytest.mark.parametrize("offsets", OFFSETS, ids=str)

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from mcore_moe import permute, plan_rows, unpermute
 from mcore_moe.permutation import (
-    part_of,
     permute_probs,
     permute_reference,
+    plan_slice,
     unpermute_reference,
     within_capacity,
 )
@@ -61,7 +61,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
-def plan_of(case):
+def build_plan(case):
     """Plan random choices, all of them, or within a capacity, or padded to it."""
     num_experts, capacity = case["num_experts"], case["capacity"]
     generator = torch.Generator().manual_seed(case["seed"])
@@ -76,7 +76,7 @@ def plan_of(case):
 @settings(max_examples=60, deadline=None)
 @given(CASES)
 def test_permute_and_unpermute_equal_their_slow_twins_with_gradients(case):
-    plan = plan_of(case)
+    plan = build_plan(case)
     for fast, slow, rows in (
         (permute, permute_reference, plan.slots.shape[0]),
         (unpermute, unpermute_reference, plan.choices.numel()),
@@ -95,7 +95,7 @@ def test_permute_and_unpermute_equal_their_slow_twins_with_gradients(case):
 @settings(max_examples=30, deadline=None)
 @given(CASES)
 def test_every_row_knows_its_choice_and_every_choice_its_row(case):
-    plan = plan_of(case)
+    plan = build_plan(case)
     num_rows, num_choices = plan.choices.numel(), plan.slots.numel()
     slots = plan.slots.reshape(-1).tolist()
     choices = plan.choices.tolist()
@@ -115,7 +115,7 @@ def test_gradients_of_probs_come_back_to_their_choices():
 def test_a_part_behind_the_last_row_is_empty_where_the_rows_fill_one_part():
     ids = torch.tensor([[0], [1], [0], [1]])
     plan = plan_rows(ids, 2, torch.tensor([[True], [True], [False], [False]]))
-    first, second = (part_of(plan, begin, 2) for begin in (0, 2))
+    first, second = (plan_slice(plan, begin, 2) for begin in (0, 2))
     assert first.offsets.tolist() == [0, 1, 2]
     assert second.offsets.tolist() == [0, 0, 0]
     assert second.choices.numel() == 2

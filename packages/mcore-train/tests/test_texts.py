@@ -14,7 +14,7 @@ from mcore_train.assembly import assemble
 from mcore_train.composition import compose
 from mcore_train.loop import train
 from mcore_train.reporting.log import Reporter
-from mcore_train.resolution import plan_of
+from mcore_train.resolution import build_plan
 
 TINY = {
     "num_layers": 2,
@@ -42,7 +42,7 @@ SAMPLES = {
 def losses(changes):
     config = compose({**TINY, **changes})
     world = torch.distributed.get_world_size()
-    plan = plan_of(config, world)
+    plan = build_plan(config, world)
     run = assemble(plan, ParallelContext.build(config.parallelism))
     found = []
     train(run, Reporter(None), on_report=lambda report: found.append(report.loss))
@@ -96,4 +96,4 @@ def test_a_text_is_that_of_the_checkpoint_of_its_step_and_training_does_not_noti
 )
 def test_options_of_texts_that_cannot_be_met_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        plan_of(compose({**TINY, **changes}), 1)
+        build_plan(compose({**TINY, **changes}), 1)

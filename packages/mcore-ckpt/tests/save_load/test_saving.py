@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from mcore_ckpt.save_load.loading import load, read_tensor
 from mcore_ckpt.save_load.plan_cache import PlanCache
-from mcore_ckpt.save_load.saving import claims_of, save
+from mcore_ckpt.save_load.saving import build_claims, save
 from mcore_ckpt.storage.files import memory
 from mcore_ckpt.storage.folder_lock import LOCK, FolderLock
 from mcore_ckpt.storage.index import read_index
@@ -343,11 +343,11 @@ def test_a_job_that_lost_its_lock_makes_nothing_final(tmp_path):
 def test_a_world_that_saves_again_plans_once_and_anew_when_it_changes(tmp_path):
     plans = PlanCache()
     save(tmp_path, 1, state(1), world=SINGLE, plans=plans)
-    first = plans.plan(claims_of(state(1)), SINGLE)
+    first = plans.plan(build_claims(state(1)), SINGLE)
     save(tmp_path, 2, state(2), world=SINGLE, plans=plans)
-    assert plans.plan(claims_of(state(2)), SINGLE) is first
+    assert plans.plan(build_claims(state(2)), SINGLE) is first
     save(tmp_path, 3, state(3, 500), world=SINGLE, plans=plans)
-    assert plans.plan(claims_of(state(3, 500)), SINGLE) is not first
+    assert plans.plan(build_claims(state(3, 500)), SINGLE) is not first
     assert_holds(resolve_folder(tmp_path, 2), 2)
     assert read_tensor(resolve_folder(tmp_path), "model.w").shape == (50, 10)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mcore_ckpt.mapping.adapters import base_of
+from mcore_ckpt.mapping.adapters import find_base
 from mcore_ckpt.save_load.hf_loading import opened_quantized
 from mcore_ckpt.save_load.loading import describe_checkpoint, load
 from mcore_ckpt.storage.index import ADAPTER, Index
@@ -217,7 +217,7 @@ def _without_base(
 ) -> dict[str, Shard]:
     """Fill the model beside which adapters stand from its own folder; return the adapters."""
     base = {name: shard for name, shard in shards.items() if not is_adapter(name)}
-    load(base_of(folder, adapter), base, ignore=("optimizer.", "rng.", "fp8."), **reading)
+    load(find_base(folder, adapter), base, ignore=("optimizer.", "rng.", "fp8."), **reading)
     return {name: shard for name, shard in shards.items() if is_adapter(name)}
 
 

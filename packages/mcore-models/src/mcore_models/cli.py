@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mcore_models.architecture import tree
-from mcore_models.counting import CountConfig, build_report, model_of, parse_count
+from mcore_models.counting import CountConfig, build_report, described_model, parse_count
 from mcore_models.families import FAMILIES
 from mcore_models.flops import num_active_parameters, num_parameters
 from mcore_models.presets import find_preset, presets
@@ -79,7 +79,9 @@ def show(name: str, config: CountConfig, unused: Sequence[str]) -> int:
         ValueError: for options that contradict.
     """
     if not config.options.json:
-        print(f"{name}: {find_preset(name).source}", *tree(model_of(config)), "", sep="\n")
+        print(
+            f"{name}: {find_preset(name).source}", *tree(described_model(config)), "", sep="\n"
+        )
     return count(config, unused)
 
 

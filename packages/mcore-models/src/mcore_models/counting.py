@@ -31,7 +31,7 @@ from mcore_parallel.command_line import (
     HELP_FLAGS,
     canonical,
     is_flag,
-    options_of,
+    list_options,
     parse,
 )
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
@@ -186,7 +186,7 @@ def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
         raise ValueError(
             f"--preset {preset.name} is no {command}: use mcore-models count {preset.family}."
         )
-    options = options_of(kind)
+    options = list_options(kind)
     if set(words) & set(HELP_FLAGS):
         parse(kind, program, words, usual=USUAL)
     known = {option.flag for option in options}
@@ -211,7 +211,7 @@ def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
     return config, list(dict.fromkeys(unused))
 
 
-def model_of(config: CountConfig) -> ModelDescription:
+def described_model(config: CountConfig) -> ModelDescription:
     """Return the model that is counted."""
     kind = type(config.model)
     return ModelDescription(
@@ -266,7 +266,7 @@ def build_report(config: CountConfig) -> dict[str, int | float | str]:
         ValueError: if the model does not fit the layout, or the GPU is not known.
     """
     options, parallel = config.options, config.parallelism
-    model = model_of(config)
+    model = described_model(config)
     family, arguments = FAMILIES[model.family], (model.config, model.vocab_size, model.moe)
     if model.vocab_size < 1:
         raise ValueError("--vocab-size is needed: the number of token ids.")

@@ -44,7 +44,7 @@ from mcore_moe.kernels.topk import fused_top_experts
 from mcore_moe.kernels.weight_grad import fused_weight_gradient
 from mcore_moe.permutation import (
     ROWS_KERNELS,
-    offsets_of,
+    expert_offsets,
     permute_reference,
     plan_rows_plain,
     unpermute_reference,
@@ -223,7 +223,7 @@ def check_experts_of_tokens():
 
 def check_weight_gradients():
     for counts in ([70, 0, 1, 130], [0, 0, 0, 0]):
-        offsets = offsets_of(torch.tensor(counts))
+        offsets = expert_offsets(torch.tensor(counts))
         dy, x = torch.randn(sum(counts), 130), torch.randn(sum(counts), 20)
         for overwrite in (False, True):
             got = torch.randn(4, 130, 20)

@@ -27,7 +27,14 @@ from mcore_moe.dispatching import (
     Trip,
     plan_kept,
 )
-from mcore_moe.permutation import RowPlan, part_of, permute, permute_probs, trimmed, unpermute
+from mcore_moe.permutation import (
+    RowPlan,
+    permute,
+    permute_probs,
+    plan_slice,
+    trimmed,
+    unpermute,
+)
 from mcore_moe.protocol import Beside
 from mcore_moe.routing import Routing
 from mcore_parallel.in_flight import InFlight
@@ -141,11 +148,11 @@ def run_with_fixed_rows(
     ranks = dispatcher.ep.size
     worst = num_tokens * min(topk, dispatcher.config.num_experts // ranks)
     size = max(1, min(worst, ceil(limit * num_tokens * topk / ranks)))
-    y = experts(x, probs, part_of(plan, 0, min(size, worst)))
+    y = experts(x, probs, plan_slice(plan, 0, min(size, worst)))
     for begin in range(size, worst, size):
 
         def run(x: Tensor, probs: Tensor, begin: int = begin) -> Tensor:
-            return experts(x, probs, part_of(plan, begin, min(size, worst - begin)))
+            return experts(x, probs, plan_slice(plan, begin, min(size, worst - begin)))
 
         y = y + recompute(run, x, probs)
     return dispatcher.combine(y, (sizes, is_even))

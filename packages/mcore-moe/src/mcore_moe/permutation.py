@@ -46,7 +46,7 @@ class RowPlan:
         return self.choices if topk == 1 else self.choices // topk
 
 
-def offsets_of(counts: Int[Tensor, " E"]) -> Int[Tensor, " E1"]:
+def expert_offsets(counts: Int[Tensor, " E"]) -> Int[Tensor, " E1"]:
     """Return where the rows of each expert begin, and the end of the last, as int32."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
@@ -101,7 +101,7 @@ def plan_rows_plain(
     slots = torch.full_like(flat, order.numel())
     slots[order] = torch.arange(order.numel(), device=ids.device)
     is_complete = order.numel() == num_choices
-    return RowPlan(order, slots.view(ids.shape), offsets_of(counts), is_complete, True)
+    return RowPlan(order, slots.view(ids.shape), expert_offsets(counts), is_complete, True)
 
 
 def _filled(
@@ -123,7 +123,7 @@ def _filled(
     choices[rows] = order
     slots = torch.empty_like(flat)
     slots[order] = rows
-    offsets = offsets_of(torch.full_like(counts, capacity))
+    offsets = expert_offsets(torch.full_like(counts, capacity))
     return RowPlan(choices[:num_rows], slots.view(shape), offsets, False)
 
 
@@ -135,7 +135,7 @@ def trimmed(plan: RowPlan, num_rows: int) -> RowPlan:
     return RowPlan(plan.choices[:num_rows], slots, plan.offsets, False, True)
 
 
-def part_of(plan: RowPlan, begin: int, size: int) -> RowPlan:
+def plan_slice(plan: RowPlan, begin: int, size: int) -> RowPlan:
     """Return the plan of ``size`` rows from ``begin`` on, however many of them are used.
 
     The host waits for nothing. Rows behind the last offset name any token.

@@ -105,7 +105,7 @@ def parse(
         ValueError: for an unknown option, a value of the wrong type and a missing one.
         SystemExit: after help.
     """
-    options = options_of(kind)
+    options = list_options(kind)
     if any(word in HELP_FLAGS for word in words):
         print(help_text(kind, program, words, options, usual))
         raise SystemExit(0)
@@ -116,12 +116,12 @@ def parse(
     return _build(kind, values)
 
 
-def options_of(kind: Callable[..., Any]) -> list[Option]:
+def list_options(kind: Callable[..., Any]) -> list[Option]:
     """List the options of a dataclass or a function, those of nested dataclasses too."""
     found, types = [], get_type_hints(kind)
     for name, parameter in inspect.signature(kind).parameters.items():
         if is_dataclass(types[name]):
-            found += [replace(option, topic=name) for option in options_of(types[name])]
+            found += [replace(option, topic=name) for option in list_options(types[name])]
         else:
             alone = parameter.kind is parameter.POSITIONAL_ONLY
             found.append(

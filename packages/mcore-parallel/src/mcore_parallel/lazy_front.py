@@ -22,7 +22,7 @@ def lazy_front(
 
     def owned(name: str) -> object:
         if name == "__version__":
-            return version_of(package)
+            return package_version(package)
         if name in modules:
             return import_module(f"{package}.{modules[name]}")
         if name not in rooms:
@@ -32,7 +32,7 @@ def lazy_front(
     return owned, lambda: sorted([*rooms, *modules, "__version__"])
 
 
-def version_of(package: str) -> str:
+def package_version(package: str) -> str:
     """Return the version of a package of ours, or what stands for one that is not installed."""
     try:
         return version(package.replace("_", "-"))

@@ -65,7 +65,7 @@ def run_fills(fills: list[Fill], num_threads: int = 0) -> None:
             done.result()
 
 
-def fills_of(
+def plan_fills(
     view: Tensor,
     *,
     seed: int,
@@ -96,7 +96,7 @@ def fills_of(
         fill = partial(
             _fill_stripe,
             view[index],
-            base=hash_of(seed, name, *place),
+            base=hash_words(seed, name, *place),
             shape=shape[-2:],
             offsets=offsets[-2:],
             std=std,
@@ -160,7 +160,7 @@ def _tile_of(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(shape[0], TILE_ELEMENTS // width), width
 
 
-def hash_of(*words: int | str) -> int:
+def hash_words(*words: int | str) -> int:
     """Return 56 bits that follow from words."""
     text = "\0".join(map(str, words)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.random_tiles import Fill, fills_of, hash_of, run_fills
+from mcore_parallel.random_tiles import Fill, hash_words, plan_fills, run_fills
 from mcore_parallel.sharding import NamedParameter, named_parameters
 
 
@@ -53,7 +53,7 @@ def fill_normal_(
     Raises:
         ValueError: if the box does not lie in the tensor.
     """
-    fills = fills_of(view, seed=seed, name=name, shape=shape, offsets=offsets, std=std)
+    fills = plan_fills(view, seed=seed, name=name, shape=shape, offsets=offsets, std=std)
     run_fills(fills, num_threads)
 
 
@@ -74,7 +74,7 @@ def fill_parameters_(wanted: Iterable[tuple[NamedParameter, float]], *, seed: in
         parameter.zero_()
         devices.add(parameter.device)
         for part in named.layout.parts:
-            fills += fills_of(
+            fills += plan_fills(
                 part.view(parameter),
                 seed=seed,
                 name=part.name,
@@ -134,7 +134,7 @@ class RngStreams:
         }
         self._states = {
             name: _state_of(
-                torch.Generator(self.device).manual_seed(hash_of(seed, name, *places[name]))
+                torch.Generator(self.device).manual_seed(hash_words(seed, name, *places[name]))
             )
             for name in self.NAMES
         }

@@ -71,10 +71,10 @@ def _train(name: str, words: Sequence[str]) -> int:
     if config.launch.nproc:
         from mcore_train.options.output_checks import check_destinations
         from mcore_train.precision import with_device_precision
-        from mcore_train.resolution import plan_of
+        from mcore_train.resolution import build_plan
 
         # Reports what is wrong once, before ranks start.
-        plan_of(with_device_precision(config, 0), config.launch.nproc, command.family)
+        build_plan(with_device_precision(config, 0), config.launch.nproc, command.family)
         check_destinations(config)
         return start_ranks(name, words, config.launch.nproc)
     from mcore_train.running import run_training

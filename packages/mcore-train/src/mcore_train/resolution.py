@@ -98,7 +98,7 @@ class ConflictError(ValueError):
         super().__init__(many + "\n  - ".join(lines))
 
 
-def plan_of(config: TrainConfig, world_size: int, family: Family = GPT_FAMILY) -> Plan:
+def build_plan(config: TrainConfig, world_size: int, family: Family = GPT_FAMILY) -> Plan:
     """Derive a plan with the tokenizer that the flags name; loads no torch.
 
     Raises:

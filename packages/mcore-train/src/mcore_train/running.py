@@ -17,7 +17,7 @@ from mcore_parallel.launch.watchdog import Watch
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble
 from mcore_train.checkpoints.checkpointing import clear_run_folder
-from mcore_train.checkpoints.origin import start_of
+from mcore_train.checkpoints.origin import starting_point
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import flag
@@ -25,7 +25,7 @@ from mcore_train.loop import train
 from mcore_train.options.output_checks import check_destinations
 from mcore_train.precision import with_device_precision
 from mcore_train.reporting.log import METRICS, TENSORBOARD, Reporter, set_up
-from mcore_train.resolution import Plan, plan_of
+from mcore_train.resolution import Plan, build_plan
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +42,12 @@ def run_training(config: TrainConfig, family: Family = GPT_FAMILY) -> int:
     world = launcher.read_environment()
     console = set_up(world.rank == 0)
     config = with_device_precision(config, world.local_rank)
-    plan = plan_of(config, world.world_size, family)
+    plan = build_plan(config, world.world_size, family)
     check_destinations(config, is_reporter=world.rank == 0)
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx)
         if load_run(run):
-            load = start_of(config).load
+            load = starting_point(config).load
             log.info("continuing at iteration %d from %s", run.iteration, load)
         if config.saving.overwrite:
             clear_run_folder(config.saving.save, ctx)

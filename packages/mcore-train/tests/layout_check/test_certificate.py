@@ -8,10 +8,10 @@ import torch
 from mcore_train.layout_check.certificate import (
     Certificate,
     Line,
-    class_of,
     compare,
     compare_rounded,
     draw,
+    tensor_class,
     vanishing,
 )
 from mcore_train.layout_check.trial import Trial
@@ -95,7 +95,7 @@ def test_another_initial_weight_or_another_continued_run_fails_to_the_bit():
 
 def test_numbers_of_layers_and_experts_are_no_part_of_a_class():
     name = "blocks.11.moe.experts.3.fc1.gate.weight"
-    assert class_of(name) == "blocks.*.moe.experts.*.fc1.gate.weight"
+    assert tensor_class(name) == "blocks.*.moe.experts.*.fc1.gate.weight"
 
 
 def test_rounding_may_be_as_wide_as_twice_that_of_one_rank():

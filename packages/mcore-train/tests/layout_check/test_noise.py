@@ -8,7 +8,7 @@ from mcore_parallel.rng import RngStreams
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.composition import compose
 from mcore_train.layout_check.noise import noise_faults
-from mcore_train.layout_check.trial import build_run, rows_of
+from mcore_train.layout_check.trial import build_rows, build_run
 from mcore_train.resolution import resolve
 
 TINY = {
@@ -37,7 +37,7 @@ def faults_in_layouts():
         plan = resolve(compose(TINY | flags), 4)
         ctx = ParallelContext.build(plan.config.parallelism)
         for is_alike in (False, True):
-            run = build_run(plan, ctx, rows_of(plan), dtype=torch.float64)
+            run = build_run(plan, ctx, build_rows(plan), dtype=torch.float64)
             if is_alike:  # a rule that no layout keeps
                 run.streams.set_state(RngStreams(1, ParallelContext.single()).state())
             found.append(noise_faults(run))

@@ -9,7 +9,7 @@ from mcore_train.composition import compose
 from mcore_train.layout_check import path_signature
 from mcore_train.layout_check.path_signature import differences, head_relations
 from mcore_train.layout_check.small_run import SLOT_MULTIPLE, build_small_run
-from mcore_train.layout_check.trial import rows_of
+from mcore_train.layout_check.trial import build_rows
 from mcore_train.resolution import resolve
 
 REAL = {
@@ -101,7 +101,7 @@ def test_dropped_attention_weights_take_the_same_way_over_context_ranks():
 
 def test_rows_pack_three_documents_or_more_with_two_borders_in_a_chunk():
     _, small, _ = plans(CP2 | {"dataloader_inter_document_masking": True, **CP2}, 2)
-    rows = rows_of(small)
+    rows = build_rows(small)
     borders = rows[0]["cu_seqlens"].tolist()
     chunk = small.config.batch.seq_length // 4
     assert len(borders) > 3

@@ -49,7 +49,7 @@ class Contents:
     """What else the folder says about itself."""
 
 
-def format_of(folder: str | Path) -> tuple[str, Path]:
+def find_format(folder: str | Path) -> tuple[str, Path]:
     """Recognize a checkpoint's format.
 
     Returns:
@@ -60,13 +60,13 @@ def format_of(folder: str | Path) -> tuple[str, Path]:
         raise ValueError(f"{path} is no folder: give a run folder or a step folder.")
     step = latest_step(path)
     inside = path if step is None or is_complete(path) else step_folder(path, step)
-    if form := form_of(inside):
+    if form := folder_format(inside):
         return form, inside
     # Says what is missing, and which steps are there.
     return "mcore", resolve_folder(path)
 
 
-def form_of(folder: Path) -> str:
+def folder_format(folder: Path) -> str:
     """Recognize by its files which format a folder of tensors is in; empty: in none."""
     if is_complete(folder):
         return "mcore"
@@ -79,7 +79,7 @@ def form_of(folder: Path) -> str:
 
 def native_step(folder: str | Path) -> Path:
     """Find the step of ours that a folder names."""
-    form, step = format_of(folder)
+    form, step = find_format(folder)
     if form != "mcore":
         raise ValueError(
             f"{step} is a checkpoint in the format {form}, and one of mcore is wanted: "
@@ -95,7 +95,7 @@ def contents(folder: str | Path, config: str = "") -> Contents:
         ValueError: if it holds none, or is listed without the config that is given.
         CheckpointError: if it is damaged.
     """
-    form, path = format_of(folder)
+    form, path = find_format(folder)
     if form == "megatron" and not (path / METADATA).is_file():
         with opened("megatron", path, ConvertOptions(config=config)) as found:
             said = {"model": found.description}
@@ -237,7 +237,7 @@ def differences(
         ValueError: if a folder holds no checkpoint, or neither says which model it is.
         CheckpointError: if files are damaged.
     """
-    forms = [format_of(one), format_of(other)]
+    forms = [find_format(one), find_format(other)]
     is_ours = all(form == "mcore" for form, _ in forms)
     with ExitStack() as stack:
         sides: list[Rows] = []

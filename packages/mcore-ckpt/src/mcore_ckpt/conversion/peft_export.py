@@ -15,7 +15,7 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families import family_of
 from mcore_ckpt.formats.peft_folder import read_adapters, write_adapters
 from mcore_ckpt.formats.sources import PREFIX, opened
-from mcore_ckpt.mapping.adapters import A, B, adapters_of, base_of, is_adapter
+from mcore_ckpt.mapping.adapters import A, B, find_base, group_adapters, is_adapter
 from mcore_ckpt.mapping.row_streams import Progress, Source
 from mcore_ckpt.mapping.rules import Link, expand
 from mcore_ckpt.storage.files import Reader
@@ -92,7 +92,7 @@ def export_adapters(source: str | Path, output: str | Path) -> Report:
 def _links(step: Path) -> tuple[list[Link], str]:
     """Say how the base's tensors are named in Hugging Face's folder of it."""
     config = read_index(step).extra[ADAPTER]
-    base = as_path(base_of(step, config)) if config["base"] else step
+    base = as_path(find_base(step, config)) if config["base"] else step
     form = "hf" if is_hf_folder(base) else "mcore"
     with opened(form, base) as found:
         model_type = model_type_of(found, "")
@@ -103,8 +103,8 @@ def _links(step: Path) -> tuple[list[Link], str]:
 
 def _compare(wanted: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
     """Compare what the adapters add to each weight; one of no fused module to the bit."""
-    theirs = adapters_of(again)
-    for weight, kinds in adapters_of(wanted).items():
+    theirs = group_adapters(again)
+    for weight, kinds in group_adapters(wanted).items():
         other = theirs.get(weight, {})
         if kinds.keys() != other.keys():
             raise CheckpointError(f"the adapter of {weight} is not in the output")

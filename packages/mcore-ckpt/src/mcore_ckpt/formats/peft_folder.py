@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.mapping.adapters import MAGNITUDE, A, B, adapter_name, adapters_of
+from mcore_ckpt.mapping.adapters import MAGNITUDE, A, B, adapter_name, group_adapters
 from mcore_ckpt.mapping.row_streams import HeldRows, Rows
 from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.mapping.views import RenamedRows, their_items
-from mcore_ckpt.storage.files import DTYPE_NAMES, DTYPES, Item, Reader, slabs_of, write_file
+from mcore_ckpt.storage.files import DTYPE_NAMES, DTYPES, Item, Reader, cut_slabs, write_file
 from mcore_ckpt.storage.headers import read_header
 from mcore_ckpt.storage.paths import PEFT_CONFIG
 
@@ -105,7 +105,7 @@ def read_adapters(folder: Path, links: Sequence[Link]) -> PeftAdapters:
             "lora_dim": rank,
             "lora_alpha": scale * rank,
             "lora_dropout": config.get("lora_dropout", 0.0),
-            "lora_target_modules": _patterns(adapters_of(found), weights),
+            "lora_target_modules": _patterns(group_adapters(found), weights),
         },
     )
 
@@ -121,7 +121,7 @@ def write_adapters(
     Raises:
         ValueError: if routed experts have adapters, which PEFT stacks.
     """
-    by_weight = adapters_of(adapters)
+    by_weight = group_adapters(adapters)
     if any(".experts." in weight for weight in by_weight):
         raise ValueError(
             "adapters of routed experts have no form in PEFT that every version reads: merge "
@@ -138,7 +138,7 @@ def write_adapters(
         ranks[name] = module[A].shape[0]
         tensors |= {f"{_BEFORE}{name}.{kind}": t for kind, t in module.items()}
     items = [
-        Item(n, DTYPE_NAMES[t.dtype], tuple(t.shape), partial(slabs_of, t))
+        Item(n, DTYPE_NAMES[t.dtype], tuple(t.shape), partial(cut_slabs, t))
         for n, t in tensors.items()
     ]
     write_file(folder / TENSORS, items, metadata={"format": "pt"})

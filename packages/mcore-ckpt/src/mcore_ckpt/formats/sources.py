@@ -30,7 +30,7 @@ from mcore_ckpt.formats.quantization import quantization_name, take_quantization
 from mcore_ckpt.formats.safe_pickle import Record
 from mcore_ckpt.formats.text_towers import text_tower
 from mcore_ckpt.formats.torch_files import read_torch_file
-from mcore_ckpt.mapping.adapters import Merged, base_of
+from mcore_ckpt.mapping.adapters import Merged, find_base
 from mcore_ckpt.mapping.optimizer_state import OptimizerState, read_native
 from mcore_ckpt.mapping.row_streams import Rows, Source, compare_copy
 from mcore_ckpt.mapping.rules import (
@@ -173,7 +173,7 @@ def _merged(
     if not adapter["base"]:  # the step holds both
         yield Merged(stored, stored, adapter), {}
         return
-    base = as_path(base_of(step, adapter))
+    base = as_path(find_base(step, adapter))
     with opened("hf" if is_hf_folder(base) else "mcore", base) as found:
         yield Merged(found.ours, stored, adapter), found.hf
 

@@ -30,7 +30,7 @@ def is_adapter(name: str) -> bool:
     return _MODULE in name
 
 
-def weight_of(name: str) -> str:
+def adapted_weight(name: str) -> str:
     """Name the weight beside which an adapter's tensor stands."""
     for kind in (A, B, MAGNITUDE):
         if name.endswith(f".{kind}"):
@@ -39,7 +39,7 @@ def weight_of(name: str) -> str:
 
 
 def adapter_name(weight: str, kind: str) -> str:
-    """Name an adapter's tensor of one kind; undoes ``weight_of``."""
+    """Name an adapter's tensor of one kind; undoes ``adapted_weight``."""
     words = weight.removesuffix(".weight").split(".")
     place = len(words)
     if "experts" in words:
@@ -49,19 +49,19 @@ def adapter_name(weight: str, kind: str) -> str:
     return ".".join([*words[:place], _MODULE.strip("."), *words[place:], kind])
 
 
-def adapters_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
+def group_adapters(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Group adapters' tensors by the weights beside which they stand, and by kind."""
     found: dict[str, dict[str, str]] = {}
     for name in names:
         if is_adapter(name):
-            weight = weight_of(name)
+            weight = adapted_weight(name)
             stem = name.split(_MODULE)[1]
             kind = next(kind for kind in (A, B, MAGNITUDE) if stem.endswith(kind))
             found.setdefault(weight, {})[kind] = name
     return found
 
 
-def base_of(folder: Any, adapter: Mapping[str, Any]) -> str:
+def find_base(folder: Any, adapter: Mapping[str, Any]) -> str:
     """Return the folder of the model beside which adapters stand."""
     base = adapter["base"]
     try:
@@ -87,7 +87,7 @@ class Merged:
         """
         self._base, self._adapters = base, adapters
         self._scale = config["lora_alpha"] / config["lora_dim"]
-        self._by_weight = adapters_of(adapters.entries)
+        self._by_weight = group_adapters(adapters.entries)
         self.entries: dict[str, TensorEntry] = {
             name: replace(entry, chunks=()) if name in self._by_weight else entry
             for name, entry in base.entries.items()

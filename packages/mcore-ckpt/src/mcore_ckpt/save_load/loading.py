@@ -21,7 +21,7 @@ from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.hf_loading import opened_hf
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
-from mcore_ckpt.save_load.saving import box_of, claims_of
+from mcore_ckpt.save_load.saving import build_claims, piece_box
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, shifted
 from mcore_ckpt.storage.files import DTYPES, Reader, narrowed
@@ -104,7 +104,7 @@ def load(
             )
             if checksums:
                 check_files(folder, index, world.rank, world.size)
-            wanted = claims_of(shards)
+            wanted = build_claims(shards)
         gathered = gather_json([fingerprint, list(wanted)], world)
         if any(other != fingerprint for other, _ in gathered):
             raise CheckpointError(
@@ -221,7 +221,7 @@ def _spread(
 ) -> None:
     """Send what one rank has read to those that need it too."""
     live = {
-        Write(name, box_of(piece)): piece.data
+        Write(name, piece_box(piece)): piece.data
         for name, shard in shards.items()
         for piece in shard.pieces
     }
@@ -287,9 +287,9 @@ def _read(
     for name, shard in shards.items():
         entry = tensors[name]
         for piece in shard.pieces:
-            if 0 in piece.lengths or Write(name, box_of(piece)) in from_others:
+            if 0 in piece.lengths or Write(name, piece_box(piece)) in from_others:
                 continue
-            reads = plan_reads(entry, box_of(piece))
+            reads = plan_reads(entry, piece_box(piece))
             jobs += [(name, entry.chunks[read.chunk], read.box, piece) for read in reads]
 
     def read_one(name: str, chunk: Chunk, box: Box, piece: Piece) -> None:

@@ -25,9 +25,9 @@ from torch import Tensor
 from mcore_ckpt.config import LocalConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json, host_device
-from mcore_ckpt.save_load.saving import box_of, claims_of
+from mcore_ckpt.save_load.saving import build_claims, piece_box
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange
-from mcore_ckpt.storage.files import DTYPES, Item, Reader, slabs_of, write_file
+from mcore_ckpt.storage.files import DTYPES, Item, Reader, cut_slabs, write_file
 from mcore_ckpt.storage.index import Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.storage.paths import INDEX, is_complete, remove, write_durably
 from mcore_ckpt.storage.sealing import check_files, sealed
@@ -98,7 +98,7 @@ class LocalSaver:
         """
         newest = self.latest()
         with agreed(self._world):
-            claims_of(shards)
+            build_claims(shards)
             if newest is not None and step <= newest:
                 raise ValueError(f"local step {newest} is there: step {step} is no newer.")
         self._files.failure, refusal = "", ""
@@ -208,7 +208,7 @@ class _State:
     @classmethod
     def of(cls, shards: Mapping[str, Shard], extra: Mapping[str, Any]) -> "_State":
         pieces = [(n, s, p) for n, s in sorted(shards.items()) for p in s.pieces]
-        keys = [(n, tuple(s.shape), str(s.dtype), *box_of(p)) for n, s, p in pieces]
+        keys = [(n, tuple(s.shape), str(s.dtype), *piece_box(p)) for n, s, p in pieces]
         return cls(keys, [p.data.detach() for _, _, p in pieces], extra)
 
     @property
@@ -308,7 +308,7 @@ class _Files:
 def _write(folder: Path, state: _State) -> None:
     names = {str(dtype): name for name, dtype in DTYPES.items()}
     items = [
-        Item(f"{number}", names[dtype], tuple(lengths), partial(slabs_of, tensor))
+        Item(f"{number}", names[dtype], tuple(lengths), partial(cut_slabs, tensor))
         for number, ((_, _, dtype, _, lengths), tensor) in enumerate(
             zip(state.keys, state.tensors, strict=True)
         )

@@ -28,7 +28,7 @@ from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
 from mcore_ckpt.save_load.retention import prune
 from mcore_ckpt.save_load.tensor_exchange import travel_device
 from mcore_ckpt.storage.boxes import Box
-from mcore_ckpt.storage.files import DTYPE_NAMES, Item, slabs_of, write_file
+from mcore_ckpt.storage.files import DTYPE_NAMES, Item, cut_slabs, write_file
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, FileEntry, Index, TensorEntry
 from mcore_ckpt.storage.paths import (
@@ -164,7 +164,7 @@ def begin(
     run_folder = as_path(run_folder)
     with agreed(world):
         final = step_folder(run_folder, step)
-        mine = claims_of(shards)
+        mine = build_claims(shards)
         beside = beside.kept() if world.rank == 0 else Attachments()
     plans = plans or PlanCache()
     claims, writes = plans.plan(mine, world)
@@ -257,7 +257,7 @@ def commit_step(
     return final
 
 
-def claims_of(shards: Mapping[str, Shard]) -> dict[str, Claim]:
+def build_claims(shards: Mapping[str, Shard]) -> dict[str, Claim]:
     """Describe what this rank holds; pieces without elements are left out.
 
     Raises:
@@ -293,14 +293,14 @@ def claims_of(shards: Mapping[str, Shard]) -> dict[str, Claim]:
                 )
         if shard.dtype not in DTYPE_NAMES:
             raise ValueError(f"{name}: safetensors files have no {shard.dtype}")
-        boxes = tuple(box_of(piece) for piece in shard.pieces if 0 not in piece.lengths)
+        boxes = tuple(piece_box(piece) for piece in shard.pieces if 0 not in piece.lengths)
         claims[name] = Claim(
             tuple(shard.shape), DTYPE_NAMES[shard.dtype], shard.is_owner, boxes
         )
     return claims
 
 
-def box_of(piece: Piece) -> Box:
+def piece_box(piece: Piece) -> Box:
     """Return the region of a piece."""
     return tuple(piece.offsets), tuple(piece.lengths)
 
@@ -315,13 +315,13 @@ def _entry(write: Write, claim: Claim) -> Entry:
 
 
 def _memory(write: Write, shard: Shard) -> Tensor:
-    return next(piece.data for piece in shard.pieces if box_of(piece) == write.box)
+    return next(piece.data for piece in shard.pieces if piece_box(piece) == write.box)
 
 
 def _slabs(sections: Sequence[Iterable[Tensor]]) -> Iterator[Tensor]:
     for section in sections:
         for tensor in section:
-            yield from slabs_of(tensor)
+            yield from cut_slabs(tensor)
 
 
 def _index(

@@ -11,7 +11,7 @@ from math import prod
 from torch import Tensor
 
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
-from mcore_ckpt.save_load.saving import box_of, claims_of
+from mcore_ckpt.save_load.saving import build_claims, piece_box
 from mcore_ckpt.save_load.tensor_exchange import ROUND_BYTES, Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, cover_problems, intersect, shifted
 from mcore_ckpt.storage.files import DTYPES, narrowed
@@ -47,7 +47,7 @@ def transfer_weights(
             source does not hold all of a tensor.
     """
     with agreed(world):
-        mine = [claims_of(source), claims_of(target)]
+        mine = [build_claims(source), build_claims(target)]
     texts = [{name: claim.to_json() for name, claim in one.items()} for one in mine]
     held: list[Claims] = []
     wanted: list[Claims] = []
@@ -148,6 +148,6 @@ def _views(shard: Shard, box: Box) -> list[Tensor]:
     """Return the memory of a box in each piece that holds all of it."""
     found = []
     for piece in shard.pieces:
-        if intersect(box, box_of(piece)) == box:
+        if intersect(box, piece_box(piece)) == box:
             found.append(narrowed(piece.data.detach(), shifted(box, piece.offsets)))
     return found

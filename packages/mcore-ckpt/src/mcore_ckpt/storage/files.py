@@ -125,7 +125,7 @@ def write_file(
     return WrittenFile(FileEntry(size, digest(header)), written)
 
 
-def slabs_of(tensor: Shaped[Tensor, ...], limit: int = SLAB_BYTES) -> Iterator[Tensor]:
+def cut_slabs(tensor: Shaped[Tensor, ...], limit: int = SLAB_BYTES) -> Iterator[Tensor]:
     """Give a tensor's bytes in order, without a copy where it lies in order on the CPU.
 
     Args:

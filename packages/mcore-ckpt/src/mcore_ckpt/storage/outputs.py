@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mcore_ckpt.conversion.inspection import form_of
+from mcore_ckpt.conversion.inspection import folder_format
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.storage.destinations import check_folder
 from mcore_ckpt.storage.folder_lock import FolderLock
@@ -54,7 +54,7 @@ def check_run_folder(output: Path) -> None:
     step = latest_step(output)
     places = [output] if step is None else [output, step_folder(output, step)]
     for place in places:
-        if (form := form_of(place)) not in ("", "mcore"):
+        if (form := folder_format(place)) not in ("", "mcore"):
             raise ValueError(
                 f"--output {output} holds a checkpoint in the format {form} ({place}): give "
                 "a new folder, or a run folder of ours."

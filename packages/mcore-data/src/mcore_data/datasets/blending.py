@@ -182,7 +182,7 @@ class OrderedBlend:
         """Copy the samples of any datasets to their rows."""
         stacked: dict[str, NDArray[Any]] = {}
         for number, rows in giving.items():
-            for key, values in batch_of(self.datasets[number], inside[rows].tolist()).items():
+            for key, values in read_batch(self.datasets[number], inside[rows].tolist()).items():
                 if key not in stacked:
                     shape = (len(inside), *values.shape[1:])
                     stacked[key] = np.empty(shape, values.dtype)
@@ -231,7 +231,7 @@ class BlendedDataset(OrderedBlend):
         super().__init__(datasets, *(part[:size] for part in order))
 
 
-def batch_of(dataset: MapDataset, samples: Sequence[int]) -> dict[str, NDArray[Any]]:
+def read_batch(dataset: MapDataset, samples: Sequence[int]) -> dict[str, NDArray[Any]]:
     """Samples of any map-style dataset, stacked; its own ``batch`` if it has one."""
     batch = getattr(dataset, "batch", None)
     if batch is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_data.datasets.arrangement import Arrangement, TextRows
-from mcore_data.datasets.blending import MapDataset, batch_of
+from mcore_data.datasets.blending import MapDataset, read_batch
 
 
 class EpochsDataset:
@@ -43,8 +43,8 @@ class EpochsDataset:
             raise IndexError(f"sample {places.min()} to {places.max()} of {len(self)}")
         numbers, inside = np.divmod(places, self.per_epoch)
         if (numbers == numbers[0]).all():
-            return batch_of(self.epoch(int(numbers[0])), inside.tolist())
-        rows = [batch_of(self.epoch(e), [i]) for e, i in zip(numbers, inside, strict=True)]
+            return read_batch(self.epoch(int(numbers[0])), inside.tolist())
+        rows = [read_batch(self.epoch(e), [i]) for e, i in zip(numbers, inside, strict=True)]
         return {key: np.concatenate([row[key] for row in rows]) for key in rows[0]}
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from mcore_data.datasets.blending import MapDataset, batch_of
+from mcore_data.datasets.blending import MapDataset, read_batch
 from mcore_data.loading.sampler import CyclicSampler, FullSampler, SingleSampler
 
 _PREFETCH = 4
@@ -145,7 +145,7 @@ class _Batches:
         return len(self.dataset)
 
     def __getitems__(self, samples: list[int | None]) -> dict[str, Any]:
-        made = batch_of(self.dataset, [sample or 0 for sample in samples])
+        made = read_batch(self.dataset, [sample or 0 for sample in samples])
         if None in samples:
             made["loss_mask"] = made["loss_mask"].copy()
             made["loss_mask"][[sample is None for sample in samples]] = 0

@@ -21,7 +21,7 @@ from mcore_data.preprocessing.tokenizing import (
     Tools,
     output_prefixes,
     preprocess_sources,
-    work_of,
+    work_hash,
 )
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,9 @@ def _finished(
     report = PreprocessReport(output_prefixes(config))
     for key, prefix in report.prefixes.items():
         facts: dict[str, Any] = read_manifest(prefix)
-        if facts.get("work") != work_of(config, sources, tools) or not has_files(prefix, facts):
+        if facts.get("work") != work_hash(config, sources, tools) or not has_files(
+            prefix, facts
+        ):
             return None
         report.num_documents = facts["documents"]
         report.num_tokens[key] = facts["tokens"]

@@ -149,7 +149,7 @@ def _preprocess_alone(
     """``preprocess_sources``, under the lock of its outputs."""
     prefixes = output_prefixes(config)
     journal_path = Path(f"{config.output_prefix}.journal.json")
-    work = work_of(config, sources, tools)
+    work = work_hash(config, sources, tools)
     journal = open_journal(journal_path, work)
     if not journal.outputs and not config.overwrite:
         refuse_finished(prefixes.values(), work)
@@ -315,7 +315,7 @@ def _is_finished(prefix: Path, stand: dict[str, int] | None) -> bool:
     )
 
 
-def work_of(config: PreprocessConfig, sources: Sequence[Source], tools: Tools) -> str:
+def work_hash(config: PreprocessConfig, sources: Sequence[Source], tools: Tools) -> str:
     """Hash of everything that decides the output's bytes.
 
     Engines give the same ids, and skipping may be decided late: neither is part of it.
@@ -341,7 +341,7 @@ def _facts(
     """What the manifest of one key's pair says."""
     exact = tools.encoder.engine.name == "reference"
     return {
-        "work": work_of(config, sources, tools),
+        "work": work_hash(config, sources, tools),
         "key": key,
         "documents": journal.num_documents,
         "tokens": journal.num_tokens.get(key, 0),

@@ -172,14 +172,14 @@ def samples_before(stretches: Sequence[Stretch], step: int) -> int:
     return mine.first_sample + (step - mine.first_step) * mine.batch_size
 
 
-def step_of(stretches: Sequence[Stretch], place: int) -> tuple[int, int]:
+def find_step(stretches: Sequence[Stretch], place: int) -> tuple[int, int]:
     """Step that reads a place of the data order, and the sample's index in its batch."""
     mine = [each for each in stretches if each.first_sample <= place][-1]
     steps, sample = divmod(place - mine.first_sample, mine.batch_size)
     return mine.first_step + steps, sample
 
 
-def batch_size_of(stretches: Sequence[Stretch], step: int) -> int:
+def batch_size_at(stretches: Sequence[Stretch], step: int) -> int:
     """Samples of a step."""
     return _stretch_of(stretches, step).batch_size
 

@@ -20,12 +20,12 @@ from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import (
     DataPlan,
-    batch_size_of,
+    batch_size_at,
     find_plan,
+    find_step,
     rebuild,
     sample_at,
     samples_before,
-    step_of,
 )
 from mcore_data.tracing.tracing import Source, find, prefixes, trace
 
@@ -99,7 +99,7 @@ class RunData:
             ValueError: if the step or the sample does not exist.
         """
         place = samples_before(self.plan.stretches, step) + sample
-        size = batch_size_of(self.plan.stretches, step)
+        size = batch_size_at(self.plan.stretches, step)
         if not 0 <= sample < size:
             raise ValueError(f"step {step} has the samples 0 to {size - 1}, not {sample}.")
         endless = self.plan.data.dataloader_type == "cyclic"
@@ -130,7 +130,7 @@ class RunData:
                 mine = [part for part in parts if part.sequence == sequence]
                 found += [(place, mine) for place in self._places_of(sample)]
         for place, parts in sorted(found, key=lambda each: each[0]):
-            step, index = step_of(self.plan.stretches, place)
+            step, index = find_step(self.plan.stretches, place)
             for part in parts:
                 yield Visit(step, index, part)
 
@@ -203,7 +203,7 @@ class RunData:
 
 def draw_explanation(data: RunData, step: int, sample: int, width: int = 400) -> list[str]:
     """Draw ``explain`` for people: a line for each document, then its text."""
-    lines = [f"step {step}, sample {sample} of {batch_size_of(data.plan.stretches, step)}:"]
+    lines = [f"step {step}, sample {sample} of {batch_size_at(data.plan.stretches, step)}:"]
     if data.plan.fim.fim_data:
         lines.append("  (as stored; --fim-data rewrites it for training)")
     for piece in data.explain(step, sample):

@@ -39,7 +39,7 @@ def trace(dataset: Any, sample: int) -> list[Source]:
     if isinstance(dataset, EpochsDataset):
         epoch, inside = divmod(sample, dataset.per_epoch)
         return trace(dataset.epoch(epoch), inside)
-    prefix = prefix_of(dataset)
+    prefix = dataset_prefix(dataset)
     return [Source(prefix, *part) for part in dataset.sources(sample) if part[2]]
 
 
@@ -56,7 +56,7 @@ def find(dataset: Any, prefix: str, sequence: int) -> Iterator[int]:
             for inside in find(dataset.epoch(epoch), prefix, sequence):
                 if epoch * dataset.per_epoch + inside < len(dataset):
                     yield epoch * dataset.per_epoch + inside
-    elif prefix_of(dataset) == prefix:
+    elif dataset_prefix(dataset) == prefix:
         yield from sorted(dataset.places(sequence))
 
 
@@ -71,7 +71,7 @@ def prefixes(dataset: Any) -> list[Any]:
     return list({getattr(each, "prefix", ""): each for each in found}.values())
 
 
-def prefix_of(dataset: Any) -> str:
+def dataset_prefix(dataset: Any) -> str:
     """Prefix of the pair below a dataset that is no blend."""
     return getattr(dataset.sequences, "prefix", "")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mcore_ckpt.conversion.inspection import format_of
+from mcore_ckpt.conversion.inspection import find_format
 from mcore_ckpt.conversion.options import DTYPE_WORDS
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
@@ -81,7 +81,7 @@ def export_model(
     load, output = Path(load), Path(output)
     grid = RankGrid(tensor_parallel_size, pipeline_parallel_size)
     _check(format, grid, dtype, max_shard_bytes)
-    form, folder = format_of(load)
+    form, folder = find_format(load)
     check_place(output, load)
     watched: list[Item] = []
 

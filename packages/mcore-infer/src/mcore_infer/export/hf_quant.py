@@ -19,7 +19,7 @@ from mcore_ckpt.formats.quantized_layouts import QUANT_CONFIG
 from mcore_ckpt.mapping.row_streams import slabs
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.paths import write_durably
-from mcore_parallel.lazy_front import version_of
+from mcore_parallel.lazy_front import package_version
 
 _DTYPE_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -36,7 +36,7 @@ def quantized(source: OpenCheckpoint, form: str) -> WidenedRows:
 
 def producer() -> dict[str, str]:
     """Return who writes a folder, for its config."""
-    return {"name": "mcore-infer", "version": version_of("mcore-infer")}
+    return {"name": "mcore-infer", "version": package_version("mcore-infer")}
 
 
 def write_hf_quant(

@@ -24,10 +24,10 @@ from mcore_infer.export.trtllm_model import (
     check_grid,
     check_model,
     notes_on,
+    read_sizes,
     shares_vocabulary,
-    sizes_of,
 )
-from mcore_infer.export.trtllm_quantized import linears_of, quantization_of
+from mcore_infer.export.trtllm_quantized import describe_quantization, find_linears
 from mcore_infer.export.trtllm_tensors import Linears, PlainLinears, Rank
 
 PLAIN: Mapping[str, Any] = {
@@ -74,7 +74,7 @@ def write_trtllm(
     """
     model_type = model_type_of(source)
     check_model(model_type, source.description)
-    sizes = sizes_of(source.description)
+    sizes = read_sizes(source.description)
     check_grid(sizes, grid)
     dtype = dtype or source.ours.entries["embedding.weight"].dtype
     if dtype not in DTYPE_WORDS:
@@ -86,8 +86,8 @@ def write_trtllm(
     linears: Linears = plain
     quantization = PLAIN
     if isinstance(source.theirs, WidenedRows):
-        linears = linears_of(plain, source.theirs, source.links)
-        quantization = quantization_of(linears, grid, sizes)
+        linears = find_linears(plain, source.theirs, source.links)
+        quantization = describe_quantization(linears, grid, sizes)
     config = build_config(model_type, source.description, dtype, grid, quantization)
     splits = shares_vocabulary(model_type, grid)
     ranks = [

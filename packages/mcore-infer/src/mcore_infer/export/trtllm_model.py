@@ -81,7 +81,7 @@ class RankGrid:
     """Pipeline stages."""
 
 
-def sizes_of(description: Mapping[str, Any]) -> Sizes:
+def read_sizes(description: Mapping[str, Any]) -> Sizes:
     """Read the sizes of a model."""
     config = settings(description)
     experts = expert_setting(description, "num_experts")
@@ -160,7 +160,7 @@ def build_config(
     quantization: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Build the config.json; the model and the grid have been checked."""
-    sizes, config = sizes_of(description), settings(description)
+    sizes, config = read_sizes(description), settings(description)
     has_rope = config.position_embedding_type == "rope"
     scaling = rope_scaling(description)
     fields = {

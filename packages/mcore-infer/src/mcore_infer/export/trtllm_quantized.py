@@ -24,7 +24,7 @@ from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.storage.files import Item
 from mcore_infer.export.parts import Noted, Part, item_of
 from mcore_infer.export.trtllm_model import INSTEAD, RankGrid, Sizes
-from mcore_infer.export.trtllm_tensors import PlainLinears, Share, inputs_of, outputs_of
+from mcore_infer.export.trtllm_tensors import PlainLinears, Share, num_inputs, num_outputs
 
 _ALWAYS = ("lm_head", "*router", "*vocab_embedding", "*position_embedding")
 _WEIGHT = ".weight"
@@ -113,13 +113,13 @@ class QuantizedLinears:
             )
             for one, factor in zip(shares, factors or [1.0] * len(shares), strict=True)
         ]
-        shape = (outputs_of(shares) // tall, inputs_of(shares[0], self.plain.rows))
+        shape = (num_outputs(shares) // tall, num_inputs(shares[0], self.plain.rows))
         return item_of(name + _WEIGHT, dtype, shape, parts, self.widened.stored)
 
     def output_scales(self, name: str, shares: Sequence[Share]) -> Item:
         """List one scale an output."""
         parts = [Part(f"{self.modules[s.stem]}.{WEIGHT_SCALE}", s.rows) for s in shares]
-        return item_of(name, "F32", (outputs_of(shares),), parts, self.widened.stored)
+        return item_of(name, "F32", (num_outputs(shares),), parts, self.widened.stored)
 
     def group_scales(self, name: str, shares: Sequence[Share]) -> Item:
         """List one scale an output and group of inputs."""
@@ -136,14 +136,14 @@ class QuantizedLinears:
         parts = [
             Part(f"{self.modules[one.stem]}.{WEIGHT_SCALE}", one.rows, groups) for one in shares
         ]
-        shape = (outputs_of(shares), groups[1] - groups[0])
+        shape = (num_outputs(shares), groups[1] - groups[0])
         return item_of(name, "F32", shape, parts, self.widened.stored)
 
     def input_scales(self, name: str, shares: Sequence[Share]) -> Item:
         """List what multiplies each input first; ones where it is folded into a norm."""
         stored = self.widened.stored
         names = [f"{self.modules[one.stem]}.{PRE_QUANT_SCALE}" for one in shares]
-        width = inputs_of(shares[0], self.plain.rows)
+        width = num_inputs(shares[0], self.plain.rows)
         if not any(one in stored.entries for one in names):
             return Item(name, "F32", (width,), partial(_ones, width))
         inputs = stored.entries[names[0]].shape[0] if names[0] in stored.entries else 0
@@ -157,7 +157,7 @@ class QuantizedLinears:
         return item_of(name, "F32", (width,), [Part(names[0], rows)], stored)
 
 
-def linears_of(
+def find_linears(
     plain: PlainLinears, widened: WidenedRows, links: Sequence[Link]
 ) -> QuantizedLinears:
     """Look at a quantized source as the linears of a checkpoint."""
@@ -176,7 +176,9 @@ def linears_of(
     return QuantizedLinears(plain, widened, modules, plain.rows)
 
 
-def quantization_of(linears: QuantizedLinears, grid: RankGrid, sizes: Sizes) -> dict[str, Any]:
+def describe_quantization(
+    linears: QuantizedLinears, grid: RankGrid, sizes: Sizes
+) -> dict[str, Any]:
     """Build the entry ``quantization`` of config.json.
 
     Raises:

@@ -66,7 +66,7 @@ class PlainLinears:
     def items(self, name: str, shares: Sequence[Share]) -> list[Item]:
         """List the one tensor ``name.weight``."""
         parts = [Part(f"{one.stem}.weight", one.rows, one.columns) for one in shares]
-        shape = (outputs_of(shares), inputs_of(shares[0], self.rows))
+        shape = (num_outputs(shares), num_inputs(shares[0], self.rows))
         return [item_of(f"{name}.weight", self.dtype, shape, parts, self.rows)]
 
     def cache_items(self, name: str, stem: str) -> list[Item]:
@@ -191,7 +191,7 @@ class Rank:
         yield from self.linears.items(theirs, shares)
         if f"{shares[0].stem}.bias" in self.rows.entries:
             parts = [Part(f"{one.stem}.bias", one.rows) for one in shares]
-            shape = (outputs_of(shares),)
+            shape = (num_outputs(shares),)
             yield item_of(f"{theirs}.bias", self.dtype, shape, parts, self.rows)
 
     def _by_inputs(self, theirs: str, ours: str, columns: tuple[int, int]) -> Iterator[Item]:
@@ -207,12 +207,12 @@ class Rank:
         return item_of(theirs, self.dtype, shape, [whole(self.rows, ours, shift)], self.rows)
 
 
-def outputs_of(shares: Sequence[Share]) -> int:
+def num_outputs(shares: Sequence[Share]) -> int:
     """Count the outputs of shares that follow each other."""
     return sum(one.rows[1] - one.rows[0] for one in shares)
 
 
-def inputs_of(share: Share, rows: Rows) -> int:
+def num_inputs(share: Share, rows: Rows) -> int:
     """Count the inputs of a share."""
     columns = share.columns or (0, rows.entries[f"{share.stem}.weight"].shape[1])
     return columns[1] - columns[0]

@@ -44,7 +44,7 @@ from mcore_infer.quantization.rounding import (
     smooth_and_round,
 )
 from mcore_infer.quantization.timing import tokens_per_second
-from mcore_infer.quantization.writing import Quantized, excluded, links_of, write_folder
+from mcore_infer.quantization.writing import Quantized, excluded, find_links, write_folder
 from mcore_parallel.mesh import ParallelContext
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def quantize(
     ):
         if isinstance(source.theirs, WidenedRows):
             raise ValueError(f"{folder} is quantized already: give the model it was made of.")
-        links = links_of(source)
+        links = find_links(source)
         log.info("perplexity of %s on %d tokens", folder, len(scored))
         before, speeds = judged(loaded), _timed(loaded, config)
         selection, ways = _chosen(loaded, links, config, windows)

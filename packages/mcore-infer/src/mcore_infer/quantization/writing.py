@@ -27,7 +27,7 @@ from mcore_ckpt.mapping.rules import Link, expand
 from mcore_ckpt.mapping.views import Cast, stacked_items, their_items
 from mcore_ckpt.storage.files import DTYPE_NAMES, Item
 from mcore_ckpt.storage.paths import write_durably
-from mcore_parallel.lazy_front import version_of
+from mcore_parallel.lazy_front import package_version
 from mcore_parallel.sharding import named_shards
 
 _LEFT_DTYPE = "BF16"
@@ -56,7 +56,7 @@ class Quantized:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def links_of(source: OpenCheckpoint) -> list[Link]:
+def find_links(source: OpenCheckpoint) -> list[Link]:
     """Return which tensor of a Hugging Face folder holds which of a checkpoint's.
 
     Raises:
@@ -90,7 +90,7 @@ def write_folder(
         ValueError: if the family has no place for scales of the cache.
     """
     family = family_of(model_type_of(source))
-    links = links_of(source)
+    links = find_links(source)
     items: list[Item] = []
     # One process holds every tensor whole.
     held = {name: shard.pieces[0].data for name, shard in named_shards(model).items()}
@@ -105,7 +105,7 @@ def write_folder(
         ]
     items = stacked_items(items)
     items += _cache_items(links, cache_tops)
-    producer = {"name": "mcore", "version": version_of("mcore-infer")}
+    producer = {"name": "mcore", "version": package_version("mcore-infer")}
     config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
     config |= {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
     config["quantization_config"] = plan.quantization_config(producer)

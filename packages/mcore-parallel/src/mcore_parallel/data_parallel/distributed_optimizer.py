@@ -28,7 +28,7 @@ from mcore_parallel.data_parallel.optimizer_segments import (
     check_rounding,
     main_dtype,
     new_segment,
-    part_of,
+    segment_view,
     share_out,
 )
 from mcore_parallel.data_parallel.row_scaling import NO_FACTORS, RowFactors, scale_rows
@@ -282,7 +282,7 @@ class DistributedOptimizer:
         """
         if from_parameters:
             for segment in self._kept_apart():
-                segment.main.copy_(part_of(segment.unit.own_weights(), segment))
+                segment.main.copy_(segment_view(segment.unit.own_weights(), segment))
                 if segment.unit.own_main() is not None:
                     segment.weights.copy_(segment.main)
         else:
@@ -290,7 +290,7 @@ class DistributedOptimizer:
                 for segment in self._kept_apart(unit):
                     segment.weights.copy_(segment.main)
                     if unit.own_main() is not None:
-                        part_of(unit.own_weights(), segment).copy_(segment.main)
+                        segment_view(unit.own_weights(), segment).copy_(segment.main)
         self.data_parallel.wait_params()
 
     def refresh_in_full(self) -> None:

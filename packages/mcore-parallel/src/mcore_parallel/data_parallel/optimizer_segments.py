@@ -59,7 +59,7 @@ def main_dtype(unit: OwnedUnit) -> torch.dtype:
     return torch.promote_types(unit.dtype, torch.float32)
 
 
-def part_of(flat: Tensor, segment: Segment) -> Tensor:
+def segment_view(flat: Tensor, segment: Segment) -> Tensor:
     """Return a segment's part of what this rank owns of the unit."""
     return flat[segment.begin : segment.begin + segment.main.numel()]
 
@@ -154,7 +154,7 @@ def build_runs(segment: Segment, step_width: Callable[[NamedParameter], float]) 
         if ends and ends[-1][2] == rates:
             begin = ends.pop()[0]
         ends.append((begin, end, rates))
-    grads = part_of(segment.unit.own_grads(), segment)
+    grads = segment_view(segment.unit.own_grads(), segment)
     found = []
     for begin, end, (decays, width) in ends:
         length = PIECE if segment.on_host else max(1, end - begin)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from mcore_parallel.pipeline_parallel.stages import place_of, stage_at
+from mcore_parallel.pipeline_parallel.stages import rank_and_chunk, stage_at
 
 
 class Kind(StrEnum):
@@ -63,7 +63,7 @@ DURATIONS = {
 """Time units by which messages are placed: each half of backward costs one forward."""
 
 
-def units_of(actions: Iterable[Action]) -> Iterator[tuple[Action, ...]]:
+def action_units(actions: Iterable[Action]) -> Iterator[tuple[Action, ...]]:
     """Yield what is done at one time: an action, or a forward and the backward beside it."""
     left = iter(actions)
     for action in left:
@@ -73,7 +73,7 @@ def units_of(actions: Iterable[Action]) -> Iterator[tuple[Action, ...]]:
 def message_peer(action: Action, rank: int, pp: int, v_shaped: bool = False) -> int:
     """Return the pipeline rank at the other end of a message."""
     step = 1 if action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD) else -1
-    return place_of(stage_at(rank, action.chunk, pp, v_shaped) + step, pp, v_shaped)[0]
+    return rank_and_chunk(stage_at(rank, action.chunk, pp, v_shaped) + step, pp, v_shaped)[0]
 
 
 def with_messages(orders: Sequence[Sequence[Action]], v_shaped: bool = False) -> Schedule:
@@ -92,7 +92,7 @@ def with_messages(orders: Sequence[Sequence[Action]], v_shaped: bool = False) ->
     """
     pp = len(orders)
     num_stages = pp * (1 + max((a.chunk for order in orders for a in order), default=0))
-    waiting = [list(units_of(order))[::-1] for order in orders]
+    waiting = [list(action_units(order))[::-1] for order in orders]
     schedule: Schedule = [[] for _ in orders]
     arrived: set[Value] = set()
     running: list[tuple[float, int, tuple[Action, ...]]] = []  # (end, rank, unit)
@@ -151,7 +151,9 @@ def _deliver(
         return set()
     is_forward = action.kind is Kind.FORWARD
     target = stage + 1 if is_forward else stage - 1
-    peer, chunk = place_of(target, pp, v_shaped) if 0 <= target < num_stages else (rank, 0)
+    peer, chunk = (
+        rank_and_chunk(target, pp, v_shaped) if 0 <= target < num_stages else (rank, 0)
+    )
     if peer != rank:
         send = Kind.SEND_FORWARD if is_forward else Kind.SEND_BACKWARD
         receive = Kind.RECEIVE_FORWARD if is_forward else Kind.RECEIVE_BACKWARD

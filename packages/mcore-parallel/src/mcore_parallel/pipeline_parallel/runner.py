@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.pipeline_parallel.actions import Action, Kind, message_peer, units_of
+from mcore_parallel.pipeline_parallel.actions import Action, Kind, action_units, message_peer
 from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post, post_each
 from mcore_parallel.pipeline_parallel.run_checks import check_run
 from mcore_parallel.pipeline_parallel.stages import Placement
@@ -129,7 +129,7 @@ def run_schedule(
         if is_message:
             runner.exchange(list(run))
             continue
-        for unit in units_of(run):
+        for unit in action_units(run):
             if give_up is not None and any(map(runner.makes_gradients, unit)):
                 is_given_up, give_up = give_up(), None
             if is_given_up:

@@ -17,8 +17,8 @@ from mcore_parallel.pipeline_parallel.actions import (
     Action,
     Kind,
     Schedule,
+    action_units,
     message_peer,
-    units_of,
 )
 from mcore_parallel.pipeline_parallel.stages import Placement
 
@@ -138,7 +138,7 @@ def _check_order_on_ranks(schedule: Schedule, places: Placement) -> None:
     for rank, actions in enumerate(schedule):
         done: set[Action] = set()
         _check_pairs(rank, actions)
-        for unit in units_of(actions):
+        for unit in action_units(actions):
             for action in unit:
                 for kinds, chunk in _prerequisites(action.kind, rank, action.chunk, places):
                     if not any(Action(k, action.microbatch, chunk) in done for k in kinds):
@@ -267,7 +267,7 @@ def _time(
     hidden_share: float,
 ) -> list[list[Span]]:
     orders = [
-        list(units_of(a for a in actions if not a.kind.is_message))[::-1]
+        list(action_units(a for a in actions if not a.kind.is_message))[::-1]
         for actions in schedule
     ]
     spans: list[list[Span]] = [[] for _ in schedule]

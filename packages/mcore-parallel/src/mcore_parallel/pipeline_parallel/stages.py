@@ -61,7 +61,7 @@ def stage_at(rank: int, chunk: int, pp: int, v_shaped: bool = False) -> int:
     return chunk * pp + (pp - 1 - rank if v_shaped and chunk % 2 else rank)
 
 
-def place_of(stage: int, pp: int, v_shaped: bool = False) -> tuple[int, int]:
+def rank_and_chunk(stage: int, pp: int, v_shaped: bool = False) -> tuple[int, int]:
     """Return the rank that holds a stage and which of its chunks it is."""
     chunk, place = divmod(stage, pp)
     return pp - 1 - place if v_shaped and chunk % 2 else place, chunk
@@ -85,11 +85,11 @@ class Placement:
 
     def rank(self, stage: int) -> int:
         """Return the rank that holds a stage."""
-        return place_of(stage, self.pp, self.v_shaped)[0]
+        return rank_and_chunk(stage, self.pp, self.v_shaped)[0]
 
     def chunk(self, stage: int) -> int:
         """Return which of its rank's chunks a stage is."""
-        return place_of(stage, self.pp, self.v_shaped)[1]
+        return rank_and_chunk(stage, self.pp, self.v_shaped)[1]
 
 
 def split_layers(
@@ -122,7 +122,7 @@ def split_layers(
     """
     if layout:
         found = _from_layout(layout, num_layers, pp, vpp)
-        return [replace(s, rank=place_of(s.index, pp, v_shaped)[0]) for s in found]
+        return [replace(s, rank=rank_and_chunk(s.index, pp, v_shaped)[0]) for s in found]
     if pp == 1 and vpp > 1:
         raise ValueError(
             f"--num-virtual-stages-per-pipeline-rank {vpp} needs "
@@ -130,13 +130,13 @@ def split_layers(
         )
     if first or last:
         by_rank = _uneven_counts(num_layers, pp, vpp, first, last)
-        counts = [by_rank[place_of(index, pp, v_shaped)[0]] for index in range(pp * vpp)]
+        counts = [by_rank[rank_and_chunk(index, pp, v_shaped)[0]] for index in range(pp * vpp)]
     else:
         counts = _even_counts(num_layers, pp, vpp, account_for_embedding, account_for_loss)
     stages, begin = [], 0
     for index, count in enumerate(counts):
         is_last = index == len(counts) - 1
-        rank, _ = place_of(index, pp, v_shaped)
+        rank, _ = rank_and_chunk(index, pp, v_shaped)
         layers = range(begin, begin + count)
         stages.append(Stage(index, layers, index == 0, is_last, rank=rank))
         begin += count

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.testing.ranks import gather_logical, run_ranks
-from mcore_parallel.testing.worker_pool import address_of, load_function
+from mcore_parallel.testing.worker_pool import import_address, load_function
 
 if TYPE_CHECKING:  # Loaded later, under the shape hook of the children.
     from torch import Tensor
@@ -59,7 +59,7 @@ def compare_layouts(
         RuntimeError: if a rank raises, dies or hangs, with its traceback; also if no rank
             holds an element, or replicas are not equal to the last bit.
     """
-    place = address_of(trial)
+    place = import_address(trial)
 
     def run(num_ranks: int, config: ParallelConfig) -> "list[dict[str, Tensor]]":
         """Return the whole tensors of each rank, each with the logical tensors of all."""

@@ -133,7 +133,7 @@ class Pool:
         self, function: Callable[..., Any], world_size: int, arguments: tuple, timeout_s: float
     ) -> list[Any]:
         """Run a function on every rank of a new world; see ``testing.run_ranks``."""
-        address = address_of(function)
+        address = import_address(function)
         server = self.server()
         while len(self.members) < world_size:
             self.members.append(server.fork())
@@ -189,7 +189,7 @@ class Pool:
         self.fork_server, self.members = None, []
 
 
-def address_of(function: Callable[..., Any]) -> tuple[str, str, str]:
+def import_address(function: Callable[..., Any]) -> tuple[str, str, str]:
     """Return how another process finds a function: module, file, name.
 
     Raises:
@@ -304,7 +304,7 @@ def _start_afresh() -> None:
 
 
 def load_function(address: tuple[str, str, str]) -> Callable[..., Any]:
-    """Return the function that ``address_of`` named in another process."""
+    """Return the function that ``import_address`` named in another process."""
     module_name, file, name = address
     if module_name.startswith("mcore_"):
         module = importlib.import_module(module_name)

@@ -58,7 +58,7 @@ def checkpoint_extra(folder: Path) -> Mapping[str, Any]:
     return read_index(folder).extra
 
 
-def start_of(config: TrainConfig) -> LoadConfig:
+def starting_point(config: TrainConfig) -> LoadConfig:
     """Return what a run starts from: with ``--auto-resume`` from ``--save``, once it can."""
     loading, save = config.loading, config.saving.save
     if not loading.auto_resume or not save or find_checkpoint(save) is None:
@@ -68,7 +68,7 @@ def start_of(config: TrainConfig) -> LoadConfig:
 
 def loads_from_save(config: TrainConfig) -> bool:
     """Whether a run starts from the run folder in ``--save`` or one of its steps."""
-    load = start_of(config).load
+    load = starting_point(config).load
     if not load:
         return False
     there, here = as_path(load), as_path(config.saving.save)
@@ -79,7 +79,7 @@ def loads_from_save(config: TrainConfig) -> bool:
 
 def continues_saved_run(config: TrainConfig) -> bool:
     """Whether a run starts from the one in ``--save``, and counts its steps on."""
-    counts_anew = start_of(config).finetune and latest_step(config.saving.save) != RELEASE
+    counts_anew = starting_point(config).finetune and latest_step(config.saving.save) != RELEASE
     return loads_from_save(config) and not counts_anew
 
 

@@ -45,7 +45,7 @@ from mcore_train.checkpoints.bases import (
     quantize_weights,
     saved_weights,
 )
-from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint, start_of
+from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint, starting_point
 from mcore_train.checkpoints.side_state import (
     fp8_shards,
     rng_shards,
@@ -148,7 +148,7 @@ def load_run(run: Run) -> bool:
 
 
 def _load(run: Run) -> bool:
-    options = start_of(run.plan.config)
+    options = starting_point(run.plan.config)
     folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
     has_base = load_base(run, folder)
     if folder is not None and (folder / GENERATION).is_file():
@@ -186,7 +186,7 @@ def _load_local(run: Run, folder: Path | None) -> bool:
         ValueError: if it is of another layout, model or schedule.
     """
     config = run.plan.config
-    options, local = start_of(config), config.local_saving
+    options, local = starting_point(config), config.local_saving
     if not local.non_persistent_local_ckpt_dir or not options.load or options.finetune:
         return False
     saver = LocalSaver(local, run.ctx.world)

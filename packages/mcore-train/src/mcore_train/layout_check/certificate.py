@@ -135,7 +135,7 @@ def vanishing(gradients: Mapping[str, Tensor]) -> frozenset[str]:
     return frozenset(name for name, size in sizes.items() if size <= bound)
 
 
-def class_of(name: str) -> str:
+def tensor_class(name: str) -> str:
     """Return the class of a logical tensor: its name without layer and expert numbers."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
@@ -149,7 +149,7 @@ def _tensor_lines(
 ) -> list[Line]:
     worst: dict[str, tuple[str, float]] = {}
     for name, error in tensor_errors(found, expected, noisy).items():
-        kind = class_of(name)
+        kind = tensor_class(name)
         if kind not in worst or not error <= worst[kind][1]:
             worst[kind] = (name, error)
     return [

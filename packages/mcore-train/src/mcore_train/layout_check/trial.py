@@ -123,7 +123,7 @@ AnyRows = Rows | BertRows | T5Rows
 """Rows of any family."""
 
 
-def rows_of(plan: Plan) -> AnyRows:
+def build_rows(plan: Plan) -> AnyRows:
     """Make rows for every step of a plan, a micro-batch without valid tokens among them."""
     batch, data = plan.config.batch, plan.config.data
     has_room = plan.global_batch_size > batch.micro_batch_size

@@ -40,15 +40,15 @@ from mcore_train.layout_check.small_run_degrees import describe_layout, smallest
 from mcore_train.layout_check.trial import (
     AnyRows,
     Trial,
+    build_rows,
     build_run,
     fingerprint,
     load_folder,
-    rows_of,
     run_trial,
 )
 from mcore_train.precision import torch_dtype, with_device_precision
 from mcore_train.reporting.log import set_up
-from mcore_train.resolution import Plan, plan_of, resolve
+from mcore_train.resolution import Plan, build_plan, resolve
 from mcore_train.running import joined_world
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def _plan(config: TrainConfig, world_size: int, family: Family) -> Plan:
     if not optimizer.lr:
         config = replace(config, optimizer=replace(optimizer, lr=1.0))
     config = with_device_precision(config, launcher.read_environment().local_rank)
-    return plan_of(config, world_size, family)
+    return build_plan(config, world_size, family)
 
 
 def verify_here(small: SmallRun, *, quiet: bool = False) -> Certificate:
@@ -149,7 +149,10 @@ def verify_here(small: SmallRun, *, quiet: bool = False) -> Certificate:
         RuntimeError: if a rank raises or dies, with its traceback.
     """
     if not quiet:
-        log.info("%s, on this host's processors", describe_layout_of(small))
+        log.info(
+            "%s, on this host's processors",
+            describe_layout(small.config.parallelism, small.world_size),
+        )
     ranks = Pool(check_shapes=False)
     try:
         return ranks.run(verify_on_rank, small.world_size, (small, quiet), TIMEOUT_S)[0]
@@ -166,7 +169,7 @@ def verify_in_world(small: SmallRun, *, quiet: bool = False) -> Certificate | No
             f"{world.world_size}: start {small.world_size}, or raise --max-ranks."
         )
     set_up(world.rank == 0 and not quiet)
-    log.info("%s, as launched", describe_layout_of(small))
+    log.info("%s, as launched", describe_layout(small.config.parallelism, small.world_size))
     plan = resolve(small.config, small.world_size, family=small.family)
     try:
         with joined_world(plan) as ctx:
@@ -188,11 +191,6 @@ def verify_on_rank(small: SmallRun, quiet: bool = False) -> Certificate | None:
             return _verify(small, plan, ctx)
         finally:
             ctx.destroy()
-
-
-def describe_layout_of(small: SmallRun) -> str:
-    """Name a small run's layout in words."""
-    return describe_layout(small.config.parallelism, small.world_size)
 
 
 def alone(plan: Plan) -> Plan:
@@ -232,7 +230,7 @@ def _compare(
 ) -> Certificate | None:
     started_s = time.monotonic()
     dtype = torch_dtype(plan.dtype)
-    rows = rows_of(plan)
+    rows = build_rows(plan)
     saved_step = plan.train_iters - 1
     exact_plan = _in_float64(plan)
     plan = plan if ctx.device.type == "cuda" else _with_any_kernels(plan)
@@ -252,7 +250,7 @@ def _compare(
             plan.dtype, compare_rounded(rounded, lone, oracle, BANDS[dtype])
         )
         certificate = Certificate(
-            layout=describe_layout_of(small),
+            layout=describe_layout(small.config.parallelism, small.world_size),
             dtype=f"float64 and {plan.dtype}",
             lines=tuple(lines),
             unchecked=(*small.notes, *_of_shards(exact, plan), *_of_device(ctx.device)),
@@ -303,7 +301,7 @@ def _with_any_kernels(plan: Plan) -> Plan:
 
 def _reread(exact: Trial, plan: Plan, single: ParallelContext, folder: Path) -> Line:
     """Load the layout's checkpoint on one rank: every bit of weights and optimizer."""
-    run = build_run(plan, single, rows_of(plan), dtype=torch.float64)
+    run = build_run(plan, single, build_rows(plan), dtype=torch.float64)
     load_folder(run, folder)
     return _exact_line("checkpoint on one rank", fingerprint(run) != exact.saved)
 

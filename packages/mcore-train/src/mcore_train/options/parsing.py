@@ -13,7 +13,7 @@ from typing import TypeVar, get_type_hints
 from mcore_models.families import FAMILIES
 from mcore_models.hybrid_config import sizes_of_pattern
 from mcore_models.presets import find_preset
-from mcore_parallel.command_line import HELP_FLAGS, is_flag, options_of, read_words
+from mcore_parallel.command_line import HELP_FLAGS, is_flag, list_options, read_words
 from mcore_parallel.command_line import parse as parse_options
 from mcore_parallel.layer_patterns import pattern_layers
 from mcore_train.checkpoints.origin import checkpoint_fields, find_checkpoint
@@ -140,7 +140,7 @@ def _checked_recipe(recipe: str, config_type: type[TrainConfig]) -> dict[str, Va
     """Read a recipe; a value of the wrong type is named with its file."""
     fields = read_recipe(Path(recipe), field_types(config_type))
     try:
-        read_words(options_of(config_type), to_flags(fields))
+        read_words(list_options(config_type), to_flags(fields))
     except ValueError as error:
         raise ValueError(f"{recipe}: {error}") from None
     return fields
