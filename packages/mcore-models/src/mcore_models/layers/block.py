@@ -4,6 +4,7 @@ A transformer's layer is attention, then a dense or an expert feed-forward layer
 layers consist of says ``layer_mixers``.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -100,29 +101,38 @@ class TransformerBlock(nn.Module):
             The stream, to which the last mixer's output is still to be added.
         """
         if self.parallel_residual != "off":
-            is_one = self.parallel_residual == "one_norm"
-            norm = self._norm(self.norms[0][0]) if is_one else _NO_NORM
-            return self.residual(norm, partial(self._together, inputs), stream)
-        for name, (before, after) in zip(self.mixers, self.norms, strict=True):
-            mixer = MIXERS[name]
-            layer = partial(mixer.run, getattr(self, name), inputs)
-            post_norm = self._norm(after) if after else None
+            return self._in_parallel(stream, inputs)
+        for name, (norm, post_norm) in zip(self.mixers, self.norms, strict=True):
+            # stream + dropout(post_norm(mixer(norm(stream))))
             stream = self.residual(
-                self._norm(before), layer, stream, mixer.recomputed_as, post_norm
+                stream,
+                self._norm(norm),
+                self._mixer(name, inputs),
+                MIXERS[name].recomputed_as,
+                self._norm(post_norm) if post_norm else None,
             )
         return stream
 
     def _norm(self, name: str) -> Any:
         return getattr(self, name) if name else _NO_NORM
 
+    def _mixer(self, name: str, inputs: BlockInputs) -> Callable[[Tensor], Any]:
+        """Return a mixer as a function of the normed stream."""
+        return partial(MIXERS[name].run, getattr(self, name), inputs)
+
+    def _in_parallel(self, stream: Residual, inputs: BlockInputs) -> Residual:
+        """Add all mixers to one stream, which they read through one norm or one each."""
+        has_one_norm = self.parallel_residual == "one_norm"
+        norm = self._norm(self.norms[0][0]) if has_one_norm else _NO_NORM
+        return self.residual(stream, norm, partial(self._together, inputs))
+
     def _together(self, inputs: BlockInputs, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Add up all mixers of one input: through one norm already, or through one each."""
         y, aux = None, None
         for name, (before, _) in zip(self.mixers, self.norms, strict=True):
-            mixer = MIXERS[name]
-            layer = partial(mixer.run, getattr(self, name), inputs)
             normed = x if self.parallel_residual == "one_norm" else self._norm(before)(x)
-            found = self.residual.call(layer, normed, mixer.recomputed_as)
+            mixer, recomputed_as = self._mixer(name, inputs), MIXERS[name].recomputed_as
+            found = self.residual.call(mixer, normed, recomputed_as)
             branch, loss = found if isinstance(found, tuple) else (found, None)
             y = branch if y is None else y + branch
             aux = loss if aux is None else aux if loss is None else aux + loss

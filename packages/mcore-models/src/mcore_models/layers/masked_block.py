@@ -93,7 +93,7 @@ class MaskedBlock(nn.Module):
         """
         for name, layer in self._halves(inputs).items():
             norm = getattr(self, f"{name}_{self.norm_name}")
-            stream = self.residual(norm, layer, stream, "mlp" if name == "mlp" else "")
+            stream = self.residual(stream, norm, layer, "mlp" if name == "mlp" else "")
         return stream
 
     def _halves(self, inputs: MaskedInputs | None = None) -> Mapping[str, Any]:

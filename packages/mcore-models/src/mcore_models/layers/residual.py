@@ -110,18 +110,18 @@ class PreNorm(nn.Module):
 
     def forward(
         self,
+        stream: Residual,
         norm: Norm,
         layer: Callable[[Tensor], Any],
-        stream: Residual,
         name: str = "",
         post_norm: Norm | None = None,
     ) -> Residual:
         """Join a layer to the stream; communicates as the layer does.
 
         Args:
+            stream: before the layer.
             norm: of what the layer reads.
             layer: returns what is added, or that and an auxiliary loss.
-            stream: before the layer.
             name: of the layer among ``--recompute-modules``.
             post_norm: of what the layer adds; None: none.
         """
@@ -163,9 +163,9 @@ class PostNorm(PreNorm):
 
     def forward(
         self,
+        stream: Residual,
         norm: RMSNorm | LayerNorm,
         layer: Callable[[Tensor], Any],
-        stream: Residual,
         name: str = "",
     ) -> Residual:
         """Join a layer to the stream and norm the sum; see ``PreNorm``."""
