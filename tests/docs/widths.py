@@ -24,9 +24,9 @@ from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.mup import logits_factor, step_width
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
-from mcore_parallel.parametrization import logits_factor, step_width
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs/mup_widths.svg"

@@ -25,7 +25,7 @@ from mcore_models.stage_model import StageModel
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.logical_tensors import further_mixers
 from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.parametrization import embedding_factor, logits_factor
+from mcore_parallel.mup import embedding_factor, logits_factor
 from mcore_parallel.precision.fp8 import LinearGemms
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import (

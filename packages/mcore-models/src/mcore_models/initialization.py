@@ -11,7 +11,7 @@
 | a delta net's decay rates | U(0.01, 16), kept as logarithms |
 | Mamba's step sizes | exp U(ln min, ln max), at least a floor; kept before the softplus |
 
-With ``--use-mup`` spreads fall with the width too, see ``mcore_parallel.parametrization``.
+With ``--use-mup`` spreads fall with the width too, see ``mcore_parallel.mup``.
 The smaller residual weights keep the variance of the stream independent of depth: Radford
 et al. 2019, section 2.3 (GPT-2). Mamba's are those of Dao and Gu 2024, arXiv:2405.21060,
 a delta net's those of Yang et al. 2024, arXiv:2412.06464.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
 from mcore_parallel.logical_tensors import num_halves
-from mcore_parallel.parametrization import TABLES, spread_factor
+from mcore_parallel.mup import TABLES, spread_factor
 from mcore_parallel.rng import fill_parameter_, fill_parameters_
 from mcore_parallel.sharding import NamedParameter, named_parameters
 

@@ -29,7 +29,7 @@ from mcore_moe.permutation import (
 )
 from mcore_moe.protocol import Beside, Dispatched, Dispatcher
 from mcore_moe.routing import Routing
-from mcore_moe.uneven import gather_uneven, reduce_scatter_uneven
+from mcore_moe.uneven_collectives import gather_uneven, reduce_scatter_uneven
 from mcore_parallel.collectives import all_gather, all_to_all
 from mcore_parallel.in_flight import (
     InFlight,

@@ -24,8 +24,8 @@ from mcore_train.guards.signals import StopRequest
 from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.reporting.hardware import peak_flops
 from mcore_train.reporting.log import Reporter, StepReport
+from mcore_train.sample_texts import TextWriter
 from mcore_train.step import StepResult, train_step
-from mcore_train.texts import TextWriter
 
 log = logging.getLogger(__name__)
 

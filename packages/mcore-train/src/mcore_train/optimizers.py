@@ -9,10 +9,10 @@ from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimi
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.launch.launcher import num_cores
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.mup import step_width
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.sgd import SGD
 from mcore_parallel.optimizers.update_rule import UpdateRule
-from mcore_parallel.parametrization import step_width
 from mcore_parallel.sharding import NamedParameter
 from mcore_train.composition import TrainConfig
 

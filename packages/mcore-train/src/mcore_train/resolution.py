@@ -30,7 +30,7 @@ from mcore_train.options.option_conflicts import (
     find_text_conflicts,
     misplaced_predictions,
 )
-from mcore_train.schedule_choice import choose_schedule
+from mcore_train.pipeline_choice import choose_schedule
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 

@@ -45,8 +45,8 @@ from mcore_parallel.logical_tensors import (
     num_kv_heads,
 )
 from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.mup import score_scale
 from mcore_parallel.optional_kernels import works
-from mcore_parallel.parametrization import score_scale
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams

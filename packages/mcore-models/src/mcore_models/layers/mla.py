@@ -43,7 +43,7 @@ from mcore_parallel.context_parallel.ring_attention import (
 )
 from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
 from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.parametrization import score_scale
+from mcore_parallel.mup import score_scale
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
