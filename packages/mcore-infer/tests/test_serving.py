@@ -18,6 +18,7 @@ import pytest
 
 from mcore_infer import SamplingConfig, generate_text, load_model
 from mcore_infer.cli import main
+from mcore_infer.config import ServerConfig
 from mcore_parallel.launch.launcher import free_port
 from mcore_parallel.mesh import ParallelContext
 
@@ -76,6 +77,7 @@ def test_the_page_goes_from_a_checkpoint_to_a_server_in_three_commands(long_fold
     assert install == "pip install 'mcore-infer[server]'"
     program, *words = shlex.split(serve)
     assert program == "mcore-infer"
+    assert ServerConfig().port == 5000
 
     def work():
         done = subprocess.run(

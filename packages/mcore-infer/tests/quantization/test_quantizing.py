@@ -24,6 +24,7 @@ from mcore_models.gpt import GPT
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.precision.gemm import PLAIN_GEMM
 from mcore_parallel.sharding import named_shards
 from mcore_parallel.testing.ranks import run_ranks
 
@@ -119,6 +120,13 @@ def test_a_folder_reads_back_as_nearly_the_model_and_multiplies_its_codes(run, f
     ]
     assert sizes[0] < 0.6 * sizes[1]
     assert change_of(logits_of(packed), got) < 1e-5
+    for linear in linears(wide).values():
+        linear.gemm = PLAIN_GEMM
+    with_inputs_as_they_are = logits_of(wide)
+    if method in ("fp8", "fp8-channel", "w8a8"):
+        assert change_of(with_inputs_as_they_are, got) > 1e-3
+    else:
+        assert torch.equal(with_inputs_as_they_are, got)
     # What the receipt says is what the folder does.
     assert receipt.perplexity_after != receipt.perplexity_before
     assert abs(receipt.perplexity_change) < 30
