@@ -222,14 +222,7 @@ def _attend(
 
 @triton.jit
 @no_type_check
-def _join(
-    parts,
-    sums,
-    out,
-    H: tl.constexpr,
-    LANES: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+def _join(parts, sums, out, H: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr):
     # One program: one head of one request.
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
@@ -324,10 +317,7 @@ def paged_decode(
         num_warps=4,
     )
     if splits > 1:
-        _join[(R * N,)](
-            *(parts, sums, out, H, lanes, splits),
-            num_warps=1,
-        )
+        _join[(R * N,)](parts, sums, out, H, lanes, splits, num_warps=1)
     return out
 
 
