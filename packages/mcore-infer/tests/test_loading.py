@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mcore_ckpt import mcore_to_hf, save
+from mcore_ckpt import convert, save
 from mcore_infer import load_model
 from mcore_infer.generation import next_logits
 from mcore_parallel.config import ParallelConfig
@@ -37,9 +37,12 @@ def logits_of(folder, tp):
     return logits
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_tensor_ranks_score_as_one_rank_does(run_folder, model, tp):
+@pytest.mark.parametrize(("tp", "form"), [(2, "megatron"), (4, "mcore")])
+def test_tensor_ranks_score_as_one_rank_does(run_folder, model, tp, form, tmp_path):
     expected = next_logits(model, TOKENS)
+    if form != "mcore":
+        convert("mcore", run_folder, form, tmp_path / form)
+        run_folder = tmp_path / form
     for logits in run_ranks(logits_of, tp, run_folder, tp):
         torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
 
@@ -60,9 +63,12 @@ def test_a_checkpoint_that_names_no_model_is_an_error(model, tmp_path):
         load_model(step, ParallelContext.single())
 
 
-def test_a_hugging_face_folder_answers_as_the_run_it_came_from(run_folder, loaded, tmp_path):
-    mcore_to_hf(run_folder, tmp_path / "hf")
-    again = load_model(tmp_path / "hf", ParallelContext.single())
+@pytest.mark.parametrize("form", ["hf", "megatron", "dcp"])
+def test_a_folder_of_another_format_answers_as_the_run_it_came_from(
+    run_folder, loaded, tmp_path, form
+):
+    convert("mcore", run_folder, form, tmp_path / form)
+    again = load_model(tmp_path / form, ParallelContext.single())
     assert torch.equal(next_logits(again.model, TOKENS), next_logits(loaded.model, TOKENS))
 
 

@@ -238,7 +238,7 @@ def test_a_folder_without_an_index_is_no_checkpoint(step):
     (step / "metadata.json").write_text("{}")
     for folder in (step, step.parent):
         with pytest.raises(ValueError, match=r"metadata.json.*convert megatron-to-mcore"):
-            load(folder, targets())
+            resolve_folder(folder)
 
 
 def test_a_run_folder_means_its_latest_step_and_a_step_can_be_chosen(tmp_path):

@@ -87,7 +87,7 @@ def load_model(
     that they were trained for, which is read where it was then.
 
     Args:
-        path: a run folder, a step folder of one, or a Hugging Face folder.
+        path: a run folder, a step folder of one, a Hugging Face or a Megatron folder.
         ctx: the rank grid, without pipeline and context parallelism.
         step: which of a run folder's; 0: the latest.
         dtype: to compute in; None: bfloat16 on a GPU, else as it was saved but float32 for
@@ -103,7 +103,7 @@ def load_model(
         RuntimeError: if files are missing or damaged.
     """
     check_context(ctx)
-    folder = resolve_folder(path, step)
+    folder = resolve_folder(path, step, takes_any=True)
     index = describe_checkpoint(folder)
     if "model" not in index.extra:
         raise ValueError(

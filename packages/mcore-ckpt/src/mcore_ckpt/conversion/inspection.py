@@ -14,7 +14,7 @@ from typing import Any
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.formats.dcp import METADATA, read_dcp_folder
 from mcore_ckpt.formats.hf_folder import read_hf_folder
-from mcore_ckpt.formats.megatron.legacy import is_legacy
+from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import (
     Progress,
@@ -64,17 +64,6 @@ def find_format(folder: str | Path) -> tuple[str, Path]:
         return form, inside
     # Says what is missing, and which steps are there.
     return "mcore", resolve_folder(path)
-
-
-def folder_format(folder: Path) -> str:
-    """Recognize by its files which format a folder of tensors is in; empty: in none."""
-    if is_complete(folder):
-        return "mcore"
-    if (folder / "metadata.json").is_file() or is_legacy(folder):
-        return "megatron"
-    if (folder / METADATA).is_file():
-        return "dcp"
-    return "hf" if (folder / "config.json").is_file() else ""
 
 
 def native_step(folder: str | Path) -> Path:

@@ -1,4 +1,4 @@
-"""Hugging Face folders as checkpoints that load where they are, without a conversion.
+"""Folders of other formats as checkpoints that load where they are, without a conversion.
 
 Where a foreign tensor holds ours as ranges of its rows, an index points straight into its file,
 and ranks read the rows they need as from a step of ours. What is transposed, interleaved or
@@ -17,6 +17,7 @@ from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
 from mcore_ckpt.formats.quantization import MatrixPart, WidenedRows
 from mcore_ckpt.formats.quantized_layouts import KV_SCALES, QuantLayout
+from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.formats.sources import PREFIX, opened
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.boxes import Box
@@ -29,8 +30,8 @@ _VIEW = ""
 
 
 @contextmanager
-def opened_hf(folder: Path) -> Iterator[tuple[Index, Reader]]:
-    """Open a Hugging Face folder as an index of our tensors and a reader of their boxes.
+def opened_foreign(folder: Path) -> Iterator[tuple[Index, Reader]]:
+    """Open a folder of another format as an index of our tensors and a reader of their boxes.
 
     Raises:
         ValueError: if it holds a model that no family here can say.
@@ -40,7 +41,10 @@ def opened_hf(folder: Path) -> Iterator[tuple[Index, Reader]]:
         with _opened_adapters(folder) as found:
             yield found
         return
-    with opened("hf", folder) as found, ViewReader(folder, found.ours) as reader:
+    with (
+        opened(folder_format(folder), folder) as found,
+        ViewReader(folder, found.ours) as reader,
+    ):
         tensors = {PREFIX + name: entry for name, entry in pointers(found).items()}
         yield Index(tensors, {"model": found.description, "hf": found.hf}), reader
 
@@ -107,7 +111,7 @@ def opened_quantized(folder: Path) -> Iterator[QuantizedFolder | None]:
     """Open a Hugging Face folder for its scales; None if its weights are not quantized so.
 
     Raises:
-        ValueError: as ``opened_hf``.
+        ValueError: as ``opened_foreign``.
         CheckpointError: likewise.
     """
     with opened("hf", folder) as found:

@@ -5,6 +5,7 @@ into its memory. Names, shapes and dtypes are compared before anything is read, 
 difference listed; a fault on one rank is raised on all.
 """
 
+import json
 import logging
 import socket
 import zlib
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.save_load.hf_loading import opened_hf
+from mcore_ckpt.save_load.hf_loading import opened_foreign
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
 from mcore_ckpt.save_load.saving import build_claims, piece_box
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
@@ -27,11 +28,8 @@ from mcore_ckpt.storage.boxes import Box, shifted
 from mcore_ckpt.storage.files import DTYPES, Reader, narrowed
 from mcore_ckpt.storage.index import Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.storage.paths import (
-    HF_CONFIG,
     INDEX,
-    PEFT_CONFIG,
     is_complete,
-    is_peft_folder,
     resolve_folder,
 )
 from mcore_ckpt.storage.sealing import check_files
@@ -74,8 +72,8 @@ def load(
     fails, all raise; pieces may then be partly filled.
 
     Args:
-        folder: a step folder, a run folder for its latest step, or a Hugging Face folder, whose
-            weights have the names ``model.<logical name>``.
+        folder: a step folder, a run folder for its latest step, or one of another format,
+            whose weights have the names ``model.<logical name>``.
         shards: logical name to pieces, which are written in place.
         world: the ranks that load together. A tensor of the checkpoint that none of them
             loads is an error; left out, this rank must load all.
@@ -90,7 +88,7 @@ def load(
             the system's file cache is the faster road.
 
     Returns:
-        ``extra`` as it was saved; of a Hugging Face folder the model's description.
+        ``extra`` as it was saved; of another format the model's description.
 
     Raises:
         ValueError: if there is no checkpoint, or names, shapes or dtypes differ.
@@ -98,7 +96,7 @@ def load(
     """
     with ExitStack() as stack:
         with agreed(world):
-            folder = resolve_folder(folder)
+            folder = resolve_folder(folder, takes_any=True)
             index, reader, fingerprint = stack.enter_context(
                 opened_checkpoint(folder, checksums=checksums)
             )
@@ -132,7 +130,7 @@ def load(
 def opened_checkpoint(
     folder: Path, *, checksums: bool = True
 ) -> Iterator[tuple[Index, Reader, int]]:
-    """Open a step of ours, or a Hugging Face folder as if it were one.
+    """Open a step of ours, or a folder of another format as if it were one.
 
     Returns:
         The index, a reader of its chunks, and a number that is equal on ranks which see the
@@ -148,22 +146,23 @@ def opened_checkpoint(
         with Reader(folder, checksums=checksums) as reader:
             yield index, reader, fingerprint
         return
-    config = PEFT_CONFIG if is_peft_folder(folder) else HF_CONFIG
-    with opened_hf(folder) as (index, reader):
-        yield index, reader, zlib.crc32((folder / config).read_bytes())
+    with opened_foreign(folder) as (index, reader):
+        names = {name: entry.shape for name, entry in index.tensors.items()}
+        said = json.dumps([index.extra, names], sort_keys=True)
+        yield index, reader, zlib.crc32(said.encode())
 
 
 def describe_checkpoint(folder: str | Path) -> Index:
-    """Return the index of a step, or what it would be for a Hugging Face folder.
+    """Return the index of a step, or what it would be for a folder of another format.
 
     Args:
-        folder: a run folder, a step folder, or a Hugging Face folder.
+        folder: a run folder, a step folder, or one of another format.
 
     Raises:
         ValueError: if there is no checkpoint.
         CheckpointError: if files are missing or damaged.
     """
-    with opened_checkpoint(resolve_folder(folder)) as (index, _, _):
+    with opened_checkpoint(resolve_folder(folder, takes_any=True)) as (index, _, _):
         return index
 
 

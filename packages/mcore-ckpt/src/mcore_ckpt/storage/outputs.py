@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mcore_ckpt.conversion.inspection import folder_format
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.storage.destinations import check_folder
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.paths import (

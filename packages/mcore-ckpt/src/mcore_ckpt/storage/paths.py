@@ -111,12 +111,13 @@ def newest_step(run_folder: str | Path) -> int | str | None:
     return max(complete_steps(run_folder), default=None)
 
 
-def resolve_folder(path: str | Path, step: int = 0) -> Path:
+def resolve_folder(path: str | Path, step: int = 0, *, takes_any: bool = False) -> Path:
     """Find the checkpoint that a user means by a run folder, a step folder or a model folder.
 
     Args:
         path: one of the three; a Hugging Face folder is its own checkpoint.
         step: which of a run folder's; 0: the ``newest_step``.
+        takes_any: whether a step of another program (Megatron's, torch's) will do.
 
     Raises:
         ValueError: if there is none; says what is there instead. If a step is chosen of a
@@ -137,7 +138,10 @@ def resolve_folder(path: str | Path, step: int = 0) -> Path:
     found = None if wanted is None else _find(place)
     if found is not None:
         return found
-    if foreign := _foreign_files(place):
+    foreign = _foreign_files(place)
+    if foreign and takes_any:
+        return place
+    if foreign:
         raise ValueError(
             f"{place} holds {foreign[0].name}, a file of another format: mcore-ckpt convert "
             "megatron-to-mcore makes a checkpoint of Megatron's, dcp-to-mcore of others'."

@@ -15,7 +15,7 @@ class ModelOptions:
     """Which model, and where it runs."""
 
     load: str
-    """Run folder, a step folder of one, or a Hugging Face folder."""
+    """Run folder, a step folder of one, a Hugging Face or a Megatron folder."""
 
     ckpt_step: int = 0
     """Step of a run folder; 0: the latest."""
@@ -47,8 +47,9 @@ def opened(
     from mcore_parallel.launch.launcher import initialize, read_environment, shut_down
     from mcore_parallel.mesh import ParallelContext
 
-    folder = resolve_folder(options.load, options.ckpt_step)  # before any rank waits
-    draft_folder = resolve_folder(draft) if draft else None
+    # Before any rank waits.
+    folder = resolve_folder(options.load, options.ckpt_step, takes_any=True)
+    draft_folder = resolve_folder(draft, takes_any=True) if draft else None
     environment = read_environment()
     tp = options.tensor_model_parallel_size or environment.world_size
     try:

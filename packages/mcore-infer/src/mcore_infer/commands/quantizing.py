@@ -18,7 +18,7 @@ def quantize(
     """Quantize a model into a Hugging Face folder that vLLM, TensorRT-LLM and this load.
 
     Args:
-        load: Run, step or Hugging Face folder.
+        load: Run, step, Hugging Face or Megatron folder.
         output: New folder; receipt.md in it says what the quantization cost.
         calibration_data: Text files in UTF-8, like what the model will read.
         how: the method, and what it may cost.

@@ -17,10 +17,11 @@ from torch import Tensor
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.formats.quantized_layouts import METHODS, QuantLayout, layout_of
 from mcore_ckpt.formats.quantized_plans import QuantPlan
+from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.formats.sources import OpenCheckpoint, opened
 from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.storage.outputs import appearing, check_place
-from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
+from mcore_ckpt.storage.paths import resolve_folder
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.engine.cache_codes import rounded_cache
 from mcore_infer.engine.plans import Fp8Cache
@@ -88,7 +89,7 @@ def quantize(
     Raises:
         ValueError: if the model, the text or the output do not do.
     """
-    output, folder = Path(output), resolve_folder(load, step)
+    output, folder = Path(output), resolve_folder(load, step, takes_any=True)
     check_place(output, folder)
     ctx = ParallelContext.single(device)
     loaded = load_model(folder, ctx, keep_codes=False)
@@ -109,7 +110,7 @@ def quantize(
         )
 
     with (
-        opened("hf" if is_hf_folder(folder) else "mcore", folder) as source,
+        opened(folder_format(folder), folder) as source,
         appearing(output) as fresh,
     ):
         if isinstance(source.theirs, WidenedRows):
