@@ -84,6 +84,7 @@ def test_two_hundred_clients_each_get_their_own_text(client, long_model):
     sampling = SamplingConfig(num_tokens=6, top_k=1)
     assert answers == generate_text(long_model.model, long_model.tokenizer, prompts, sampling)
     assert sorted(waits)[len(waits) // 2] < 5  # a busy host may hold up some
+    assert max(waits) < 30
     client.wait_until_idle()
 
 
