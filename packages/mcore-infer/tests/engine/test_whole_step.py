@@ -13,7 +13,10 @@ from mcore_infer.engine.whole_step import WholeStep, compiled, computes
 from mcore_infer.quantization.loading import round_to_nearest_
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_models.peft.attaching import attach_adapters, merge_adapters
+from mcore_models.peft.config import PeftConfig
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.rng import RngStreams
 
 SIZES = {
     "num_layers": 2,
@@ -74,6 +77,18 @@ def test_the_kernel_compiles_for_an_h100():
 )
 def test_layers_that_the_kernel_does_not_have_are_left_to_torch(changes, is_computed):
     assert computes(built(**changes), PagedCache(1, 16)) == is_computed
+
+
+def test_layers_with_adapters_hooks_or_another_forward_are_left_to_torch():
+    adapted, hooked, patched = built(), built(), built()
+    streams = RngStreams(0, ParallelContext.single())
+    attach_adapters(adapted, PeftConfig(peft="lora"), streams=streams)
+    hooked.blocks["1"].mlp_norm.register_forward_pre_hook(lambda _, inputs: inputs)
+    patched.blocks["1"].mlp.forward = lambda x: x
+    for model in (adapted, hooked, patched):
+        assert not computes(model, PagedCache(1, 16))
+    merge_adapters(adapted)
+    assert computes(adapted, PagedCache(1, 16))
 
 
 @pytest.mark.gpu

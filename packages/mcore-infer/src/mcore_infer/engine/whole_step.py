@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_infer.engine.paged import PagedCache
 from mcore_infer.engine.plans import Chunk, Step
@@ -218,6 +218,7 @@ def computes(model: GPT, cache: PagedCache) -> bool:
     }
     return (
         is_plain
+        and not any(_is_changed(module) for module in model.modules())
         and all(_is_plain(block) for block in blocks)
         and len(kinds) == 1
         and None not in kinds
@@ -229,6 +230,11 @@ def computes(model: GPT, cache: PagedCache) -> bool:
         and not blocks[0].mlp.fc2.in_features % 64
         and all(cache.layer(block.attention.layer).scales is None for block in blocks)
     )
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its class says, as with an adapter."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
 def _is_plain(block: Any) -> bool:
