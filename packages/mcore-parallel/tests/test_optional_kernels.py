@@ -14,6 +14,7 @@ from mcore_parallel.optional_kernels import (
     agree_on_kernels,
     both_passes,
     failure_of,
+    give_up,
     wave,
     works,
 )
@@ -84,6 +85,16 @@ def test_what_a_kernel_raises_is_one_warning_with_versions(kernel, caplog, reque
         assert words in message
         assert f"(made_up_{name} 4.2, torch {version('torch')})" in message
     assert words in failure_of(kernel, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("kernel", ["none"], indirect=True)
+def test_a_kernel_that_fails_where_it_is_used_is_not_chosen_again(kernel, caplog):
+    assert works(kernel, CPU, torch.float32)
+    give_up(kernel, CPU, torch.float32, error=RuntimeError("too large"))
+    assert not works(kernel, CPU, torch.float32)
+    assert works(kernel, CPU, torch.float64)
+    (record,) = caplog.records
+    assert "RuntimeError: too large (made_up_none 4.2, torch" in record.getMessage()
 
 
 @pytest.mark.parametrize("kernel", ["none"], indirect=True)

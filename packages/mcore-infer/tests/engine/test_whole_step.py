@@ -9,12 +9,19 @@ from mcore_infer.engine.decoding import read_few_rows_fast
 from mcore_infer.engine.paged import PagedCache
 from mcore_infer.engine.plans import Chunk, Step
 from mcore_infer.engine.step_layout import DecodeTensors
-from mcore_infer.engine.whole_step import WholeStep, compiled, computes
+from mcore_infer.engine.whole_step import (
+    WHOLE_STEP_KERNEL,
+    WholeStep,
+    compiled,
+    computes,
+    first_run,
+)
 from mcore_infer.quantization.loading import round_to_nearest_
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.peft.attaching import attach_adapters, merge_adapters
 from mcore_models.peft.config import PeftConfig
+from mcore_parallel import optional_kernels
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.rng import RngStreams
 
@@ -89,6 +96,19 @@ def test_layers_with_adapters_hooks_or_another_forward_are_left_to_torch():
         assert not computes(model, PagedCache(1, 16))
     merge_adapters(adapted)
     assert computes(adapted, PagedCache(1, 16))
+
+
+def test_a_kernel_that_fails_at_the_sizes_of_a_model_leaves_steps_to_torch(monkeypatch, caplog):
+    """Tried before on smaller ones; on a CPU, where it cannot be loaded."""
+    kind, device = (64, False, 0, False, False), torch.device("cpu")
+    tried = {(WHOLE_STEP_KERNEL, device, kind): ""}
+    monkeypatch.setattr(optional_kernels, "_FAILURES", tried)
+    inputs = DecodeTensors(1, 1, device, num_drafts=0)
+    assert first_run(built(), PagedCache(1, 16), inputs, kind) is None
+    assert not optional_kernels.works(WHOLE_STEP_KERNEL, device, *kind)
+    assert ["the kernel of whole decoding" in one.getMessage() for one in caplog.records] == [
+        True
+    ]
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
 A kernel may be missing, be built for another GPU, or raise in its compiler. Before its first
 use ``works`` compares it with plain torch on small tensors, forward and backward. If it raises
 or its results differ, one warning names the versions of its packages, and torch's own
-operations replace it for the rest of the process.
+operations replace it for the rest of the process. What is compiled for the sizes of a model
+may fail there alone: see ``give_up``.
 
 A trial runs in a new thread, so autocast, inference mode, hooks on saved tensors and dispatch
 modes of the caller do not affect it. It draws no random numbers.
@@ -43,8 +44,9 @@ class OptionalKernel:
     on small tensors, forward and backward, and returns the results in pairs."""
 
 
+_Key = tuple[OptionalKernel, torch.device, tuple[Hashable, ...]]
 # Why kernels failed, by kernel, device and kind; empty: they work. Tried once in a process.
-_FAILURES: dict[tuple[OptionalKernel, torch.device, tuple[Hashable, ...]], str] = {}
+_FAILURES: dict[_Key, str] = {}
 
 
 def works(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> bool:
@@ -68,10 +70,24 @@ def failure_of(kernel: OptionalKernel, device: torch.device, *kind: Hashable) ->
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "it was not tried before a CUDA graph was recorded"
         _FAILURES[key] = "its trial is running"  # so a trial that needs it ends
-        failure = _FAILURES[key] = _try(*key)
-        if failure:
-            log.warning("%s cannot be used here, torch does without: %s", kernel.name, failure)
+        _keep(key, _try(*key))
     return _FAILURES[key]
+
+
+def give_up(
+    kernel: OptionalKernel, device: torch.device, *kind: Hashable, error: Exception
+) -> None:
+    """Do without a kernel that raised where it was used, for the rest of the process.
+
+    Logs the one warning. For kernels whose sizes no trial has, before a graph is recorded.
+
+    Args:
+        kernel: that works on small tensors.
+        device: where it was tried.
+        kind: that it was tried with.
+        error: what it raised.
+    """
+    _keep((kernel, _with_index(device), kind), _described(kernel, error))
 
 
 def agree_on_kernels(
@@ -97,6 +113,18 @@ def agree_on_kernels(
             failure = f"it failed on {count} of {axis.size} ranks"
             _FAILURES[kernel, device, kind] = failure
             log.warning("%s is not used, torch does without: %s", kernel.name, failure)
+
+
+def _keep(key: _Key, failure: str) -> None:
+    _FAILURES[key] = failure
+    if failure:
+        log.warning("%s cannot be used here, torch does without: %s", key[0].name, failure)
+
+
+def _described(kernel: OptionalKernel, error: Exception) -> str:
+    packages = package_versions((*kernel.packages, "torch"))
+    versions = ", ".join(f"{name} {found}" for name, found in packages.items())
+    return f"{type(error).__name__}: {error} ({versions})"
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -147,9 +175,7 @@ def _try(kernel: OptionalKernel, device: torch.device, kind: tuple[Hashable, ...
         try:
             thread.submit(contextvars.copy_context().run, run).result()
         except Exception as error:  # noqa: BLE001 - whatever a foreign package raises
-            packages = package_versions((*kernel.packages, "torch"))
-            versions = ", ".join(f"{name} {found}" for name, found in packages.items())
-            return f"{type(error).__name__}: {error} ({versions})"
+            return _described(kernel, error)
     return ""
 
 

@@ -8,7 +8,7 @@ where tensors are on a GPU.
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +30,7 @@ from mcore_models.layers.rope import build_rotary
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.logical_tensors import head_dim, num_kv_heads
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+from mcore_parallel.optional_kernels import OptionalKernel, give_up, wave, works
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 MOST_ROWS = 8
@@ -61,7 +61,10 @@ have their defaults."""
 def whole_step(
     model: LanguageModel, cache: PagedCache, inputs: DecodeTensors
 ) -> "WholeStep | None":
-    """Return what runs the steps of ``inputs``; None: the kernel does not compute them."""
+    """Return what runs the steps of ``inputs``; None: the kernel does not compute them.
+
+    Runs a step of ``inputs``, so that what fails for the model's sizes alone is replaced too.
+    """
     device = inputs.tokens.device
     if torch.cuda.get_device_capability(device) < (9, 0) or inputs.tokens.shape[1] > MOST_ROWS:
         return None
@@ -75,7 +78,22 @@ def whole_step(
     kind = head_dim(model.config), code is not None, tall, has_norms, inputs.have_drafts
     if not works(WHOLE_STEP_KERNEL, device, *kind):
         return None
-    return WholeStep(model, cache, inputs)
+    return first_run(model, cache, inputs, kind)
+
+
+def first_run(
+    model: GPT, cache: PagedCache, inputs: DecodeTensors, kind: tuple[Hashable, ...]
+) -> "WholeStep | None":
+    """Build what runs the steps and run one; None, with a warning: it fails here."""
+    device = inputs.tokens.device
+    try:
+        step = WholeStep(model, cache, inputs)
+        step.hidden()
+        torch.cuda.synchronize(device)
+    except Exception as error:  # noqa: BLE001 - whatever the compiler or the driver raises
+        give_up(WHOLE_STEP_KERNEL, device, *kind, error=error)
+        return None
+    return step
 
 
 class WholeStep:
