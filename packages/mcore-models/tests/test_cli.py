@@ -78,6 +78,15 @@ def test_count_of_a_frozen_model_says_what_is_trained(capsys):
     assert report["rank_optimizer_gib"] == 12 * report["trainable_parameters"] / 2**30
     # The peak on an H200, benchmarks/results/qlora-llama-3-8b-h200.json.
     assert report["rank_total_gib"] == pytest.approx(25.43, rel=0.06)
+    words += " --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
+    words += " --optimizer-offload-dir nvme --cpu-offloading --cpu-offloading-num-layers 16"
+    away = json.loads(run(capsys, *words.split())[1])
+    half = report["rank_optimizer_gib"] / 2
+    assert away["rank_optimizer_gib"] == pytest.approx(half)
+    assert away["rank_disk_gib"] == pytest.approx(half)
+    kept = report["rank_activations_gib"] - away["rank_activations_gib"]
+    assert kept > 0
+    assert away["rank_host_gib"] == pytest.approx(kept)
 
 
 def test_count_takes_a_command_line_of_training_and_says_whether_it_fits(capsys, tmp_path):

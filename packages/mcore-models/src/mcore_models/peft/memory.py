@@ -32,8 +32,14 @@ def trained_bytes(
     adapters = adapter_shapes(config, shapes)
     if not adapters:
         return estimate(shapes, offload)
-    frozen = estimate(shapes, replace(offload, optimizer_cpu_offload=False))
-    trained = estimate(adapters, replace(offload, cpu_offloading=False))
+    of_base = replace(
+        offload,
+        optimizer_cpu_offload=False,
+        optimizer_offload_fraction=1.0,
+        optimizer_offload_dir="",
+    )
+    of_adapters = replace(offload, cpu_offloading=False, cpu_offloading_num_layers=0)
+    frozen, trained = estimate(shapes, of_base), estimate(adapters, of_adapters)
     saved = 0
     if config.peft_base_bits:
         rounded = {
