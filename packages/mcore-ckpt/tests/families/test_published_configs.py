@@ -86,3 +86,17 @@ def test_cwm_stretches_its_positions_where_nothing_is_said():
     assert described(sizes) == described(transformers.CwmConfig(**sizes).to_dict())
     plain = sizes | {"rope_parameters": {"rope_type": "default"}}
     assert described(plain) == described(transformers.CwmConfig(**plain).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("end", "step", "layers"),
+    [(-1, 1, "0111"), (2, 1, "0110"), (4, 1, "0111"), (53, 2, "0101"), (-2, 1, "0000")],
+)
+def test_experts_of_ernie4_5_end_where_transformers_ends_them(end, step, layers):
+    sizes = EXAONE | {"model_type": "ernie4_5_moe", "num_hidden_layers": 4}
+    sizes |= {"max_position_embeddings": 64}
+    description = described(sizes | {"moe_layer_end_index": end, "moe_layer_interval": step})
+    assert description["moe"]["moe_layer_freq"] == f"[{','.join(layers)}]"
+    assert described(family_of("ernie4_5_moe").to_theirs(description)) == description
+    with pytest.raises(ValueError, match="moe_layer_interval=0: it must be 1 or more"):
+        described(sizes | {"moe_layer_interval": 0})

@@ -34,12 +34,15 @@ def _layers(count: int, first: int, last: int, step: int) -> list[int]:
 def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     count, width = ours["num_layers"], fields.take("moe_intermediate_size")
     first, last = (fields.take(f"moe_layer_{end}_index") for end in ("start", "end"))
+    last = count - 1 if last == -1 else last  # no other number counts from the end
     step = fields.take("moe_layer_interval")
+    if step < 1:
+        raise ValueError(f"config.json has moe_layer_interval={step}: it must be 1 or more.")
     return {
         "num_experts": fields.take("moe_num_experts"),
         "moe_router_topk": fields.take("moe_k"),
         "moe_ffn_hidden_size": width,
-        "moe_layer_freq": write_layers(_layers(count, first, last % count, step)),
+        "moe_layer_freq": write_layers(_layers(count, first, last, step)),
         "moe_shared_expert_intermediate_size": width * fields.take("moe_num_shared_experts"),
         "moe_aux_loss_coeff": fields.take("router_aux_loss_coef"),
         "moe_router_enable_expert_bias": True,
