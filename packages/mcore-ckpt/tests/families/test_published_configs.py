@@ -100,3 +100,17 @@ def test_experts_of_ernie4_5_end_where_transformers_ends_them(end, step, layers)
     assert described(family_of("ernie4_5_moe").to_theirs(description)) == description
     with pytest.raises(ValueError, match="moe_layer_interval=0: it must be 1 or more"):
         described(sizes | {"moe_layer_interval": 0})
+
+
+def test_biases_of_internlm3_are_in_all_linears_or_in_none():
+    sizes = EXAONE | {"model_type": "internlm3", "max_position_embeddings": 64}
+    for words in (("qkv_bias", "bias"), ("attention_bias", "mlp_bias")):
+        for one in words:
+            with pytest.raises(ValueError, match=r"qkv_bias=.* and bias=.*all linears or in n"):
+                described(sizes | {one: True})
+        both = described(sizes | dict.fromkeys(words, True))
+        assert described(family_of("internlm3").to_theirs(both)) == both
+        assert both["config"]["add_bias_linear"]
+    config = both["config"] | {"add_bias_linear": False, "add_attention_bias": True}
+    with pytest.raises(ValueError, match="cannot express --add-attention-bias True"):
+        family_of("internlm3").to_theirs(both | {"config": config})

@@ -100,6 +100,17 @@ _TEMPERATURE = Part(
     write=_write_temperature,
 )
 
+
+def _same_biases(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    qkv, others = (bool(config.get(f"{part}_bias")) for part in ("attention", "mlp"))
+    if qkv != others:
+        raise ValueError(
+            f"config.json has qkv_bias={qkv} and bias={others}: of an InternLM3, mcore and "
+            "transformers have biases in all linears or in none."
+        )
+    return config
+
+
 _GLM = Decoder(
     model_type="glm",
     architecture="GlmForCausalLM",
@@ -196,6 +207,9 @@ _ALL = (
         model_type="internlm3",
         absent={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
         words={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
+        # What its part does not say, as biases in attention alone, is refused.
+        parts=(replace(llama.FAMILY.parts[0], says=("add_bias_linear", "add_qkv_bias")),),
+        stated=_same_biases,
     ),
     replace(
         mistral.FAMILY,
