@@ -95,7 +95,8 @@ class Run:
     schedule_samples: int = 0
     """Sequences that the learning-rate schedule has counted."""
     small_files: dict[str, bytes] = field(default_factory=dict)
-    """Of the checkpoint that it began from, which its own take along: how texts end."""
+    """Of the checkpoint that it began from, which its own take along: how texts end. On rank
+    0, which writes them."""
     stretches: list[Stretch] = field(default_factory=list)
     """Batch sizes that the run has had, over all its continuations."""
     built_actions: dict[tuple[str, int], Sequence[Action]] = field(default_factory=dict)

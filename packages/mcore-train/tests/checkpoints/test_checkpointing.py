@@ -1,6 +1,7 @@
 """A run's checkpoints: Hugging Face folders under any layout, one pointer, one writer."""
 
 import json
+from shutil import rmtree
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from mcore_ckpt.save_load.loading import read_tensor
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.index import read_index
 from mcore_ckpt.storage.paths import resolve_folder
+from mcore_data.tokenizers.building import load_tokenizer
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.checkpoints.checkpointing import Checkpoints
+from mcore_train.checkpoints.origin import carried_files
 from mcore_train.checkpoints.resuming import load_run, take_snapshot
 from mcore_train.composition import compose
 from mcore_train.datasets import Datasets
@@ -190,6 +193,24 @@ def test_a_step_with_foreign_weights_loads_under_one_rank_and_reshards(saved, tm
     assert differences(step, again) == []
     assert not (again / "config.json").exists()
     assert json.loads((step / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_how_texts_end_is_carried_from_a_base_and_under_its_own_tokenizer(saved, tmp_path):
+    run = build(save=str(tmp_path), pretrained_checkpoint=str(saved / "dense" / "hf"))
+    origin = resolve_folder(saved / "dense" / "hf")
+    (origin / "generation_config.json").write_text("{}")
+    config, mine = run.plan.config, load_tokenizer("ByteTokenizer")
+    name = "generation_config.json"
+    assert load_run(run)
+    assert run.small_files == {name: b"{}"}
+    assert carried_files(config, mine) == {}
+    mine.save(origin / "tokenizer")
+    assert carried_files(config, mine) == {name: b"{}"}
+    load_tokenizer("NullTokenizer", vocab_size=42).save(origin / "tokenizer")
+    assert carried_files(config, mine) == {}
+    named = {"pretrained_checkpoint": str(origin), "tokenizer_model": f"{origin}/tokenizer"}
+    assert carried_files(compose({**TINY, **named}), mine) == {name: b"{}"}
+    rmtree(origin / "tokenizer")
 
 
 def test_a_model_that_no_family_can_say_is_refused_before_training(tmp_path):

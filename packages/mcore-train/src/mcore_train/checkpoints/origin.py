@@ -5,6 +5,8 @@ is loaded.
 """
 
 import dataclasses
+import logging
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -19,9 +21,13 @@ from mcore_ckpt.storage.paths import (
     resolve_folder,
 )
 from mcore_ckpt.storage.stores import as_path, is_store
+from mcore_data.tokenizers.building import load_tokenizer
+from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_train.composition import TrainConfig
 from mcore_train.config import LoadConfig
 from mcore_train.options.recipe import Value
+
+log = logging.getLogger(__name__)
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 """Files by which a Hugging Face folder shows that it has a tokenizer."""
@@ -56,6 +62,56 @@ def checkpoint_extra(folder: Path) -> Mapping[str, Any]:
 
         return describe_checkpoint(folder).extra
     return read_index(folder).extra
+
+
+def carried_files(config: TrainConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """Read what a run's checkpoints take along from where it began; no communication.
+
+    Args:
+        config: of the run.
+        tokenizer: the run's; None where it has none.
+
+    Returns:
+        ``generation_config.json``, which says by numbers of tokens how texts end; nothing if
+        there is none, or if it is of another tokenizer.
+    """
+    from mcore_ckpt.formats.hf_folder import GENERATION  # imports torch
+
+    loading = starting_point(config)
+    folder = find_checkpoint(loading.load, loading.ckpt_step) if loading.load else None
+    if folder is None and loading.pretrained_checkpoint:
+        folder = find_checkpoint(loading.pretrained_checkpoint)
+    if folder is None or not (folder / GENERATION).is_file():
+        return {}
+    inner = folder / "tokenizer"
+    origin = inner if inner.is_dir() else folder
+    if tokenizer is not None and not _is_same(config, tokenizer, origin):
+        log.warning(
+            "%s is left out of this run's checkpoints: its end tokens are numbers of another "
+            "tokenizer than the run's, or of one that %s does not hold.",
+            *(folder / GENERATION, origin),
+        )
+        return {}
+    return {GENERATION: (folder / GENERATION).read_bytes()}
+
+
+def _is_same(config: TrainConfig, tokenizer: Tokenizer, origin: Path) -> bool:
+    """Whether a run's tokenizer is the one in a folder, which may be in an object store."""
+    from mcore_ckpt.formats.hf_folder import small_files  # imports torch
+
+    named = config.tokenizer.tokenizer_model
+    if named and not is_store(origin) and Path(named).resolve() == origin.resolve():
+        return True
+    with tempfile.TemporaryDirectory() as copy:
+        if is_store(origin):
+            for name, content in small_files(origin)[0].items():
+                (Path(copy) / name).parent.mkdir(exist_ok=True)
+                (Path(copy) / name).write_bytes(content)
+            origin = Path(copy)
+        try:
+            return load_tokenizer(origin).fingerprint() == tokenizer.fingerprint()
+        except (ValueError, OSError, ImportError):
+            return False
 
 
 def starting_point(config: TrainConfig) -> LoadConfig:

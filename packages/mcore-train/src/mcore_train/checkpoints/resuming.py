@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.formats.hf_folder import GENERATION
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.save_load.local_saving import LocalSaver
 from mcore_ckpt.save_load.saving import save
@@ -45,7 +44,12 @@ from mcore_train.checkpoints.bases import (
     quantize_weights,
     saved_weights,
 )
-from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint, starting_point
+from mcore_train.checkpoints.origin import (
+    carried_files,
+    checkpoint_extra,
+    find_checkpoint,
+    starting_point,
+)
 from mcore_train.checkpoints.side_state import (
     fp8_shards,
     rng_shards,
@@ -151,8 +155,8 @@ def _load(run: Run) -> bool:
     options = starting_point(run.plan.config)
     folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
     has_base = load_base(run, folder)
-    if folder is not None and (folder / GENERATION).is_file():
-        run.small_files = {GENERATION: (folder / GENERATION).read_bytes()}
+    if run.ctx.global_rank == 0:
+        run.small_files = carried_files(run.plan.config, run.tokenizer)
     if _load_local(run, folder):
         return True
     if folder is None:
