@@ -23,6 +23,10 @@ class Spelling:
     """Values that follow the foreign flag and go with it."""
     note: str = ""
     """Why it has no counterpart; logged once when the flag is given."""
+    only: str = ""
+    """The one value that it may have; empty: any."""
+    needs: str = ""
+    """A flag without which it has no effect."""
 
 
 SPELLINGS: dict[str, Spelling] = {
@@ -42,9 +46,9 @@ SPELLINGS: dict[str, Spelling] = {
     "--is-hybrid-model": Spelling(note="--hybrid-override-pattern alone turns it on"),
     "--fp8-hybrid": Spelling(("--fp8-format", "hybrid")),
     "--fp4-format": Spelling(
-        ("--fp8-format", "e4m3", "--fp8-recipe", "nvfp4"), 1, note="e2m1 is the only one"
+        ("--fp8-format", "e4m3", "--fp8-recipe", "nvfp4"), num_values=1, only="e2m1"
     ),
-    "--fp4-recipe": Spelling(num_values=1, note="nvfp4 is the only one"),
+    "--fp4-recipe": Spelling(num_values=1, only="nvfp4", needs="--fp4-format"),
     "--recompute-activations": Spelling(("--recompute-granularity", "selective")),
     "--distributed-backend": Spelling(num_values=1, note="nccl on GPUs, gloo on CPUs"),
     "--log-throughput": Spelling(note="throughput is always reported"),
@@ -277,8 +281,9 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
         The rewritten words, and notes on flags that did nothing.
 
     Raises:
-        ValueError: for a refused or an unknown flag, and for flags of different names that
-            set one option differently. Of one flag given twice, the last one wins.
+        ValueError: for a refused or an unknown flag, for a foreign one whose value is missing
+            or unknown, and for flags of different names that set one option differently. Of
+            one flag given twice, the last one wins.
     """
     words, notes = [], []
     setters = _Setters(known)
@@ -294,11 +299,17 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
             setters.add(name, name, [value] if equals else _values_before_a_flag(rest))
         elif name in SPELLINGS:
             spelling = SPELLINGS[name]
-            if spelling.num_values and not equals:
-                del rest[: spelling.num_values]
+            values = [value] if equals else _values_before_a_flag(rest[: spelling.num_values])
+            if not equals:
+                del rest[: len(values)]
+            _check_spelling(name, spelling, values, argv)
             words += spelling.becomes
-            if spelling.becomes:
-                setters.add(name, spelling.becomes[0], list(spelling.becomes[1:]))
+            becomes = list(spelling.becomes)
+            while becomes:
+                flag = becomes.pop(0)
+                values = _values_before_a_flag(becomes)
+                del becomes[: len(values)]
+                setters.add(name, flag, values)
             if spelling.note:
                 notes.append(f"{name}: {spelling.note}.")
         else:
@@ -308,6 +319,20 @@ def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], l
             )
     setters.check()
     return words, notes
+
+
+def _check_spelling(
+    name: str, spelling: Spelling, values: list[str], argv: Sequence[str]
+) -> None:
+    """Refuse values of a foreign flag that its translation would lose."""
+    use = f": use {spelling.only}." if spelling.only else "."
+    if len(values) < spelling.num_values:
+        raise ValueError(f"{name} needs a value{use}")
+    if spelling.only and values != [spelling.only]:
+        raise ValueError(f"{name} {values[0]}{use}")
+    given = {canonical(word.partition("=")[0]) for word in argv}
+    if spelling.needs and spelling.needs not in given:
+        raise ValueError(f"{name} has no effect without {spelling.needs}.")
 
 
 class _Setters:
