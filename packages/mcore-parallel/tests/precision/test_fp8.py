@@ -14,7 +14,12 @@ from mcore_parallel.config import (
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
-from mcore_parallel.precision.block_scaling import cast_nvfp4, dequantized_nvfp4, swizzled
+from mcore_parallel.precision.block_scaling import (
+    cast_nvfp4,
+    dequantized_nvfp4,
+    split_scales,
+    swizzled,
+)
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import (
     Fp8Gemm,
@@ -283,6 +288,17 @@ def test_four_bits_are_rounded_to_the_nearest_level_the_even_one_in_the_middle()
     got = dequantized_nvfp4(own.rows, own.row_scales)
     assert got[0].tolist() == [*levels, 6.0, *(-x for x in levels[1:])] * 2
     assert (own.rows.shape, own.rows.dtype) == ((32, 16), torch.uint8)
+
+
+def test_scales_of_four_bits_are_split_without_rounding_wherever_the_top_one_lies():
+    sizes = torch.logspace(-5, 0, 4).repeat_interleave(16)
+    for top in (0.51, 0.8, 0.99, 1.0):
+        x = draw(128, 64).clamp(-1, 1) * sizes
+        x[7, 50] = top * 6 * 448 / 8
+        own = cast_nvfp4(x)
+        narrow, whole = split_scales(own.row_scales)
+        rows = narrow.float().view(32, 4, 4).transpose(0, 1).reshape(128, 4)
+        assert torch.equal(rows * whole, own.row_scales), top
 
 
 def test_blackwells_gemms_get_what_torch_asks_of_them():

@@ -85,7 +85,7 @@ def mixed(x: Float[Tensor, "D T"]) -> Float[Tensor, "D T"]:
 def _cast_nv(x: Tensor, top: Tensor, is_square: bool) -> tuple[Tensor, Tensor]:
     height = NV_BLOCK if is_square else 1
     blocks = x.unflatten(0, (-1, height)).unflatten(-1, (-1, NV_BLOCK))
-    whole = _power_above(top / (_TOP * _TOP_SCALE))
+    whole = _power_from(top / (_TOP * _TOP_SCALE))
     scales = blocks.abs().amax((1, 3), keepdim=True) / (_TOP * whole)
     scales = scales.to(torch.float8_e4m3fn).to(x.dtype) * whole
     levels = (blocks / torch.where(scales == 0, 1.0, scales)).clamp(-_TOP, _TOP)
@@ -130,24 +130,29 @@ def multiply_nvfp4(
     return F.scaled_mm(
         rows.view(torch.float4_e2m1fn_x2),
         columns.view(torch.float4_e2m1fn_x2).t(),
-        _two_scales(row_scales),
+        split_scales(row_scales),
         levels,
-        _two_scales(column_scales),
+        split_scales(column_scales),
         levels,
         swizzles,
         swizzles,
     ).to(dtype)
 
 
-def _two_scales(scales: Tensor) -> list[Tensor]:
-    """Split scales of blocks into e4m3 ones and one of the tensor: without rounding."""
-    whole = _power_above(scales.amax() / _TOP_SCALE)
+def split_scales(scales: Float[Tensor, "M _"]) -> list[Tensor]:
+    """Split NVFP4's scales into e4m3 ones, swizzled, and one of the tensor, without rounding.
+
+    That one may be smaller than the cast's own, never larger: e4m3 numbers times a power of two
+    are e4m3 numbers as long as they stay within its largest.
+    """
+    whole = _power_from(scales.amax() / _TOP_SCALE)
     return [swizzled((scales / whole).to(torch.float8_e4m3fn)), whole.view(1)]
 
 
-def _power_above(x: Tensor) -> Tensor:
-    """Return a power of two above a number of 0 or more; NaN where that is not finite."""
-    power = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent)
+def _power_from(x: Tensor) -> Tensor:
+    """Return the least power of two not below a number above 0; NaN where x is not finite."""
+    mantissa, exponent = torch.frexp(x)  # the mantissa of a power is a half
+    power = torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).int())
     return torch.where(x.isfinite(), power, float("nan"))
 
 
