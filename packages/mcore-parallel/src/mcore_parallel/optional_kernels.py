@@ -70,7 +70,7 @@ def failure_of(kernel: OptionalKernel, device: torch.device, *kind: Hashable) ->
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "it was not tried before a CUDA graph was recorded"
         _FAILURES[key] = "its trial is running"  # so a trial that needs it ends
-        _keep(key, _try(*key))
+        _keep(key, try_kernel(kernel, key[1], *kind))
     return _FAILURES[key]
 
 
@@ -161,8 +161,11 @@ def both_passes(
     return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
 
 
-def _try(kernel: OptionalKernel, device: torch.device, kind: tuple[Hashable, ...]) -> str:
-    """Run the trial in a new thread; return what went wrong, with versions, or nothing."""
+def try_kernel(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> str:
+    """Run the trial in a new thread; return what went wrong, with versions, or nothing.
+
+    For a kernel that nothing replaces: logs nothing and remembers nothing.
+    """
 
     def run() -> None:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

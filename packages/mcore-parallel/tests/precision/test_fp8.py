@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import ScalingType
 from torch.utils.checkpoint import checkpoint
 
 from mcore_parallel.config import (
@@ -13,12 +14,14 @@ from mcore_parallel.config import (
 )
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optional_kernels import try_kernel
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.block_scaling import (
+    BLACKWELL_GEMM,
+    LEVELS,
     cast_nvfp4,
     dequantized_nvfp4,
     split_scales,
-    swizzled,
 )
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import (
@@ -301,14 +304,48 @@ def test_scales_of_four_bits_are_split_without_rounding_wherever_the_top_one_lie
         assert torch.equal(rows * whole, own.row_scales), top
 
 
-def test_blackwells_gemms_get_what_torch_asks_of_them():
-    scales = torch.arange(200 * 6, dtype=torch.float32).view(200, 6)
-    flat = swizzled(scales.to(torch.uint8))
-    assert flat.shape == (256 * 8,)
-    for row, column in ((0, 0), (33, 1), (199, 5), (140, 4)):
-        tile = 2 * (row // 128) + column // 4
-        place = 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
-        assert flat[place] == scales[row, column].to(torch.uint8)
+def documented_gemm(is_swizzled):
+    """torch's scaled_mm for blocks, on a CPU: scales read as cublas documents, or by rows."""
+
+    def values(numbers, scales, kinds):
+        scales, kinds = (x if isinstance(x, list) else [x] for x in (scales, kinds))
+        size = {ScalingType.BlockWise1x16: 16, ScalingType.BlockWise1x32: 32}[kinds[0]]
+        if numbers.dtype == torch.float4_e2m1fn_x2:
+            codes = numbers.view(torch.uint8)[..., None].bitwise_right_shift(
+                torch.tensor([0, 4])
+            )
+            levels = torch.tensor([*LEVELS, *(-level for level in LEVELS)])
+            numbers = levels[(codes & 15).flatten(1).long()]
+        count = numbers.shape[1] // size
+        row, column = torch.arange(len(numbers))[:, None], torch.arange(count)
+        place = row * count + column
+        if is_swizzled:
+            tile = (row // 128) * -(-count // 4) + column // 4
+            place = 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
+        found = scales[0].float()[place].repeat_interleave(size, 1)
+        return numbers.float() * found * (scales[1] if len(scales) == 2 else 1.0)
+
+    def gemm(a, b, a_scales, a_kinds, b_scales, b_kinds, *swizzles):
+        product = values(a, a_scales, a_kinds) @ values(b.t(), b_scales, b_kinds).t()
+        return product.bfloat16()
+
+    return gemm
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_blackwell_whose_gemm_reads_scales_otherwise_is_refused(monkeypatch, recipe):
+    for is_swizzled, failure in ((True, ""), (False, "ArithmeticError: result 0 is off by")):
+        monkeypatch.setattr(torch.nn.functional, "scaled_mm", documented_gemm(is_swizzled))
+        found = try_kernel(BLACKWELL_GEMM, torch.device("cpu"), recipe)
+        assert found.startswith(failure)
+        assert is_swizzled == (not found)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU X")
+    config = Fp8Config(fp8_format="e4m3", fp8_recipe=recipe)
+    ctx = ParallelContext.single("cuda:99")  # not there, so its trial fails
+    with pytest.raises(ValueError, match=f"--fp8-recipe {recipe} .* GPU X .*: use tensorwise"):
+        fp8_gemms(config, ctx, WeightCasts())
 
 
 @pytest.mark.slow  # torch loads its symbolic shapes

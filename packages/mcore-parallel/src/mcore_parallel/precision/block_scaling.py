@@ -14,6 +14,8 @@ Reference:
     NVIDIA 2025, Pretraining Large Language Models with NVFP4. arXiv:2509.25149.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Shaped, UInt8
@@ -21,7 +23,8 @@ from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.precision.fp8_fine_cast import FineFp8, scaled_by_tops
+from mcore_parallel.optional_kernels import OptionalKernel, wave
+from mcore_parallel.precision.fp8_fine_cast import FineFp8, dequantized_lines, scaled_by_tops
 
 MX_BLOCK, NV_BLOCK = 32, 16
 """Numbers that share a scale."""
@@ -165,3 +168,25 @@ def swizzled(scales: Shaped[Tensor, "M C"]) -> Shaped[Tensor, " _"]:
     bytes_ = F.pad(scales.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
     tiles = bytes_.view(-1, 4, 32, bytes_.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.flatten().view(scales.dtype)
+
+
+def _try_gemm(device: torch.device, recipe: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Multiply by tensor cores and by the emulation; a trial, whose scales all differ."""
+    has_eight = recipe == "mxfp8"
+    cast, multiply, dequantized = (
+        (cast_mxfp8, multiply_mxfp8, dequantized_lines)
+        if has_eight
+        else (cast_nvfp4, multiply_nvfp4, dequantized_nvfp4)
+    )
+    factors = []
+    for size in (160, 224):  # neither fills whole tiles of scales
+        sizes = wave(size, 10, device=device, dtype=torch.float32).mul(4).exp2()
+        x = wave(size, 160, device=device, dtype=torch.float32)
+        own = cast(x * sizes.repeat_interleave(NV_BLOCK, 1))
+        factors.append((own.rows, own.row_scales))
+    a, b = factors
+    yield multiply(a, b, torch.float32), dequantized(*a) @ dequantized(*b).t()
+
+
+BLACKWELL_GEMM = OptionalKernel("torch's GEMM of narrow scales", ("nvidia-cublas",), _try_gemm)
+"""What multiplies on a GPU, by recipe: ``mxfp8`` or ``nvfp4``. Nothing replaces it there."""

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from torch import Tensor
 
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optional_kernels import try_kernel
+from mcore_parallel.precision.block_scaling import BLACKWELL_GEMM
 from mcore_parallel.precision.capability import fp8_problem
-from mcore_parallel.precision.config import Fp8Config
+from mcore_parallel.precision.config import BLACKWELL, Fp8Config
 from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8_cast import Uncast
 from mcore_parallel.precision.fp8_recipes import (
@@ -219,7 +222,8 @@ def fp8_gemms(
         recipe: left out, the config's, which must not remember anything.
 
     Raises:
-        ValueError: if this GPU has no tensor cores for the recipe.
+        ValueError: if this GPU has no tensor cores for the recipe, or a small GEMM of a recipe
+            for Blackwell is not what the emulation computes.
     """
     _check_device(config, ctx.device)
     recipe = recipe or _STATELESS[config.fp8_recipe]()
@@ -300,3 +304,14 @@ def _check_device(config: Fp8Config, device: torch.device) -> None:
     found = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
     if problem := fp8_problem(config, *found):
         raise ValueError(problem)
+    recipe = config.fp8_recipe
+    if recipe in BLACKWELL and (failure := _gemm_failure(device, recipe)):
+        raise ValueError(
+            f"--fp8-recipe {recipe} does not compute on {found[1]} what it should, by a small "
+            f"GEMM ({failure}): use tensorwise or delayed."
+        )
+
+
+@cache
+def _gemm_failure(device: torch.device, recipe: str) -> str:
+    return try_kernel(BLACKWELL_GEMM, device, recipe)
