@@ -322,6 +322,17 @@ def test_an_image_is_one_token_with_tags_around_it(bpe_folder):
         load_tokenizer("ByteTokenizer", image_tag_type="nvlm")
 
 
+@pytest.mark.parametrize("kind", ["ByteTokenizer", "NullTokenizer"])
+def test_tokenizers_of_bytes_and_numbers_refuse_tokens_they_would_not_add(kind, tmp_path):
+    sizes = {"vocab_size": 9} if kind == "NullTokenizer" else {}
+    load_tokenizer(kind, **sizes).save(tmp_path)
+    more = {"tokenizer_special_tokens": ("<b>",)}
+    with pytest.raises(ValueError, match=f"--tokenizer-special-tokens .*no effect .*{kind}"):
+        build_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path), **more))
+    with pytest.raises(ValueError, match=f"--vocab-extra-ids .*no effect .*{kind}"):
+        load_tokenizer(kind, vocab_extra_ids=2, **sizes)
+
+
 def test_numbers_are_read_by_the_multimodal_null_tokenizer_too():
     tokenizer = load_tokenizer("NullMultimodalTokenizer", vocab_size=9)
     assert (tokenizer.encode("3 8"), tokenizer.eod) == ([3, 8], 9)

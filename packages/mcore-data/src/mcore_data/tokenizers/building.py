@@ -131,6 +131,12 @@ def how_to_end_documents(config: TokenizerConfig) -> str:
 def _build_plain(config: TokenizerConfig) -> Tokenizer:
     from mcore_data.tokenizers.plain import ByteTokenizer, NullTokenizer
 
+    for field in ("tokenizer_special_tokens", "vocab_extra_ids"):
+        if getattr(config, field):
+            raise ValueError(
+                f"--{field.replace('_', '-')} has no effect on a {config.tokenizer_type}, "
+                "which takes no further tokens: leave it out."
+            )
     if config.tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()
     return NullTokenizer(_needed(config, "vocab_size"))
