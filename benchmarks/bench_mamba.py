@@ -65,20 +65,21 @@ def main() -> None:
     inputs = [tensor.requires_grad_() for tensor in tensors]
     fast, plain = (ssd, ssd_plain) if is_mamba else (gated_delta_rule, delta_rule_plain)
     layer_ms = time_steps(lambda _: mixer(x).sum().backward(), 3, options.repeats)
-    forms = {"recurrence": fast, **peers(options.kind)}
+    others = peers(options.kind)
+    forms = {"recurrence": fast, **others}
     short = [x.detach()[:1024] if x.dim() > 1 else x.detach() for x in inputs]
-    refusals = {name: refusal(form, short) for name, form in forms.items()}
+    refusals = {name: refusal(form, short) for name, form in others.items()}
     times: dict[str, list[float]] = {}
     for _ in range(3):  # by turns: a GPU's clock drifts
         for name, form in forms.items():
-            forward, both = timed(form, inputs, options.repeats, not refusals[name])
+            forward, both = timed(form, inputs, options.repeats, not refusals.get(name))
             times.setdefault(f"{name}_forward_ms", []).extend(forward)
             if both:
                 times.setdefault(f"{name}_ms", []).extend(both)
     plain_form = partial(plain, chunk_size=options.chunk_size)
     times["recurrence_plain_ms"] = timed(plain_form, inputs, min(options.repeats, 3))[1]
     errors = {
-        f"{name}_error": error(form, plain, short, not refusals[name])
+        f"{name}_error": error(form, plain, short, not refusals.get(name))
         for name, form in forms.items()
     }
     weights = mixer.in_proj.weight.numel() + mixer.out_proj.weight.numel()
@@ -108,11 +109,13 @@ def main() -> None:
 
 
 def refusal(form: Recurrence, inputs: list[torch.Tensor]) -> str:
-    """Run both passes once; say why a library refuses its backward on this device."""
+    """Run both passes once; say why another library refuses its backward on this device."""
     leaves = [x.requires_grad_() for x in inputs]
     y = form(*leaves)[0]
     try:
         torch.autograd.grad(y, leaves, torch.ones_like(y))
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         return str(error)
     return ""
