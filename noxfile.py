@@ -5,6 +5,7 @@ start in a second; the others (`tests_newest`, `megatron`, `wheels`) build one o
 `gpu` runs in whatever Python started nox: GPU hosts bring their own torch.
 """
 
+import os
 import re
 import sys
 import tarfile
@@ -37,8 +38,9 @@ EXTRAS = {
         ["packages/mcore-infer/tests/server/test_page.py"],
     ),
 }
-# Files of tests run side by side; more processes than this would wait for one another's ranks.
-SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4")
+# Files of tests run side by side: in one process more than cores, since each waits for its
+# ranks now and then; more than four would wait for one another's.
+SIDE_BY_SIDE = ("-n", str(min(4, (os.cpu_count() or 1) + 1)))
 
 
 def _in_workspace(session: nox.Session, *command: str) -> None:
