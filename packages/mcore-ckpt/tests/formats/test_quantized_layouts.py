@@ -13,7 +13,7 @@ from mcore_ckpt.formats.quantized_layouts import (
 )
 from mcore_ckpt.formats.quantized_plans import QuantPlan, read_plan
 from mcore_ckpt.mapping.low_bits import decode, encode, pack, unpack
-from mcore_ckpt.save_load.hf_loading import opened_quantized
+from mcore_ckpt.save_load.foreign_loading import opened_quantized
 from mcore_ckpt.save_load.loading import opened_checkpoint
 
 FOUR_BITS = {

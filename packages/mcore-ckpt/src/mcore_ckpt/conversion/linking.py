@@ -13,7 +13,7 @@ from typing import Any
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.sources import PREFIX
 from mcore_ckpt.mapping.row_streams import Progress, Source, named_with_progress, slabs
-from mcore_ckpt.save_load.hf_loading import pointers
+from mcore_ckpt.save_load.foreign_loading import pointers
 from mcore_ckpt.storage.files import Checksums, Reader, memory
 from mcore_ckpt.storage.headers import read_header_bytes
 from mcore_ckpt.storage.index import FileEntry, Index, TensorEntry, digest

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mcore_ckpt.formats.quantization import MatrixPart
 from mcore_ckpt.formats.quantized_layouts import QuantLayout
 from mcore_ckpt.mapping.low_bits import Code, encode
-from mcore_ckpt.save_load.hf_loading import QuantizedFolder
+from mcore_ckpt.save_load.foreign_loading import QuantizedFolder
 from mcore_infer.quantization.gemms import QuantizedGemm, RoundedInputs, Rounding
 from mcore_infer.quantization.tile_choices import TileChoices
 from mcore_parallel.sharding import Part, Shard, named_shards
