@@ -116,6 +116,10 @@ def test_what_else_reads_the_hidden_layer_is_given_it():
     assert layer._cast_between(x[:3]) is None  # tokens that tensor cores do not take
     with torch.autocast("cpu", torch.bfloat16):
         assert layer._cast_between(x) is None
+    hook = layer.fc2.register_forward_pre_hook(lambda *_: None)
+    assert layer._cast_between(x) is None
+    hook.remove()
+    assert layer._cast_between(x) is not None
     layer.fc1.register_forward_hook(lambda *_: None)  # as adapters do
     assert layer._cast_between(x) is None
     for options in ({"bias": True}, {"clamp": 7.0}, {"gated": False}, {"activation": "relu"}):

@@ -35,8 +35,9 @@ def gated_between(
         activation: see ``mcore_moe.activations``.
         forgets: compute the result again for the second weight's gradient.
     """
-    # A hook would read an output that is not computed, or its gradient.
-    is_hooked = any(each._forward_hooks or each._backward_hooks for each in (first, second))
+    # A hook would read or replace what is not computed.
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    is_hooked = any(getattr(each, kind) for each in (first, second) for kind in kinds)
     if activation not in FUSED or is_hooked or first.bias is not None:
         return None
     whole = x.expand(first.axis.size, *x.shape) if first.sequence_parallel else x
