@@ -13,7 +13,7 @@ Reference:
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,18 @@ class Scaled(NamedTuple):
     columns: Factor
 
 
+class CastOptions(NamedTuple):
+    """How an operand is cast."""
+
+    operand: Operand
+    dtype: torch.dtype
+    """``float8_e4m3fn`` or ``float8_e5m2``; Blackwell's recipes have one of their own."""
+    cut: Cut
+    """How ranks share the matrix."""
+    has_rows: bool
+    """Whether it is wanted in its own order, not only transposed."""
+
+
 class Recipe(ABC):
     """How operands are cast to fp8 and multiplied."""
 
@@ -84,7 +96,6 @@ class Recipe(ABC):
         """Return the recipe of one linear: itself, unless it remembers something."""
         return self
 
-    @abstractmethod
     def cast(
         self,
         operand: Operand,
@@ -94,9 +105,12 @@ class Recipe(ABC):
         *,
         has_rows: bool = True,
     ) -> Scaled:
-        """Cast an operand; reduces largest magnitudes over axes of ``cut``."""
+        """Cast an operand; see ``CastOptions``. Reduces largest magnitudes over ``cut``."""
+        own = self._cast(x, CastOptions(operand, dtype, cut, has_rows))
+        if isinstance(own, Fp8):
+            return Scaled(Factor(own.rows, own.scale_inv), Factor(own.columns, own.scale_inv))
+        return Scaled(Factor(*own[:2]), Factor(*own[2:]))
 
-    @abstractmethod
     def multiply(
         self, a: Factor, b: Factor, dtype: torch.dtype, *, fast_accum: bool = False
     ) -> Float[Tensor, "M N"]:
@@ -106,8 +120,13 @@ class Recipe(ABC):
             a: ``[M, K]``.
             b: ``[N, K]``.
             dtype: of the result.
-            fast_accum: let tensor cores keep sums in fewer bits, for twice the speed on Hopper.
+            fast_accum: let tensor cores keep sums in fewer bits, for twice the speed on
+                Hopper, where the recipe allows it.
         """
+        if _on_tensor_cores(a):
+            return self._matmul(a, b, dtype, fast_accum)
+        with without_autocast(a.numbers.device):
+            return (self._dequantized(*a) @ self._dequantized(*b).t()).to(dtype)
 
     def add(self, slot: GradSlot, a: Factor, b: Factor) -> None:
         """Add that product to the slot's main gradient, or write it over a stale one.
@@ -118,62 +137,46 @@ class Recipe(ABC):
         dtype = torch.bfloat16 if a.numbers.is_cuda else slot.main.dtype
         slot.add(self.multiply(a, b, dtype))
 
+    @abstractmethod
+    def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
+        """See ``cast``."""
+
+    @abstractmethod
+    def _matmul(self, a: Factor, b: Factor, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+        """See ``multiply``, on tensor cores."""
+
+    def _dequantized(self, numbers: Tensor, scales: Tensor) -> Tensor:
+        return dequantized_lines(numbers, scales)
+
 
 class Tensorwise(Recipe):
     """One scale a tensor, from its own largest magnitude."""
 
     takes_uncast = True
 
-    def cast(
-        self,
-        operand: Operand,  # noqa: ARG002
-        x: Float[Tensor, "T D"] | Uncast,
-        dtype: torch.dtype,
-        cut: Cut,
-        *,
-        has_rows: bool = True,
-    ) -> Scaled:
-        """Cast an operand; reduces one number over the ranks that share it."""
-        return _with_one_scale(cast(x, dtype, cut.whole, has_rows=has_rows))
-
-    def multiply(
-        self,
-        a: Factor,
-        b: Factor,
-        dtype: torch.dtype,
-        *,
-        fast_accum: bool = False,
-        out: Tensor | None = None,
-    ) -> Float[Tensor, "M N"]:
-        """Return the matrix product of a and the transpose of b, written over ``out``."""
-        if _on_tensor_cores(a):
-            return torch._scaled_mm(
-                a.numbers,
-                b.numbers.t(),
-                a.scales,
-                b.scales,
-                out_dtype=dtype,
-                use_fast_accum=fast_accum,
-                out=out,
-            )
-        with without_autocast(a.numbers.device):
-            product = dequantized(*a) @ dequantized(*b).t()
-        return product.to(dtype) if out is None else out.copy_(product)
-
     def add(self, slot: GradSlot, a: Factor, b: Factor) -> None:
         """Add that product to the slot's main gradient, in the GEMM's epilogue if it can."""
         assert slot.main is not None
-        if slot.take_stale():
-            self.multiply(a, b, slot.main.dtype, out=slot.main)
+        if _on_tensor_cores(a) and slot.take_stale():
+            _one_scale_matmul(a, b, slot.main.dtype, out=slot.main)
         elif _can_add(slot.main, a.numbers):
             add_scaled_matmul(slot.main, a.numbers, b.numbers, a.scales, b.scales)
         else:
             slot.add(self.multiply(a, b, slot.main.dtype))
 
+    def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
+        return cast(x, options.dtype, options.cut.whole, has_rows=options.has_rows)
+
+    def _matmul(self, a: Factor, b: Factor, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+        return _one_scale_matmul(a, b, dtype, fast_accum=fast_accum)
+
+    def _dequantized(self, numbers: Tensor, scales: Tensor) -> Tensor:
+        return dequantized(numbers, scales)
+
 
 @dataclass(frozen=True)
 class Delayed(Tensorwise):
-    """One scale a tensor, from what it was in earlier steps."""
+    """One scale a tensor, from earlier steps; reduces nothing once there is a history."""
 
     scales: DelayedScales
     """Of all linears."""
@@ -186,41 +189,22 @@ class Delayed(Tensorwise):
         """Return the recipe of one linear."""
         return Delayed(self.scales, self.name, self.scales.claim(self.name, grad_dtype))
 
-    def cast(
-        self,
-        operand: Operand,
-        x: Float[Tensor, "T D"] | Uncast,
-        dtype: torch.dtype,
-        cut: Cut,
-        *,
-        has_rows: bool = True,
-    ) -> Scaled:
-        """Cast an operand; no communication once there is a history."""
-        own = self.scales.cast(self.number, operand, x, dtype, cut.whole, has_rows=has_rows)
-        return _with_one_scale(own)
+    def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
+        operand, dtype, cut, has_rows = options
+        return self.scales.cast(self.number, operand, x, dtype, cut.whole, has_rows=has_rows)
 
 
 class Rowwise(Recipe):
-    """One scale for each row that a GEMM sums along; a matrix and its transpose differ."""
+    """One scale for each row that a GEMM sums along; a matrix and its transpose differ.
 
-    def cast(
-        self,
-        operand: Operand,  # noqa: ARG002
-        x: Float[Tensor, "T D"],
-        dtype: torch.dtype,
-        cut: Cut,
-        *,
-        has_rows: bool = True,
-    ) -> Scaled:
-        """Cast an operand; reduces a number for each row or column that ranks share."""
-        return _with_many_scales(cast_lines(x, dtype, cut.row, cut.column, has_rows=has_rows))
+    Reduces a number for each row or column that ranks share.
+    """
 
-    def multiply(
-        self, a: Factor, b: Factor, dtype: torch.dtype, *, fast_accum: bool = False
-    ) -> Float[Tensor, "M N"]:
-        """Return the matrix product of a and the transpose of b."""
-        if not _on_tensor_cores(a):
-            return _multiply_lines(a, b, dtype)
+    def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
+        _, dtype, cut, has_rows = options
+        return cast_lines(x, dtype, cut.row, cut.column, has_rows=has_rows)
+
+    def _matmul(self, a: Factor, b: Factor, dtype: torch.dtype, fast_accum: bool) -> Tensor:
         return torch._scaled_mm(
             a.numbers,
             b.numbers.t(),
@@ -232,34 +216,18 @@ class Rowwise(Recipe):
 
 
 class Blockwise(Recipe):
-    """One scale for 128 numbers of a row that a GEMM sums along, 128 x 128 of a weight."""
+    """One scale for 128 numbers of a row that a GEMM sums along, 128 x 128 of a weight.
+
+    No communication: ranks hold whole blocks. Sums are never cut short.
+    """
 
     multiple = BLOCK
 
-    def cast(
-        self,
-        operand: Operand,
-        x: Float[Tensor, "T D"],
-        dtype: torch.dtype,
-        cut: Cut,  # noqa: ARG002
-        *,
-        has_rows: bool = True,
-    ) -> Scaled:
-        """Cast an operand; no communication: ranks hold whole blocks."""
-        is_square = operand == "weight"
-        return _with_many_scales(cast_blocks(x, dtype, is_square=is_square, has_rows=has_rows))
+    def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
+        is_square = options.operand == "weight"
+        return cast_blocks(x, options.dtype, is_square=is_square, has_rows=options.has_rows)
 
-    def multiply(
-        self,
-        a: Factor,
-        b: Factor,
-        dtype: torch.dtype,
-        *,
-        fast_accum: bool = False,  # noqa: ARG002
-    ) -> Float[Tensor, "M N"]:
-        """Return the matrix product of a and the transpose of b; sums are never cut short."""
-        if not _on_tensor_cores(a):
-            return _multiply_lines(a, b, dtype)
+    def _matmul(self, a: Factor, b: Factor, dtype: torch.dtype, _fast_accum: bool) -> Tensor:
         along, square = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
         is_square = b.scales.shape[0] != b.numbers.shape[0]
         return F.scaled_mm(
@@ -274,84 +242,60 @@ class Blockwise(Recipe):
 
 
 class Mxfp8(Recipe):
-    """One power of two for 32 numbers of a row that a GEMM sums along."""
+    """One power of two for 32 numbers of a row that a GEMM sums along.
+
+    No communication: ranks hold whole blocks.
+    """
 
     multiple = MX_BLOCK
 
-    def cast(
-        self,
-        operand: Operand,  # noqa: ARG002
-        x: Float[Tensor, "T D"],
-        dtype: torch.dtype,  # noqa: ARG002
-        cut: Cut,  # noqa: ARG002
-        *,
-        has_rows: bool = True,
-    ) -> Scaled:
-        """Cast an operand; no communication: ranks hold whole blocks."""
-        return _with_many_scales(cast_mxfp8(x, has_rows=has_rows))
+    def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
+        return cast_mxfp8(x, has_rows=options.has_rows)
 
-    def multiply(
-        self,
-        a: Factor,
-        b: Factor,
-        dtype: torch.dtype,
-        *,
-        fast_accum: bool = False,  # noqa: ARG002
-    ) -> Float[Tensor, "M N"]:
-        """Return the matrix product of a and the transpose of b."""
-        return (multiply_mxfp8 if _on_tensor_cores(a) else _multiply_lines)(a, b, dtype)
+    def _matmul(self, a: Factor, b: Factor, dtype: torch.dtype, _fast_accum: bool) -> Tensor:
+        return multiply_mxfp8(a, b, dtype)
 
 
 class Nvfp4(Recipe):
-    """e2m1 with an e4m3 scale for 16 numbers of a row, 16 x 16 of a weight."""
+    """e2m1 with an e4m3 scale for 16 numbers of a row, 16 x 16 of a weight.
+
+    Reduces two numbers over the ranks that share a tensor.
+    """
 
     multiple = MX_BLOCK
 
-    def cast(
-        self,
-        operand: Operand,
-        x: Float[Tensor, "T D"],
-        dtype: torch.dtype,  # noqa: ARG002
-        cut: Cut,
-        *,
-        has_rows: bool = True,
-    ) -> Scaled:
-        """Cast an operand; reduces two numbers over the ranks that share it."""
-        is_weight = operand == "weight"
-        return _with_many_scales(
-            cast_nvfp4(x, cut.whole, is_weight=is_weight, has_rows=has_rows)
-        )
+    def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
+        operand, _, cut, has_rows = options
+        return cast_nvfp4(x, cut.whole, is_weight=operand == "weight", has_rows=has_rows)
 
-    def multiply(
-        self,
-        a: Factor,
-        b: Factor,
-        dtype: torch.dtype,
-        *,
-        fast_accum: bool = False,  # noqa: ARG002
-    ) -> Float[Tensor, "M N"]:
-        """Return the matrix product of a and the transpose of b."""
-        if _on_tensor_cores(a):
-            return multiply_nvfp4(a, b, dtype)
-        with without_autocast(a.numbers.device):
-            return (dequantized_nvfp4(*a) @ dequantized_nvfp4(*b).t()).to(dtype)
+    def _matmul(self, a: Factor, b: Factor, dtype: torch.dtype, _fast_accum: bool) -> Tensor:
+        return multiply_nvfp4(a, b, dtype)
 
-
-def _multiply_lines(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
-    with without_autocast(a.numbers.device):
-        return (dequantized_lines(*a) @ dequantized_lines(*b).t()).to(dtype)
-
-
-def _with_one_scale(own: Fp8) -> Scaled:
-    return Scaled(Factor(own.rows, own.scale_inv), Factor(own.columns, own.scale_inv))
-
-
-def _with_many_scales(own: FineFp8) -> Scaled:
-    return Scaled(Factor(own.rows, own.row_scales), Factor(own.columns, own.column_scales))
+    def _dequantized(self, numbers: Tensor, scales: Tensor) -> Tensor:
+        return dequantized_nvfp4(numbers, scales)
 
 
 def _on_tensor_cores(a: Factor) -> bool:
     return a.numbers.is_cuda and a.scales.dtype == torch.float32
+
+
+def _one_scale_matmul(
+    a: Factor,
+    b: Factor,
+    dtype: torch.dtype,
+    *,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    return torch._scaled_mm(
+        a.numbers,
+        b.numbers.t(),
+        a.scales,
+        b.scales,
+        out_dtype=dtype,
+        use_fast_accum=fast_accum,
+        out=out,
+    )
 
 
 def _can_add(main: Tensor, a: Tensor) -> bool:
