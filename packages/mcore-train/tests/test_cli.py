@@ -91,6 +91,13 @@ def test_a_stage_takes_as_long_as_it_has_layers_and_megatrons_names_are_known(ca
         drawn.append(capsys.readouterr().out)
     assert "bubble 50.0%" in drawn[0]
     assert "bubble 75.0%" in drawn[1]  # 24 of 2 x 21 units are work
+    stages = ["--num-virtual-stages-per-pipeline-rank", "2"]
+    theirs = ["--num_layers=4", "--num-layers-per-virtual-pipeline-stage", "1"]
+    for options in (stages, theirs):
+        own = ["--num-microbatches=2", *options]
+        assert main(["schedule", "show", *words[:2], *words[4:], *own]) == 0
+        drawn.append(capsys.readouterr().out)
+    assert drawn[2] == drawn[3] != drawn[0]
 
 
 @pytest.mark.parametrize(

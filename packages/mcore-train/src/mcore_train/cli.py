@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from mcore_parallel.command_line import HELP_FLAGS, canonical
+from mcore_parallel.command_line import HELP_FLAGS
 from mcore_parallel.command_line import parse as parse_options
 from mcore_parallel.entry_point import run_program
 
@@ -118,17 +118,13 @@ def verify(words: Sequence[str]) -> int:
 
 def schedule(words: Sequence[str]) -> int:
     """Draw a pipeline schedule: ``schedule show``."""
-    from mcore_train.reporting.schedule_view import ShowConfig, draw_schedule
+    from mcore_train.reporting.schedule_view import ShowConfig, draw_schedule, view_words
 
     if words[:1] != ["show"] and not set(words) & set(HELP_FLAGS):
         raise ValueError("mcore-train schedule has one verb: mcore-train schedule show --help.")
-    own = [MEGATRONS_VIEW.get(canonical(word), word) for word in words if word != "show"]
+    own = view_words([word for word in words if word != "show"])
     print(draw_schedule(parse_options(ShowConfig, "mcore-train schedule show", own)))
     return 0
-
-
-MEGATRONS_VIEW = {"--pipeline-model-parallel-size": "--ranks", "--num-layers": "--layers"}
-"""What a run's flags are called where only its schedule is looked at."""
 
 
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:

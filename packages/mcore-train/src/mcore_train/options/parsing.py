@@ -78,8 +78,8 @@ def parse(
     words, notes = translate(argv, {*flag_names(config_type), LAYERS_PER_STAGE})
     for note in notes:
         log.info("%s", note)
-    words, recipes = _take_all(words, "--recipe")
-    words, layers_per_stage = _take_all(words, LAYERS_PER_STAGE)
+    words, recipes = take_all(words, "--recipe")
+    words, layers_per_stage = take_all(words, LAYERS_PER_STAGE)
     fields: dict[str, Value] = {}
     for recipe in recipes:
         fields |= _checked_recipe(recipe, config_type)
@@ -105,7 +105,10 @@ def parse(
     derived = _pattern_flags(args)
     before = [*derived, *beginning, *to_flags(saved), *(derived if PATTERN in given else ())]
     if layers_per_stage:
-        given += ["--num-virtual-stages-per-pipeline-rank", _stages(args, layers_per_stage[-1])]
+        given += [
+            "--num-virtual-stages-per-pipeline-rank",
+            virtual_stages(args, layers_per_stage[-1]),
+        ]
     if recipes:
         given += ["--recipe", *recipes]
     config = parse_options(config_type, program, [*before, *given])
@@ -113,6 +116,45 @@ def parse(
     options = set(field_types(config_type))
     kept = {name for name in options if {flag(name), flag(f"no_{name}")} & set(given)}
     return without_idle_options(config, kept | (options - set(saved)))
+
+
+def virtual_stages(args: list[str], layers_per_stage: str) -> str:
+    """Return the stages on a rank that have so many layers each."""
+    if _last_value(args, "--num-virtual-stages-per-pipeline-rank"):
+        raise ValueError(
+            f"{LAYERS_PER_STAGE} and --num-virtual-stages-per-pipeline-rank say the same: "
+            "leave one of the two out."
+        )
+    layers = _last_value(args, "--num-layers")
+    ranks = _last_value(args, "--pipeline-model-parallel-size") or "1"
+    if not (layers.isdecimal() and ranks.isdecimal() and layers_per_stage.isdecimal()):
+        raise ValueError(
+            f"{LAYERS_PER_STAGE} {layers_per_stage} needs numbers: itself, --num-layers and "
+            "--pipeline-model-parallel-size."
+        )
+    together = int(ranks) * int(layers_per_stage)
+    if together < 1 or int(layers) % together:
+        raise ValueError(
+            f"--num-layers {layers} are not whole stages of {LAYERS_PER_STAGE} "
+            f"{layers_per_stage} on each of --pipeline-model-parallel-size {ranks} ranks: make "
+            f"the layers a multiple of {max(1, together)}."
+        )
+    return str(int(layers) // together)
+
+
+def take_all(words: list[str], flag: str) -> tuple[list[str], list[str]]:
+    """Take a flag that may be repeated, and its values, out of a command line."""
+    rest, taken = [], []
+    while words:
+        word, *words = words
+        if word != flag:
+            rest.append(word)
+            continue
+        if not words or words[0].startswith("--"):
+            raise ValueError(f"{flag} needs a value.")
+        while words and not words[0].startswith("--"):
+            taken.append(words.pop(0))
+    return rest, taken
 
 
 def _preset_fields(name: str, config_type: type[TrainConfig]) -> dict[str, Value]:
@@ -144,45 +186,6 @@ def _checked_recipe(recipe: str, config_type: type[TrainConfig]) -> dict[str, Va
     except ValueError as error:
         raise ValueError(f"{recipe}: {error}") from None
     return fields
-
-
-def _stages(args: list[str], layers_per_stage: str) -> str:
-    """Return the stages on a rank that have so many layers each."""
-    if _last_value(args, "--num-virtual-stages-per-pipeline-rank"):
-        raise ValueError(
-            f"{LAYERS_PER_STAGE} and --num-virtual-stages-per-pipeline-rank say the same: "
-            "leave one of the two out."
-        )
-    layers = _last_value(args, "--num-layers")
-    ranks = _last_value(args, "--pipeline-model-parallel-size") or "1"
-    if not (layers.isdecimal() and ranks.isdecimal() and layers_per_stage.isdecimal()):
-        raise ValueError(
-            f"{LAYERS_PER_STAGE} {layers_per_stage} needs numbers: itself, --num-layers and "
-            "--pipeline-model-parallel-size."
-        )
-    together = int(ranks) * int(layers_per_stage)
-    if together < 1 or int(layers) % together:
-        raise ValueError(
-            f"--num-layers {layers} are not whole stages of {LAYERS_PER_STAGE} "
-            f"{layers_per_stage} on each of --pipeline-model-parallel-size {ranks} ranks: make "
-            f"the layers a multiple of {max(1, together)}."
-        )
-    return str(int(layers) // together)
-
-
-def _take_all(words: list[str], flag: str) -> tuple[list[str], list[str]]:
-    """Take a flag that may be repeated, and its values, out of a command line."""
-    rest, taken = [], []
-    while words:
-        word, *words = words
-        if word != flag:
-            rest.append(word)
-            continue
-        if not words or words[0].startswith("--"):
-            raise ValueError(f"{flag} needs a value.")
-        while words and not words[0].startswith("--"):
-            taken.append(words.pop(0))
-    return rest, taken
 
 
 def _last_value(words: list[str], flag: str) -> str:

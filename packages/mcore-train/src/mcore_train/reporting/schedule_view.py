@@ -1,10 +1,11 @@
 """``mcore-train schedule show``: a pipeline schedule as a picture, with its bubble."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mcore_ckpt.storage.destinations import check_file
+from mcore_parallel.command_line import canonical, is_flag
 from mcore_parallel.pipeline_parallel.actions import DURATIONS, Action
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
@@ -12,6 +13,14 @@ from mcore_parallel.pipeline_parallel.search import Costs, search_schedules, sea
 from mcore_parallel.pipeline_parallel.simulator import simulate
 from mcore_parallel.pipeline_parallel.stages import Placement, build_stages
 from mcore_parallel.pipeline_parallel.timeline import timeline_svg, timeline_text
+from mcore_train.options.parsing import LAYERS_PER_STAGE, take_all, virtual_stages
+
+MEGATRONS = {
+    "--pipeline-model-parallel-size": "--ranks",
+    "--num-layers": "--layers",
+    "--num-microbatches": "--microbatches",
+}
+"""What a run's flags are called where only its schedule is looked at."""
 
 SPLITTING = (
     "pipeline_model_parallel_layout",
@@ -50,6 +59,19 @@ class ShowConfig:
 
     view: ViewConfig = field(default_factory=ViewConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+
+
+def view_words(words: Sequence[str]) -> list[str]:
+    """Spell what flags of a run say of its schedule as options of ``schedule show``."""
+    pairs = (word.partition("=") if is_flag(word) else (word, "", "") for word in words)
+    found = [each for name, _, value in pairs for each in (canonical(name), value) if each]
+    found, per_stage = take_all(found, LAYERS_PER_STAGE)
+    if per_stage:
+        ranks = ["--pipeline-model-parallel-size", str(ViewConfig().ranks)]
+        names = {ours: theirs for theirs, ours in MEGATRONS.items()}
+        run = [*ranks, *(names.get(word, word) for word in found)]
+        found += ["--num-virtual-stages-per-pipeline-rank", virtual_stages(run, per_stage[-1])]
+    return [MEGATRONS.get(word, word) for word in found]
 
 
 def draw_schedule(config: ShowConfig) -> str:
