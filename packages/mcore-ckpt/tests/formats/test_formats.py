@@ -326,77 +326,21 @@ def test_arguments_that_change_numbers_and_have_no_flag_here_are_refused(said):
         from_arguments(sizes | {"padded_vocab_size": 64} | said)
 
 
-TITAN = {
-    "blocks.": "layers.",
-    "embedding.weight": "tok_embeddings.weight",
-    "final_norm.weight": "norm.weight",
-    "head.weight": "output.weight",
-    "attention.proj": "attention.wo",
-    "attention.qkv.": "attention.w",
-    "mlp_norm": "ffn_norm",
-    "mlp.fc1.gate": "feed_forward.w1",
-    "mlp.fc1.up": "feed_forward.w3",
-    "mlp.fc2": "feed_forward.w2",
-    "moe.router": "moe.router.gate",
-}
-
-
-def titan_names(before, is_paired):
-    """Rename and permute to torchtitan's, by explicit indices."""
-    state, experts = {}, {}
-    for name, tensor in before.items():
-        titan = name
-        for mine, theirs in TITAN.items():
-            titan = titan.replace(mine, theirs)
-        if ".experts." in name:
-            stem, rest = titan.split("experts.")
-            number, part = rest.split(".", 1)
-            which = {"fc1.gate.weight": "w1", "fc1.up.weight": "w3", "fc2.weight": "w2"}[part]
-            experts.setdefault(f"{stem}experts.{which}", {})[int(number)] = tensor
-        elif is_paired and titan.endswith(("attention.wq.weight", "attention.wk.weight")):
-            rows = [half * (H // 2) + pair for pair in range(H // 2) for half in (0, 1)]
-            state[titan] = tensor.view(-1, H, D)[:, rows].reshape(-1, D).clone()
-        else:
-            state[titan] = tensor
-    return state | {
-        key: torch.stack([many[i] for i in range(E)]) for key, many in experts.items()
-    }
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("name", ["dense", "experts"])
-def test_a_torchtitan_directory_comes_in(tmp_path, name):
-    before = make_run(tmp_path / "run", name)
-    state = titan_names(before, is_paired=name == "dense")
-    momentum = {f"optimizer.state.{n}.exp_avg": torch.ones(3) for n in list(state)[:2]}
-    state |= momentum | {"train_state": {"step": 7}}
-    torch_dcp.save(state, checkpoint_id=tmp_path / "titan", no_dist=True)
-    (tmp_path / "model.json").write_text(json.dumps(describe(name)))
-    options = ConvertOptions(config=str(tmp_path / "model.json"))
-    report = convert("dcp", tmp_path / "titan", "mcore", tmp_path / "again", options)
-    assert_equal_bitwise(before, tensors_of(tmp_path / "again"))
-    assert report.left_behind >= 3
-    # And out again, under the same names.
-    out = ConvertOptions(dcp_names="torchtitan")
-    convert("mcore", tmp_path / "again", "dcp", tmp_path / "out", out)
-    assert_equal_bitwise(
-        titan_names(before, name == "dense"), loaded_by_torch(tmp_path / "out")
-    )
-    with pytest.raises(ValueError, match="does not say which model it holds: give --config"):
-        convert("dcp", tmp_path / "titan", "mcore", tmp_path / "x")
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_directory_with_hugging_face_names_comes_in_under_any_prefix(tmp_path):
     before = make_run(tmp_path / "run", "dense")
     out = ConvertOptions(dcp_names="hf")
     convert("mcore", tmp_path / "run", "dcp", tmp_path / "plain", out)
     state = {f"app.{n}": t for n, t in loaded_by_torch(tmp_path / "plain").items()}
-    torch_dcp.save(state, checkpoint_id=tmp_path / "deep", no_dist=True)
+    beside = {"optimizer.state.app.exp_avg": torch.ones(3), "train_state": {"step": 7}}
+    torch_dcp.save(state | beside, checkpoint_id=tmp_path / "deep", no_dist=True)
     (tmp_path / "model.json").write_text(json.dumps(describe("dense")))
     options = ConvertOptions(config=str(tmp_path / "model.json"))
-    convert("dcp", tmp_path / "deep", "mcore", tmp_path / "again", options)
+    report = convert("dcp", tmp_path / "deep", "mcore", tmp_path / "again", options)
     assert_equal_bitwise(before, tensors_of(tmp_path / "again"))
+    assert report.left_behind == 2
+    with pytest.raises(ValueError, match="does not say which model it holds: give --config"):
+        convert("dcp", tmp_path / "deep", "mcore", tmp_path / "x")
     # The shortest name is one that the prefix is found by.
     for name in ("app.model.layers.1.mlp.up_proj.weight", min(state, key=len)):
         less = {key: tensor for key, tensor in state.items() if key != name}

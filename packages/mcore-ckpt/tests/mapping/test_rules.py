@@ -179,20 +179,7 @@ def test_predictors_of_deepseek_v3_stand_after_the_last_layer_and_share_the_embe
     assert family.to_theirs(without)["num_nextn_predict_layers"] == 0
 
 
-def test_blocks_and_pairs_of_rows_are_cut_and_joined_again():
-    import torch
-
-    theirs = torch.arange(2 * 10 * 3).view(2, 10, 3)
-    fused = Link(("q", "k", "v"), "qkv", sizes=(12, 4, 4), groups=2)
-    parts = fused.cut(theirs, (6, 2, 2))
-    assert [part.shape[1] for part in parts] == [6, 2, 2]
-    assert torch.equal(parts[1], theirs[:, 6:8])
-    assert torch.equal(fused.join(parts), theirs)
-    pairs = Link(("q",), "wq", groups=2, paired=True)
-    (halves,) = pairs.cut(theirs, (10,))
-    # Even rows are the first half of ours, odd rows the second.
-    assert torch.equal(halves, torch.cat((theirs[:, 0::2], theirs[:, 1::2]), dim=1))
-    assert torch.equal(pairs.join([halves]), theirs)
+def test_rows_that_blocks_do_not_divide_are_refused():
     with pytest.raises(ValueError, match=r"does not hold .* in 3 blocks"):
         Link(("q", "k"), "x", groups=3).shares((8, 2))
 

@@ -39,7 +39,7 @@ class ConvertOptions:
     """Megatron's layers that will load it: transformer_engine or local."""
 
     dcp_names: str = "mcore"
-    """Names in a directory of PyTorch's: mcore, hf or torchtitan."""
+    """Names in a directory of PyTorch's: mcore or hf."""
 
     keep_unknown_config_fields: bool = False
     """Carry fields of a config.json along that are not known here, instead of refusing them;

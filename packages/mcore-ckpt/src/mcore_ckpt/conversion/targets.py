@@ -9,7 +9,6 @@ from typing import Any
 
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.families import family_for, family_of
-from mcore_ckpt.formats import torchtitan
 from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.optimizer import state_items, to_common
@@ -123,15 +122,11 @@ def write_dcp(
     """Write a directory of torch.distributed.checkpoint; return whose names it has."""
     if options.dcp_names == "mcore":
         items = our_items(source)
-    elif options.dcp_names == "torchtitan":
-        items = _items(torchtitan.table(source.description), source)
     elif options.dcp_names == "hf":
         model_type = model_type_of(source, options.model_type)
         items = _items(family_of(model_type).table(source.description), source)
     else:
-        raise ValueError(
-            f"--dcp-names {options.dcp_names} is not known: use mcore, hf or torchtitan."
-        )
+        raise ValueError(f"--dcp-names {options.dcp_names} is not known: use mcore or hf.")
     from mcore_ckpt.formats.dcp_writing import write_dcp_folder
 
     write_dcp_folder(

@@ -1,1 +1,1 @@
-"""Formats of others: Hugging Face, torch.distributed.checkpoint, torch files, torchtitan."""
+"""Formats of others: Hugging Face, torch.distributed.checkpoint, torch files."""

@@ -14,7 +14,6 @@ from mcore_ckpt.conversion.options import DTYPE_WORDS, ConvertOptions
 from mcore_ckpt.families import family_of, stored_model, table_for, unknown_fields
 from mcore_ckpt.families.common.fields import CARRIED
 from mcore_ckpt.families.common.shape_check import check_shapes
-from mcore_ckpt.formats import torchtitan
 from mcore_ckpt.formats.dcp import METADATA, DcpFolder, read_dcp_folder
 from mcore_ckpt.formats.hf_folder import not_carried, read_hf_folder, small_files
 from mcore_ckpt.formats.megatron import names as megatron_names
@@ -369,24 +368,19 @@ def _megatron_step(path: Path) -> Path:
 def _dialect(folder: DcpFolder, description: dict[str, Any]) -> tuple[Table, str]:
     """Find whose names a directory has, and what stands before them all."""
     names = set(folder.tensors)
-    for make in (table_for, torchtitan.table):
-        try:
-            table = make(description)
-        except ValueError:
-            continue
-        wanted = {split_index(link.theirs)[0] for link in expand(table)}
-        # More than one, for the one may be what is missing.
-        for some in sorted(wanted, key=len)[:_TRIED]:
-            for full in sorted(name for name in names if name.endswith(some)):
-                prefix = full.removesuffix(some)
-                if sum(prefix + name in names for name in wanted) * 2 > len(wanted):
-                    return table, prefix
-    mine = [name for name in names if name.startswith(f"{PREFIX}embedding.")]
-    if mine:
+    if any(name.startswith(f"{PREFIX}embedding.") for name in names):
         logical = sorted(n.removeprefix(PREFIX) for n in names if n.startswith(PREFIX))
         return native_table(logical), PREFIX
+    table = table_for(description)
+    wanted = {split_index(link.theirs)[0] for link in expand(table)}
+    # More than one, for the one may be what is missing.
+    for some in sorted(wanted, key=len)[:_TRIED]:
+        for full in sorted(name for name in names if name.endswith(some)):
+            prefix = full.removesuffix(some)
+            if sum(prefix + name in names for name in wanted) * 2 > len(wanted):
+                return table, prefix
     shown = ", ".join(sorted(names)[:5])
     raise ValueError(
         f"{folder.path} holds tensors of names that no table has for this model ({shown}, "
-        "...): torchtitan's, Hugging Face's and ours are known."
+        "...): Hugging Face's and ours are known."
     )

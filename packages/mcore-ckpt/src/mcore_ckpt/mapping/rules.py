@@ -14,10 +14,6 @@ from fnmatch import fnmatchcase
 from itertools import product
 from math import prod
 
-import torch
-from jaxtyping import Shaped
-from torch import Tensor
-
 from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, TensorEntry
 from mcore_ckpt.storage.shard_plans import listed, name_problems
 
@@ -38,8 +34,6 @@ class Rule:
     """Layers that the first ``*`` stands for; None: all."""
     groups: int = 1
     """Equal blocks of the foreign rows, each with a share of every one of ours in turn."""
-    paired: bool = False
-    """Within a block the foreign rows are halves of ours, interleaved: rotary pairs."""
     padding: int = 0
     """Rows of zeros that the foreign tensor has after ours (a padded vocabulary)."""
 
@@ -79,15 +73,13 @@ class Link:
     """As in the rule."""
     groups: int = 1
     """As in the rule."""
-    paired: bool = False
-    """As in the rule."""
     padding: int = 0
     """As in the rule."""
 
     @property
     def is_plain(self) -> bool:
         """Whether each of ours is a range of the foreign rows, in order."""
-        return not self.transposed and self.groups == 1 and not self.paired
+        return not self.transposed and self.groups == 1
 
     def shares(self, their_shape: Sequence[int]) -> tuple[int, ...]:
         """Rows of each of ours."""
@@ -95,7 +87,7 @@ class Link:
             return (1,)
         total = our_shape(their_shape, self.transposed)[0] - self.padding
         sizes = self.sizes or (total // len(self.ours),) * len(self.ours)
-        if sum(sizes) != total or any(n % (self.groups * (1 + self.paired)) for n in sizes):
+        if sum(sizes) != total or any(n % self.groups for n in sizes):
             blocks = f" in {self.groups} blocks" if self.groups > 1 else ""
             raise ValueError(
                 f"{self.theirs} of shape {list(their_shape)} does not hold {list(sizes)} "
@@ -114,21 +106,6 @@ class Link:
         sizes = self.shares(their_shape)
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return list(zip([0, *ends[:-1]], ends, strict=True))
-
-    def cut(
-        self, blocks: Shaped[Tensor, "b r ..."], shares: Sequence[int]
-    ) -> list[Shaped[Tensor, "b _ ..."]]:
-        """Take ours out of blocks of foreign rows; ``shares`` are rows a block."""
-        parts = list(blocks.split(tuple(shares), dim=1))
-        if self.paired:  # [b, pair, 2, ...] -> [b, 2, pair, ...]
-            parts = [p.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for p in parts]
-        return parts
-
-    def join(self, parts: Sequence[Shaped[Tensor, "b _ ..."]]) -> Shaped[Tensor, "b r ..."]:
-        """Undo ``cut``."""
-        if self.paired:
-            parts = [p.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) for p in parts]
-        return torch.cat(tuple(parts), dim=1)
 
 
 def split_index(name: str) -> tuple[str, tuple[int, ...]]:
@@ -260,7 +237,7 @@ def _of_layer(rule: Rule, layer: int, num_experts: int) -> list[Link]:
 
 
 def _link(rule: Rule, ours: tuple[str, ...], theirs: str) -> Link:
-    alike = (rule.transposed, rule.sizes, rule.groups, rule.paired, rule.padding)
+    alike = (rule.transposed, rule.sizes, rule.groups, rule.padding)
     return Link(ours, theirs, *alike)
 
 

@@ -55,12 +55,12 @@ class RenamedRows:
         if link.transposed:
             matrix = self._matrix(link.theirs).t()
             if link.groups > 1:
-                cut = link.cut(matrix.unflatten(0, (link.groups, block)), shares)
-                return cut[number].flatten(0, 1)[begin:stop].contiguous()
+                parts = matrix.unflatten(0, (link.groups, block)).split(shares, dim=1)
+                return parts[number].flatten(0, 1)[begin:stop].contiguous()
             return matrix[first + begin : first + stop].contiguous()
         low, high = begin // share, -(-stop // share)
         blocks = self._theirs.rows(link.theirs, low * block, high * block)
-        mine = link.cut(blocks.unflatten(0, (high - low, block)), shares)[number]
+        mine = blocks.unflatten(0, (high - low, block)).split(shares, dim=1)[number]
         return mine.flatten(0, 1)[begin - low * share : stop - low * share].contiguous()
 
     def _matrix(self, name: str) -> Tensor:
@@ -107,9 +107,9 @@ def their_slabs(link: Link, ours: Rows) -> Iterator[Tensor]:
         parts = [ours.rows(n, 0, s[0]) for n, s in zip(link.ours, shapes, strict=True)]
         if link.groups > 1:
             blocks = [p.unflatten(0, (link.groups, -1)) for p in parts]
-            parts = [link.join(blocks).flatten(0, 1)]
+            parts = [torch.cat(blocks, dim=1).flatten(0, 1)]
         yield torch.cat(parts).t().contiguous()
-    elif link.groups > 1 or link.paired:
+    elif link.groups > 1:
         yield from _blocks(link, ours)
     else:
         for name, shape in zip(link.ours, shapes, strict=True):
@@ -133,7 +133,7 @@ def _blocks(link: Link, ours: Rows) -> Iterator[Tensor]:
             ours.rows(name, low * share, high * share).unflatten(0, (high - low, share))
             for name, share in zip(link.ours, shares, strict=True)
         ]
-        yield link.join(parts).flatten(0, 1).contiguous()
+        yield torch.cat(parts, dim=1).flatten(0, 1).contiguous()
 
 
 class Resized:
