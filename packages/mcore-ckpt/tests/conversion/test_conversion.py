@@ -607,8 +607,6 @@ def test_pickled_weights_are_read_as_data(tmp_path):
     index.write_text(json.dumps({"weight_map": files}))
     report = hf_to_mcore(tmp_path / "hf", tmp_path / "two")
     assert (report.fingerprint, report.not_carried) == (print_, ())
-    with pytest.raises(ValueError, match="--link needs safetensors"):
-        convert("hf", tmp_path / "hf", "mcore", tmp_path / "no", ConvertOptions(link=True))
 
     torch.save({**weights, "odd": shutil.rmtree}, tmp_path / "hf" / files[names[0]])
     with pytest.raises(CheckpointError, match="rmtree"):
@@ -771,41 +769,6 @@ def test_a_check_runs_our_model_against_transformers_and_keeps_nothing_that_diff
         code, shown = run("hf->mcore", name, f"checked {name}")
         assert code == 0, shown
         assert "mcore against transformers: logits differ by" in shown
-
-
-@pytest.mark.parametrize("name", ["phi3", "llama tied, llama3 scaling"])
-def test_a_linked_step_writes_no_weights_and_holds_them_all(tmp_path, name):
-    make(tmp_path / "hf", name, max_shard_size="8KB")
-    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
-    report = convert(
-        "hf", tmp_path / "hf", "mcore", tmp_path / "linked", ConvertOptions(link=True)
-    )
-    assert report.num_bytes == 0
-    assert report.is_proven
-    assert differences(tmp_path / "run", tmp_path / "linked") == []
-    step, count, _ = check(tmp_path / "linked")
-    assert count == report.num_tensors
-    files = sorted(step.glob("*.safetensors"))
-    assert [file.name for file in files] == [
-        f.name for f in sorted((tmp_path / "hf").glob("*.safetensors"))
-    ]
-    content = bytearray(files[0].read_bytes())
-    content[-1] ^= 1
-    files[0].unlink()
-    files[0].write_bytes(content)
-    with pytest.raises(RuntimeError, match="has not the checksum"):
-        check(tmp_path / "linked")
-
-
-def test_only_plain_weights_are_linked(tmp_path):
-    make(tmp_path / "hf", "gpt2")
-    with pytest.raises(ValueError, match="--link needs files that hold tensors as they are"):
-        convert("hf", tmp_path / "hf", "mcore", tmp_path / "run", ConvertOptions(link=True))
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match="leave out --dtype"):
-        ConvertOptions(link=True, dtype="bf16")
-    with pytest.raises(ValueError, match="--link goes from hf to mcore"):
-        convert("mcore", tmp_path, "hf", tmp_path / "x", ConvertOptions(link=True))
 
 
 def test_experts_in_mxfp4_are_read_as_the_numbers_they_stand_for(tmp_path):

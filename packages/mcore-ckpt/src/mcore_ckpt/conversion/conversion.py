@@ -6,7 +6,7 @@ conversion ends with its proof: the result is opened like any other input, turne
 what was read, and compared with it bit by bit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.conversion.inspection import native_step
-from mcore_ckpt.conversion.linking import link_step
 from mcore_ckpt.conversion.logit_check import LogitCheck
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.round_trip import proven, proven_native
-from mcore_ckpt.conversion.targets import WRITERS, check_target, our_items, write_small_files
+from mcore_ckpt.conversion.targets import (
+    WRITERS,
+    Watch,
+    check_target,
+    our_items,
+    write_small_files,
+)
 from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES, num_tokens
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.sources import FORMATS, opened
@@ -127,16 +132,10 @@ def convert(
 
         print_ = ""
         if target_format == "mcore":
-
-            def write(target: Path, extra: Mapping[str, Any]) -> Index:
-                if options.link:
-                    return link_step(target, Path(source), found, extra, on_progress)
-                return write_whole(target, watch(our_items(found)), extra)
-
             prove = None
             if options.verify or options.check:
                 prove = partial(proven_native, judge=judge, on_progress=on_progress)
-            word, print_ = _write_native(found, output, write, prove)
+            word, print_ = _write_native(found, output, watch, prove)
         else:
             with appearing(output) as folder:
                 word = WRITERS[target_format](folder, found, options, watch)
@@ -182,7 +181,7 @@ def mcore_to_hf(
 def _write_native(
     source: OpenCheckpoint,
     output: Path,
-    write: Callable[[Path, Mapping[str, Any]], Index],
+    watch: Watch,
     prove: Callable[[OpenCheckpoint, Path, Index], str] | None,
 ) -> tuple[str, str]:
     """Write a release of a run folder, or the step that an optimizer's state is of.
@@ -197,7 +196,7 @@ def _write_native(
         extra |= {"schedule": {}, **source.state.progress, "parallel": {}}
         step = extra["iteration"]
     with fresh_step(output, step) as target:
-        index = write(target, extra)
+        index = write_whole(target, watch(our_items(source)), extra)
         write_small_files(target, source)
         print_ = prove(source, target, index) if prove else ""
         commit(target, output, step, sealed(index, target))
@@ -220,12 +219,8 @@ def _check_formats(
                 f"--optimizer goes between {' and '.join(STATE_FORMATS)}: a conversion with "
                 f"{form} is one of weights alone."
             )
-    if options.link and (source_format, target_format) != ("hf", "mcore"):
-        raise ValueError("--link goes from hf to mcore: other formats have other files.")
     if options.keep_unknown_config_fields and source_format != "hf":
         raise ValueError("--keep-unknown-config-fields has no effect without an input of hf.")
-    if options.link and is_store(as_path(output)):
-        raise ValueError(f"--link needs an --output on the disk of the input, not {output}.")
     places = ((source_format, as_path(source)), (target_format, as_path(output)))
     for form, place in places:
         if form != "mcore" and is_store(place):

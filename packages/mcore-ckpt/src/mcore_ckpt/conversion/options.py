@@ -45,10 +45,6 @@ class ConvertOptions:
     """Carry fields of a config.json along that are not known here, instead of refusing them;
     they must not change what the model computes."""
 
-    link: bool = False
-    """From hf to mcore, write no weights: the checkpoint's index points into the input's
-    files, which are linked into it."""
-
     optimizer: bool = False
     """Between mcore and megatron, take along the optimizer's state, how far the run is, its
     schedule and its place in the data, so that it goes on."""
@@ -78,10 +74,6 @@ class ConvertOptions:
             raise ValueError(
                 f"--dtype {self.dtype} does not go with --optimizer: main weights and moments "
                 "belong to the weights as they are."
-            )
-        if self.link and (self.dtype or self.vocab_size):
-            raise ValueError(
-                "--link keeps weights as they are: leave out --dtype and --vocab-size."
             )
         if self.vocab_size < 0:
             raise ValueError(f"--vocab-size {self.vocab_size} must be 0 or more.")
