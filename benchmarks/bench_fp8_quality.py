@@ -73,7 +73,7 @@ def main() -> None:
         steps = min(steps, int(0.96 * left_s / step_s))
     print(f"{steps} steps of each of {len(wanted)} runs; text: {facts}", file=sys.stderr)
     with ThreadPoolExecutor(options.at_once or len(wanted)) as pool:
-        runs = list(pool.map(lambda run: train(options, *run, steps), wanted))
+        runs = list(pool.map(lambda run: train(options, run[0], run[1], steps), wanted))
     earlier = [json.loads(path.read_text())["runs"] for path in options.runs]
     runs = [*chain.from_iterable(earlier), *runs]
     others = [case for case in CASES if case != "bf16"]

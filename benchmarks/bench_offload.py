@@ -103,7 +103,7 @@ def train(flags: list[str]) -> dict[str, object]:
         "start_s": round(start_s, 1),
         "step_ms": round(events[0].elapsed_time(events[1]), 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "planned_gib": round(planned_gib(flags, 1), 2),
+        "planned_gib": round(planned_gib("gpt", flags, 1), 2),
         "losses": [loss.item() for loss in losses],
     }
 

@@ -334,7 +334,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokenizer-json", default="")
     options = parser.parse_args()
     if options.line_at_a_time:
-        line_at_a_time(*options.line_at_a_time, options.tokenizer_json, options.workers)
+        source, prefix = options.line_at_a_time
+        line_at_a_time(source, prefix, options.tokenizer_json, options.workers)
         sys.exit()
     return options
 

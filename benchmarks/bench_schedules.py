@@ -69,7 +69,7 @@ def main() -> None:
             own = ParallelContext.build(ctx.config, ctx.device, embedding_stages=ends)
             rows[name] = measure(assemble(plan, own), options)
             rows[name]["planned_gib"] = round(
-                planned_gib([*flags, *FLAGS[name]], world_size), 2
+                planned_gib("gpt", [*flags, *FLAGS[name]], world_size), 2
             )
             gc.collect()  # the next run needs the memory of this one
             torch.cuda.empty_cache()
