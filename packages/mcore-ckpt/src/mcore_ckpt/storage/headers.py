@@ -25,8 +25,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             name: _header_entry(path, row, len(header), size) for name, row in table.items()
         }
         _check_gaps(list(entries.values()), len(header), size)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no sound safetensors file: {error!r}") from None
+    except (KeyError, TypeError, AttributeError):
+        raise CheckpointError(
+            f"{path} is no sound safetensors file: its header is damaged."
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no sound safetensors file: {error}") from None
     return entries
 
 
@@ -45,10 +49,10 @@ def _check_gaps(entries: list[TensorEntry], first: int, size: int) -> None:
     """Check that the tensors' data fills the file, as the format requires."""
     for entry in sorted(entries, key=lambda entry: (entry.chunks[0].offset, entry.num_bytes)):
         if entry.chunks[0].offset != first:
-            raise ValueError(f"data has a gap or overlaps at byte {first}")
+            raise ValueError(f"data has a gap or overlaps at byte {first}.")
         first += entry.num_bytes
     if first != size:
-        raise ValueError(f"{size - first} bytes follow the last tensor")
+        raise ValueError(f"{size - first} bytes follow the last tensor.")
 
 
 def _header_entry(path: Path, row: dict[str, Any], first: int, size: int) -> TensorEntry:
@@ -56,6 +60,13 @@ def _header_entry(path: Path, row: dict[str, Any], first: int, size: int) -> Ten
     entry = TensorEntry(
         shape, row["dtype"], (Chunk(path.name, first + begin, (0,) * len(shape), shape),)
     )
-    if end - begin != entry.num_bytes or begin < 0 or first + end > size:
-        raise ValueError("data does not fit the header")
+    if end - begin != entry.num_bytes or begin < 0:
+        raise ValueError(
+            f"bytes {begin} to {end} are no {row['dtype']} of shape {list(shape)}."
+        )
+    if first + end > size:
+        raise ValueError(
+            f"it has {size} bytes, and its tensors need {first + end} or more: "
+            "copy or download it again."
+        )
     return entry
