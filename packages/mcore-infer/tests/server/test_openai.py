@@ -3,11 +3,15 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
+from mcore_data.datasets.chat import CHATML, load_template
 from mcore_infer import SamplingConfig, generate, generate_text
+from mcore_infer.server.chat import read_chat
+from mcore_infer.server.fields import RequestError
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
@@ -168,6 +172,10 @@ def test_a_chat_is_rendered_by_the_template_with_its_tools(client, long_model):
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     plain = client.post(path, messages=messages, tools=tools, tool_choice="none", **GREEDY)[1]
     assert plain["usage"]["prompt_tokens"] == len("s:x\nu:y\na:")
+    served = replace(client.server.served, render=load_template(CHATML, long_model.tokenizer))
+    assert read_chat({"messages": messages, "tools": []}, served)
+    with pytest.raises(RequestError, match="has no place for tools"):
+        read_chat({"messages": messages, "tools": tools}, served)
     fields = {**GREEDY, "messages": messages, "logprobs": True, "top_logprobs": 2, "n": 2}
     whole = client.post(path, **fields)[1]["choices"]
     events = client.stream(path, stream_options={"include_usage": True}, **fields)
@@ -192,6 +200,9 @@ def test_the_official_client_works_unchanged(client, long_model):
     api = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="any")
     with api:
         assert [model.id for model in api.models.list()] == ["tiny"]
+        assert api.models.retrieve("tiny") == api.models.list().data[0]
+        with pytest.raises(openai.NotFoundError, match="no model other/one here: tiny is"):
+            api.models.retrieve("other/one")
         text = expected_text(long_model, "In the")
         whole = api.completions.create(model="tiny", prompt="In the", **GREEDY)
         assert whole.choices[0].text == text

@@ -76,6 +76,7 @@ class Server:
         ]
         routes += [
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.models),
             Route("/health", self.health),
             Route("/v1/health", self.health),
             Route("/metrics", self.measures),
@@ -128,8 +129,12 @@ class Server:
             raise RequestError(408, f"no body within {patience:g} seconds.") from None
         return b"".join(parts)
 
-    async def models(self, _request: Request) -> Response:
-        """Return the one model."""
+    async def models(self, request: Request) -> Response:
+        """Return the one model, in a list or by its name."""
+        name = request.path_params.get("name", "")
+        if name not in ("", self.served.name):
+            message = f"no model {name[:100]} here: {self.served.name} is served."
+            raise RequestError(404, message)
         model = {
             "id": self.served.name,
             "object": "model",
@@ -137,7 +142,7 @@ class Server:
             "owned_by": "mcore",
             "max_model_len": self.served.max_tokens,
         }
-        return _json({"object": "list", "data": [model]})
+        return _json(model if name else {"object": "list", "data": [model]})
 
     async def health(self, _request: Request) -> Response:
         """Return whether the engine runs."""

@@ -137,13 +137,23 @@ def _rendered(
         raise RequestError(
             501, "chats need jinja2: pip install 'mcore-infer[server]'.", "messages"
         )
+    has_no_place = False
     try:
         text = served.render(messages, True, **variables)
+        if variables["tools"]:
+            has_no_place = text == served.render(messages, True, **{**variables, "tools": None})
         ids = served.tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # a template may fail in any way on what it did not expect
         raise RequestError(
             400, f"the chat template refuses these messages: {error}"[:500], "messages"
         ) from error
+    if has_no_place:
+        raise RequestError(
+            400,
+            "the chat template has no place for tools: send none, or serve with a "
+            "--chat-template that has.",
+            "tools",
+        )
     if not ids:
         raise RequestError(400, "the chat template makes no text of these.", "messages")
     return ids
