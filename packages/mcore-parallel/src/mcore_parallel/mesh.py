@@ -139,10 +139,11 @@ class ParallelContext:
         compare_calls: bool = False,
         embedding_stages: Sequence[int] = (),
         with_background: bool = False,
+        ranks: Sequence[int] = (),
     ) -> ParallelContext:
-        """Make every process group of a rank grid over the initialised world.
+        """Make every process group of a rank grid over the initialised world, or a part of it.
 
-        All ranks call it together, with equal configs, after ``launcher.initialize`` (or
+        All its ranks call it together, with equal configs, after ``launcher.initialize`` (or
         ``torch.distributed.init_process_group``). With no process group it describes a world
         of one rank. Returns once every rank is connected to all members of its groups.
 
@@ -156,11 +157,14 @@ class ParallelContext:
             embedding_stages: pipeline ranks of ``embedding_ends``, ascending; empty: the first
                 and the last. Others hold one where multi-token prediction has its own stage.
             with_background: make ``background``.
+            ranks: of the world that the grid is over; empty: all. The others do not call it,
+                and ``world`` is these ranks alone.
 
         Raises:
-            ValueError: if the degrees do not fit the world, the settings of nccl cannot be
-                read (all ranks read them for themselves), or a launcher has started several
-                ranks and this one has not joined them; before any group is made.
+            ValueError: if the degrees do not fit the ranks, these leave this one out, the
+                settings of nccl cannot be read (all ranks read them for themselves), or a
+                launcher has started several ranks and this one has not joined them; before
+                any group is made.
         """
         device = torch.device(device)
         ready = dist.is_initialized()
@@ -170,10 +174,16 @@ class ParallelContext:
                 "mcore_parallel.initialize() or torch.distributed.init_process_group() before "
                 "ParallelContext.build. ParallelContext.single() describes one rank alone."
             )
-        world_size = dist.get_world_size() if ready else 1
+        members = tuple(ranks or range(dist.get_world_size() if ready else 1))
         global_rank = dist.get_rank() if ready else 0
-        dense, expert = build_grids(config, world_size)
-        plan = _group_plan(config, dense, expert, tuple(embedding_stages))
+        if global_rank not in members:
+            raise ValueError(f"ranks {list(members)} leave out rank {global_rank}, this one.")
+        plan = {
+            name: [tuple(members[place] for place in group) for group in groups]
+            for name, groups in _group_plan(
+                config, *build_grids(config, len(members)), tuple(embedding_stages)
+            ).items()
+        }
         settings = read_communicators(config.nccl_communicator_config_path, plan)
         if with_background:
             plan["background"] = plan["world"]
@@ -187,27 +197,28 @@ class ParallelContext:
         for name, groups in plan.items():
             axes[name] = Axis(name, 1, 0, None, (global_rank,))
             wanted = settings.get(name)
-            for ranks in groups:
-                key = (ranks, wanted, name == "background")
-                if len(ranks) > 1 and key not in made:
+            for group in groups:
+                key = (group, wanted, name == "background")
+                if len(group) > 1 and key not in made:
                     made[key] = dist.new_group(
-                        list(ranks),
+                        list(group),
                         timeout=timeout,
                         backend=_backend(name, device),
                         pg_options=wanted.options() if wanted and uses_nccl else None,
+                        use_local_synchronization=bool(ranks),  # others make none
                         group_desc=name,  # what profiles and watchdogs call it
                     )
-                if global_rank not in ranks or len(ranks) == 1:
+                if global_rank not in group or len(group) == 1:
                     continue
-                place = ranks.index(global_rank)
+                place = group.index(global_rank)
                 if compare_calls and key not in agreements:
-                    agreements[key] = Agreement.of_group(made[key], ranks, place, timeout)
+                    agreements[key] = Agreement.of_group(made[key], group, place, timeout)
                 axes[name] = Axis(
-                    name, len(ranks), place, made[key], ranks, agreements.get(key)
+                    name, len(group), place, made[key], group, agreements.get(key)
                 )
         if axes["world"].group is not None:
             launcher.wait_for_all(axes["world"].group)
-        mine = [group for (ranks, *_), group in made.items() if global_rank in ranks]
+        mine = [group for (held, *_), group in made.items() if global_rank in held]
         return cls(config, device, global_rank, axes, mine)
 
     @classmethod
