@@ -141,15 +141,25 @@ def test_a_step_may_hold_more_tokens_than_the_model_has_positions(model):
     assert_same(results, [generate(model, [p], SAMPLINGS[0])[0] for p in prompts])
 
 
-def test_freed_pages_are_never_read(model):
-    engine = Engine(model, CONFIGS["too few pages"])
-    written(engine)
-    engine.scheduler.pool.forget_prefixes()
-    for number in range(model.config.num_layers):
-        layer = engine.cache.layer(number)
-        layer.held.keys.fill_(torch.nan)
-        layer.held.values.fill_(torch.nan)
-    assert_same(written(engine), alone(model))
+@pytest.mark.parametrize("window_size", [(-1, -1), (3, 0)])
+def test_freed_pages_are_never_read(model, window_size):
+    """Those of texts that are over, and those that a window has left behind."""
+    config = replace(model.config, window_size=window_size)
+    own = GPT(config, ParallelContext.single(), vocab_size=257, dtype=torch.float64).eval()
+    own.load_state_dict(model.state_dict())
+    engine = Engine(own, replace(CONFIGS["too few pages"], prefix_cache=False))
+    numbers = [
+        engine.add(prompt, sampling, seed=3 + i)
+        for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True))
+    ]
+    pool, results = engine.scheduler.pool, {}
+    while engine.has_work:
+        results |= dict(event for event in engine.step() if isinstance(event, tuple))
+        free = [page for page in range(pool.num_pages) if not pool.num_users(page)]
+        for number in range(config.num_layers):
+            held = engine.cache.layer(number).held
+            held.keys[free], held.values[free] = torch.nan, torch.nan
+    assert_same([results[number] for number in numbers], alone(own))
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -22,19 +22,13 @@ from mcore_infer.engine.checks import (
     has_recurrent_layers,
 )
 from mcore_infer.engine.decoding import Decoder, whole_logits
-from mcore_infer.engine.mtp_drafts import MTPDrafter
+from mcore_infer.engine.mtp_drafts import build_drafter
 from mcore_infer.engine.paged import PagedCache
 from mcore_infer.engine.pages import PagePool
 from mcore_infer.engine.plans import Chunk, EngineConfig, Step
 from mcore_infer.engine.prompt_scores import PromptScores
 from mcore_infer.engine.scheduler import Scheduler
-from mcore_infer.engine.speculative import (
-    Drafter,
-    ModelDrafter,
-    NgramDrafter,
-    SpeculationCounts,
-    decided,
-)
+from mcore_infer.engine.speculative import SpeculationCounts, decided
 from mcore_infer.engine.step_layout import step_tensors
 from mcore_infer.sampling import log_probs_of, top_log_probs, tops
 from mcore_infer.structured import Grammars, Matcher, Structure
@@ -47,7 +41,6 @@ from mcore_infer.writing import (
     Writing,
 )
 from mcore_models.config import window
-from mcore_models.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
 
 
@@ -131,7 +124,7 @@ class Engine:
             table_pages,
             num_drafts=config.num_speculative_tokens,
         )
-        self.drafter = self._drafter(draft, table_pages)
+        self.drafter = build_drafter(model, config, draft, table_pages)
         self.speculation = SpeculationCounts()
         self.grammars: Grammars | None = None
         self._writings: dict[int, Writing] = {}
@@ -141,24 +134,6 @@ class Engine:
         self._num_requests = 0
         self._flight: _Flight | None = None  # a step started before its predecessor was read
         self.runs_ahead = self.device.type == "cuda" and self.drafter is None
-
-    def _drafter(self, draft: LanguageModel | None, table_pages: int) -> Drafter | None:
-        config, most = self.config, self.config.num_speculative_tokens
-        if not most:
-            return None
-        if config.speculative_drafts == "ngram":
-            return NgramDrafter(most)
-        cache = PagedCache(config.num_pages, config.page_tokens)
-        if isinstance(self.model, MTPLanguageModel) and draft is None:
-            return MTPDrafter(self.model, most, cache)
-        assert draft is not None
-        return ModelDrafter(
-            draft,
-            most,
-            cache=cache,
-            max_requests=config.max_requests,
-            table_pages=table_pages,
-        )
 
     def add(
         self,
@@ -238,6 +213,15 @@ class Engine:
             self.scheduler.finish(request)
             if self.drafter is not None:
                 self.drafter.forget(request)
+
+    def weights_changed(self) -> None:
+        """Compute anew what earlier weights computed; no communication.
+
+        Call it behind a change of ``model``'s weights in place (``transfer_weights``), on all
+        ranks: requests keep the tokens they have, a step that has begun adds its own, and no
+        later one reads keys, values, states or shared prefixes from before.
+        """
+        self.scheduler.recompute()
 
     @property
     def has_work(self) -> bool:

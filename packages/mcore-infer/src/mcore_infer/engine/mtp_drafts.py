@@ -15,11 +15,19 @@ from torch import Tensor
 
 from mcore_infer.engine.decoding import whole_logits
 from mcore_infer.engine.paged import PagedCache
-from mcore_infer.engine.plans import Chunk, Step
-from mcore_infer.engine.speculative import decided, num_wanted, with_drafts
+from mcore_infer.engine.plans import Chunk, EngineConfig, Step
+from mcore_infer.engine.speculative import (
+    Drafter,
+    ModelDrafter,
+    NgramDrafter,
+    decided,
+    num_wanted,
+    with_drafts,
+)
 from mcore_infer.engine.step_layout import step_tensors
 from mcore_infer.writing import Writing
 from mcore_models.mtp_model import MTPLanguageModel
+from mcore_models.protocol import LanguageModel
 
 
 class MTPDrafter:
@@ -104,3 +112,27 @@ class MTPDrafter:
         self.cache.step = inputs
         new = inputs.tokens if tokens is None else tokens[None]
         return self.model.draft_hidden(hidden, new, inputs.positions, self.cache)
+
+
+def build_drafter(
+    model: LanguageModel, config: EngineConfig, draft: LanguageModel | None, table_pages: int
+) -> Drafter | None:
+    """Return what proposes tokens to an engine of ``model``; None where nothing does.
+
+    Args:
+        model: of the engine.
+        config: of the engine.
+        draft: smaller model.
+        table_pages: most pages of a request.
+    """
+    most = config.num_speculative_tokens
+    if not most:
+        return None
+    if config.speculative_drafts == "ngram":
+        return NgramDrafter(most)
+    cache = PagedCache(config.num_pages, config.page_tokens)
+    if isinstance(model, MTPLanguageModel) and draft is None:
+        return MTPDrafter(model, most, cache)
+    assert draft is not None
+    sizes = {"max_requests": config.max_requests, "table_pages": table_pages}
+    return ModelDrafter(draft, most, cache=cache, **sizes)

@@ -16,14 +16,8 @@ Key = bytes
 """Names the content of a page: its tokens and all before them."""
 
 
-def first_key(salt: bytes = b"") -> Key:
-    """Return the key before the first page.
-
-    Args:
-        salt: whatever else the keys and values depend on (weights, an adapter), so that texts
-            under another salt share nothing; empty: nothing.
-    """
-    return hashlib.sha256(salt).digest() if salt else bytes(32)
+FIRST_KEY: Key = bytes(32)
+"""Before the first page."""
 
 
 def next_key(key: Key, tokens: Sequence[int]) -> Key:

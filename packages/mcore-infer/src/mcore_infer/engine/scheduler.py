@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from mcore_infer.engine.pages import Key, PagePool, first_key, next_key
+from mcore_infer.engine.pages import FIRST_KEY, Key, PagePool, next_key
 from mcore_infer.engine.plans import Chunk, SchedulerConfig, Step
 
 _NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
@@ -60,6 +60,7 @@ class Scheduler:
         self._requests: dict[int, _Request] = {}
         self._slots = list(range(config.max_requests - 1, -1, -1))
         self._num_arrived = 0
+        self._is_stale = False
 
     @property
     def num_running(self) -> int:
@@ -77,7 +78,6 @@ class Scheduler:
         prompt: Sequence[int],
         max_new_tokens: int,
         *,
-        salt: bytes = b"",
         shares_prefix: bool = True,
     ) -> None:
         """Queue a request.
@@ -86,15 +86,14 @@ class Scheduler:
             request: a number that none has now.
             prompt: token ids, at least one.
             max_new_tokens: that it may write; 0: it ends once its prompt is read.
-            salt: see ``first_key``.
             shares_prefix: whether pages of others may stand for its beginning; no where
                 something of each prompt token is wanted, such as its log probability.
         """
         if request in self._requests:
             raise ValueError(f"request {request} is queued already")
         self.check(prompt, max_new_tokens)
-        keys = [first_key(salt)]
-        new = _Request(request, list(prompt), shares_prefix, self._num_arrived, keys)
+        keys, order = [FIRST_KEY], self._num_arrived
+        new = _Request(request, list(prompt), shares_prefix, order, keys)
         self._num_arrived += 1
         self._requests[request] = new
         self._waiting.append(new)
@@ -139,6 +138,8 @@ class Scheduler:
             drafts: proposals for what follows the text of requests that are ``writing``; as
                 many are taken as fit beside one token of each and the pages that are free.
         """
+        if self._is_stale and not self._start_over():
+            return None
         preempted: list[int] = []
         chunks: dict[int, Chunk] = {}
         budget = self.config.max_tokens
@@ -177,6 +178,8 @@ class Scheduler:
             completed after it; None where anything else would come first.
         """
         requests = [self._requests[chunk.request] for chunk in step.chunks]
+        if self._is_stale:
+            return None
         if len(requests) != len(self._running) or (self._waiting and self._slots):
             return None
         if any(r.is_over or r.num_left or r.num_in_flight != 1 for r in requests):
@@ -225,6 +228,23 @@ class Scheduler:
             ending.is_over = True
         else:
             self._drop(ending)
+
+    def recompute(self) -> None:
+        """Let no later step read what was computed so far: requests give their pages back.
+
+        They go on with the tokens they have, once the steps in flight are complete.
+        """
+        self._is_stale = True
+
+    def _start_over(self) -> bool:
+        """Take all pages back and forget prefixes; no where a step in flight writes any."""
+        if any(request.num_in_flight for request in self._running):
+            return False
+        for request in list(self._running):
+            self._preempt(request, [])
+        self.pool.forget_prefixes()
+        self._is_stale = False
+        return True
 
     def has(self, request: int) -> bool:
         """Whether a request is queued or runs."""
