@@ -110,6 +110,7 @@ for size in 8b 70b; do
   launch "decode-llama-3-$size-fp8-$at-tp" 180 "$world" benchmarks/bench_decode.py --name "decode-llama-3-$size-fp8-$at-tp" \
     --geometry llama-3-$size --method fp8 --kv-cache-dtype fp8 --batches 1 32 --offline 256 --offline-tokens $offline --output "$out" --commit "$COMMIT"
 done
+launch "server-$at-tp" 150 0 benchmarks/bench_server.py --name "server-$at-tp" --ranks 1 "$world" --hidden-size $((512 * world)) --output "$out" --commit "$COMMIT"
 # 8: multi-token prediction in a layout, the longest sequences, determinism, saving experts.
 step "llama-3-8b-mtp-$at-tp2" 150 $llama ${layers:---num-layers 16} $zero --tensor-model-parallel-size 2 --sequence-parallel --mtp-num-layers 1 --global-batch-size "$world"
 warmup=1 steps=2 profiled=0
