@@ -11,9 +11,7 @@ from mcore_moe import (
     sequential_linear,
 )
 from mcore_moe.activations import weighted_gated
-from mcore_moe.grouped_gemm import add_weight_gradient_plain, has_grouped_kernel
-from mcore_moe.kernels import quack_gemm
-from mcore_moe.permutation import (
+from mcore_moe.dispatch.permutation import (
     expert_offsets,
     permute,
     permute_reference,
@@ -23,7 +21,9 @@ from mcore_moe.permutation import (
     unpermute,
     unpermute_reference,
 )
-from mcore_moe.routing import top_experts, top_experts_plain
+from mcore_moe.experts.grouped_gemm import add_weight_gradient_plain, has_grouped_kernel
+from mcore_moe.kernels import quack_gemm
+from mcore_moe.routing.topk import top_experts, top_experts_plain
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.optional_kernels import package_versions
 from mcore_parallel.testing.ranks import run_ranks
@@ -112,7 +112,7 @@ def is_taken(x, weight):
 @pytest.mark.parametrize("spread", ["even", "one expert", "few", "elsewhere"])
 @pytest.mark.parametrize("has_main", [False, True])
 def test_gemms_that_gather_equal_plain_float64(spread, has_main):
-    from mcore_moe.gathered_gemm import gathered_linear, summed_linear
+    from mcore_moe.experts.gathered_gemm import gathered_linear, summed_linear
 
     torch.manual_seed(0)
     T, K, N, E, topk = 515, 256, 192, 9, 2
@@ -151,7 +151,7 @@ def test_gemms_that_gather_equal_plain_float64(spread, has_main):
 
 @pytest.mark.parametrize("counts", [[200, 0, 56, 1], [0, 0, 257, 0]], ids=str)
 def test_gemms_of_rows_in_fp8_are_near_plain_float64(counts):
-    from mcore_moe.fp8_rows import cast_rows, cast_rows_plain, fp8_linear, weight_casts
+    from mcore_moe.experts.fp8_rows import cast_rows, cast_rows_plain, fp8_linear, weight_casts
     from mcore_parallel.precision.fp8 import WeightCasts
 
     torch.manual_seed(0)
@@ -176,8 +176,8 @@ def test_gemms_of_rows_in_fp8_are_near_plain_float64(counts):
 
 @pytest.mark.parametrize("is_local", [True, False])
 def test_rows_of_tokens_in_fp8_equal_rows_that_are_cast_themselves(is_local):
-    from mcore_moe.fp8_rows import fp8_linear
-    from mcore_moe.gathered_gemm import gathered_linear, summed_linear
+    from mcore_moe.experts.fp8_rows import fp8_linear
+    from mcore_moe.experts.gathered_gemm import gathered_linear, summed_linear
     from mcore_parallel.precision.fp8 import WeightCasts
 
     torch.manual_seed(0)

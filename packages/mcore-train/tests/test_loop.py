@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mcore_ckpt.conversion.inspection import differences
 from mcore_ckpt.storage.paths import complete_steps, resolve_folder
-from mcore_moe.stats import SUMMARY, routers
+from mcore_moe.routing.router_stats import SUMMARY, routers
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble

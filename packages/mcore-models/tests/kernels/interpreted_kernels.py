@@ -37,19 +37,19 @@ from mcore_models.layers.recurrent.gated_norm import GatedNorm
 from mcore_models.layers.recurrent.ssd import SSD_KERNELS, ssd_plain
 from mcore_models.layers.rope import rotate
 from mcore_moe.activations import gated, weighted_gated
-from mcore_moe.grouped_gemm import WEIGHT_GRAD_KERNEL, add_weight_gradient_plain
-from mcore_moe.kernels.gate import fused_gated, fused_weighted_gated
-from mcore_moe.kernels.rows import copy_to_rows, fused_plan, sum_rows
-from mcore_moe.kernels.topk import fused_top_experts
-from mcore_moe.kernels.weight_grad import fused_weight_gradient
-from mcore_moe.permutation import (
+from mcore_moe.dispatch.permutation import (
     ROWS_KERNELS,
     expert_offsets,
     permute_reference,
     plan_rows_plain,
     unpermute_reference,
 )
-from mcore_moe.routing import TOP_KERNEL, top_experts_plain
+from mcore_moe.experts.grouped_gemm import WEIGHT_GRAD_KERNEL, add_weight_gradient_plain
+from mcore_moe.kernels.gate import fused_gated, fused_weighted_gated
+from mcore_moe.kernels.rows import copy_to_rows, fused_plan, sum_rows
+from mcore_moe.kernels.topk import fused_top_experts
+from mcore_moe.kernels.weight_grad import fused_weight_gradient
+from mcore_moe.routing.topk import TOP_KERNEL, top_experts_plain
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.kernels import fp8_fine_cast
 from mcore_parallel.kernels.adam import fused_adamw

@@ -14,20 +14,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mcore_moe.bounded import run_in_parts, run_with_fixed_rows
 from mcore_moe.config import MoEConfig
-from mcore_moe.dispatching import (
+from mcore_moe.dispatch.dispatching import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     build_dispatcher,
 )
-from mcore_moe.experts import Experts
-from mcore_moe.latent import latent_projections
-from mcore_moe.over_ranks import check_same
-from mcore_moe.protocol import Beside
-from mcore_moe.router import Router
-from mcore_moe.routing import Routing
-from mcore_moe.shared import SharedExpert
+from mcore_moe.dispatch.protocol import Beside
+from mcore_moe.expert_parallel import check_same
+from mcore_moe.experts.chunked import run_in_parts, run_with_fixed_rows
+from mcore_moe.experts.experts import Experts
+from mcore_moe.experts.latent import latent_projections
+from mcore_moe.experts.shared_expert import SharedExpert
+from mcore_moe.routing.router import Router
+from mcore_moe.routing.topk import Routing
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.in_flight import InFlight

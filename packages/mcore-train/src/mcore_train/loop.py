@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.protocol import MicroBatch
-from mcore_moe.stats import SUMMARY
+from mcore_moe.routing.router_stats import SUMMARY
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.logical_tensors import further_mixers, layer_mixers
 from mcore_train.assembly import Run

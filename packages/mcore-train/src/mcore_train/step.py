@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_models.protocol import MicroBatch
 from mcore_models.qk_clip.row_factors import row_factors
-from mcore_moe.stats import SUMMARY, RouterStats, finish_step, summarize
+from mcore_moe.routing.router_stats import SUMMARY, RouterStats, finish_step, summarize
 from mcore_parallel.data_parallel.grads import clip_coefficient
 from mcore_parallel.pipeline_parallel.runner import (
     Payload,

@@ -12,7 +12,7 @@ from mcore_ckpt.storage.paths import resolve_folder
 from mcore_infer.loading import load_model
 from mcore_models.peft.attaching import adapted_linears
 from mcore_models.peft.quantized_base import QuantizedMatrix
-from mcore_moe.experts import Experts
+from mcore_moe.experts.experts import Experts
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble

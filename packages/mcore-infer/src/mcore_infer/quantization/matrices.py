@@ -16,7 +16,7 @@ from mcore_ckpt.formats.quantized_layouts import QuantLayout
 from mcore_ckpt.mapping.rules import Link
 from mcore_models.layers.block import TransformerBlock
 from mcore_models.layers.norm import LayerNorm, RMSNorm
-from mcore_moe.experts import Experts
+from mcore_moe.experts.experts import Experts
 from mcore_parallel.sharding import Part, named_shards
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 

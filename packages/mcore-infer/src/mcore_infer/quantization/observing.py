@@ -15,8 +15,8 @@ from mcore_infer.cache import StaticCache
 from mcore_infer.quantization.loading import linears
 from mcore_models.protocol import LanguageModel, LayerState
 from mcore_moe.activations import activation_function, gated
-from mcore_moe.experts import Experts
-from mcore_moe.permutation import RowPlan, permute
+from mcore_moe.dispatch.permutation import RowPlan, permute
+from mcore_moe.experts.experts import Experts
 from mcore_parallel.precision.gemm import Gemm, Operands
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from mcore_models.config import AttentionBackend
 from mcore_models.layers.attention import Attention
 from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.norm import LayerNorm, RMSNorm
-from mcore_moe.experts import Experts
-from mcore_moe.transformer_engine import transformer_engine_linear
+from mcore_moe.experts.experts import Experts
+from mcore_moe.experts.transformer_engine import transformer_engine_linear
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.precision.transformer_engine import by_transformer_engine

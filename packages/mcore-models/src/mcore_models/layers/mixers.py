@@ -27,8 +27,8 @@ from mcore_models.layers.recurrent.mamba import Mamba
 from mcore_models.layers.recurrent.mamba_attention import MambaAttention
 from mcore_models.layers.residual import stream_cuts
 from mcore_moe.config import MoEConfig
+from mcore_moe.expert_parallel import moe_axes
 from mcore_moe.layer import MoELayer
-from mcore_moe.over_ranks import moe_axes
 from mcore_parallel.logical_tensors import ffn_size, is_gated
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.fp8 import LinearGemms

@@ -14,8 +14,8 @@ from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.peft.config import ADAPTER, PeftConfig
 from mcore_models.peft.experts import ExpertsAdapter
 from mcore_models.peft.lora import A_NAME, LinearAdapter, build_adapter
-from mcore_moe.experts import Experts
-from mcore_moe.latent import LatentProjection
+from mcore_moe.experts.experts import Experts
+from mcore_moe.experts.latent import LatentProjection
 from mcore_parallel.rng import RngStreams, fill_parameter_
 from mcore_parallel.sharding import named_parameters
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

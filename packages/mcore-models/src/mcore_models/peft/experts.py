@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mcore_models.peft.config import PeftConfig
 from mcore_models.peft.lora import A_NAME, B_NAME
-from mcore_moe.experts import Experts
-from mcore_moe.grouped_gemm import grouped_linear, sequential_linear
+from mcore_moe.experts.experts import Experts
+from mcore_moe.experts.grouped_gemm import grouped_linear, sequential_linear
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import RngStreams, StreamDropout
 from mcore_parallel.sharding import ParamLayout, Part

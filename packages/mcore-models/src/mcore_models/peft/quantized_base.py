@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mcore_models.peft.attaching import adapted_linears
 from mcore_models.peft.config import BLOCK
-from mcore_moe.experts import Experts
+from mcore_moe.experts.experts import Experts
 
 
 class QuantizedMatrix:

@@ -19,9 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_moe.config import MoEConfig
-from mcore_moe.permutation import plan_rows, trimmed
-from mcore_moe.protocol import Beside, Dispatched
-from mcore_moe.routing import Routing
+from mcore_moe.dispatch.permutation import plan_rows, trimmed
+from mcore_moe.dispatch.protocol import Beside, Dispatched
+from mcore_moe.routing.topk import Routing
 from mcore_parallel.in_flight import InFlight
 from mcore_parallel.mesh import Axis
 

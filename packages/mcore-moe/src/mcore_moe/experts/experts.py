@@ -18,15 +18,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mcore_moe.activations import activation_function, weighted_gated
-from mcore_moe.fp8_rows import fp8_linear
-from mcore_moe.grouped_gemm import (
+from mcore_moe.dispatch.permutation import RowPlan, permute, permute_probs, unpermute
+from mcore_moe.experts.fp8_rows import fp8_linear
+from mcore_moe.experts.grouped_gemm import (
     Linear,
     accumulating_linear,
     grouped_linear,
     sequential_linear,
 )
 from mcore_moe.kernels import quack_gemm
-from mcore_moe.permutation import RowPlan, permute, permute_probs, unpermute
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.grad_slot import overwrites, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
@@ -198,7 +198,7 @@ class Experts(nn.Module):
         """Return the way from tokens to rows by fc1, and back to tokens by fc2."""
         casts = self.fp8_casts
         if self._gathers(x, plan):
-            from mcore_moe.gathered_gemm import gathered_linear, summed_linear
+            from mcore_moe.experts.gathered_gemm import gathered_linear, summed_linear
 
             return (
                 partial(gathered_linear, weight=self.fc1_weight, plan=plan, casts=casts),

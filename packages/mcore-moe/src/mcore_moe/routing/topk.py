@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mcore_moe.config import MoEConfig, expert_capacity
-from mcore_moe.permutation import within_capacity
+from mcore_moe.dispatch.permutation import within_capacity
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 
 

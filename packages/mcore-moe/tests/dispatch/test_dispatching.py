@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher, limited
+from mcore_moe.dispatch.permutation import permute, permute_probs, unpermute
+from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
 from mcore_moe.kernels.deepep import DeepEPDispatcher
-from mcore_moe.permutation import permute, permute_probs, unpermute
-from mcore_moe.uneven_collectives import gather_uneven, reduce_scatter_uneven
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext

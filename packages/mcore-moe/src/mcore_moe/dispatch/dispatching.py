@@ -18,8 +18,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from mcore_moe.config import MoEConfig, expert_capacity
-from mcore_moe.fp8_rows import exchange_narrow, packed, unpacked
-from mcore_moe.permutation import (
+from mcore_moe.dispatch.permutation import (
     RowPlan,
     permute,
     permute_probs,
@@ -27,9 +26,10 @@ from mcore_moe.permutation import (
     trimmed,
     unpermute,
 )
-from mcore_moe.protocol import Beside, Dispatched, Dispatcher
-from mcore_moe.routing import Routing
-from mcore_moe.uneven_collectives import gather_uneven, reduce_scatter_uneven
+from mcore_moe.dispatch.protocol import Beside, Dispatched, Dispatcher
+from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
+from mcore_moe.experts.fp8_rows import exchange_narrow, packed, unpacked
+from mcore_moe.routing.topk import Routing
 from mcore_parallel.collectives import all_gather, all_to_all
 from mcore_parallel.in_flight import (
     InFlight,
@@ -58,7 +58,7 @@ def build_dispatcher(
     if ep.size == 1 and expert_tp.size == 1:
         return LocalDispatcher(config)
     if levels[0].size > 1:
-        from mcore_moe.hierarchical import HierarchicalDispatcher
+        from mcore_moe.dispatch.hierarchical import HierarchicalDispatcher
 
         return HierarchicalDispatcher(config, *levels)
     if config.moe_token_dispatcher_type == "deepep":
@@ -270,7 +270,7 @@ class AllGatherDispatcher:
     """Gathers all tokens on every rank, which computes those that chose its experts.
 
     Moves k/ep times fewer bytes than all-to-all: the better one for many choices a token and
-    few ranks. ``bounded.run_with_fixed_rows`` uses its parts where the host must not wait.
+    few ranks. ``chunked.run_with_fixed_rows`` uses its parts where the host must not wait.
     """
 
     def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_moe.fp8_rows import cast_rows, multiply_rows, weight_casts
+from mcore_moe.dispatch.permutation import RowPlan
+from mcore_moe.experts.fp8_rows import cast_rows, multiply_rows, weight_casts
 from mcore_moe.kernels.quack_gemm import add_weight_gradient, multiply
 from mcore_moe.kernels.rows import sum_rows
-from mcore_moe.permutation import RowPlan
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.grad_slot import GradSlot, slot_of
 from mcore_parallel.precision.fp8 import WeightCasts

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mcore_moe.balance import updated_expert_bias
-from mcore_moe.router import Router
+from mcore_moe.routing.load_balancing import updated_expert_bias
+from mcore_moe.routing.router import Router
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 

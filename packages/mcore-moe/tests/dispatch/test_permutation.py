@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_moe import permute, plan_rows, unpermute
-from mcore_moe.permutation import (
+from mcore_moe.dispatch.permutation import (
     permute_probs,
     permute_reference,
     plan_slice,

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mcore_moe import aux_loss, sinkhorn, updated_expert_bias, z_loss
-from mcore_moe.balance import count_choices
+from mcore_moe.routing.load_balancing import count_choices
 
 LOGITS = torch.tensor([[2.0, 1, 0, -1], [0, 3, 1, 2], [1, 1.5, -2, 0.5]])
 

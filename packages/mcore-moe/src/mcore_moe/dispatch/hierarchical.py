@@ -18,10 +18,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_moe.config import MoEConfig, one_step_option
-from mcore_moe.dispatching import AllToAllDispatcher
-from mcore_moe.permutation import permute, plan_rows, trimmed, unpermute
-from mcore_moe.protocol import Beside, Dispatched
-from mcore_moe.routing import Routing
+from mcore_moe.dispatch.dispatching import AllToAllDispatcher
+from mcore_moe.dispatch.permutation import permute, plan_rows, trimmed, unpermute
+from mcore_moe.dispatch.protocol import Beside, Dispatched
+from mcore_moe.routing.topk import Routing
 from mcore_parallel.collectives import all_to_all
 from mcore_parallel.in_flight import InFlight
 from mcore_parallel.mesh import Axis

@@ -1,6 +1,6 @@
 """The router: owner of a gate's weight, the expert bias and the counts of a step.
 
-What it computes is in ``routing`` and ``balance``, as pure functions.
+What it computes is in ``topk`` and ``load_balancing``, as pure functions.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mcore_moe.balance import (
+from mcore_moe.config import MoEConfig
+from mcore_moe.routing.load_balancing import (
     aux_loss,
     count_choices,
     global_aux_loss,
@@ -21,9 +22,8 @@ from mcore_moe.balance import (
     sinkhorn,
     z_loss,
 )
-from mcore_moe.config import MoEConfig
-from mcore_moe.replay import RoutingTape, is_replayed
-from mcore_moe.routing import (
+from mcore_moe.routing.replay import RoutingTape, is_replayed
+from mcore_moe.routing.topk import (
     Routing,
     balanced_ids,
     expert_scores,

@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_moe.permutation import RowPlan
-from mcore_moe.routing import Routing
+from mcore_moe.dispatch.permutation import RowPlan
+from mcore_moe.routing.topk import Routing
 from mcore_parallel.in_flight import InFlight
 
 Beside = Callable[[], object]

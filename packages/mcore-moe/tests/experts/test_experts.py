@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_moe import Experts, MoEConfig, MoELayer, Routing, plan_rows
-from mcore_moe.permutation import plan_slice
+from mcore_moe.dispatch.permutation import plan_slice
 from mcore_parallel.sharding import named_shards
 
 

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from mcore_moe.grouped_gemm import sequential_linear, take_weight_gradient
+from mcore_moe.experts.grouped_gemm import sequential_linear, take_weight_gradient
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.grad_slot import slot_of
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mcore_moe import grouped_linear, sequential_linear
-from mcore_moe.grouped_gemm import accumulating_linear, has_grouped_kernel
-from mcore_moe.permutation import expert_offsets
+from mcore_moe.dispatch.permutation import expert_offsets
+from mcore_moe.experts.grouped_gemm import accumulating_linear, has_grouped_kernel
 from mcore_parallel.grad_slot import grad_slot
 
 OFFSETS = [

@@ -11,7 +11,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from mcore_moe.router import Router
+from mcore_moe.routing.router import Router
 from mcore_parallel.collectives import all_gather, all_reduce
 from mcore_parallel.digests import digest
 from mcore_parallel.mesh import Axis, ParallelContext

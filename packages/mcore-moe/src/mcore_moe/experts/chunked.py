@@ -21,13 +21,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_moe.dispatching import (
+from mcore_moe.dispatch.dispatching import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     Trip,
     plan_kept,
 )
-from mcore_moe.permutation import (
+from mcore_moe.dispatch.permutation import (
     RowPlan,
     permute,
     permute_probs,
@@ -35,8 +35,8 @@ from mcore_moe.permutation import (
     trimmed,
     unpermute,
 )
-from mcore_moe.protocol import Beside
-from mcore_moe.routing import Routing
+from mcore_moe.dispatch.protocol import Beside
+from mcore_moe.routing.topk import Routing
 from mcore_parallel.in_flight import InFlight
 from mcore_parallel.recomputing import recompute
 

@@ -1,0 +1,1 @@
+"""Which experts a token goes to, how they are kept equally busy, and what is counted of it."""
