@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_infer.cache import StaticCache
 from mcore_infer.generation import next_logits
+from mcore_infer.kv_cache import StaticCache
 from mcore_infer.loading import load_model
 from mcore_models.flops import num_parameters
 from mcore_parallel import ParallelContext, named_parameters

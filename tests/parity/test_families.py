@@ -9,7 +9,7 @@ from mcore_ckpt.conversion.conversion import hf_to_mcore, mcore_to_hf
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.formats.text_towers import text_tower
 from mcore_ckpt.save_load.loading import load, read_index
-from mcore_infer.cache import StaticCache
+from mcore_infer.kv_cache import StaticCache
 from mcore_models.description import ModelDescription
 from mcore_models.families import FAMILIES
 from mcore_parallel.config import ParallelConfig

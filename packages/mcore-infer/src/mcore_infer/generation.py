@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.cache import StaticCache
 from mcore_infer.config import SamplingConfig
+from mcore_infer.kv_cache import StaticCache
 from mcore_infer.sampling import choose, log_probs_of
 from mcore_infer.writing import Generation, NewToken, Writing
 from mcore_models.protocol import LanguageModel

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
+from mcore_infer.host_to_device import on_device
 from mcore_infer.structured import allowed_tokens
-from mcore_infer.transfers import on_device
 from mcore_infer.writing import TokenRules, Top, Writing
 
 

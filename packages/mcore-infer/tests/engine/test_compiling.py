@@ -51,7 +51,7 @@ TILE = {
 def test_the_kernel_for_many_requests_takes_what_ran_on_a_gpu():
     import torch
 
-    from mcore_infer.engine.kernels import takes_many
+    from mcore_infer.engine.kernels.paged_attention import takes_many
 
     for sizes in ((64, True), (64, False), (96, False), (128, True), (256, False)):
         kind = torch.bfloat16, sizes[0], 4, sizes[1]
@@ -63,7 +63,8 @@ def test_the_kernel_for_many_requests_takes_what_ran_on_a_gpu():
 
 
 def test_the_kernels_of_decoding_compile():
-    from mcore_infer.engine import decode_many, few_rows, kernels, tiles
+    from mcore_infer.engine.kernels import paged_attention, paged_attention_many, skinny_gemm
+    from mcore_infer.engine.kernels import skinny_gemm_tiles as tiles
     from mcore_infer.quantization.kernels import _round_row
 
     names = ("q", "new_keys", "new_values", "keys", "values")
@@ -79,13 +80,13 @@ def test_the_kernels_of_decoding_compile():
         own = types | {"keys": held, "values": held}
         options = {**ATTENTION, "PRECISION": "tf32", "IS_FP8": is_fp8}
         options |= dict.fromkeys(("HAS_CAP", "HAS_SINKS"), is_fp8)
-        assert compiled(kernels._attend, own, options)
+        assert compiled(paged_attention._attend, own, options)
         for name in ("PRECISION", "SPLITS", "HAS_CAP", "HAS_SINKS"):
             del options[name]
         for name in ("sinks", "parts", "sums", "chunk", "cap"):
             del own[name]
         options |= {"H": 64, "LANES": 64, "KEYS": 16, "STAGES": 3}
-        assert compiled(decode_many._attend_many, own, options, num_warps=1)
+        assert compiled(paged_attention_many._attend_many, own, options, num_warps=1)
     types = {
         **dict.fromkeys(("x", "weight", "out"), "*bf16"),
         **dict.fromkeys(("scales", "parts"), "*fp32"),
@@ -101,7 +102,7 @@ def test_the_kernels_of_decoding_compile():
     ):
         own = types | ({"weight": "*u8"} if code else {})
         options = {**tile, "CODE": code, "TALL": group[0], "WIDE": group[1], "SPLITS": splits}
-        found = compiled(few_rows._few_rows, own, {**options, "IS_EVEN": not code})
+        found = compiled(skinny_gemm._few_rows, own, {**options, "IS_EVEN": not code})
         assert found.metadata.shared <= tiles.SHARED_BYTES
     types = {"x": "*bf16", "known": "*fp32", "codes": "*fp8e4nv", "scales": "*fp32", "D": "i32"}
     options = {"LIMIT": 448.0, "IS_KNOWN": False, "IS_FLOAT": True, "LANES": 64}

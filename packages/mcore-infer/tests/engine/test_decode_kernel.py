@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mcore_infer import Engine, EngineConfig, SamplingConfig
-from mcore_infer.engine.cache_codes import to_codes
-from mcore_infer.engine.paged import reference_decode, write_to_pages
+from mcore_infer.engine.fp8_cache import to_codes
+from mcore_infer.engine.paged_cache import reference_decode, write_to_pages
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel.mesh import ParallelContext
@@ -29,8 +29,8 @@ RULES = [*PLAIN, {"chunk": 48, "softcap": 3.0}, {"sinks": True, "window": 100}]
 def test_the_kernels_of_decoding_compute_what_their_reference_does(
     kind, rules, N, G, H, scales
 ):
-    from mcore_infer.engine.decode_many import decode_many
-    from mcore_infer.engine.kernels import paged_decode
+    from mcore_infer.engine.kernels.paged_attention import paged_decode
+    from mcore_infer.engine.kernels.paged_attention_many import decode_many
 
     decode = decode_many if kind == "many" else paged_decode
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
@@ -59,7 +59,7 @@ def test_the_kernels_of_decoding_compute_what_their_reference_does(
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize(("features", "channels"), [(40, 72), (6144, 4096), (4096, 14336)])
 def test_the_gemm_of_a_few_rows_multiplies(rows, features, channels):
-    from mcore_infer.engine.few_rows import few_rows_linear
+    from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
 
     torch.manual_seed(0)
     x = torch.randn(rows, 1, channels, device="cuda", dtype=torch.bfloat16)

@@ -4,8 +4,8 @@ import random
 
 import torch
 
-from mcore_infer.engine.plans import Chunk, Step
 from mcore_infer.engine.step_layout import DecodeTensors
+from mcore_infer.engine.step_plans import Chunk, Step
 
 
 def test_a_step_is_laid_out_as_in_new_memory_whatever_was_there_before():

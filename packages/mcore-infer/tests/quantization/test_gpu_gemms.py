@@ -5,8 +5,8 @@ import torch
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer import Engine, EngineConfig, SamplingConfig
-from mcore_infer.engine.plans import Fp8Cache
-from mcore_infer.engine.tiles import tiles_for
+from mcore_infer.engine.kernels.skinny_gemm_tiles import tiles_for
+from mcore_infer.engine.step_plans import Fp8Cache
 from mcore_infer.quantization.gemms import QuantizedGemm, Rounding
 from mcore_infer.quantization.loading import linears, round_to_nearest_
 from mcore_models.config import TransformerConfig
@@ -23,7 +23,7 @@ def relative(got, want):
 @pytest.mark.parametrize("algo", LAYOUTS)
 @pytest.mark.parametrize("shape", [(256, 512), (1040, 4096)])
 def test_products_with_codes_are_those_with_the_numbers_they_stand_for(algo, shape):
-    from mcore_infer.engine.few_rows import few_rows_linear
+    from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
     from mcore_infer.quantization.kernels import widened
 
     torch.manual_seed(0)

@@ -12,8 +12,8 @@ from mcore_ckpt.formats.quantized_layouts import LAYOUTS, METHODS
 from mcore_ckpt.save_load.saving import save
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import Engine, EngineConfig, SamplingConfig, load_model
-from mcore_infer.cache import StaticCache
 from mcore_infer.cli import main
+from mcore_infer.kv_cache import StaticCache
 from mcore_infer.quantization.gemms import QuantizedGemm
 from mcore_infer.quantization.loading import linears
 from mcore_infer.quantization.options import QuantizeConfig

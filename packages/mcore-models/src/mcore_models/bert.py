@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from mcore_models.checks.encoders import encoder_layout_problems
 from mcore_models.checks.inputs import check_inputs
 from mcore_models.encoder_config import BertConfig
+from mcore_models.layers.encoder_decoder_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.heads import MaskedTokenHead, Pooler
-from mcore_models.layers.masked_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.mixers import LayerSetup
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.replicated_linear import ReplicatedLinear

@@ -17,7 +17,7 @@ from mcore_models.encoder_config import (
     encoder_layers,
     feed_forward,
 )
-from mcore_models.fp8_bytes import fp8_bytes
+from mcore_models.fp8_memory import fp8_bytes
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.logical_tensors import (

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from mcore_models.checks.encoders import t5_layout_problems
 from mcore_models.checks.inputs import check_inputs
 from mcore_models.encoder_config import T5Config, encoder_layers, num_stack_layers
+from mcore_models.layers.encoder_decoder_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.heads import OutputBias
-from mcore_models.layers.masked_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.mixers import LayerSetup
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_models.layers.position_embedding import PositionEmbedding

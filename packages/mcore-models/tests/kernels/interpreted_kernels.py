@@ -10,12 +10,12 @@ import triton.runtime.interpreter as interpreter
 from torch.nn.functional import normalize
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
-from mcore_infer.engine import kernels as kernels_of_decoding
-from mcore_infer.engine.cache_codes import to_codes
-from mcore_infer.engine.few_rows import few_rows_linear
-from mcore_infer.engine.kernels import paged_decode
-from mcore_infer.engine.paged import reference_decode
-from mcore_infer.engine.tiles import Tile
+from mcore_infer.engine.fp8_cache import to_codes
+from mcore_infer.engine.kernels import paged_attention as kernels_of_decoding
+from mcore_infer.engine.kernels.paged_attention import paged_decode
+from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
+from mcore_infer.engine.kernels.skinny_gemm_tiles import Tile
+from mcore_infer.engine.paged_cache import reference_decode
 from mcore_infer.quantization.kernels import widened
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels

@@ -28,9 +28,9 @@ from mcore_moe.experts.latent import latent_projections
 from mcore_moe.experts.shared_expert import SharedExpert
 from mcore_moe.routing.router import Router
 from mcore_moe.routing.topk import Routing
+from mcore_parallel.async_collectives import InFlight
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.collectives import copy_to, reduce_from
-from mcore_parallel.in_flight import InFlight
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.recomputing import recompute

@@ -13,7 +13,7 @@ The pairs, forward / backward:
     reduce_scatter_to  reduce-scatter  / all-gather
     all_to_all         exchange        / exchange back
 The ``start_`` functions begin a plain collective and return at once, for overlap with
-computation; ``wait`` gives its result. ``in_flight`` does so with gradients.
+computation; ``wait`` gives its result. ``async_collectives`` does so with gradients.
 Which pair is right depends on what the gradient is on each rank: whole and equal (a replica)
 or a part of a sum (partial). Shoeybi et al. 2019, arXiv:1909.08053 (f and g); Korthikanti
 et al. 2022, arXiv:2205.05198 (g-bar).

@@ -28,9 +28,9 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.activations import ActivationOffload
 from mcore_parallel.optional_kernels import agree_on_kernels
 from mcore_parallel.pipeline_parallel.actions import Action, Schedule
+from mcore_parallel.pipeline_parallel.forward_backward_overlap import Turns
 from mcore_parallel.pipeline_parallel.schedule import build_schedule, forward_only
 from mcore_parallel.pipeline_parallel.stages import stages_of_rank
-from mcore_parallel.pipeline_parallel.turns import Turns
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8 import (

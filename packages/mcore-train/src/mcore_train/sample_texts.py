@@ -23,7 +23,7 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 from mcore_train.assembly import Run
-from mcore_train.checkpoints.bases import model_description, model_shards
+from mcore_train.checkpoints.adapter_bases import model_description, model_shards
 from mcore_train.reporting.log import SAMPLES
 
 log = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES, num_tokens
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.sources import FORMATS, opened
 from mcore_ckpt.mapping.row_streams import Progress, Rows, read_ahead, with_progress
+from mcore_ckpt.storage.checksums import sealed
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.index import Index
 from mcore_ckpt.storage.outputs import (
@@ -39,7 +40,6 @@ from mcore_ckpt.storage.outputs import (
     fresh_step,
 )
 from mcore_ckpt.storage.paths import RELEASE, commit
-from mcore_ckpt.storage.sealing import sealed
 from mcore_ckpt.storage.stores import as_path, is_store
 
 STATE_FORMATS = ("mcore", "megatron")

@@ -24,10 +24,10 @@ from mcore_ckpt.mapping.row_streams import (
     same_bits,
     slabs,
 )
+from mcore_ckpt.storage.checksums import check_files
 from mcore_ckpt.storage.files import Reader
 from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry, read_index
 from mcore_ckpt.storage.paths import is_complete, latest_step, resolve_folder, step_folder
-from mcore_ckpt.storage.sealing import check_files
 from mcore_ckpt.storage.shard_plans import name_problems
 from mcore_ckpt.storage.sizes import size_text
 from mcore_ckpt.storage.stores import as_path

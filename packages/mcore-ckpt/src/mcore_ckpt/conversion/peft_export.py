@@ -18,11 +18,11 @@ from mcore_ckpt.formats.sources import PREFIX, opened
 from mcore_ckpt.mapping.adapters import A, B, find_base, group_adapters, is_adapter
 from mcore_ckpt.mapping.row_streams import Progress, Source
 from mcore_ckpt.mapping.rules import Link, expand
+from mcore_ckpt.storage.checksums import check_files
 from mcore_ckpt.storage.files import Reader
 from mcore_ckpt.storage.index import ADAPTER, read_index
 from mcore_ckpt.storage.outputs import appearing, check_place
 from mcore_ckpt.storage.paths import is_hf_folder
-from mcore_ckpt.storage.sealing import check_files
 from mcore_ckpt.storage.stores import as_path
 
 

@@ -26,11 +26,11 @@ from mcore_ckpt.mapping.row_streams import (
     with_progress,
 )
 from mcore_ckpt.save_load.hf_saving import HF_INDEX
+from mcore_ckpt.storage.checksums import check_files, sealed
 from mcore_ckpt.storage.files import DTYPES, Item, Reader, write_file
 from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
 from mcore_ckpt.storage.paths import INDEX, RELEASE, commit, copy_durably
-from mcore_ckpt.storage.sealing import check_files, sealed
 from mcore_ckpt.storage.shard_plans import listed, name_problems
 from mcore_ckpt.storage.stores import as_path
 

@@ -24,11 +24,11 @@ from mcore_ckpt.conversion.options import UpcycleOptions
 from mcore_ckpt.conversion.resharding import copy_small_files, write_whole
 from mcore_ckpt.families.common.experts import MOE_DEFAULTS
 from mcore_ckpt.mapping.row_streams import Progress, Source, row_groups, slabs, with_progress
+from mcore_ckpt.storage.checksums import check_files, sealed
 from mcore_ckpt.storage.files import DTYPES, Item, Reader
 from mcore_ckpt.storage.index import read_index
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
 from mcore_ckpt.storage.paths import RELEASE, commit
-from mcore_ckpt.storage.sealing import check_files, sealed
 from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.logical_tensors import moe_layers
 

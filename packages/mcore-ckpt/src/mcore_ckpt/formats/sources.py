@@ -42,6 +42,7 @@ from mcore_ckpt.mapping.rules import (
     unstacked,
 )
 from mcore_ckpt.mapping.views import Cast, RenamedRows, Resized
+from mcore_ckpt.storage.checksums import check_files
 from mcore_ckpt.storage.files import Reader
 from mcore_ckpt.storage.index import ADAPTER, Index, read_index
 from mcore_ckpt.storage.paths import (
@@ -51,7 +52,6 @@ from mcore_ckpt.storage.paths import (
     resolve_folder,
     step_folder,
 )
-from mcore_ckpt.storage.sealing import check_files
 from mcore_ckpt.storage.stores import as_path
 
 FORMATS = ("hf", "mcore", "megatron", "dcp")

@@ -25,6 +25,7 @@ from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
 from mcore_ckpt.save_load.saving import build_claims, piece_box
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, shifted
+from mcore_ckpt.storage.checksums import check_files
 from mcore_ckpt.storage.files import DTYPES, Reader, narrowed
 from mcore_ckpt.storage.index import Chunk, Index, TensorEntry, read_index
 from mcore_ckpt.storage.paths import (
@@ -32,7 +33,6 @@ from mcore_ckpt.storage.paths import (
     is_complete,
     resolve_folder,
 )
-from mcore_ckpt.storage.sealing import check_files
 from mcore_ckpt.storage.shard_plans import (
     Claim,
     Shared,

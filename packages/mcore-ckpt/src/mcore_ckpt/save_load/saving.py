@@ -28,6 +28,7 @@ from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
 from mcore_ckpt.save_load.retention import prune
 from mcore_ckpt.save_load.tensor_exchange import travel_device
 from mcore_ckpt.storage.boxes import Box
+from mcore_ckpt.storage.checksums import sealed
 from mcore_ckpt.storage.files import DTYPE_NAMES, Item, cut_slabs, write_file
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, FileEntry, Index, TensorEntry
@@ -38,7 +39,6 @@ from mcore_ckpt.storage.paths import (
     step_folder,
     write_durably,
 )
-from mcore_ckpt.storage.sealing import sealed
 from mcore_ckpt.storage.shard_plans import Claim, Entry, Write
 from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.mesh import Axis

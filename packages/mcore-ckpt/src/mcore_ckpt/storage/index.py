@@ -136,7 +136,7 @@ def digest(content: bytes) -> str:
 
 
 def read_index(folder: str | Path) -> Index:
-    """Read and check the index of a step folder; ``sealing.check_files`` checks the files.
+    """Read and check the index of a step folder; ``checksums.check_files`` checks the files.
 
     Raises:
         ValueError: if there is none, it is no index of ours, or another version's.

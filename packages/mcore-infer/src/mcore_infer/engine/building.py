@@ -7,12 +7,12 @@ from types import MappingProxyType
 import torch
 
 from mcore_infer.config import InferenceConfig, SamplingConfig
-from mcore_infer.engine.cache_codes import chosen_cache
 from mcore_infer.engine.checks import check_without_engine, engine_refusal
 from mcore_infer.engine.engine import Engine
-from mcore_infer.engine.paged import PagedCache
-from mcore_infer.engine.plans import Chunk, EngineConfig, Fp8Cache, Scales, Step
+from mcore_infer.engine.fp8_cache import chosen_cache
+from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.step_layout import step_tensors
+from mcore_infer.engine.step_plans import Chunk, EngineConfig, Fp8Cache, Scales, Step
 from mcore_infer.generation import room, stream
 from mcore_infer.structured import Grammars, Structure
 from mcore_infer.writing import NewToken

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 
 from mcore_infer.config import Drafts, InferenceConfig
-from mcore_infer.engine.plans import Scales
+from mcore_infer.engine.step_plans import Scales
 from mcore_infer.writing import ScoreRequest, Writing
 from mcore_models.config import TransformerConfig
 from mcore_models.mtp_model import MTPLanguageModel

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_infer.engine.paged import PagedCache
-from mcore_infer.engine.plans import Step
+from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.step_layout import DecodeTensors
+from mcore_infer.engine.step_plans import Step
 from mcore_models.protocol import LanguageModel
 from mcore_moe.layer import MoELayer
 from mcore_parallel.collectives import all_gather
@@ -50,7 +50,10 @@ class FewRowsGemm(PlainGemm):
         if bias is None and num_rows <= MOST_ROWS and not torch.is_grad_enabled():
             is_narrow = x.dtype in (torch.bfloat16, torch.float16)
             if x.is_cuda and is_narrow and weight.dtype == x.dtype:
-                from mcore_infer.engine.few_rows import FEW_ROWS_KERNEL, few_rows_linear
+                from mcore_infer.engine.kernels.skinny_gemm import (
+                    FEW_ROWS_KERNEL,
+                    few_rows_linear,
+                )
 
                 if works(FEW_ROWS_KERNEL, x.device, x.dtype):
                     return few_rows_linear(x, weight), (x,)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.beams import Beams
-from mcore_infer.engine.cache_codes import check_fp8_cache
 from mcore_infer.engine.checks import (
     check_beams,
     check_request,
@@ -22,17 +21,18 @@ from mcore_infer.engine.checks import (
     has_recurrent_layers,
 )
 from mcore_infer.engine.decoding import Decoder, whole_logits
+from mcore_infer.engine.fp8_cache import check_fp8_cache
 from mcore_infer.engine.mtp_drafts import build_drafter
-from mcore_infer.engine.paged import PagedCache
-from mcore_infer.engine.pages import PagePool
-from mcore_infer.engine.plans import Chunk, EngineConfig, Step
+from mcore_infer.engine.paged_cache import PagedCache
+from mcore_infer.engine.prefix_pages import PagePool
 from mcore_infer.engine.prompt_scores import PromptScores
 from mcore_infer.engine.scheduler import Scheduler
 from mcore_infer.engine.speculative import SpeculationCounts, decided
 from mcore_infer.engine.step_layout import step_tensors
+from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
+from mcore_infer.host_to_device import on_device
 from mcore_infer.sampling import log_probs_of, top_log_probs, tops
 from mcore_infer.structured import Grammars, Matcher, Structure
-from mcore_infer.transfers import on_device
 from mcore_infer.writing import (
     Generation,
     NewToken,

@@ -14,8 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_infer.engine.decoding import whole_logits
-from mcore_infer.engine.paged import PagedCache
-from mcore_infer.engine.plans import Chunk, EngineConfig, Step
+from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.speculative import (
     Drafter,
     ModelDrafter,
@@ -25,6 +24,7 @@ from mcore_infer.engine.speculative import (
     with_drafts,
 )
 from mcore_infer.engine.step_layout import step_tensors
+from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
 from mcore_infer.writing import Writing
 from mcore_models.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_infer.engine.decoding import whole_logits
+from mcore_infer.host_to_device import on_device
 from mcore_infer.sampling import log_probs_of, top_log_probs, tops
-from mcore_infer.transfers import on_device
 from mcore_infer.writing import Generation, Top
 from mcore_models.protocol import LanguageModel
 

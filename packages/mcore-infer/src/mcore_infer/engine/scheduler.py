@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from mcore_infer.engine.pages import FIRST_KEY, Key, PagePool, next_key
-from mcore_infer.engine.plans import Chunk, SchedulerConfig, Step
+from mcore_infer.engine.prefix_pages import FIRST_KEY, Key, PagePool, next_key
+from mcore_infer.engine.step_plans import Chunk, SchedulerConfig, Step
 
 _NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 

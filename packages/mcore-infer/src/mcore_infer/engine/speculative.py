@@ -21,9 +21,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_infer.engine.decoding import Decoder
-from mcore_infer.engine.paged import PagedCache
-from mcore_infer.engine.plans import Chunk, Step
+from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.step_layout import step_tensors
+from mcore_infer.engine.step_plans import Chunk, Step
 from mcore_infer.sampling import choose
 from mcore_infer.writing import Writing
 from mcore_models.protocol import LanguageModel

@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_infer.engine.paged import PagedCache
-from mcore_infer.engine.plans import Chunk, Step
+from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.step_layout import DecodeTensors
+from mcore_infer.engine.step_plans import Chunk, Step
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.layers.attention import Attention
@@ -362,7 +362,7 @@ def _trial(
 def _to_codes(model: GPT, tall: int) -> None:
     """Hold the linears of a model in e4m3, in place."""
     from mcore_ckpt.formats.quantized_layouts import LAYOUTS
-    from mcore_infer.engine.few_rows import in_codes
+    from mcore_infer.engine.kernels.skinny_gemm import in_codes
     from mcore_infer.quantization.gemms import QuantizedGemm, Rounding
 
     layout = next(one for one in LAYOUTS.values() if one.code == "e4m3")

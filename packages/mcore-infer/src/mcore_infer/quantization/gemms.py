@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, QuantLayout
 from mcore_ckpt.mapping.low_bits import LARGEST, Code, decode, encode, unpack
-from mcore_infer.engine.tiles import tiles_for
+from mcore_infer.engine.kernels.skinny_gemm_tiles import tiles_for
 from mcore_infer.quantization.tile_choices import TileChoices
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
@@ -158,7 +158,7 @@ class QuantizedGemm(_Forward):
         return (codes * scales.repeat_interleave(across, 1)[:, : codes.shape[1]]).to(dtype)
 
     def _few(self, x: Tensor) -> Tensor:
-        from mcore_infer.engine.few_rows import few_rows_linear
+        from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
 
         code, group = self.layout.code, self.group
         shape = (self.packed.shape[0], self.packed.shape[1])
@@ -224,7 +224,7 @@ def _try_kernels(
     device: torch.device, dtype: torch.dtype, code: Code, group: tuple[int, int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Multiply few rows, round inputs and widen a weight by the kernels and in torch."""
-    from mcore_infer.engine.few_rows import FEW_ROWS_KERNEL, in_codes
+    from mcore_infer.engine.kernels.skinny_gemm import FEW_ROWS_KERNEL, in_codes
     from mcore_infer.quantization.kernels import rounded_rows, widened
 
     yield from FEW_ROWS_KERNEL.trial(device, dtype, code, group)
@@ -242,7 +242,7 @@ def _try_codes(
     device: torch.device, dtype: torch.dtype, code: Code, tall: int, is_known: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Multiply codes with codes, and what they stand for in torch."""
-    from mcore_infer.engine.few_rows import in_codes
+    from mcore_infer.engine.kernels.skinny_gemm import in_codes
 
     weight = wave(160, 768, device=device, dtype=torch.float32)
     packed, scales, wide = in_codes(weight, code, (tall, 0))

@@ -14,14 +14,14 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from mcore_ckpt.mapping.low_bits import LARGEST, Code
-from mcore_infer.engine.codes import (
+from mcore_infer.engine.kernels.dequantization import (
     e4m3_factor,
     small_e4m3,
     wide_e2m1,
     wide_int4,
     wide_int8,
 )
-from mcore_infer.engine.few_rows import _scale
+from mcore_infer.engine.kernels.skinny_gemm import _scale
 
 _CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mcore_infer.cache import StaticCache
+from mcore_infer.kv_cache import StaticCache
 from mcore_infer.quantization.loading import linears
 from mcore_models.protocol import LanguageModel, LayerState
 from mcore_moe.activations import activation_function, gated

@@ -23,8 +23,8 @@ from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.storage.outputs import appearing, check_place
 from mcore_ckpt.storage.paths import resolve_folder
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.engine.cache_codes import rounded_cache
-from mcore_infer.engine.plans import Fp8Cache
+from mcore_infer.engine.fp8_cache import rounded_cache
+from mcore_infer.engine.step_plans import Fp8Cache
 from mcore_infer.evaluation.scoring import TextScore, score_documents
 from mcore_infer.loading import LoadedModel, load_model
 from mcore_infer.quantization.awq import scale_and_round

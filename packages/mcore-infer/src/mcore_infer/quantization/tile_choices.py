@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_infer.engine.tiles import NUM_COUNTERS
+from mcore_infer.engine.kernels.skinny_gemm_tiles import NUM_COUNTERS
 
 _RUNS = 5
 _BEYOND_CACHE = 512 * 2**20

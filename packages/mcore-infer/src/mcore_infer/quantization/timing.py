@@ -7,7 +7,7 @@ import torch
 from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.checks import engine_refusal
 from mcore_infer.engine.engine import Engine
-from mcore_infer.engine.plans import EngineConfig, Fp8Cache
+from mcore_infer.engine.step_plans import EngineConfig, Fp8Cache
 from mcore_models.protocol import LanguageModel
 
 _FIRST = 8

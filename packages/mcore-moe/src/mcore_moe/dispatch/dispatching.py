@@ -30,14 +30,14 @@ from mcore_moe.dispatch.protocol import Beside, Dispatched, Dispatcher
 from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
 from mcore_moe.experts.fp8_rows import exchange_narrow, packed, unpacked
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.collectives import all_gather, all_to_all
-from mcore_parallel.in_flight import (
+from mcore_parallel.async_collectives import (
     InFlight,
     Meanwhile,
     begin_all_to_all,
     begin_gather_partial,
     begin_reduce_scatter,
 )
+from mcore_parallel.collectives import all_gather, all_to_all
 from mcore_parallel.mesh import SINGLE, Axis
 
 

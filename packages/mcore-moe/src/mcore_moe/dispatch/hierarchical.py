@@ -22,8 +22,8 @@ from mcore_moe.dispatch.dispatching import AllToAllDispatcher
 from mcore_moe.dispatch.permutation import permute, plan_rows, trimmed, unpermute
 from mcore_moe.dispatch.protocol import Beside, Dispatched
 from mcore_moe.routing.topk import Routing
+from mcore_parallel.async_collectives import InFlight
 from mcore_parallel.collectives import all_to_all
-from mcore_parallel.in_flight import InFlight
 from mcore_parallel.mesh import Axis
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_moe.dispatch.permutation import RowPlan
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.in_flight import InFlight
+from mcore_parallel.async_collectives import InFlight
 
 Beside = Callable[[], object]
 """Launches work that does not need the tokens which travel meanwhile."""

@@ -37,7 +37,7 @@ from mcore_moe.dispatch.permutation import (
 )
 from mcore_moe.dispatch.protocol import Beside
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.in_flight import InFlight
+from mcore_parallel.async_collectives import InFlight
 from mcore_parallel.recomputing import recompute
 
 Compute = Callable[[Tensor, Tensor, RowPlan], Tensor]

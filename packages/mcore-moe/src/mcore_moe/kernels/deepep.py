@@ -22,7 +22,7 @@ from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import plan_rows, trimmed
 from mcore_moe.dispatch.protocol import Beside, Dispatched
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.in_flight import InFlight
+from mcore_parallel.async_collectives import InFlight
 from mcore_parallel.mesh import Axis
 
 

@@ -44,7 +44,7 @@ class Action:
     chunk: int = 0
     """Which of the rank's own stages."""
     is_paired: bool = field(default=False, compare=False)
-    """Of a forward: the backward that comes next runs beside it, see ``turns``."""
+    """Of a forward: the backward that comes next runs beside it (``Turns``)."""
 
     def __str__(self) -> str:
         chunk = f".{self.chunk}" if self.chunk else ""

@@ -20,10 +20,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.pipeline_parallel.actions import Action, Kind, action_units, message_peer
+from mcore_parallel.pipeline_parallel.forward_backward_overlap import Turns
 from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post, post_each
 from mcore_parallel.pipeline_parallel.run_checks import check_run
 from mcore_parallel.pipeline_parallel.stages import Placement
-from mcore_parallel.pipeline_parallel.turns import Turns
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue, Work, make_weights
 
 SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)

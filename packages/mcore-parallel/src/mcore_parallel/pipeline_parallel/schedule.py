@@ -86,7 +86,7 @@ def interleaved(
     Micro-batches go in groups: a group passes the first chunk, then the second, and so on,
     before the next group starts. Backward takes the chunks in reverse.
 
-    In pairs, each forward runs beside a backward (see ``turns``), so one needs nothing of the
+    In pairs, each forward runs beside a backward (see ``Turns``), so one needs nothing of the
     other: each rank warms up one forward more. One stage a rank then warms up like several, and
     its first rank holds 2 PP micro-batches; one rank alone holds 2.
 
@@ -184,7 +184,7 @@ def dualpipe_v(pp: int, num_microbatches: int, *, paired: bool = False) -> Sched
     """DualPipe's half, in a V: each forward of one chunk stands beside a backward of the other.
 
     In the middle of a step backward is whole and next to a forward whose messages it hides, or
-    in pairs beside it (see ``turns``); at both ends it is in halves. Every rank holds at most
+    in pairs beside it (see ``Turns``); at both ends it is in halves. Every rank holds at most
     2 PP + 1 chunks of a micro-batch.
 
     Raises:

@@ -26,7 +26,7 @@ from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
-from mcore_train.checkpoints.bases import model_description
+from mcore_train.checkpoints.adapter_bases import model_description
 from mcore_train.checkpoints.resuming import Snapshot, state_shards, take_snapshot
 from mcore_train.guards.nan_guard import NonFiniteError
 from mcore_train.reporting.log import METRICS, SAMPLES, TENSORBOARD, Reporter

@@ -33,7 +33,7 @@ from mcore_data.tracing.data_plan import (
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
-from mcore_train.checkpoints.bases import (
+from mcore_train.checkpoints.adapter_bases import (
     check_adapter,
     check_model,
     describe_adapter,

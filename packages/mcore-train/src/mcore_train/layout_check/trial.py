@@ -27,7 +27,7 @@ from mcore_parallel.sharding import Piece, Shard, named_parameters
 from mcore_parallel.testing.ranks import gather_logical
 from mcore_train.assembly import Run, assemble
 from mcore_train.batches import train_batches, valid_batches
-from mcore_train.checkpoints.bases import model_shards
+from mcore_train.checkpoints.adapter_bases import model_shards
 from mcore_train.checkpoints.resuming import load_run, optimizer_shards, save_run
 from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.datasets import Datasets

@@ -33,7 +33,7 @@ from mcore_train.layout_check.certificate import (
     compare_rounded,
     draw,
 )
-from mcore_train.layout_check.noise import noise_faults
+from mcore_train.layout_check.dropout_streams import noise_faults
 from mcore_train.layout_check.path_signature import cuts_vectors
 from mcore_train.layout_check.small_run import SmallRun, build_small_run
 from mcore_train.layout_check.small_run_degrees import describe_layout, smallest_world

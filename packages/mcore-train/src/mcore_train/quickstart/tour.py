@@ -29,7 +29,7 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import Run, assemble
-from mcore_train.checkpoints.bases import model_shards
+from mcore_train.checkpoints.adapter_bases import model_shards
 from mcore_train.checkpoints.resuming import load_run, optimizer_shards
 from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.evaluation import Score, evaluate

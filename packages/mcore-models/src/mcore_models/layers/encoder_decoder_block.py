@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mcore_models.encoder_config import T5Config, feed_forward
-from mcore_models.layers.masked_attention import MaskedAttention
+from mcore_models.layers.encoder_decoder_attention import MaskedAttention
 from mcore_models.layers.mixers import MIXERS, LayerSetup
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.residual import (

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from mcore_infer.engine.codes import E4M3_FACTOR
+from mcore_infer.engine.kernels.dequantization import E4M3_FACTOR
 
 _KEYS = 16
 """Of a tile; pages are multiples of it."""
@@ -28,7 +28,7 @@ _ALL = 2**30
 _LOG2E = gl.constexpr(1.4426950408889634)
 _FACTOR = gl.constexpr(E4M3_FACTOR.value)
 
-# Codes of the lower, and of the upper bytes of two 16-bit lanes, as in ``codes``.
+# Codes of the lower, and of the upper bytes of two 16-bit lanes, as in ``dequantization``.
 _LOW = gl.constexpr("""{
 .reg .b32 a, b;
 shl.b32 a, $1, 8;
@@ -255,7 +255,7 @@ def decode_many(
     scale: float | None = None,
     kv_scales: tuple[float, float] | None = None,
 ) -> Float[Tensor, "R N H"]:
-    """As ``kernels.paged_decode``, in bfloat16, of what ``kernels.takes_many`` allows."""
+    """As ``paged_attention.paged_decode``, in bfloat16, of what ``takes_many`` allows."""
     R, N, H = q.shape
     _, Z, G, _ = keys.shape
     k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))

@@ -16,15 +16,15 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.cache_codes import from_codes, to_codes
-from mcore_infer.engine.plans import Fp8Cache, Scales
+from mcore_infer.engine.fp8_cache import from_codes, to_codes
 from mcore_infer.engine.step_layout import (
     ChunkView,
     DecodeTensors,
     FreshPrompts,
     StepTensors,
 )
-from mcore_infer.transfers import on_device
+from mcore_infer.engine.step_plans import Fp8Cache, Scales
+from mcore_infer.host_to_device import on_device
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels.attention_backends import attend, takes_borders
 from mcore_parallel.optional_kernels import works
@@ -253,17 +253,18 @@ class _PagedLayer:
             return None
         if self.scales is not None and q.shape[-1] % 4:  # it reads four codes at a time
             return None
-        from mcore_infer.engine import kernels
+        from mcore_infer.engine.kernels import paged_attention
 
         sizes = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], self.scales is not None
         kind = *sizes, tuple(sorted(scores))
         programs = num_rows * k.shape[-2]
-        is_for_many = kernels.takes_many(programs, self.cache.page_tokens, *kind)
-        if is_for_many and works(kernels.DECODE_MANY_KERNEL, q.device, *kind):
-            from mcore_infer.engine.decode_many import decode_many
+        is_for_many = paged_attention.takes_many(programs, self.cache.page_tokens, *kind)
+        if is_for_many and works(paged_attention.DECODE_MANY_KERNEL, q.device, *kind):
+            from mcore_infer.engine.kernels.paged_attention_many import decode_many
 
             return decode_many
-        return kernels.paged_decode if works(kernels.DECODE_KERNEL, q.device, *kind) else None
+        has_kernel = works(paged_attention.DECODE_KERNEL, q.device, *kind)
+        return paged_attention.paged_decode if has_kernel else None
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
         """Gather what a chunk sees. Pages before every window may be another request's."""
@@ -328,7 +329,7 @@ def reference_decode(
 ) -> Float[Tensor, "R N J"]:
     """Let one query of each request attend to its keys, one request after the other.
 
-    With ``write_to_pages`` the reference of ``kernels.paged_decode``; takes any arguments of
+    With ``write_to_pages`` the reference of ``paged_decode``; takes any arguments of
     ``attend``; waits for the device.
     """
     size, rows = keys.shape[1], []

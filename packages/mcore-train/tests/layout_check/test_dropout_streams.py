@@ -7,7 +7,7 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.composition import compose
-from mcore_train.layout_check.noise import noise_faults
+from mcore_train.layout_check.dropout_streams import noise_faults
 from mcore_train.layout_check.trial import build_rows, build_run
 from mcore_train.resolution import resolve
 

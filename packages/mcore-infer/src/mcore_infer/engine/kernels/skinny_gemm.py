@@ -18,7 +18,7 @@ from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, QuantLayout
-from mcore_infer.engine.codes import (
+from mcore_infer.engine.kernels.dequantization import (
     e4m3_factor,
     small_e4m3,
     small_e4m3_words,
@@ -26,7 +26,7 @@ from mcore_infer.engine.codes import (
     wide_int4,
     wide_int8,
 )
-from mcore_infer.engine.tiles import NUM_COUNTERS, Tile, tiles_for
+from mcore_infer.engine.kernels.skinny_gemm_tiles import NUM_COUNTERS, Tile, tiles_for
 from mcore_parallel.optional_kernels import OptionalKernel, wave
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.codes import e4m3_factor, small_e4m3_words
+from mcore_infer.engine.kernels.dequantization import e4m3_factor, small_e4m3_words
 from mcore_parallel.optional_kernels import OptionalKernel, wave
 
 _KEYS = 64
@@ -356,8 +356,8 @@ def _trial(
     rules: tuple[str, ...],
     decode: Callable[..., Tensor] = paged_decode,
 ) -> list[tuple[Tensor, Tensor]]:
-    from mcore_infer.engine.cache_codes import to_codes
-    from mcore_infer.engine.paged import reference_decode, write_to_pages
+    from mcore_infer.engine.fp8_cache import to_codes
+    from mcore_infer.engine.paged_cache import reference_decode, write_to_pages
 
     q = wave(3, 2 * group, head_dim, device=device, dtype=dtype)
     k, v = wave(2, 3, 2, head_dim, device=device, dtype=dtype)
@@ -384,7 +384,7 @@ def _trial(
 
 
 def _trial_of_many(*kind: Any) -> list[tuple[Tensor, Tensor]]:
-    from mcore_infer.engine.decode_many import decode_many
+    from mcore_infer.engine.kernels.paged_attention_many import decode_many
 
     return _trial(*kind, decode=decode_many)
 

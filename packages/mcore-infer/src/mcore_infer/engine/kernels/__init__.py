@@ -1,0 +1,1 @@
+"""Triton kernels of decoding: attention to pages, and GEMMs of few rows."""
