@@ -24,12 +24,13 @@ def talk():
 
 
 COMMANDS = {
+    "add": ("takes any words", lambda *_: 0),
     "bad": ("refuses", bad),
     "broken": ("fails", broken),
     "stopped": ("is interrupted", stopped),
     "talk": ("prints much", talk),
 }
-LIST = "The commands are bad, broken, stopped, talk."
+LIST = "The commands are add, bad, broken, stopped, talk."
 ABOUT = "Show how programs end.\n\nexamples:\n  mcore-parallel talk"
 
 
@@ -72,6 +73,15 @@ def test_the_version_is_that_of_the_package(capsys):
 def test_what_a_user_can_mend_is_one_line(capsys, word, code, line):
     assert run(word) == code
     assert capsys.readouterr().err == f"mcore-parallel: error: {line}\n"
+
+
+def test_an_option_that_is_given_again_with_other_values_is_named(caplog):
+    again = ["--size=3", "--all", "--size", "4", "x", "--no-all", "--recipe", "a"]
+    assert run("add", *again, "--recipe", "b", "--lr", "1", "--lr", "1") == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "--size is given more than once: the last counts, --size 4 x.",
+        "--all is given more than once: the last counts, --no-all.",
+    ]
 
 
 def test_a_fault_of_the_program_is_raised():

@@ -1,5 +1,8 @@
 """Batches from the caller, all validation data at once, and data that are too short."""
 
+import multiprocessing
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -91,6 +94,14 @@ def test_a_pipeline_stage_moves_to_its_device_only_what_it_reads(texts):
     assert all(shapes == {(2, 8)} for _, shapes, _ in found)
     alone = build(num_layers=3, data_path=texts[:1], global_batch_size=6)
     assert found[1][2] == pytest.approx(losses_of(alone), rel=1e-5)
+
+
+def test_no_more_workers_start_than_there_are_cores(texts, monkeypatch, caplog):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    batches = train_batches(build(data_path=texts[:1], num_workers=500))
+    assert len(next(batches)) == 2
+    assert len(multiprocessing.active_children()) == 1
+    assert "--num-workers 500: 1 start" in caplog.text
 
 
 def test_a_run_on_batches_of_the_caller_continues_to_the_sample(tmp_path):

@@ -192,7 +192,8 @@ class DataConfig:
     """single goes through the samples once, cyclic for ever in new permutations, external
     takes batches from the caller."""
     num_workers: int = 2
-    """Processes on each rank that prepare batches; 0 prepares them within the step."""
+    """Processes on each rank that prepare batches, at most one a core; 0 prepares them within
+    the step."""
     drop_last_partial_validation_sequence: bool = True
     """Leave out the last tokens of the validation data where they fill no sample; off pads
     them, without a loss on the padding."""

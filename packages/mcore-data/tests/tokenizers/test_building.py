@@ -184,7 +184,7 @@ def test_llama2_starts_with_bos_and_plain_sentencepiece_does_not(sentencepiece_m
     assert plain.decode(plain.encode("the earth")) == "the earth"
 
 
-def test_sentencepiece_special_tokens_stand_behind_the_model(sentencepiece_model):
+def test_sentencepiece_special_tokens_stand_behind_the_model(sentencepiece_model, tmp_path):
     tokenizer = load_tokenizer(
         "SentencePieceTokenizer", tokenizer_model=sentencepiece_model, vocab_extra_ids=3
     )
@@ -192,6 +192,10 @@ def test_sentencepiece_special_tokens_stand_behind_the_model(sentencepiece_model
     ids = [*tokenizer.encode("the earth"), 62]
     assert tokenizer.decode(ids) == "the earth<extra_id_2>"
     assert tokenizer.decode(ids, skip_special_tokens=True) == "the earth"
+    tokenizer.save(tmp_path)
+    again = TokenizerConfig(tokenizer_model=str(tmp_path), vocab_extra_ids=5)
+    more = build_tokenizer(again)
+    assert (more.vocab_size, more.token_id("<extra_id_4>")) == (tokenizer.vocab_size + 2, 64)
 
 
 def test_bytes_of_sentencepiece_tokens_join_to_the_text(sentencepiece_model):
@@ -326,9 +330,10 @@ def test_an_image_is_one_token_with_tags_around_it(bpe_folder):
 def test_tokenizers_of_bytes_and_numbers_refuse_tokens_they_would_not_add(kind, tmp_path):
     sizes = {"vocab_size": 9} if kind == "NullTokenizer" else {}
     load_tokenizer(kind, **sizes).save(tmp_path)
-    more = {"tokenizer_special_tokens": ("<b>",)}
-    with pytest.raises(ValueError, match=f"--tokenizer-special-tokens .*no effect .*{kind}"):
-        build_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path), **more))
+    for more in ({"tokenizer_special_tokens": ("<b>",)}, {"vocab_extra_ids": 2}):
+        flag = "--" + next(iter(more)).replace("_", "-")
+        with pytest.raises(ValueError, match=f"{flag} .*no effect .*{kind}"):
+            build_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path), **more))
     with pytest.raises(ValueError, match=f"--vocab-extra-ids .*no effect .*{kind}"):
         load_tokenizer(kind, vocab_extra_ids=2, **sizes)
 

@@ -7,14 +7,20 @@ sibling, has this file as a link.
 
 import difflib
 import io
+import logging
 import os
 import select
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import takewhile
+
+log = logging.getLogger(__name__)
 
 Commands = Mapping[str, tuple[str, Callable[..., int]]]
 """Name to summary and function."""
+ADDING = ("--recipe",)
+"""Options that may be given again and again; of others the last values count."""
 
 
 def run_program(
@@ -97,7 +103,23 @@ def _dispatch(
         raise ValueError(
             f"unknown command {name}{meant} The commands are {', '.join(commands)}."
         )
+    for flag, values in _repeated(rest):
+        log.warning("%s is given more than once: the last counts, %s.", flag, values)
     return call(commands[name][1], f"{program} {name}", rest)
+
+
+def _repeated(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield options that are given again with other values, and the last of these."""
+    given: dict[str, list[str]] = {}
+    for place, word in enumerate(words):
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            following = takewhile(lambda other: not other.startswith("--"), words[place + 1 :])
+            own = " ".join([name, *([value] if value else following)])
+            given.setdefault(name.replace("_", "-").replace("--no-", "--"), []).append(own)
+    for name, forms in given.items():
+        if name not in ADDING and len(set(forms)) > 1:
+            yield name, forms[-1]
 
 
 def _usage(program: str, about: str, commands: Commands) -> str:

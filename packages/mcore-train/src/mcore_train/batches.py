@@ -5,6 +5,7 @@ the caller brings the batches: as an iterable, or as a function of the place in 
 which a run also continues, to the sample, and under another number of ranks.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,13 @@ from torch import Tensor
 
 from mcore_data.loading.loader import build_loader
 from mcore_models.protocol import MicroBatch
+from mcore_parallel.launch.launcher import num_cores
 from mcore_train.assembly import Run
 from mcore_train.config import flag
 from mcore_train.datasets import Dataset
 from mcore_train.losses import place
+
+log = logging.getLogger(__name__)
 
 Batch = Mapping[str, Tensor]
 
@@ -48,6 +52,9 @@ def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
         ValueError: if external batches cannot continue there, or are not of the run's shape.
         RuntimeError: if the data end before the run does.
     """
+    wanted, most = run.plan.config.data.num_workers, num_cores()
+    if wanted > max(2, most):  # 2 is the default
+        log.warning("--num-workers %d: %d start, no more than there are cores", wanted, most)
     source = iter(_open(run, run.datasets.train, run.consumed_train_samples))
     while True:
         yield [
@@ -129,7 +136,7 @@ def _share(run: Run) -> dict[str, Any]:
         "micro_batch_size": config.batch.micro_batch_size,
         "dp_rank": run.ctx.dp.rank,
         "dp_size": run.ctx.dp.size,
-        "num_workers": data.num_workers,
+        "num_workers": min(data.num_workers, num_cores()),
         "pin_memory": run.ctx.device.type == "cuda",
     }
 

@@ -79,6 +79,15 @@ def test_a_file_in_place_of_a_checkpoint_is_refused(tmp_path):
             parse([*SHAPE, "--load", str(file), *step])
 
 
+def test_a_model_of_a_checkpoint_that_is_not_there_is_refused_by_its_folder(tmp_path):
+    absent = tmp_path / "absent"
+    assert parse([*SHAPE, "--load", str(absent)]).loading.load == str(absent)
+    for flag in ("--load", "--pretrained-checkpoint"):
+        for folder, why in ((absent, "does not exist"), (tmp_path, "holds no checkpoint")):
+            with pytest.raises(ValueError, match=f"{flag} {folder} {why}: correct the path"):
+                parse([flag, str(folder), "--lr", "1"])
+
+
 def test_a_flag_before_another_flag_has_no_value():
     for flag in ("--recipe", "--load", "--model", "--ckpt-step", "--pretrained-checkpoint"):
         with pytest.raises(ValueError, match=f"{flag} needs a value"):

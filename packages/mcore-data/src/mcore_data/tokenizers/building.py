@@ -89,8 +89,13 @@ def _as_files_say(config: TokenizerConfig) -> TokenizerConfig:
     path = Path(config.tokenizer_model)
     if (path / MARKER).is_file():
         saved = _detect(path)
-        special_tokens = saved.tokenizer_special_tokens + config.tokenizer_special_tokens
-        return replace(saved, tokenizer_special_tokens=special_tokens)
+        return replace(
+            saved,
+            tokenizer_special_tokens=(
+                saved.tokenizer_special_tokens + config.tokenizer_special_tokens
+            ),
+            vocab_extra_ids=config.vocab_extra_ids,
+        )
     file = path / "tokenizer.model" if path.is_dir() else path
     if (path.is_dir() and (path / "tokenizer.json").is_file()) or not file.is_file():
         return config
@@ -222,12 +227,12 @@ def _detect(path: Path) -> TokenizerConfig:
 
 
 def _extra_tokens(config: TokenizerConfig) -> list[str]:
-    """Special tokens to add: the named ones, then the sentinels."""
+    """Special tokens to add, each once: the named ones, then the sentinels."""
     count = config.vocab_extra_ids
     if count == 0 and config.tokenizer_type == "BertWordPieceCase":
         count = 100  # Megatron's cased type is the one that T5 is trained with
     sentinels = [f"<extra_id_{i}>" for i in range(count)]
-    return [*config.tokenizer_special_tokens, *sentinels]
+    return list(dict.fromkeys([*config.tokenizer_special_tokens, *sentinels]))
 
 
 def _needed(config: TokenizerConfig, field: str) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, get_type_hints
 
+from mcore_ckpt.storage.stores import as_path
 from mcore_models.families import FAMILIES
 from mcore_models.hybrid_config import sizes_of_pattern
 from mcore_models.presets import find_preset
@@ -101,6 +102,7 @@ def parse(
     saved |= preset
     given = [*to_flags(fields), *words]
     args = [*beginning, *to_flags(saved), *given]
+    _check_model_source({"--load": load, "--pretrained-checkpoint": base}, args, config_type)
     # What follows from a pattern wins over the model that the pattern changes.
     derived = _pattern_flags(args)
     before = [*derived, *beginning, *to_flags(saved), *(derived if PATTERN in given else ())]
@@ -165,6 +167,22 @@ def _preset_fields(name: str, config_type: type[TrainConfig]) -> dict[str, Value
             f"--model {name} is of another family: use mcore-train {preset.family}."
         )
     return preset.flags
+
+
+def _check_model_source(
+    sources: Mapping[str, str], args: Sequence[str], config_type: type[TrainConfig]
+) -> None:
+    """Refuse a folder that a run would take its model from and that holds no checkpoint."""
+    options = list_options(config_type)
+    if all(option.flag in args for option in options if option.is_required):
+        return
+    for name, folder in sources.items():
+        if folder and find_checkpoint(folder) is None:
+            why = "holds no checkpoint" if as_path(folder).is_dir() else "does not exist"
+            raise ValueError(
+                f"{name} {folder} {why}: correct the path, or give a model (--model NAME, or "
+                "--num-layers, --hidden-size and --num-attention-heads) to start from nothing."
+            )
 
 
 def _pattern_flags(args: list[str]) -> list[str]:
