@@ -92,7 +92,9 @@ class Writing:
         rules: changes to single tokens' scores.
         matcher: of what the text is held to.
         changes_scores: whether penalties or rules change scores before they are cut.
-        tokens: so far, without stop sequences.
+        needs_last_token: whether the choice of a token depends on the ones before, but for the
+            model's.
+        ids: tokens so far, without stop sequences.
         finish_reason: why it ended; None while it goes on.
     """
 
@@ -124,25 +126,20 @@ class Writing:
         self.prompt, self.sampling = list(prompt), sampling
         self.rules = rules or TokenRules()
         self.changes_scores = sampling.has_penalties or self.rules != TokenRules()
+        is_held = matcher is not None
+        self.needs_last_token = self.changes_scores or is_held or bool(sampling.top_p_decay)
         self.num_tokens, self.eod = num_tokens, eod
         self.stop = [list(s) for s in stop if s]
         self.random = torch.Generator().manual_seed(seed)
         self._draws: list[float] = []  # known, not taken
-        self.tokens: list[NewToken] = []
+        # Numbers in lists: an object for every token would have Python look for cycles among
+        # millions of them, while the device waits.
+        self.ids: list[int] = []
+        self._log_probs: list[float | None] = []
+        self._tops: list[Top] = []
         self.num_released = 0
         self.finish_reason: Literal["stop", "length"] | None = None
         self._cut = sampling.cut
-
-    @property
-    def ids(self) -> list[int]:
-        """Tokens so far, without stop sequences."""
-        return [token.id for token in self.tokens]
-
-    @property
-    def needs_last_token(self) -> bool:
-        """Whether the choice of a token depends on the ones before, but for the model's."""
-        is_held = self.matcher is not None
-        return self.changes_scores or is_held or bool(self.sampling.top_p_decay)
 
     @property
     def cut(self) -> SamplingConfig:
@@ -150,7 +147,7 @@ class Writing:
         decay = self.sampling.top_p_decay
         if not decay:
             return self._cut
-        top_p = self.sampling.top_p * decay ** len(self.tokens)
+        top_p = self.sampling.top_p * decay ** len(self.ids)
         return replace(self._cut, top_p=max(top_p, self.sampling.top_p_bound))
 
     def draw(self) -> float:
@@ -175,36 +172,43 @@ class Writing:
         if not self.num_tokens:
             self.finish_reason = "length"
             return []
-        self.tokens.append(token)
+        self.ids.append(token.id)
+        self._log_probs.append(token.log_prob)
+        self._tops.append(token.top)
         for sequence in self.stop:
             if self._ends_with(sequence):
-                del self.tokens[-len(sequence) :]
+                self._drop(len(sequence))
                 self.finish_reason = "stop"
                 break
         else:
             held = self.matcher
             if held is not None and not held.take(token.id):
-                self.tokens.pop()
+                self._drop(1)
                 self.finish_reason = "stop"
             elif token.id == self.eod or (held is not None and held.is_over):
                 self.finish_reason = "stop"
-            elif len(self.tokens) == self.num_tokens:
+            elif len(self.ids) == self.num_tokens:
                 self.finish_reason = "length"
+        if not self.stop and self.matcher is None:
+            return [token]
         held = 0 if self.finish_reason else self._undecided()
-        end = len(self.tokens) - held
-        released = self.tokens[self.num_released : end]
-        self.num_released = max(self.num_released, end)
-        return released
+        new = slice(self.num_released, len(self.ids) - held)
+        self.num_released = max(new.start, new.stop)
+        parts = zip(self.ids[new], self._log_probs[new], self._tops[new], strict=True)
+        return [NewToken(token.row, *part) for part in parts]
+
+    def _drop(self, count: int) -> None:
+        for kept in (self.ids, self._log_probs, self._tops):
+            del kept[-count:]
 
     def _ends_with(self, sequence: Sequence[int]) -> bool:
-        tail = self.tokens[-len(sequence) :]
-        return [token.id for token in tail] == list(sequence)
+        return self.ids[-len(sequence) :] == sequence
 
     def _undecided(self) -> int:
         """Tokens at the end that may be the beginning of a stop sequence."""
         longest = 0
         for sequence in self.stop:
-            for length in range(1, min(len(sequence), len(self.tokens) + 1)):
+            for length in range(1, min(len(sequence), len(self.ids) + 1)):
                 if self._ends_with(sequence[:length]):
                     longest = max(longest, length)
         return longest
@@ -212,10 +216,6 @@ class Writing:
     def result(self) -> Generation:
         """Return all that was written; only once it is over."""
         assert self.finish_reason is not None
-        log_probs = [t.log_prob for t in self.tokens if t.log_prob is not None]
-        top = (
-            tuple(token.top for token in self.tokens)
-            if any(token.top for token in self.tokens)
-            else ()
-        )
-        return Generation(tuple(self.ids), tuple(log_probs), self.finish_reason, top)
+        log_probs = tuple(number for number in self._log_probs if number is not None)
+        top = tuple(self._tops) if any(self._tops) else ()
+        return Generation(tuple(self.ids), log_probs, self.finish_reason, top)

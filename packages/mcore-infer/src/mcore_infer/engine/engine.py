@@ -53,8 +53,10 @@ class _Flight:
     """That get a token, by row; one with drafts has several rows."""
     chosen: Tensor | None = None
     """The tokens, ``[R]``, on the device."""
-    found: Tensor | None = None
-    """Tokens, and log probabilities where any are wanted, on their way to the host."""
+    ids: Tensor | None = None
+    """The same on their way to the host."""
+    log_probs: Tensor | None = None
+    """Of them, where any are wanted; so too."""
     landing: torch.cuda.Event | None = None
     """When they are there."""
     top: tuple[list[int], Tensor] | None = None
@@ -279,16 +281,15 @@ class Engine:
         writings = [self._writings[request] for request in requests]
         chosen = decided(logits, writings, places, self.model)
         wanted = [self._scores[request] for request in requests]
-        # All at once: the host waits for the device one time a step.
-        found = chosen[None].double()
+        flight = _Flight(step, requests, chosen, chosen.to("cpu", non_blocking=True))
         if any(scores.log_probs for scores in wanted):
-            found = torch.cat([found, log_probs_of(logits, chosen)[None].double()])
-        flight = _Flight(step, requests, chosen, found.to("cpu", non_blocking=True))
+            found = log_probs_of(logits, chosen).double()
+            flight.log_probs = found.to("cpu", non_blocking=True)
         if most := max(scores.num_top for scores in wanted):
             rows = [i for i, scores in enumerate(wanted) if scores.num_top]
             best = top_log_probs(logits[on_device(rows, self.device)], most)
             flight.top = rows, best.to("cpu", non_blocking=True)
-        if found.is_cuda:
+        if chosen.is_cuda:  # the host waits for the device one time a step
             flight.landing = torch.cuda.Event()
             flight.landing.record()
         return flight
@@ -300,7 +301,7 @@ class Engine:
             return None
         for request in flight.requests:
             writing = self._writings.get(request)
-            if writing is None or len(writing.tokens) + 1 >= writing.num_tokens:
+            if writing is None or len(writing.ids) + 1 >= writing.num_tokens:
                 return None
             if writing.needs_last_token:
                 return None
@@ -326,34 +327,29 @@ class Engine:
 
     def _landed(self, flight: "_Flight") -> list[NewToken]:
         """Wait for a step's tokens; return those of requests that go on."""
-        if flight.found is None:
+        if flight.ids is None:
             return []
         if flight.landing is not None:
             flight.landing.synchronize()
-        ids, *rest = flight.found.tolist()
-        log_probs = rest[0] if rest else [None] * len(ids)
+        ids = flight.ids.tolist()
+        log_probs = None if flight.log_probs is None else flight.log_probs.tolist()
         rows_with_top, best = flight.top or ([], torch.empty(2, 0, 0))
         top = dict(zip(rows_with_top, tops(best), strict=True))
         new, row = [], 0
         for chunk in flight.step.chunks:
-            rows = range(row, row + (1 + chunk.num_drafts) * chunk.wants_token)
-            row = rows.stop
-            if chunk.request in self._writings:
-                new += [
-                    NewToken(
-                        chunk.request,
-                        int(ids[i]),
-                        log_probs[i] if self._scores[chunk.request].log_probs else None,
-                        top.get(i, ())[: self._scores[chunk.request].num_top],
-                    )
-                    for i in rows[: self._num_right(chunk, ids[rows.start : rows.stop])]
-                ]
+            begin, row = row, row + (1 + chunk.num_drafts) * chunk.wants_token
+            scores = self._scores.get(chunk.request)
+            if begin == row or scores is None:  # none is chosen, or the request was aborted
+                continue
+            right = 1 if self.drafter is None else self._num_right(chunk, ids[begin:row])
+            for i in range(begin, begin + right):
+                log_prob = log_probs[i] if log_probs and scores.log_probs else None
+                tops_of = top.get(i, ())[: scores.num_top]
+                new.append(NewToken(chunk.request, ids[i], log_prob, tops_of))
         return new
 
-    def _num_right(self, chunk: Chunk, chosen: Sequence[float]) -> int:
+    def _num_right(self, chunk: Chunk, chosen: Sequence[int]) -> int:
         """Count the tokens up to the first that is not what was proposed, with it."""
-        if self.drafter is None or not chosen:
-            return len(chosen)
         drafts = chunk.tokens[len(chunk.tokens) - chunk.num_drafts :]
         wrong = (i for i, draft in enumerate(drafts) if draft != chosen[i])
         right = 1 + next(wrong, len(drafts))

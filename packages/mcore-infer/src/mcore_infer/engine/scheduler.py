@@ -188,10 +188,13 @@ class Scheduler:
         if sum(needed) > self.pool.num_free:
             return None
         chunks = []
-        for request, count in zip(requests, needed, strict=True):
-            request.pages += [self.pool.take() for _ in range(count)]
+        for request, count, before in zip(requests, needed, step.chunks, strict=True):
+            pages = before.pages
+            if count or self.window >= 0:
+                request.pages += [self.pool.take() for _ in range(count)]
+                pages = tuple(request.pages)
             request.num_in_flight += 1
-            begin, pages = request.num_computed + 1, tuple(request.pages)
+            begin = request.num_computed + 1
             chunks.append(
                 Chunk(request.id, request.slot, begin, (-1,), pages, wants_token=True)
             )

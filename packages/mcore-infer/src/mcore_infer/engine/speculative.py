@@ -75,7 +75,7 @@ def num_wanted(writing: Writing, most: int) -> int:
     """Tokens to propose: none where a choice depends on the one before but for the model's."""
     if writing.needs_last_token:
         return 0
-    return max(0, min(most, writing.num_tokens - len(writing.tokens) - 1))
+    return max(0, min(most, writing.num_tokens - len(writing.ids) - 1))
 
 
 class NgramDrafter:
@@ -101,7 +101,7 @@ class NgramDrafter:
             if most := num_wanted(writing, self.num_drafts):
                 ngrams = self._texts.setdefault(request, _Ngrams(writing.prompt))
                 known = len(ngrams.tokens) - len(writing.prompt)
-                ngrams.extend([token.id for token in writing.tokens[known:]])
+                ngrams.extend(writing.ids[known:])
                 found[request] = ngrams.next(most)
         return found
 

@@ -239,7 +239,7 @@ class _Mirror:
         self.rows[:, num_used:] = [[number] for number in padding]
         held = [row[2] for row in rows]
         for row, pages in enumerate([*held, *[(padding_page,)] * (len(self.pages) - num_used)]):
-            if self.pages[row] != pages:
+            if self.pages[row] is not pages and self.pages[row] != pages:
                 self.pages[row] = pages
                 # -1: out of every window.
                 self.tables[row, : len(pages)] = [max(0, page) for page in pages]
