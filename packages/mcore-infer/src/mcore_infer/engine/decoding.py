@@ -5,7 +5,8 @@ times as long as running them. A graph starts them all. There is one for every n
 in ``sizes``; fewer requests are padded with rows that use a page of their own.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,11 +33,22 @@ MOST_ROWS = 16
 """Of a step whose GEMMs the kernel multiplies, the least of tensor cores; with more torch is
 as fast."""
 
+_RARE = 8
+"""Steps of a size that a larger graph runs, where there is one: recording takes as long as tens
+of them, and texts that began together end together, through many sizes."""
+
 
 def decode_sizes(max_requests: int) -> list[int]:
     """Return the numbers of rows: 1, 2, 4, then every eighth, up to the limit."""
     sizes = [1, 2, 4, *range(8, max_requests, 8 if max_requests <= 64 else 16)]
     return [*(s for s in sizes if s < max_requests), max_requests]
+
+
+def size_to_run(sizes: Sequence[int], recorded: Container[int], num_steps: int) -> int:
+    """Choose among fitting sizes, ascending, after some steps that suited the first best."""
+    if sizes[0] in recorded or num_steps > _RARE:
+        return sizes[0]
+    return next((size for size in sizes if size in recorded), sizes[0])
 
 
 class FewRowsGemm(PlainGemm):
@@ -108,6 +120,7 @@ class Decoder:
             for size in self.sizes
         }
         self._runs: dict[int, Run] = {}
+        self._num_steps = Counter[int]()  # by the size that fits best
         self._pool = torch.cuda.graph_pool_handle() if self.is_recorded else None
 
     def run(
@@ -122,7 +135,11 @@ class Decoder:
             tokens: of the rows, ``[R]``, where the host does not know them yet.
         """
         num_rows = step.num_tokens
-        size = next(s for s in self.sizes if s >= num_rows)
+        fitting = [size for size in self.sizes if size >= num_rows]
+        size = fitting[0]
+        if self.is_recorded:
+            self._num_steps[size] += 1
+            size = size_to_run(fitting, self._runs, self._num_steps[size])
         inputs = self._inputs[size]
         if size not in self._runs:
             # Of padding alone: a recurrent state takes a token in only once.
