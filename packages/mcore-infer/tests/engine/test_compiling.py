@@ -26,8 +26,6 @@ def compiled(function, types, constants, **options):
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-TAKEN = (64, False), (96, False), (128, True)
-"""Channels of a head, and whether the cache is in fp8."""
 ATTENTION = {
     "N": 4,
     "G": 2,
@@ -53,12 +51,13 @@ def test_the_kernel_for_many_requests_takes_what_ran_on_a_gpu():
 
     from mcore_infer.engine.kernels.paged_attention import takes_many
 
-    for sizes in ((64, True), (64, False), (96, False), (128, True), (256, False)):
-        kind = torch.bfloat16, sizes[0], 4, sizes[1]
-        assert takes_many(4096, 64, *kind, ("scale",)) == (sizes in TAKEN)
-        assert not takes_many(4095, 64, *kind, ())
-        assert not takes_many(4096, 64, *kind, ("sinks",))
-        assert not takes_many(4096, 8, *kind, ())
+    for in_fp8, fewest in ((False, 256), (True, 512)):
+        for channels in (64, 96, 128, 256):
+            kind = torch.bfloat16, channels, 4, in_fp8
+            assert takes_many(fewest, 64, *kind, ("scale",)) == (channels < 256)
+            assert not takes_many(fewest - 1, 64, *kind, ())
+            assert not takes_many(fewest, 64, *kind, ("sinks",))
+            assert not takes_many(fewest, 16, *kind, ())
     assert not takes_many(4096, 64, torch.bfloat16, 128, 16, False, ())
 
 
@@ -85,7 +84,8 @@ def test_the_kernels_of_decoding_compile():
             del options[name]
         for name in ("sinks", "parts", "sums", "chunk", "cap"):
             del own[name]
-        options |= {"H": 64, "LANES": 64, "KEYS": 16, "STAGES": 3}
+        options |= {"H": 64, "LANES": 64}
+        options |= {"KEYS": 16, "STAGES": 3} if is_fp8 else {"KEYS": 32, "STAGES": 2}
         assert compiled(paged_attention_many._attend_many, own, options, num_warps=1)
     types = {
         **dict.fromkeys(("x", "weight", "out"), "*bf16"),

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _MASKED_TOKENS = 256
 """Of prompts that attend in one call on a CPU, at most: a mask is their borders."""
 _RULES = {"scale", "chunk", "softcap", "sinks"}
-"""Of scores, that the kernel of decoding knows; of codes only the first ran on a GPU."""
+"""Of scores, that the kernel of decoding knows."""
 _ONE_BY_ONE = (
     "texts attend one after the other, and their steps are not recorded: the attention of this "
     "model has no kernel of decoding here"
@@ -246,8 +246,7 @@ class _PagedLayer:
         self, num_rows: int, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]
     ) -> Callable[..., Tensor] | None:
         """Return the kernel of decoding where one works; it writes to the pages itself."""
-        known = _RULES if self.scales is None else {"scale"}
-        if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - known:
+        if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - _RULES:
             return None
         if not q.is_cuda or q.dtype == torch.float64:
             return None

@@ -21,8 +21,9 @@ from mcore_parallel.optional_kernels import OptionalKernel, wave
 _KEYS = 64
 _PROGRAMS = 264  # twice the multiprocessors of an H100 or H200
 _MOST_SPLITS = 32
-_MANY_PROGRAMS = 4096
-"""Requests times groups of heads at which ``decode_many`` was timed; fewer were not."""
+_MANY_PROGRAMS, _MANY_PROGRAMS_OF_CODES = 256, 512
+"""Fewest requests times groups of heads at which ``decode_many`` was timed, and faster."""
+_MEMORY = "keys", "values", "tables", "lengths"
 _ALL = 2**30
 """More keys than a text has."""
 
@@ -83,14 +84,9 @@ def _copy_row(
 @triton.jit
 @no_type_check
 def _loaded(
-    memory,
-    at,
-    is_seen,
-    dtype: tl.constexpr,
-    H: tl.constexpr,
-    LANES: tl.constexpr,
+    memory, at, is_seen, dtype: tl.constexpr, H: tl.constexpr, LANES: tl.constexpr,
     IS_FP8: tl.constexpr,
-):
+):  # fmt: skip
     # Keys or values of some tokens; of codes the numbers over ``e4m3_factor``.
     if IS_FP8:  # four codes at a time
         memory = memory.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -271,54 +267,66 @@ def paged_decode(
         scale: of the scores; None: 1/sqrt(H).
         kv_scales: keys and values are bytes of e4m3, which these multiply; None: they are not.
     """
-    R, N, H = q.shape
-    _, Z, G, _ = keys.shape
-    k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))
-    scale = H**-0.5 if scale is None else scale
-    numbers = scale, _ALL if window < 0 else window, chunk or _ALL, softcap
-    q = q.contiguous()
+    (R, N, H), G = q.shape, keys.shape[2]
     splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (R * G)))
     splits = 1 << (splits.bit_length() - 1)
-    lanes = triton.next_power_of_2(max(16, H))
-    out = torch.empty_like(q)
+    tensors = q, k, v, keys, values, tables, lengths
+    given = launch_arguments(tensors, window, scale, kv_scales)
+    lanes, out = max(16, given.pop("LANES")), given["out"]
     parts = sums = out
     if splits > 1:
         parts = torch.empty(R, N, splits, H, dtype=torch.float32, device=q.device)
         sums = torch.empty(R, N, splits, dtype=torch.float32, device=q.device)
     _attend[(R, G, splits)](
-        q,
-        k,
-        v,
-        keys,
-        values,
-        tables,
-        lengths,
-        q if sinks is None else sinks,
-        out,
-        parts,
-        sums,
-        *numbers,
-        tables.shape[1],
-        k.stride(0),
-        v.stride(0),
-        *(kv_scales or (1.0, 1.0)),
-        N=N,
-        G=G,
-        H=H,
-        Z=Z,
+        **given,
+        sinks=q if sinks is None else sinks,
+        parts=parts,
+        sums=sums,
+        chunk=chunk or _ALL,
+        cap=softcap,
         LANES=lanes,
-        HEADS=max(8, triton.next_power_of_2(N // G)),
         KEYS=_KEYS,
         SPLITS=splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        IS_FP8=kv_scales is not None,
         HAS_CAP=softcap > 0,
         HAS_SINKS=sinks is not None,
-        num_warps=4,
+        num_warps=4,  # pyrefly: ignore
     )
     if splits > 1:
         _join[(R * N,)](parts, sums, out, H, lanes, splits, num_warps=1)
     return out
+
+
+def launch_arguments(
+    tensors: tuple[Tensor, ...],
+    window: int,
+    scale: float | None,
+    kv_scales: tuple[float, float] | None,
+) -> dict[str, Any]:
+    """Return what this kernel and ``decode_many``'s take, by name; see ``paged_decode``."""
+    q, k, v, keys, _, tables, _ = tensors
+    (_, N, H), (_, Z, G, _) = q.shape, keys.shape
+    k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))
+    key_scale, value_scale = kv_scales or (1.0, 1.0)
+    sizes = {"N": N, "G": G, "H": H, "Z": Z}
+    strides = {"new_key_stride": k.stride(0), "new_value_stride": v.stride(0)}
+    return {
+        "q": q.contiguous(),
+        "new_keys": k,
+        "new_values": v,
+        **dict(zip(_MEMORY, tensors[3:], strict=True)),
+        "out": torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        "scale": H**-0.5 if scale is None else scale,
+        "window": _ALL if window < 0 else window,
+        "table_size": tables.shape[1],
+        **strides,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+        **sizes,
+        "LANES": triton.next_power_of_2(H),
+        "HEADS": max(8, triton.next_power_of_2(N // G)),
+        "IS_FP8": kv_scales is not None,
+    }
 
 
 def takes_many(
@@ -332,19 +340,12 @@ def takes_many(
 ) -> bool:
     """Whether ``decode_many`` suits so many requests times groups: sizes that a GPU ran.
 
-    Args:
-        num_programs: requests times groups of heads.
-        page_tokens: tokens of a page.
-        dtype: as the others of ``DECODE_KERNEL``'s kind.
-        head_dim: channels of a head.
-        group: query heads of a group.
-        in_fp8: whether the cache is.
-        rules: of the scores.
+    The others are ``DECODE_KERNEL``'s kind, and tokens of a page.
     """
     is_plain = dtype == torch.bfloat16 and not set(rules) - {"scale"}
-    is_whole = page_tokens % 16 == 0 and group <= 8
-    has_run = head_dim == 128 or (head_dim in (64, 96) and not in_fp8)
-    return num_programs >= _MANY_PROGRAMS and is_plain and is_whole and has_run
+    is_whole = page_tokens % 32 == 0 and group <= 8
+    fewest = _MANY_PROGRAMS_OF_CODES if in_fp8 else _MANY_PROGRAMS
+    return num_programs >= fewest and is_plain and is_whole and head_dim in (64, 96, 128)
 
 
 def _trial(
@@ -384,9 +385,9 @@ def _trial(
 
 
 def _trial_of_many(*kind: Any) -> list[tuple[Tensor, Tensor]]:
-    from mcore_infer.engine.kernels.paged_attention_many import decode_many
+    from mcore_infer.engine.kernels.paged_attention_many import decode_many as decode
 
-    return _trial(*kind, decode=decode_many)
+    return _trial(*kind, decode=decode)
 
 
 DECODE_KERNEL = OptionalKernel("the paged decoding kernel", ("triton",), _trial)

@@ -1,6 +1,6 @@
 """Kernel of decoding for many requests: one warp reads all keys of a group of heads.
 
-With a thousand programs or more none has to be split, and what limits them is how many bytes
+With hundreds of programs none has to be split, and what limits them is how many bytes
 are on their way and how few instructions each takes. So this is written in Gluon, Triton's
 language of explicit layouts: tiles of keys and values come by asynchronous copies, some ahead,
 and go from shared memory to the tensor cores' operands without a barrier between warps. Codes
@@ -10,8 +10,6 @@ Imported where ``kernels.DECODE_MANY_KERNEL`` is tried: Triton may come without 
 
 from typing import no_type_check
 
-import torch
-import triton
 import triton.experimental.gluon.language as gl
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
@@ -19,12 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from mcore_infer.engine.kernels.dequantization import E4M3_FACTOR
+from mcore_infer.engine.kernels.paged_attention import launch_arguments
 
-_KEYS = 16
-"""Of a tile; pages are multiples of it."""
-_STAGES = 3
-_ALL = 2**30
-"""More keys than a text has."""
 _LOG2E = gl.constexpr(1.4426950408889634)
 _FACTOR = gl.constexpr(E4M3_FACTOR.value)
 
@@ -256,35 +250,13 @@ def decode_many(
     kv_scales: tuple[float, float] | None = None,
 ) -> Float[Tensor, "R N H"]:
     """As ``paged_attention.paged_decode``, in bfloat16, of what ``takes_many`` allows."""
-    R, N, H = q.shape
-    _, Z, G, _ = keys.shape
-    k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))
-    q = q.contiguous()
-    out = torch.empty_like(q)
+    R, G, is_fp8 = q.shape[0], keys.shape[2], kv_scales is not None
+    tensors = q, k, v, keys, values, tables, lengths
+    given = launch_arguments(tensors, window, scale, kv_scales)
     _attend_many[(G, R)](  # pyrefly: ignore
-        q,
-        k,
-        v,
-        keys,
-        values,
-        tables,
-        lengths,
-        out,
-        H**-0.5 if scale is None else scale,
-        _ALL if window < 0 else window,
-        tables.shape[1],
-        k.stride(0),
-        v.stride(0),
-        *(kv_scales or (1.0, 1.0)),
-        N=N,
-        G=G,
-        H=H,
-        Z=Z,
-        LANES=triton.next_power_of_2(H),
-        HEADS=max(8, triton.next_power_of_2(N // G)),
-        KEYS=_KEYS,
-        STAGES=_STAGES,
-        IS_FP8=kv_scales is not None,
+        **given,
+        KEYS=16 if is_fp8 else 32,
+        STAGES=3 if is_fp8 else 2,
         num_warps=1,  # pyrefly: ignore
     )
-    return out
+    return given["out"]
