@@ -20,7 +20,7 @@ from mcore_moe.dispatch.dispatching import (
     AllToAllDispatcher,
     build_dispatcher,
 )
-from mcore_moe.dispatch.protocol import Beside
+from mcore_moe.dispatch.protocol import Departure
 from mcore_moe.expert_parallel import check_same
 from mcore_moe.experts.chunked import run_in_parts, run_with_fixed_rows
 from mcore_moe.experts.experts import Experts
@@ -28,7 +28,6 @@ from mcore_moe.experts.latent import latent_projections
 from mcore_moe.experts.shared_expert import SharedExpert
 from mcore_moe.routing.router import Router
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.async_collectives import InFlight
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
@@ -212,7 +211,7 @@ class MoELayer(nn.Module):
         beside = None
         if self.router.config.moe_shared_expert_overlap:
             beside = lambda: shared.append(self._shared_output(x))  # noqa: E731
-        y = self._exchanged(sent, routing, is_even, begun, beside)
+        y = self._exchanged(sent, routing, Departure(is_even, begun, beside))
         if self.latent_up is not None:
             y = self.latent_up(y)
         if self.splits_tokens:
@@ -235,24 +234,16 @@ class MoELayer(nn.Module):
         again = self.recompute_shared and self.training
         return recompute(self.shared, x) if again else self.shared(x)
 
-    def _exchanged(
-        self,
-        x: Tensor,
-        routing: Routing,
-        is_even: bool,
-        begun: InFlight | None,
-        beside: Beside | None,
-    ) -> Tensor:
+    def _exchanged(self, x: Tensor, routing: Routing, departure: Departure) -> Tensor:
         """Send tokens to their experts, and sum what these say of each."""
         config, dispatcher = self.router.config, self.dispatcher
         limit, overlaps = config.moe_expert_rows_limit, config.moe_split_batch_overlap
         if (limit or overlaps) and isinstance(dispatcher, AllToAllDispatcher):
-            how = {"overlaps": overlaps, "beside": beside}
+            how = {"overlaps": overlaps, "beside": departure.beside}
             return run_in_parts(dispatcher, x, routing, self.experts, limit, **how)
-        begins = {"is_even": is_even, "begun": begun, "beside": beside}
         if limit and isinstance(dispatcher, AllGatherDispatcher):
-            return run_with_fixed_rows(dispatcher, x, routing, self.experts, limit, **begins)
-        sent = dispatcher.dispatch(x, routing, **begins)
+            return run_with_fixed_rows(dispatcher, x, routing, self.experts, limit, departure)
+        sent = dispatcher.dispatch(x, routing, departure)
         return dispatcher.combine(self.experts(sent.x, sent.probs, sent.plan), sent.handle)
 
     def _check_routers(self) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher, limited
 from mcore_moe.dispatch.permutation import permute, permute_probs, unpermute
+from mcore_moe.dispatch.protocol import Departure
 from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
 from mcore_moe.kernels.deepep import DeepEPDispatcher
 from mcore_parallel.collectives import all_reduce
@@ -44,7 +45,7 @@ def routed_tokens(rank, kind):
 def through(config, dispatcher, x, routing, first_expert=0, is_even=False):
     """Expert e multiplies by its weight and by e + 1; tokens come home summed."""
     begun = dispatcher.begin(x, is_even=is_even)
-    sent = dispatcher.dispatch(x, limited(routing, config), is_even=is_even, begun=begun)
+    sent = dispatcher.dispatch(x, limited(routing, config), Departure(is_even, begun))
     counts = sent.plan.counts
     rows, probs = permute(sent.x, sent.plan), permute_probs(sent.probs, sent.plan)
     assert int(counts.sum()) == rows.shape[0] == probs.shape[0]

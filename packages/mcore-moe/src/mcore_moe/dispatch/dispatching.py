@@ -26,7 +26,7 @@ from mcore_moe.dispatch.permutation import (
     trimmed,
     unpermute,
 )
-from mcore_moe.dispatch.protocol import Beside, Dispatched, Dispatcher
+from mcore_moe.dispatch.protocol import AT_ONCE, Beside, Departure, Dispatched, Dispatcher
 from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
 from mcore_moe.experts.fp8_rows import exchange_narrow, packed, unpacked
 from mcore_moe.routing.topk import Routing
@@ -75,24 +75,18 @@ def build_dispatcher(
     return AllToAllDispatcher(config, ep, expert_tp)
 
 
-class LocalDispatcher:
+class LocalDispatcher(Dispatcher):
     """All experts are on this rank."""
 
     def __init__(self, config: MoEConfig) -> None:
         """Keep the config: number of experts, and padding to capacity."""
         self.config = config
 
-    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> None:
-        """Send nothing before it is routed."""
-
     def dispatch(
         self,
         x: Float[Tensor, "T D"],
         routing: Routing,
-        *,
-        is_even: bool = False,  # noqa: ARG002
-        begun: InFlight | None = None,  # noqa: ARG002
-        beside: Beside | None = None,  # noqa: ARG002
+        departure: Departure = AT_ONCE,  # noqa: ARG002
     ) -> Dispatched:
         """Plan the rows; on a GPU the host does not wait for it.
 
@@ -128,7 +122,7 @@ class Trip:
     """Rows for each of this rank's experts, by source: ``expert_tp`` x ``ep``."""
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(Dispatcher):
     """Sends each row to the rank of its expert and back, by all-to-all."""
 
     def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
@@ -136,17 +130,8 @@ class AllToAllDispatcher:
         self.config, self.ep, self.expert_tp = config, ep, expert_tp
         self.meanwhile: Meanwhile = None
 
-    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> None:
-        """Send nothing before it is routed."""
-
     def dispatch(
-        self,
-        x: Float[Tensor, "T D"],
-        routing: Routing,
-        *,
-        is_even: bool = False,  # noqa: ARG002
-        begun: InFlight | None = None,  # noqa: ARG002
-        beside: Beside | None = None,
+        self, x: Float[Tensor, "T D"], routing: Routing, departure: Departure = AT_ONCE
     ) -> Dispatched:
         """Exchange counts, then rows and weights, over ``ep``; gather them over ``expert_tp``.
 
@@ -156,7 +141,7 @@ class AllToAllDispatcher:
         trip, _ = self.agree(plan.counts)
         plan = trimmed(plan, sum(trip.send))
         rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
-        return replace(self.there(rows, probs, trip, beside), handle=(plan, trip))
+        return replace(self.there(rows, probs, trip, departure.beside), handle=(plan, trip))
 
     def combine(
         self, y: Float[Tensor, "M D"], handle: tuple[RowPlan, Trip]
@@ -266,7 +251,7 @@ def _experts_of_rows(chunks: Int[Tensor, "n e"], num_rows: int) -> Int[Tensor, "
     return experts.repeat_interleave(chunks.reshape(-1), output_size=num_rows)[:, None]
 
 
-class AllGatherDispatcher:
+class AllGatherDispatcher(Dispatcher):
     """Gathers all tokens on every rank, which computes those that chose its experts.
 
     Moves k/ep times fewer bytes than all-to-all: the better one for many choices a token and
@@ -286,26 +271,18 @@ class AllGatherDispatcher:
         return begin_gather_partial(x, self.ep, self.meanwhile, **cast)
 
     def dispatch(
-        self,
-        x: Float[Tensor, "T D"],
-        routing: Routing,
-        *,
-        is_even: bool = False,
-        begun: InFlight | None = None,
-        beside: Beside | None = None,
+        self, x: Float[Tensor, "T D"], routing: Routing, departure: Departure = AT_ONCE
     ) -> Dispatched:
         """Gather tokens, choices and weights over ``ep`` and ``expert_tp``; keep own rows.
 
         The host waits for its number of rows, while tokens are gathered, and before that for
-        the numbers of tokens of all ranks, unless ``is_even``.
+        the numbers of tokens of all ranks, unless these are even.
         """
-        if beside is not None and begun is not None:
-            beside()
-        plan, sizes = self.plan(routing, is_even, begun)
+        plan, sizes = self.plan(routing, departure)
         num_rows = _to_host(plan.offsets[-1])
-        x = self.tokens(x, sizes, begun)
+        x = self.tokens(x, sizes, departure.begun)
         probs = self.there(routing.probs, sizes)
-        return Dispatched(x, probs, trimmed(plan, num_rows()), (sizes, is_even))
+        return Dispatched(x, probs, trimmed(plan, num_rows()), (sizes, departure.is_even))
 
     def combine(
         self, y: Float[Tensor, "M D"], handle: tuple[list[list[int]], bool]
@@ -318,27 +295,27 @@ class AllGatherDispatcher:
             return reduce_scatter_uneven(y, self.ep, sizes[self.expert_tp.rank])
         return begin_reduce_scatter(y, self.ep, self.meanwhile).land()
 
-    def plan(
-        self, routing: Routing, is_even: bool, begun: InFlight | None = None
-    ) -> tuple[RowPlan, list[list[int]]]:
+    def plan(self, routing: Routing, departure: Departure) -> tuple[RowPlan, list[list[int]]]:
         """Gather the choices of all ranks, and plan the rows of those that are computed here.
 
         Args:
             routing: of this rank's tokens.
-            is_even: as in ``dispatch``; without it the host waits.
-            begun: tokens on their way, before which no choice is there: it pauses first.
+            departure: of these. What runs beside tokens that have begun to travel begins
+                here. The host waits unless their numbers are even.
 
         Returns:
             The plan, in which rows may follow that belong to no expert, and the number of
             tokens of each rank, ``[expert_tp][ep]``.
         """
-        if begun is not None:
-            begun.pause()
+        if departure.begun is not None:
+            if departure.beside is not None:
+                departure.beside()
+            departure.begun.pause()
         ids, config = routing.ids, self.config
         if routing.keep is not None:
             ids = ids.where(routing.keep, config.num_experts)
         sizes = [[ids.shape[0]] * self.ep.size] * self.expert_tp.size
-        if not is_even:
+        if not departure.is_even:
             size = torch.tensor([[ids.shape[0]]], device=ids.device)
             sizes = all_gather(all_gather(size, self.ep, dim=1), self.expert_tp).tolist()
         num_local = config.num_experts // self.ep.size

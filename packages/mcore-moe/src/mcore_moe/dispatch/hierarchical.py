@@ -20,14 +20,13 @@ from torch import Tensor
 from mcore_moe.config import MoEConfig, one_step_option
 from mcore_moe.dispatch.dispatching import AllToAllDispatcher
 from mcore_moe.dispatch.permutation import permute, plan_rows, trimmed, unpermute
-from mcore_moe.dispatch.protocol import Beside, Dispatched
+from mcore_moe.dispatch.protocol import AT_ONCE, Departure, Dispatched, Dispatcher
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.async_collectives import InFlight
 from mcore_parallel.collectives import all_to_all
 from mcore_parallel.mesh import Axis
 
 
-class HierarchicalDispatcher:
+class HierarchicalDispatcher(Dispatcher):
     """Sends each token to the nodes of its experts, and there to their ranks, and back."""
 
     def __init__(self, config: MoEConfig, nodes: Axis, node: Axis) -> None:
@@ -45,17 +44,8 @@ class HierarchicalDispatcher:
         self.between = AllToAllDispatcher(config, nodes)
         self.within = AllToAllDispatcher(replace(inside, moe_dispatch_dtype=""), node)
 
-    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> None:
-        """Send nothing before it is routed."""
-
     def dispatch(
-        self,
-        x: Float[Tensor, "T D"],
-        routing: Routing,
-        *,
-        is_even: bool = False,  # noqa: ARG002
-        begun: InFlight | None = None,  # noqa: ARG002
-        beside: Beside | None = None,
+        self, x: Float[Tensor, "T D"], routing: Routing, departure: Departure = AT_ONCE
     ) -> Dispatched:
         """Exchange tokens, choices and weights between nodes, then rows within this one.
 
@@ -78,7 +68,7 @@ class HierarchicalDispatcher:
         own = own - self.nodes.rank * self.num_experts
         keep = (own >= 0) & (own < self.num_experts)
         here = Routing(own.where(keep, 0), probs, keep)
-        sent = self.within.dispatch(arrive(), here, beside=beside)
+        sent = self.within.dispatch(arrive(), here, departure)
         return replace(sent, handle=(sent.handle, plan, trip))
 
     def combine(self, y: Float[Tensor, "M D"], handle: Any) -> Float[Tensor, "T D"]:

@@ -35,33 +35,40 @@ class Dispatched:
     """State for ``combine`` of the same dispatcher."""
 
 
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """What is known of tokens that set out, and what runs beside them."""
+
+    is_even: bool = False
+    """Whether all ranks bring equally many tokens, so that none has to say how many; only
+    ``AllGatherDispatcher`` reads it."""
+    begun: InFlight | None = None
+    """What ``Dispatcher.begin`` returned for them."""
+    beside: Beside | None = None
+    """May be called, once, while they travel."""
+
+
+AT_ONCE = Departure()
+"""Any numbers of tokens, of which nothing travels yet, and nothing beside them."""
+
+
 @runtime_checkable
 class Dispatcher(Protocol):
     """Sends tokens to the ranks of their experts and returns the results."""
 
-    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> InFlight | None:
-        """Begin to send what travels wherever it is routed; None: nothing does."""
-        ...
+    def begin(
+        self,
+        x: Float[Tensor, "T D"],  # noqa: ARG002
+        *,
+        is_even: bool = False,  # noqa: ARG002
+    ) -> InFlight | None:
+        """Begin to send what travels wherever it is routed; None, as here: nothing does."""
+        return None
 
     def dispatch(
-        self,
-        x: Float[Tensor, "T D"],
-        routing: Routing,
-        *,
-        is_even: bool = False,
-        begun: InFlight | None = None,
-        beside: Beside | None = None,
+        self, x: Float[Tensor, "T D"], routing: Routing, departure: Departure = AT_ONCE
     ) -> Dispatched:
-        """Collect what this rank's experts compute.
-
-        Args:
-            x: tokens of this rank.
-            routing: of the tokens.
-            is_even: whether all ranks bring equally many tokens, so that none has to say how
-                many; only ``AllGatherDispatcher`` reads it.
-            begun: what ``begin`` returned for these tokens.
-            beside: may be called, once, while tokens travel.
-        """
+        """Collect what this rank's experts compute, of its tokens and their routing."""
         ...
 
     def combine(self, y: Float[Tensor, "M D"], handle: Any) -> Float[Tensor, "T D"]:

@@ -35,9 +35,8 @@ from mcore_moe.dispatch.permutation import (
     trimmed,
     unpermute,
 )
-from mcore_moe.dispatch.protocol import Beside
+from mcore_moe.dispatch.protocol import Beside, Departure
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.async_collectives import InFlight
 from mcore_parallel.recomputing import recompute
 
 Compute = Callable[[Tensor, Tensor, RowPlan], Tensor]
@@ -118,15 +117,12 @@ def run_with_fixed_rows(
     routing: Routing,
     experts: Compute,
     limit: float,
-    *,
-    is_even: bool,
-    begun: InFlight | None,
-    beside: Beside | None = None,
+    departure: Departure,
 ) -> Float[Tensor, "T D"]:
     """Gather, compute and reduce-scatter with tensors whose sizes do not depend on routing.
 
-    Communicates as the dispatcher does. The host waits for nothing if ``is_even``. Rows behind
-    those of the first part are computed again in backward.
+    Communicates as the dispatcher does. The host waits for nothing if all ranks bring equally
+    many tokens. Rows behind those of the first part are computed again in backward.
 
     Args:
         dispatcher: of these ranks.
@@ -135,14 +131,10 @@ def run_with_fixed_rows(
         experts: of this rank.
         limit: rows that a rank computes at once, in units of the mean over the ranks; as many
             as there are ranks of ``ep``: one part.
-        is_even: whether all ranks bring equally many tokens.
-        begun: what ``dispatcher.begin`` returned for the tokens.
-        beside: called while they travel, if they have begun.
+        departure: of the tokens; what runs beside them does so if they have begun to travel.
     """
-    if beside is not None and begun is not None:
-        beside()
-    plan, sizes = dispatcher.plan(routing, is_even, begun)
-    x = dispatcher.tokens(x, sizes, begun)
+    plan, sizes = dispatcher.plan(routing, departure)
+    x = dispatcher.tokens(x, sizes, departure.begun)
     probs = dispatcher.there(routing.probs, sizes)
     num_tokens, topk = plan.slots.shape
     ranks = dispatcher.ep.size
@@ -155,7 +147,7 @@ def run_with_fixed_rows(
             return experts(x, probs, plan_slice(plan, begin, min(size, worst - begin)))
 
         y = y + recompute(run, x, probs)
-    return dispatcher.combine(y, (sizes, is_even))
+    return dispatcher.combine(y, (sizes, departure.is_even))
 
 
 def _exchange(

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import plan_rows, trimmed
-from mcore_moe.dispatch.protocol import Beside, Dispatched
+from mcore_moe.dispatch.protocol import AT_ONCE, Departure, Dispatched, Dispatcher
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.async_collectives import InFlight
 from mcore_parallel.mesh import Axis
 
 
-class DeepEPDispatcher:
+class DeepEPDispatcher(Dispatcher):
     """Sends each token to the ranks of its experts and back, by DeepEP."""
 
     def __init__(
@@ -51,17 +50,11 @@ class DeepEPDispatcher:
         self.config, self.ep = config, ep
         self.make_buffer = make_buffer or _shared_buffer
 
-    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> None:
-        """Send nothing before it is routed."""
-
     def dispatch(
         self,
         x: Float[Tensor, "T D"],
         routing: Routing,
-        *,
-        is_even: bool = False,  # noqa: ARG002
-        begun: InFlight | None = None,  # noqa: ARG002
-        beside: Beside | None = None,  # noqa: ARG002
+        departure: Departure = AT_ONCE,  # noqa: ARG002
     ) -> Dispatched:
         """Send tokens with their choices and weights over ``ep``.
 
