@@ -18,6 +18,7 @@ from mcore_data.tokenizers.building import load_tokenizer
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
+from mcore_train.checkpoints.bases import check_model, model_description
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.checkpoints.origin import carried_files
 from mcore_train.checkpoints.resuming import load_run, take_snapshot
@@ -218,6 +219,22 @@ def test_a_model_that_no_family_can_say_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match="no Hugging Face family can say this model"):
         train(run, Reporter(None))
     assert run.iteration == 0
+
+
+def test_a_run_with_experts_may_balance_otherwise_and_a_dense_one_names_upcycle(tmp_path):
+    def plan(**fields):
+        return resolve(compose(TINY | MODELS["mixtral"] | fields), 1)
+
+    saved = model_description(plan())
+    free = {"moe_router_force_load_balancing": True, "moe_router_dtype": "fp32"}
+    check_model(saved, plan(moe_router_load_balancing_type="sinkhorn", **free), tmp_path)
+    with pytest.raises(ValueError, match=r"moe_router_topk: 2 there, 3 here\): leave these"):
+        check_model(saved, plan(moe_router_topk=3), tmp_path)
+    dense = model_description(plan(num_experts=0))
+    with pytest.raises(
+        ValueError, match=f"mcore-ckpt upcycle {tmp_path} --output DIR --num-ex"
+    ):
+        check_model(dense, plan(), tmp_path)
 
 
 def test_a_save_in_the_background_is_told_until_it_is_durable(tmp_path):

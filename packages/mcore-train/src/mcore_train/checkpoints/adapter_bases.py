@@ -32,7 +32,8 @@ FREE = frozenset(
         *("max_position_embeddings", "make_vocab_size_divisible_by"),
         *("init_method_std", "embedding_init_method_std"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
-        *("moe_input_jitter_eps", "moe_router_load_balancing_type"),
+        *("moe_input_jitter_eps", "moe_router_load_balancing_type", "moe_router_dtype"),
+        "moe_router_force_load_balancing",
         *("moe_router_bias_update_rate", "moe_expert_capacity_factor"),
         *("moe_pad_expert_input_to_capacity", "moe_token_drop_policy"),
         *("moe_token_dispatcher_type", "moe_expert_rows_limit", "moe_grouped_gemm"),
@@ -176,6 +177,12 @@ def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
         raise ValueError(
             f"{folder} holds a model of the family {family}, and this command trains "
             f"{here['family']}: use mcore-train {family}."
+        )
+    if (experts := here["moe"]["num_experts"]) and not saved["moe"].get("num_experts", 0):
+        raise ValueError(
+            f"{folder} holds a dense model: make it one with experts (mcore-ckpt upcycle "
+            f"{folder} --output DIR --num-experts {experts}), and load that, or leave "
+            "--num-experts out."
         )
     # Fields of a part that is off change nothing, whatever was saved of them.
     idle = {n for s in SWITCHES if not s.is_on(plan.config) for n in s.options}
