@@ -75,8 +75,8 @@ class MoEConfig:
     """Weight of the loss on large router logits; 1e-3 is a usual start."""
 
     moe_router_force_load_balancing: bool = False
-    """Give every expert as many tokens, whatever the scores, for benchmarks: the router then
-    learns weights only."""
+    """Give every expert as many tokens, and each token experts of several ranks, whatever the
+    scores, for benchmarks: the router then learns weights only."""
 
     moe_input_jitter_eps: float = 0.0
     """Multiply the router's input by uniform noise in [1-eps, 1+eps] in training."""
@@ -233,20 +233,30 @@ class MoEConfig:
                 "--moe-split-batch-overlap cuts what an all-to-all sends: use "
                 "--moe-token-dispatcher-type alltoall, or leave it out."
             )
+        self._check_deepep()
+        if self.moe_experts_dtype and not self.moe_grouped_gemm:
+            raise ValueError(
+                f"--moe-experts-dtype {self.moe_experts_dtype} multiplies in a grouped GEMM: "
+                "leave out --no-moe-grouped-gemm."
+            )
+
+    def _check_deepep(self) -> None:
+        if self.moe_token_dispatcher_type != "deepep":
+            return
         for name in (
             "moe_expert_rows_limit",
             "moe_dispatch_dtype",
             "moe_shared_expert_overlap",
         ):
-            if getattr(self, name) and self.moe_token_dispatcher_type == "deepep":
+            if getattr(self, name):
                 raise ValueError(
                     f"--{name.replace('_', '-')} has no effect with "
                     "--moe-token-dispatcher-type deepep: leave it out, or use alltoall."
                 )
-        if self.moe_experts_dtype and not self.moe_grouped_gemm:
+        if self.moe_router_dtype == "fp64":
             raise ValueError(
-                f"--moe-experts-dtype {self.moe_experts_dtype} multiplies in a grouped GEMM: "
-                "leave out --no-moe-grouped-gemm."
+                "--moe-token-dispatcher-type deepep sends weights in float32: use "
+                "--moe-router-dtype fp32, or alltoall."
             )
 
     def _check_capacity(self) -> None:

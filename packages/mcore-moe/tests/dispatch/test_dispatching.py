@@ -30,7 +30,7 @@ CASES = {
 }
 
 
-def routed_tokens(rank, kind):
+def routed_tokens(rank, kind, dtype=torch.float64):
     """Tokens, weights and choices of a rank: 4 tokens, none, 6, 1; or 4 on each."""
     number = 4 if kind == "equal" else (4, 0, 6, 1)[rank]
     generator = torch.Generator().manual_seed(rank)
@@ -39,7 +39,7 @@ def routed_tokens(rank, kind):
     if kind == "skewed":
         scores = scores * 0.01 + torch.tensor([0, 0, 1, 2.0])
     probs, ids = scores.topk(K)
-    return x, Routing(ids, probs.detach().requires_grad_())
+    return x, Routing(ids, probs.to(dtype).requires_grad_())
 
 
 def through(config, dispatcher, x, routing, first_expert=0, is_even=False):
@@ -73,16 +73,19 @@ def check_against_local(kind, dispatcher_type, etp):
         else:
             dispatcher = build_dispatcher(config, ctx.ep, ctx.expert_tp)
         local = build_dispatcher(config, SINGLE, SINGLE)
+        # DeepEP's weights are float32.
+        dtype = torch.float32 if dispatcher_type == "deepep" else torch.float64
         result = through(
             config,
             _summed_over_expert_tp(dispatcher, etp),
-            *routed_tokens(ctx.global_rank, kind),
+            *routed_tokens(ctx.global_rank, kind, dtype),
             first_expert=ctx.ep.rank * E // 2,
             is_even=kind == "equal",
         )
         expected = through(config, local, *routed_tokens(ctx.global_rank, kind))
         for a, b in zip(result[:3], expected[:3], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+            tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+            torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
         whole = all_reduce(expected[3], ctx.axis("expert_tp", "ep"))
         assert torch.equal(result[3], whole.view(2, -1)[ctx.ep.rank])
     ctx.destroy()
@@ -109,7 +112,10 @@ def test_tokens_that_travel_come_back_as_if_they_had_stayed(kind, dispatcher_typ
 
 
 class DeepEPBuffer:
-    """What DeepEP publishes of its ``Buffer``, by objects over gloo."""
+    """What DeepEP publishes of its ``Buffer``, by objects over gloo.
+
+    Signatures and types are those of its first version, whose tokens are bfloat16.
+    """
 
     def __init__(self, ep):
         self.ep = ep
@@ -119,7 +125,15 @@ class DeepEPBuffer:
         torch.distributed.all_gather_object(all_found, found.detach(), group=self.ep.group)
         return all_found
 
-    def get_dispatch_layout(self, topk_idx, num_experts):
+    def get_dispatch_layout(
+        self,
+        topk_idx,
+        num_experts,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        assert topk_idx.dtype == torch.int64
         owner = (topk_idx // (num_experts // self.ep.size)).where(topk_idx >= 0, self.ep.size)
         is_sent = torch.zeros(len(topk_idx), self.ep.size + 1, dtype=torch.bool)
         is_sent = is_sent.scatter(1, owner, True)[:, :-1]
@@ -136,8 +150,20 @@ class DeepEPBuffer:
         num_tokens_per_expert=None,
         topk_idx=None,
         topk_weights=None,
+        expert_alignment=1,
+        config=None,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
     ):
         is_first, rank = handle is None, self.ep.rank
+        assert x.dim() == 2
+        assert x.is_contiguous()
+        if is_first:
+            assert topk_idx.dtype == torch.int64
+            assert topk_weights.dtype == torch.float32
+        else:
+            assert topk_idx is topk_weights is None
         handle = self.everyones(is_token_in_rank) if is_first else handle
 
         def sent(found):
@@ -154,7 +180,19 @@ class DeepEPBuffer:
         own, weights = ids.where(is_here, -1), sent(topk_weights).where(is_here, 0)
         return sent(x), own, weights, counts, handle, None
 
-    def combine(self, x, handle, topk_weights=None):
+    def combine(
+        self,
+        x,
+        handle,
+        topk_weights=None,
+        config=None,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        assert x.is_contiguous()
+        assert topk_weights is None or topk_weights.dtype == torch.float32
+
         def summed(found):
             sizes = [int(is_sent[:, self.ep.rank].sum()) for is_sent in handle]
             is_own = handle[self.ep.rank]
@@ -182,7 +220,9 @@ def test_deepep_is_refused_by_name_where_it_is_missing_or_cannot_serve():
     with pytest.raises(ValueError, match="--expert-tensor-parallel-size 1, not 2"):
         build_dispatcher(config, two, two)
     with pytest.raises(ValueError, match="--moe-expert-rows-limit has no effect"):
-        MoEConfig(num_experts=E, moe_token_dispatcher_type="deepep", moe_expert_rows_limit=2)
+        replace(config, moe_expert_rows_limit=2.0)
+    with pytest.raises(ValueError, match="deepep sends weights in float32"):
+        replace(config, moe_router_dtype="fp64")
 
 
 def check_same_bits(repeats):

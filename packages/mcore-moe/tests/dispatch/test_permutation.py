@@ -7,7 +7,9 @@ from mcore_moe import permute, plan_rows, unpermute
 from mcore_moe.dispatch.permutation import (
     permute_probs,
     permute_reference,
+    plan_rows_plain,
     plan_slice,
+    trimmed,
     unpermute_reference,
     within_capacity,
 )
@@ -110,6 +112,17 @@ def test_gradients_of_probs_come_back_to_their_choices():
     probs = PROBS.clone().requires_grad_()
     permute_probs(probs, plan_rows(IDS, 4, keep)).sum().backward()
     assert torch.equal(probs.grad, keep.float())
+
+
+def test_a_plan_that_is_trimmed_forgets_rows_of_no_expert():
+    keep = within_capacity(IDS, PROBS, 4, capacity=1)
+    # As on a GPU: as many rows as choices, the last of them of no expert.
+    whole = plan_rows_plain(IDS.where(keep, 4), 4, has_all=True)
+    plan, wanted = trimmed(whole, int(keep.sum())), plan_rows(IDS, 4, keep)
+    for name in ("choices", "slots", "offsets"):
+        assert torch.equal(getattr(plan, name), getattr(wanted, name)), name
+    assert not plan.is_complete
+    assert plan.is_dense
 
 
 def test_a_part_behind_the_last_row_is_empty_where_the_rows_fill_one_part():

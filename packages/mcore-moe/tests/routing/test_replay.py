@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mcore_moe import MoEConfig, MoELayer, finish_step, record_routing, replay_routing
+from mcore_moe.routing.topk import balanced_ids
 from mcore_parallel.recomputing import recompute
 
 
@@ -78,6 +79,9 @@ def test_forced_balance_gives_every_expert_as_many_tokens(kind):
     y.square().sum().backward()
     assert finish_step(layer)["router"].counts.tolist() == [3] * 6
     assert layer.router.weight.grad.abs().sum() > 0
+    # On four ranks no token's two experts, of eight, are neighbours.
+    ids = balanced_ids(16, MoEConfig(num_experts=8), torch.device("cpu"))
+    assert (ids[:, 0] // 2 != ids[:, 1] // 2).all()
 
 
 def test_padding_gets_no_expert_and_takes_no_room():

@@ -5,6 +5,7 @@ Where scores are equal the expert with the lower number wins, on every device.
 """
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -90,10 +91,16 @@ def scaled(probs: Float[Tensor, "T k"], config: MoEConfig) -> Float[Tensor, "T k
 def balanced_ids(
     num_tokens: int, config: MoEConfig, device: torch.device
 ) -> Int[Tensor, "T k"]:
-    """Return choices that give every expert as many tokens, whatever the tokens are."""
-    topk = config.moe_router_topk
+    """Return choices that give every expert as many tokens, whatever the tokens are.
+
+    Experts come in the order of a stride near the golden section, so that those of a token lie
+    on as many ranks as experts that were chosen at random, and more.
+    """
+    topk, num_experts = config.moe_router_topk, config.num_experts
+    strides = range(max(1, round(0.618 * num_experts)), num_experts + 2)
+    stride = next(n for n in strides if gcd(n, num_experts) == 1)
     choices = torch.arange(num_tokens * topk, device=device).view(num_tokens, topk)
-    return choices % config.num_experts
+    return choices * stride % num_experts
 
 
 def limited(
