@@ -20,34 +20,65 @@ BLOCK = 128
 _SMALLEST = 2.0**-100
 _LINES, _BLOCKS, _SQUARES = 0, 1, 2
 _WARPS = 8
+_STRIP = 32, 256
+"""Rows of a step and columns of a program that looks for the largest magnitudes."""
+_STEPS = 32, 8
+"""Of such a program, where there is much to read and where there is less."""
+
+
+@triton.jit
+@no_type_check
+def _magnitude_bits(value):
+    # Bits of non-negative floats are ordered as the floats are, infinity and NaN on top; as
+    # integers of 16 bits they take half the registers.
+    return value.to(tl.int16, bitcast=True) & 0x7FFF
+
+
+@triton.jit
+@no_type_check
+def _widened(bits, KIND: tl.constexpr):
+    # The reduction widened them. As int32 the bits of a float32 are ordered, too.
+    bits = bits.to(tl.int16).to(KIND, bitcast=True)
+    return bits.to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 @no_type_check
 def _tops(value, IS_SQUARE: tl.constexpr):
-    # Bits of non-negative floats are ordered as the floats are, infinity and NaN on top; as
-    # integers of 16 bits they take half the registers.
-    tops = tl.max(value.to(tl.int16, bitcast=True) & 0x7FFF, 1)
+    tops = tl.max(_magnitude_bits(value), 1)
     if IS_SQUARE:
         tops = tl.zeros_like(tops) + tl.max(tops, 0)
-    tops = tops.to(tl.int16)  # which the reduction widened
-    return tops.to(value.dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    return _widened(tops, value.dtype)
 
 
 @triton.jit
 @no_type_check
-def _largest_of_lines(x, row_tops, column_tops, num_rows, width, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+def _largest_of_lines(
+    x,
+    row_tops,
+    column_tops,
+    num_rows,
+    width,
+    HEIGHT: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    # One program: STEPS times HEIGHT rows of WIDTH columns, so few that a warp holds each row.
+    column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     matrix = tl.program_id(2).to(tl.int64)
     x += matrix * num_rows * width
     row_tops += matrix * num_rows
     column_tops += matrix * width
-    inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    value = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0)
-    tops = _tops(value, False)
-    tl.atomic_max(row_tops + row, tops, mask=row < num_rows, sem="relaxed")
-    tops = _tops(tl.trans(value), False)
+    most = tl.zeros((HEIGHT, WIDTH), dtype=tl.int16)
+    for step in range(STEPS):
+        row = (tl.program_id(0).to(tl.int64) * STEPS + step) * HEIGHT + tl.arange(0, HEIGHT)
+        inside = (row < num_rows)[:, None] & (column < width)[None, :]
+        value = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0)
+        bits = _magnitude_bits(value)
+        most = tl.maximum(most, bits)
+        tops = _widened(tl.max(bits, 1), value.dtype)
+        tl.atomic_max(row_tops + row, tops, mask=row < num_rows, sem="relaxed")
+    tops = _widened(tl.max(most, 0), x.dtype.element_ty)
     tl.atomic_max(column_tops + column, tops, mask=column < width, sem="relaxed")
 
 
@@ -153,8 +184,11 @@ def largest_of_lines(
         torch.zeros(*lead, size, dtype=torch.int32, device=x.device)
         for size in (num_rows, width)
     )
-    _largest_of_lines[_grid(x)](
-        x, row_tops, column_tops, num_rows, width, BLOCK, num_warps=_WARPS
+    height, columns = _STRIP
+    steps = _STEPS[x.numel() < 2**28]
+    grid = -(-num_rows // (height * steps)), -(-width // columns), prod(lead)
+    _largest_of_lines[grid](
+        x, row_tops, column_tops, num_rows, width, height, steps, columns, num_warps=_WARPS
     )
     return row_tops.view(torch.float32), column_tops.view(torch.float32)
 
