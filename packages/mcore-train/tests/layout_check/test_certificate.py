@@ -5,12 +5,15 @@ from dataclasses import replace
 
 import torch
 
+from mcore_parallel.precision.config import Fp8Config
+from mcore_parallel.precision.fp8_cast import cast_rows, dequantized
 from mcore_train.layout_check.certificate import (
     Certificate,
     Line,
     compare,
     compare_rounded,
     draw,
+    rounding_band,
     tensor_class,
     vanishing,
 )
@@ -104,6 +107,20 @@ def test_rounding_may_be_as_wide_as_twice_that_of_one_rank():
     assert not failed(compare_rounded(trial(shift=0.07), off, trial(), 1.6e-2))
     assert failed(compare_rounded(further, off, trial(), 1.6e-2))
     assert failed(compare_rounded(off, trial(), trial(), 1.6e-2))
+
+
+def test_a_last_bit_that_sends_numbers_to_another_fp8_number_is_no_fault_of_the_layout():
+    middle = torch.tensor([[116 / 112, 4.0]])  # scaled by 112: between 112 and 120
+    one, other = (
+        dequantized(*cast_rows(x, torch.tensor([4.0]), torch.float8_e4m3fn))[0]
+        for x in (middle * (1 - 1e-6), middle * (1 + 1e-6))
+    )
+    fp8 = Fp8Config(fp8_format="hybrid")
+    far = float((one - other).abs().max() / one.abs().max())
+    assert rounding_band(torch.float32, Fp8Config()) < far < rounding_band(torch.float32, fp8)
+    assert rounding_band(torch.bfloat16, fp8) < rounding_band(
+        torch.bfloat16, Fp8Config(fp8_format="e4m3", fp8_recipe="nvfp4")
+    )
 
 
 def test_json_says_each_error_and_the_verdict():

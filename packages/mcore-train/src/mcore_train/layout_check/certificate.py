@@ -15,6 +15,7 @@ from math import isnan, nan
 import torch
 from torch import Tensor
 
+from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.testing.layout_comparison import EXACT, tensor_errors
 from mcore_train.layout_check.trial import Trial
 
@@ -25,6 +26,10 @@ BANDS: dict[torch.dtype, float] = {
 }
 """The formats that people train in, beside float64. Where one rank's own worst tensor is
 further off than half of that, twice its distance: rounding sets it, not the layout."""
+FP8_BAND, FP4_BAND = 2.0**-4, 2.0**-2
+"""Of runs in few bits: a last bit of 32 or 16 sends a number near the middle of two to
+either of them, and one rank's own distance says little of which. What all roundings of a
+gradient cost together, 6 and 15 %, is the most that others can."""
 VANISHING = 1e-12
 """Share of the model's largest gradient below which a gradient is rounding."""
 
@@ -99,6 +104,12 @@ def compare(trial: Trial, oracle: Trial, tolerance: float = EXACT) -> list[Line]
     return lines
 
 
+def rounding_band(dtype: torch.dtype, fp8: Fp8Config) -> float:
+    """Return how far off a run's own format may be, of GEMMs in few bits too."""
+    narrow = FP4_BAND if fp8.fp8_recipe == "nvfp4" else FP8_BAND
+    return max(BANDS[dtype], narrow if fp8.fp8_format else 0.0)
+
+
 def compare_rounded(trial: Trial, alone: Trial, oracle: Trial, band: float) -> list[Line]:
     """Hold a trial in the run's own format to one rank's in float64.
 
@@ -106,7 +117,7 @@ def compare_rounded(trial: Trial, alone: Trial, oracle: Trial, band: float) -> l
         trial: of the layout.
         alone: of one rank in the same format: its distance is that of rounding alone.
         oracle: of one rank in float64.
-        band: of the format, see ``BANDS``.
+        band: of the format, see ``rounding_band``.
     """
     # Weights after steps are left out: AdamW's first steps are signs, which rounding flips.
     rounding: dict[str, float] = {}

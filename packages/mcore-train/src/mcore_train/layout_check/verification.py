@@ -26,12 +26,12 @@ from mcore_parallel.testing.layout_comparison import EXACT
 from mcore_parallel.testing.worker_pool import Pool
 from mcore_train.composition import FAMILY_COMMANDS, Command, TrainConfig, Verified
 from mcore_train.layout_check.certificate import (
-    BANDS,
     Certificate,
     Line,
     compare,
     compare_rounded,
     draw,
+    rounding_band,
 )
 from mcore_train.layout_check.dropout_streams import noise_faults
 from mcore_train.layout_check.path_signature import cuts_vectors
@@ -246,9 +246,8 @@ def _compare(
         lines = [*compare(exact, oracle, EXACT), *noise]
         lines.append(_reread(exact, oracle_plan, single, folder))
         lone = run_trial(replace(alone(plan), train_iters=1), single, rows, dtype=dtype)
-        lines += _in_own_format(
-            plan.dtype, compare_rounded(rounded, lone, oracle, BANDS[dtype])
-        )
+        band = rounding_band(dtype, plan.config.fp8)
+        lines += _in_own_format(plan.dtype, compare_rounded(rounded, lone, oracle, band))
         certificate = Certificate(
             layout=describe_layout(small.config.parallelism, small.world_size),
             dtype=f"float64 and {plan.dtype}",
