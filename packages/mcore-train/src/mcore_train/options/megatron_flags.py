@@ -40,6 +40,7 @@ SPELLINGS: dict[str, Spelling] = {
     "--use-flash-attn": Spelling(note="the fastest attention present is used anyway"),
     "--manual-gc": Spelling(note="on anyway, every --manual-gc-interval steps"),
     "--use-precision-aware-optimizer": Spelling(note="--exp-avg-dtype alone turns it on"),
+    "--precision-aware-optimizer": Spelling(note="--exp-avg-dtype alone turns it on"),
     "--enable-cuda-graph": Spelling(("--cuda-graph-impl", "full_iteration")),
     "--lora-rank": Spelling(("--lora-dim",)),
     "--hybrid-layer-pattern": Spelling(("--hybrid-override-pattern",)),
@@ -126,6 +127,9 @@ INSTEAD: dict[str, str] = {
     ),
     ("--fp8-margin --fp8-interval --fp8-quantizer-factory --fp8-output-proj --no-fp8-wgrad"): (
         "use --fp8-format with a --fp8-recipe: all three GEMMs of a linear, no margin."
+    ),
+    "--fp8-amax-reduction-group --tp-only-amax-red": (
+        "all ranks that share a layer agree, over tensor, context and data: leave it out."
     ),
     "--reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache": (
         "use --fp8-param-gather to gather weights in fp8; they are cast once a step."
