@@ -1,5 +1,6 @@
 """One rank against many, for every way of spreading experts: outputs, losses, gradients."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -201,7 +202,9 @@ def test_tokens_that_cross_nodes_once_give_the_gradients_of_one_rank(spread):
 
 
 def test_all_tokens_on_few_experts_leave_ranks_without_rows():
-    run_layouts(["ep4", "tp2 cp2 expert_tp2 ep2"], "skewed")
+    names = ["ep4", "tp2 cp2 expert_tp2 ep2"]
+    run_layouts(names, "skewed")
+    run_layouts(names, "skewed", masked=True, moe_token_dispatcher_type="allgather")
 
 
 @pytest.mark.parametrize(
@@ -267,17 +270,24 @@ def check_order():
         y, _ = layer(x)
     with Launches() as backward:
         y.sum().backward()
+    shared = {"moe_shared_expert_intermediate_size": 4, "moe_shared_expert_overlap": True}
+    layer = build(replace(moe, moe_split_batch_overlap=False, **shared), ep=ctx.ep)
+    layer(torch.ones(4, D, dtype=torch.float64))
+    with Launches() as beside:
+        layer(x)
     ctx.destroy()
-    return forward.seen, backward.seen
+    return forward.seen, backward.seen, beside.seen
 
 
-def test_each_half_of_a_split_batch_computes_while_the_other_travels():
+def test_halves_of_a_batch_and_the_shared_expert_compute_while_tokens_travel():
     half = ["depart", "depart", "arrive", "gemm", "depart", "arrive", "gemm", "depart"]
-    for forward, backward in run_ranks(check_order, 2):
+    for forward, backward, beside in run_ranks(check_order, 2):
         begin = forward.index("depart")  # the router's GEMM is before
         assert forward[begin:] == [*half, "arrive", "arrive"]
         assert backward[: backward.index("gemm") + 5] == half
         assert backward.count("depart") == backward.count("arrive") == 4
+        apart = ["depart", "gemm", "arrive", "gemm", "depart", "arrive"]
+        assert beside[beside.index("depart") :] == apart
 
 
 def test_padding_stays_with_its_tokens_on_strided_groups():
