@@ -75,11 +75,19 @@ class GradSlot:
         else:
             self.main.add_(gradient)
 
-    def put_off(self, work: Callable[[], object]) -> None:
-        """Give the queue one of a backward pass's works, each of which ends in ``ready``."""
-        assert self.queue is not None
-        self._num_put_off += 1
-        self.queue.put(work)
+    def take(self, add: Callable[..., object]) -> None:
+        """Let ``add(main, overwrite=...)`` add a gradient, at once or when the queue does."""
+
+        def work() -> None:
+            assert self.main is not None
+            add(self.main, overwrite=self.take_stale())
+            self.ready()
+
+        if self.queue is None:
+            work()
+        else:
+            self._num_put_off += 1
+            self.queue.put(work)
 
     def ready(self) -> None:
         """Say that an operation has added its gradient, the last one if none is put off."""

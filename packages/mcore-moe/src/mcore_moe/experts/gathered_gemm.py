@@ -6,6 +6,7 @@ their rows. ``permute``, ``grouped_linear`` and ``unpermute`` in turn are the re
 tokens are cast before they become rows, and the rows are copies of a byte a number.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,14 +136,5 @@ def _weight_gradient(
         gradient = torch.empty_like(weight)
         add_weight_gradient(gradient, **factors, overwrite=True)
         return gradient
-
-    def add() -> None:
-        assert slot.main is not None
-        add_weight_gradient(slot.main, **factors, overwrite=slot.take_stale())
-        slot.ready()
-
-    if slot.queue is None:
-        add()
-    else:
-        slot.put_off(add)
+    slot.take(partial(add_weight_gradient, **factors))
     return None

@@ -7,6 +7,7 @@ once or, for pipeline schedules that split backward, later.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,17 +163,14 @@ def take_weight_gradient(
         gradient = torch.empty_like(weight)
         add_weight_gradient_plain(gradient, grad, x, offsets, overwrite=True)
         return gradient
-    if slot.queue is not None:
-        slot.put_off(lambda: _add_weight_gradient(slot, grad, x, offsets))
-    else:
-        _add_weight_gradient(slot, grad, x, offsets)
+    slot.take(partial(_add_weight_gradient, grad=grad, x=x, offsets=offsets))
     return None
 
 
-def _add_weight_gradient(slot: GradSlot, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
-    """Add the gradient of stacked weights to their main gradient, and say so."""
-    main, overwrite = slot.main, slot.take_stale()
-    assert main is not None
+def _add_weight_gradient(
+    main: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, *, overwrite: bool
+) -> None:
+    """Add the gradient of stacked weights by the fastest GEMM that is there."""
     if x.shape[0] and grad.shape[0] and quack_gemm.usable(x, main):
         quack_gemm.add_weight_gradient(main, grad, x, offsets, overwrite=overwrite)
     elif _has_accumulating_kernel(main, x):
@@ -184,7 +182,6 @@ def _add_weight_gradient(slot: GradSlot, grad: Tensor, x: Tensor, offsets: Tenso
         main.copy_(total) if overwrite else main.add_(total)
     else:
         add_weight_gradient_plain(main, grad, x, offsets, overwrite=overwrite)
-    slot.ready()
 
 
 def add_weight_gradient_plain(

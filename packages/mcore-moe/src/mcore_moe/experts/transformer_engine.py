@@ -3,6 +3,7 @@
 The host waits for the number of rows of every expert, which that GEMM takes as integers.
 """
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -11,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_parallel.autocasting import cast_factor
-from mcore_parallel.grad_slot import GradSlot, slot_of
+from mcore_parallel.grad_slot import slot_of
 
 
 def transformer_engine_linear(
@@ -43,23 +44,14 @@ class _Grouped(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = torch.zeros_like(x)
             _multiply(weight, grad, ctx.sizes, grad_x, "NN")
-        slot = ctx.slot
-        if ctx.needs_input_grad[1] and slot is None:
-            grad_weight = torch.zeros_like(weight)
-            _add_weight_gradient(grad_weight, grad, x, ctx.sizes)
-        elif ctx.needs_input_grad[1] and slot.queue is not None:
-            slot.put_off(lambda: _into(slot, grad, x, ctx.sizes))
-        elif ctx.needs_input_grad[1]:
-            _into(slot, grad, x, ctx.sizes)
+        if ctx.needs_input_grad[1]:
+            add = partial(_add_weight_gradient, grad=grad, x=x, sizes=ctx.sizes)
+            if ctx.slot is None:
+                grad_weight = torch.empty_like(weight)
+                add(grad_weight, overwrite=True)
+            else:
+                ctx.slot.take(add)
         return grad_x, grad_weight, None
-
-
-def _into(slot: GradSlot, grad: Tensor, x: Tensor, sizes: list[int]) -> None:
-    assert slot.main is not None
-    if slot.take_stale():
-        slot.main.zero_()
-    _add_weight_gradient(slot.main, grad, x, sizes)
-    slot.ready()
 
 
 def _multiply(
@@ -86,9 +78,16 @@ def _multiply(
 
 
 def _add_weight_gradient(
-    total: Float[Tensor, "e N K"], grad: Tensor, x: Tensor, sizes: list[int]
+    total: Float[Tensor, "e N K"],
+    grad: Tensor,
+    x: Tensor,
+    sizes: list[int],
+    *,
+    overwrite: bool,
 ) -> None:
     """Add the gradient of every expert that has rows."""
+    if overwrite:
+        total.zero_()
     chosen = [expert for expert, size in enumerate(sizes) if size]
     if not chosen:
         return
