@@ -128,29 +128,28 @@ def check_loss():
 
 
 def check_norms():
-    for kind in (RMSNorm, LayerNorm):
-        norm = kind(130, zero_centered=kind is RMSNorm)
+    for norm in (RMSNorm(130, zero_centered=True), LayerNorm(130), LayerNorm(130, bias=False)):
         parameters = list(norm.parameters())
         for parameter in parameters:
             torch.nn.init.normal_(parameter)
-        bias = getattr(norm, "bias", None)
+        own = norm.parameters_of_kernel()
         options = {"epsilon": norm.epsilon, "offset": float(norm.zero_centered)}
         x, branch, dy, dtotal = (torch.randn(5, 2, 130) for _ in range(4))
         x.requires_grad_()
         branch.requires_grad_()
         want = norm.add_and_norm(x, branch)
-        got = fused_add_and_norm(x, branch, norm.weight, bias, **options)
+        got = fused_add_and_norm(x, branch, *own, **options)
         compare(got, want)
         grads = [
             torch.autograd.grad(y, [x, branch, *parameters], [dy, dtotal]) for y in (got, want)
         ]
         compare(*grads)
-        want, got = norm(x), fused_norm(x, norm.weight, bias, **options)
+        want, got = norm(x), fused_norm(x, *own, **options)
         expected = torch.autograd.grad(want, [x, *parameters], dy)
         compare([got, *torch.autograd.grad(got, [x, *parameters], dy)], [want, *expected])
         for parameter in parameters:
             grad_slot(parameter).main = torch.ones_like(parameter)
-        fused_norm(x, norm.weight, bias, **options).backward(dy)
+        fused_norm(x, *own, **options).backward(dy)
         assert all(parameter.grad is None for parameter in parameters)
         compare([grad_slot(parameter).main - 1 for parameter in parameters], expected[1:])
 

@@ -1,5 +1,7 @@
 """Triton kernels against plain float64 torch, forward and gradients, on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,7 +70,7 @@ def test_rotary_split_equals_plain_torch(dtype, n, g, size):
     assert error(x.grad, wide.grad) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm", "LayerNorm without bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_branch", [True, False])
 @pytest.mark.parametrize("into_main_grad", [True, False])
@@ -80,12 +82,12 @@ def test_norms_with_their_addition_equal_plain_float64(
 
     torch.manual_seed(0)
     zero_centered = width == 300
-    fast = getattr(norm, kind)(width, zero_centered=zero_centered, device="cuda", dtype=dtype)
+    more = {"bias": False} if "without" in kind else {}
+    make = partial(getattr(norm, kind.split()[0]), width, zero_centered=zero_centered, **more)
+    fast = make(device="cuda", dtype=dtype)
     for parameter in fast.parameters():
         torch.nn.init.normal_(parameter)
-    slow = getattr(norm, kind)(
-        width, zero_centered=zero_centered, device="cuda", dtype=torch.float64
-    )
+    slow = make(device="cuda", dtype=torch.float64)
     slow.load_state_dict(fast.state_dict())
     inputs = [torch.randn(rows, 1, width, device="cuda", dtype=dtype) for _ in range(4)]
     if into_main_grad:

@@ -8,6 +8,7 @@ Norms of the residual stream come after an addition: ``add_and_norm`` makes both
 one kernel.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -29,13 +30,10 @@ NormKernel = Callable[..., Tensor]
 """Called with x, weight, bias (None: RMSNorm), ``epsilon`` and ``offset`` of the weight."""
 
 
-class RMSNorm(nn.Module):
-    """Divide by the root mean square, times a learned weight.
+class _Norm(nn.Module, ABC):
+    """What RMSNorm and LayerNorm share: a weight, a kernel, and the addition before.
 
     Statistics are float32 or wider; the result has the input's dtype.
-
-    Reference:
-        Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
     def __init__(
@@ -68,76 +66,71 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Norm the last dimension."""
-        if self.kernel is not None:
-            return self.kernel(x, *_parameters(self), **_constants(self))
-        if _has_kernel(x):
-            return _kernels().fused_norm(x, *_parameters(self), **_constants(self))
+        kernel = self.kernel or (_kernels().fused_norm if _has_kernel(x) else None)
+        if kernel is not None:
+            return kernel(x, *self.parameters_of_kernel(), **self._constants())
         weight = self.weight + 1 if self.zero_centered else self.weight
         wide = torch.promote_types(x.dtype, weight.dtype)  # they differ under autocast
-        return F.rms_norm(x.to(wide), weight.shape, weight, self.epsilon).to(x.dtype)
+        return self._plain(x.to(wide), weight).to(x.dtype)
 
     def add_and_norm(
         self, x: Float[Tensor, "*B D"], branch: Float[Tensor, "*B D"]
     ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
         """Return the norm of ``x + branch``, and the sum."""
-        return _add_and_norm(self, x, branch)
+        if self.kernel is None and _has_kernel(x):
+            parameters = self.parameters_of_kernel()
+            return _kernels().fused_add_and_norm(x, branch, *parameters, **self._constants())
+        total = x + branch
+        return self(total), total
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the weight, see ``mcore_parallel.sharding``."""
-        return _layouts(self)
+        """Describe the parameters, see ``mcore_parallel.sharding``."""
+        return {
+            name: whole("", tuple(parameter.shape), self.replicas, self.partial)
+            for name, parameter in self.named_parameters(recurse=False)
+        }
+
+    def parameters_of_kernel(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias as kernels take them: without a bias they take RMSNorm."""
+        return self.weight, None
+
+    def _constants(self) -> dict[str, float]:
+        return {"epsilon": self.epsilon, "offset": float(self.zero_centered)}
+
+    @abstractmethod
+    def _plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Norm by torch's own operations."""
 
 
-class LayerNorm(nn.Module):
+class RMSNorm(_Norm):
+    """Divide by the root mean square, times a learned weight.
+
+    Reference:
+        Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+
+    def _plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.epsilon)
+
+
+class LayerNorm(_Norm):
     """Subtract the mean, divide by the standard deviation, times a weight, plus any bias.
-
-    Statistics are float32 or wider; the result has the input's dtype.
 
     Reference:
         Ba et al. 2016, arXiv:1607.06450.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        epsilon: float = 1e-5,
-        zero_centered: bool = False,
-        bias: bool = True,
-        replicas: Axis = SINGLE,
-        partial: Axis = SINGLE,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, size: int, *, bias: bool = True, **options: Any) -> None:
         """Allocate weight and, with ``bias``, a bias: the identity; see ``RMSNorm``."""
-        super().__init__()
-        self.epsilon, self.zero_centered = epsilon, zero_centered
-        self.replicas, self.partial = replicas, partial
-        self.kernel: NormKernel | None = None
-        self.weight = _identity(size, zero_centered, device, dtype)
-        zeros = torch.zeros(size, device=device, dtype=dtype) if bias else None
-        self.bias = None if zeros is None else nn.Parameter(zeros)
+        super().__init__(size, **options)
+        self.bias = nn.Parameter(torch.zeros_like(self.weight)) if bias else None
 
-    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        """Norm the last dimension."""
-        if self.kernel is not None:
-            bias = torch.zeros_like(self.weight) if self.bias is None else self.bias
-            return self.kernel(x, self.weight, bias, **_constants(self))
-        if _has_kernel(x):
-            return _kernels().fused_norm(x, *_parameters(self), **_constants(self))
-        weight = self.weight + 1 if self.zero_centered else self.weight
-        wide = torch.promote_types(x.dtype, weight.dtype)  # they differ under autocast
-        normed = F.layer_norm(x.to(wide), weight.shape, weight, self.bias, self.epsilon)
-        return normed.to(x.dtype)
+    def parameters_of_kernel(self) -> tuple[Tensor, Tensor]:
+        """Return weight and bias; zeros where there is none."""
+        return self.weight, torch.zeros_like(self.weight) if self.bias is None else self.bias
 
-    def add_and_norm(
-        self, x: Float[Tensor, "*B D"], branch: Float[Tensor, "*B D"]
-    ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
-        """Return the norm of ``x + branch``, and the sum."""
-        return _add_and_norm(self, x, branch)
-
-    def layouts(self) -> dict[str, ParamLayout]:
-        """Describe weight and bias, see ``mcore_parallel.sharding``."""
-        return _layouts(self)
+    def _plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
 
 
 def build_norm(
@@ -216,15 +209,6 @@ def l2_normed(x: Float[Tensor, "*B H"], epsilon: float) -> Float[Tensor, "*B H"]
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
-def _add_and_norm(
-    norm: RMSNorm | LayerNorm, x: Tensor, branch: Tensor
-) -> tuple[Tensor, Tensor]:
-    if norm.kernel is None and _has_kernel(x):
-        return _kernels().fused_add_and_norm(x, branch, *_parameters(norm), **_constants(norm))
-    total = x + branch
-    return norm(total), total
-
-
 def _has_kernel(x: Tensor) -> bool:
     """Say whether the kernel is the faster way: compilers fuse plain torch as well."""
     return (
@@ -259,14 +243,6 @@ def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor,
 NORM_KERNELS = OptionalKernel("norms in Triton", ("triton",), _try_kernels)
 
 
-def _parameters(norm: RMSNorm | LayerNorm) -> tuple[Tensor, Tensor | None]:
-    return norm.weight, norm.bias if isinstance(norm, LayerNorm) else None
-
-
-def _constants(norm: RMSNorm | LayerNorm) -> dict[str, float]:
-    return {"epsilon": norm.epsilon, "offset": float(norm.zero_centered)}
-
-
 def _identity(
     size: int,
     zero_centered: bool,
@@ -275,10 +251,3 @@ def _identity(
 ) -> nn.Parameter:
     value = 0.0 if zero_centered else 1.0
     return nn.Parameter(torch.full((size,), value, device=device, dtype=dtype))
-
-
-def _layouts(norm: RMSNorm | LayerNorm) -> dict[str, ParamLayout]:
-    return {
-        name: whole("", tuple(parameter.shape), norm.replicas, norm.partial)
-        for name, parameter in norm.named_parameters(recurse=False)
-    }
