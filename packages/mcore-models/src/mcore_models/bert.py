@@ -226,13 +226,6 @@ class BERT(StageModel):
             masks[SOP_LOSS] = batch[ROW_MASK] * float(self.cp.rank == 0)
         return masks
 
-    def losses(
-        self, output: Payload, batch: MicroBatch, weights: Mapping[str, Tensor]
-    ) -> Mapping[str, Float[Tensor, ""]]:
-        """Sum each loss with its weights."""
-        found = self.unreduced_losses(output, batch)
-        return {name: (loss * weights[name]).sum() for name, loss in found.items()}
-
     def unreduced_losses(
         self, output: Payload, batch: MicroBatch
     ) -> Mapping[str, Float[Tensor, "..."]]:
@@ -252,11 +245,6 @@ class BERT(StageModel):
             wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
             found[SOP_LOSS] = F.cross_entropy(wide, batch[IS_RANDOM], reduction="none")
         return found
-
-    def stage_logits(self, output: Payload) -> Float[Tensor, "S B v"]:
-        """Return ``logits``."""
-        assert isinstance(output, Tensor)
-        return self.logits(output)
 
     def _embed(self, tokens: Tensor, types: Tensor | None) -> Tensor:
         num_tokens = tokens.shape[1]

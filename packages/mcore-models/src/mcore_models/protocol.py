@@ -206,7 +206,6 @@ class TrainableModel(nn.Module, ABC):
             By name of the loss, of the shape that ``unreduced_losses`` gives it.
         """
 
-    @abstractmethod
     def losses(
         self, output: Payload, batch: MicroBatch, weights: Mapping[str, Tensor]
     ) -> Mapping[str, Float[Tensor, ""]]:
@@ -217,6 +216,8 @@ class TrainableModel(nn.Module, ABC):
             batch: the same.
             weights: of each token loss: mask x coefficient / global count.
         """
+        found = self.unreduced_losses(output, batch)
+        return {name: (loss * weights[name]).sum() for name, loss in found.items()}
 
     @abstractmethod
     def unreduced_losses(
@@ -230,8 +231,17 @@ class TrainableModel(nn.Module, ABC):
         """
 
     @abstractmethod
+    def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
+        """Score the vocabulary: this rank's slice of it, padding included.
+
+        Args:
+            hidden: that the head reads, of ``forward`` on the last stage.
+        """
+
     def stage_logits(self, output: Payload) -> Float[Tensor, "S B v"]:
-        """Score the vocabulary: this rank's slice of it, padding included."""
+        """Return ``logits`` of what ``run_stage`` returned on the last stage."""
+        assert isinstance(output, Tensor)
+        return self.logits(output)
 
 
 class LanguageModel(TrainableModel):
@@ -256,14 +266,6 @@ class LanguageModel(TrainableModel):
 
         Returns:
             The hidden state, and this stage's auxiliary losses, coefficients included.
-        """
-
-    @abstractmethod
-    def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
-        """Score the vocabulary: this rank's slice of it, padding included.
-
-        Args:
-            hidden: of ``forward`` on the last stage.
         """
 
     @abstractmethod
@@ -327,11 +329,6 @@ class LanguageModel(TrainableModel):
         """Return ``token_losses``."""
         assert isinstance(output, Tensor)
         return {LM_LOSS: self.token_losses(output, batch[LABELS])}
-
-    def stage_logits(self, output: Payload) -> Float[Tensor, "S B v"]:
-        """Return ``logits``."""
-        assert isinstance(output, Tensor)
-        return self.logits(output)
 
 
 def share_embedding(chunks: Sequence[nn.Module]) -> None:

@@ -228,13 +228,6 @@ class T5(StageModel):
         """Real tokens of the decoder."""
         return {LM_LOSS: batch[LOSS_MASK]}
 
-    def losses(
-        self, output: Payload, batch: MicroBatch, weights: Mapping[str, Tensor]
-    ) -> Mapping[str, Float[Tensor, ""]]:
-        """Sum the loss with its weights."""
-        found = self.unreduced_losses(output, batch)
-        return {name: (loss * weights[name]).sum() for name, loss in found.items()}
-
     def unreduced_losses(
         self, output: Payload, batch: MicroBatch
     ) -> Mapping[str, Float[Tensor, "..."]]:
@@ -248,11 +241,6 @@ class T5(StageModel):
             axis=self.tp,
         )
         return {LM_LOSS: losses.t()}
-
-    def stage_logits(self, output: Payload) -> Float[Tensor, "S B v"]:
-        """Return ``logits``."""
-        assert isinstance(output, Tensor)
-        return self.logits(output)
 
     def _run(self, stack: T5Stack, x: Tensor, inputs: MaskedInputs) -> Tensor:
         blocks = list(stack.blocks.values())
