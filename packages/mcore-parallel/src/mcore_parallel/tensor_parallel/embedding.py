@@ -30,13 +30,8 @@ def padded_vocab(vocab_size: int, divisor: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-class VocabParallelEmbedding(nn.Module):
-    """Rows of a table by token id, the table's rows split over an axis.
-
-    Attributes:
-        weight: this rank's rows, ``[padded_vocab_size / axis.size, hidden_size]``.
-        padded_vocab_size: rows over all ranks.
-    """
+class _VocabTable(nn.Module):
+    """What embedding and head share: a table whose rows are split over an axis."""
 
     def __init__(
         self,
@@ -58,7 +53,7 @@ class VocabParallelEmbedding(nn.Module):
             hidden_size: features of each.
             padded_vocab_size: rows over all ranks; 0: the next multiple of ``axis.size``.
             axis: ranks that share the rows.
-            sequence_parallel: whether to cut the output along dimension 0 over ``axis``.
+            sequence_parallel: whether hidden states are cut along dimension 0 over ``axis``.
             tied: pipeline ranks that hold a copy of the table (``ctx.embedding_ends``): under
                 one name, begun alike; gradients of the copies are summed. The last stage
                 hands its ``weight`` to ``head_loss``.
@@ -89,6 +84,29 @@ class VocabParallelEmbedding(nn.Module):
         """
         reset_weight_(self, std=self.init_std, seed=seed)
 
+    def layouts(self) -> dict[str, ParamLayout]:
+        """Describe the table, see ``sharding``."""
+        shape = (self.vocab_size, self.hidden_size)
+        layout = sliced("", shape, 0, self.axis, tuple(self.weight.shape))
+        return {"weight": ParamLayout(layout.parts, tied=self.tied)}
+
+    def extra_repr(self) -> str:
+        """Describe the layer for ``print(model)``."""
+        return (
+            f"vocab_size={self.vocab_size} padded to {self.padded_vocab_size}, "
+            f"hidden_size={self.hidden_size}, axis={self.axis.name}:{self.axis.size}, "
+            f"sequence_parallel={self.sequence_parallel}"
+        )
+
+
+class VocabParallelEmbedding(_VocabTable):
+    """Rows of a table by token id, the table's rows split over an axis.
+
+    Attributes:
+        weight: this rank's rows, ``[padded_vocab_size / axis.size, hidden_size]``.
+        padded_vocab_size: rows over all ranks.
+    """
+
     def forward(self, ids: Int[Tensor, "B S"]) -> Float[Tensor, "s B D"]:
         """Look the tokens up; the result is ``[S, B, D]``, or ``[S/axis, B, D]``.
 
@@ -110,16 +128,8 @@ class VocabParallelEmbedding(nn.Module):
             return reduce_scatter_to(found, self.axis)
         return reduce_from(found, self.axis)
 
-    def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the table, see ``sharding``."""
-        return {"weight": _table_layout(self, self.tied)}
 
-    def extra_repr(self) -> str:
-        """Describe the layer for ``print(model)``."""
-        return _describe(self)
-
-
-class VocabParallelHead(nn.Module):
+class VocabParallelHead(_VocabTable):
     """Scores of every token, the vocabulary split over an axis.
 
     Attributes:
@@ -128,53 +138,10 @@ class VocabParallelHead(nn.Module):
             ``vocab_parallel_cross_entropy``.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        *,
-        padded_vocab_size: int = 0,
-        axis: Axis = SINGLE,
-        sequence_parallel: bool = False,
-        init_std: float = 0.02,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Allocate this rank's rows and initialise them.
-
-        Args:
-            hidden_size: features of the input, whole on every rank.
-            vocab_size: true number of tokens.
-            padded_vocab_size: rows over all ranks; 0: the next multiple of ``axis.size``.
-            axis: ranks that share the rows.
-            sequence_parallel: whether the input is cut along dimension 0 over ``axis``.
-            init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
-            device: of the weight.
-            dtype: of the weight.
-
-        Raises:
-            ValueError: if ``padded_vocab_size`` is too small or not a multiple of the axis.
-        """
-        super().__init__()
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.padded_vocab_size = _check_padded(vocab_size, padded_vocab_size, axis)
-        self.axis = axis
-        self.sequence_parallel = sequence_parallel and axis.size > 1
-        self.init_std = init_std
-        rows = self.padded_vocab_size // axis.size
-        self.weight = overwrites(
-            nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
-        )
-        self.reset_parameters()
-
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Fill the weight by logical name, padding with zeros.
-
-        Args:
-            seed: None draws one from torch's default CPU generator, which must then be seeded
-                alike on all ranks of the axis.
-        """
-        reset_weight_(self, std=self.init_std, seed=seed)
+    def __init__(self, hidden_size: int, vocab_size: int, **options: Any) -> None:
+        """Allocate this rank's rows; ``options`` are those of ``VocabParallelEmbedding``."""
+        super().__init__(vocab_size, hidden_size, **options)
+        overwrites(self.weight)
 
     def forward(
         self, x: Float[Tensor, "s *B D"], weight: Float[Tensor, "v D"] | None = None
@@ -189,14 +156,6 @@ class VocabParallelHead(nn.Module):
         """
         weight = self.weight if weight is None else weight
         return column_parallel(x, weight, None, self.axis, self.sequence_parallel)
-
-    def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the weight, see ``sharding``."""
-        return {"weight": _table_layout(self, SINGLE)}
-
-    def extra_repr(self) -> str:
-        """Describe the layer for ``print(model)``."""
-        return _describe(self)
 
 
 def _look_up(
@@ -297,18 +256,3 @@ def _check_padded(vocab_size: int, padded_vocab_size: int, axis: Axis) -> int:
             f"{padded_vocab(vocab_size, 1, axis.size)} or leave it 0"
         )
     return padded_vocab_size
-
-
-def _table_layout(layer: VocabParallelEmbedding | VocabParallelHead, tied: Axis) -> ParamLayout:
-    shape = (layer.vocab_size, layer.hidden_size)
-    rows = layer.padded_vocab_size // layer.axis.size
-    layout = sliced("", shape, 0, layer.axis, (rows, layer.hidden_size))
-    return ParamLayout(layout.parts, tied=tied)
-
-
-def _describe(layer: VocabParallelEmbedding | VocabParallelHead) -> str:
-    return (
-        f"vocab_size={layer.vocab_size} padded to {layer.padded_vocab_size}, "
-        f"hidden_size={layer.hidden_size}, axis={layer.axis.name}:{layer.axis.size}, "
-        f"sequence_parallel={layer.sequence_parallel}"
-    )

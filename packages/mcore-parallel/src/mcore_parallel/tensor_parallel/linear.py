@@ -12,6 +12,7 @@ Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -59,7 +60,35 @@ class Output:
         return self.size // num_blocks
 
 
-class ColumnParallelLinear(nn.Module):
+class _SplitLinear(nn.Module):
+    """What both linears share: parameters of this rank, filled by logical name."""
+
+    def _allocate(
+        self, rows: int, columns: int, bias: bool, gemm: Gemm, init_std: float, **placed: Any
+    ) -> None:
+        self.init_std = init_std
+        self.gemm = gemm.fitting(rows, columns)
+        self.weight = overwrites(nn.Parameter(torch.empty(rows, columns, **placed)))
+        self.bias = nn.Parameter(torch.empty(rows, **placed)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Fill the weight by logical name, the bias with zeros.
+
+        The same seed gives the same logical weights whatever the axis.
+
+        Args:
+            seed: None draws one from torch's default CPU generator, which must then be seeded
+                alike on all ranks of the axis.
+        """
+        reset_weight_(self, std=self.init_std, seed=seed)
+
+    def deferrable_weights(self) -> list[nn.Parameter]:
+        """Return what a ``WeightQueue`` may serve."""
+        return [self.weight]
+
+
+class ColumnParallelLinear(_SplitLinear):
     """``y = x W^T + b`` with the rows of W and b, hence the features of y, split over an axis.
 
     The local weight stacks this rank's rows of every output in order; split the result with
@@ -106,27 +135,8 @@ class ColumnParallelLinear(nn.Module):
         self.output_sizes = tuple(output.local_size(axis) for output in self.outputs)
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
-        self.init_std = init_std
-        rows = sum(self.output_sizes)
-        self.gemm = gemm.fitting(rows, in_features)
-        self.weight = overwrites(
-            nn.Parameter(torch.empty(rows, in_features, device=device, dtype=dtype))
-        )
-        self.bias = (
-            nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        )
-        self.reset_parameters()
-
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Fill the weight by logical name, the bias with zeros.
-
-        The same seed gives the same logical weights whatever the axis.
-
-        Args:
-            seed: None draws one from torch's default CPU generator, which must then be seeded
-                alike on all ranks of the axis.
-        """
-        reset_weight_(self, std=self.init_std, seed=seed)
+        placed = {"device": device, "dtype": dtype}
+        self._allocate(sum(self.output_sizes), in_features, bias, gemm, init_std, **placed)
 
     def forward(
         self, x: Float[Tensor, "s *B D"], between: CastBetween | None = None
@@ -143,10 +153,6 @@ class ColumnParallelLinear(nn.Module):
         return column_parallel(
             x, self.weight, self.bias, self.axis, self.sequence_parallel, self.gemm, between
         )
-
-    def deferrable_weights(self) -> list[nn.Parameter]:
-        """Return what a ``WeightQueue`` may serve."""
-        return [self.weight]
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the local parameters, see ``sharding``."""
@@ -180,7 +186,7 @@ class ColumnParallelLinear(nn.Module):
         return f"{self.in_features}, {self.output_sizes}, {_describe(self)}"
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_SplitLinear):
     """``y = x W^T + b`` with the columns of W, hence the features of x, split over an axis.
 
     Attributes:
@@ -226,29 +232,8 @@ class RowParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
-        self.init_std = init_std
-        columns = in_features // axis.size
-        self.gemm = gemm.fitting(out_features, columns)
-        self.weight = overwrites(
-            nn.Parameter(torch.empty(out_features, columns, device=device, dtype=dtype))
-        )
-        self.bias = (
-            nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
-            if bias
-            else None
-        )
-        self.reset_parameters()
-
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Fill the weight by logical name, the bias with zeros.
-
-        The same seed gives the same logical weights whatever the axis.
-
-        Args:
-            seed: None draws one from torch's default CPU generator, which must then be seeded
-                alike on all ranks of the axis.
-        """
-        reset_weight_(self, std=self.init_std, seed=seed)
+        placed = {"device": device, "dtype": dtype}
+        self._allocate(out_features, in_features // axis.size, bias, gemm, init_std, **placed)
 
     def forward(
         self, x: Float[Tensor, "S *B _"], between: CastBetween | None = None
@@ -266,10 +251,6 @@ class RowParallelLinear(nn.Module):
         place = self.axis, self.sequence_parallel
         y = row_parallel(x, self.weight, *place, self.gemm, between)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def deferrable_weights(self) -> list[nn.Parameter]:
-        """Return what a ``WeightQueue`` may serve."""
-        return [self.weight]
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the local parameters, see ``sharding``."""
