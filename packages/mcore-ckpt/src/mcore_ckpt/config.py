@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mcore_parallel.field_checks import check_at_least
+
 StrictnessLevel = Literal[
     "assume_ok_unexpected",
     "log_unexpected",
@@ -24,10 +26,7 @@ class RetentionConfig:
     """Steps that are multiples of this stay for good; 0: none does."""
 
     def __post_init__(self) -> None:
-        for name in ("save_retain_last", "save_retain_interval"):
-            if getattr(self, name) < 0:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be 0 or more.")
+        check_at_least(self, 0, "save_retain_last", "save_retain_interval")
         if self.save_retain_interval and not self.save_retain_last:
             raise ValueError(
                 "--save-retain-interval has no effect without --save-retain-last: all steps "

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mcore_parallel.field_checks import check_field
+
 Drafts = Literal["ngram", "model", "mtp"]
 """What proposes tokens."""
 
@@ -96,9 +98,7 @@ class SamplingConfig:
                 f"--repetition-penalty {self.repetition_penalty} must be above 0; 1 is none."
             )
         for name in ("presence_penalty", "frequency_penalty"):
-            if not -100 <= getattr(self, name) <= 100:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be from -100 to 100.")
+            check_field(self, name, -100 <= getattr(self, name) <= 100, "from -100 to 100")
 
         self._check_beams()
 
@@ -186,9 +186,8 @@ class InferenceConfig:
             "num_speculative_tokens": 0,
         }
         for name, least in lowest.items():
-            if not least <= getattr(self, name) < float("inf"):
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be {least} or more.")
+            holds = least <= getattr(self, name) < float("inf")
+            check_field(self, name, holds, f"{least} or more")
         rows = self.inference_max_requests * (1 + self.num_speculative_tokens)
         if rows > self.inference_dynamic_batching_max_tokens:
             raise ValueError(
@@ -252,6 +251,4 @@ class ServerConfig:
             *("max_queued_requests", "max_body_mib", "answer_timeout_s"),
             *("client_timeout_s", "drain_timeout_s"),
         ):
-            if not 0 < getattr(self, name) < float("inf"):
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be above 0.")
+            check_field(self, name, 0 < getattr(self, name) < float("inf"), "above 0")

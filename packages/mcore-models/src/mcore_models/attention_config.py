@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mcore_models.hybrid_config import HybridConfig
+from mcore_parallel.field_checks import check_above_zero, check_at_least, flag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,15 +62,12 @@ class AttentionConfig(HybridConfig):
 
     def check_attention(self) -> None:
         """Check the fields above, for ``TransformerConfig``."""
-        for name in (
+        check_above_zero(
+            self,
             *("rotary_scaling_factor", "original_max_position_embeddings", "beta_slow"),
             *("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)} must be above 0.")
-        for name in ("q_lora_rank", "mscale", "mscale_all_dim"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)} must be 0 or more.")
+        )
+        check_at_least(self, 0, "q_lora_rank", "mscale", "mscale_all_dim")
         if self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"--beta-fast {self.beta_fast} must be --beta-slow {self.beta_slow} or more."
@@ -111,7 +109,7 @@ def check_latent(config: Any) -> None:
     for name, value in without_effect.items():
         if getattr(config, name) != value:
             raise ValueError(
-                f"{_flag(name)} has no effect with --multi-latent-attention: leave it out."
+                f"{flag(name)} has no effect with --multi-latent-attention: leave it out."
             )
     if "P" in config.hybrid_override_pattern:
         raise ValueError(
@@ -132,7 +130,3 @@ def yarn_magnitude(factor: float, scale: float) -> float:
         Peng et al. 2023, YaRN, arXiv:2309.00071, equation 22.
     """
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

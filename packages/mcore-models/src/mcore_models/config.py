@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from mcore_models.attention_config import check_latent
 from mcore_models.layer_config import LayerConfig, layers_skip
+from mcore_parallel.field_checks import check_at_least, check_field, flag
 from mcore_parallel.logical_tensors import head_dim, is_gated
 
 PositionEmbedding = Literal["rope", "learned_absolute", "alibi", "none"]
@@ -132,7 +133,7 @@ class TransformerConfig(LayerConfig):
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            _check(self, name, getattr(self, name) >= 1, "1 or more")
+            check_field(self, name, getattr(self, name) >= 1, "1 or more")
         for name in (
             "num_query_groups",
             "kv_channels",
@@ -140,12 +141,12 @@ class TransformerConfig(LayerConfig):
             "max_position_embeddings",
             "embedding_init_method_std",
         ):
-            _check(self, name, getattr(self, name) >= 0, "0 or more")
+            check_field(self, name, getattr(self, name) >= 0, "0 or more")
         for name in ("init_method_std", "norm_epsilon", "rotary_base"):
-            _check(self, name, getattr(self, name) > 0, "above 0")
+            check_field(self, name, getattr(self, name) > 0, "above 0")
         for name in ("hidden_dropout", "attention_dropout"):
-            _check(self, name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-        _check(self, "make_vocab_size_divisible_by", self.make_vocab_size_divisible_by >= 1)
+            check_field(self, name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        check_at_least(self, 1, "make_vocab_size_divisible_by")
         self.check_attention()
         check_latent(self)
         self.check_layers(self.num_layers)
@@ -184,13 +185,14 @@ class TransformerConfig(LayerConfig):
             ):
                 if getattr(self, name) != off:
                     raise ValueError(
-                        f"{_flag(name)} has no effect with --position-embedding-type "
+                        f"{flag(name)} has no effect with --position-embedding-type "
                         f"{self.position_embedding_type}: leave it out, or use rope."
                     )
             return
-        _check(self, "rotary_percent", 0 < self.rotary_percent <= 1, "above 0 and at most 1")
+        holds = 0 < self.rotary_percent <= 1
+        check_field(self, "rotary_percent", holds, "above 0 and at most 1")
         factor = self.rotary_seq_len_interpolation_factor
-        _check(self, "rotary_seq_len_interpolation_factor", factor > 0, "above 0")
+        check_field(self, "rotary_seq_len_interpolation_factor", factor > 0, "above 0")
         if rotary_size(self) < 2 or rotary_size(self) % 2:
             raise ValueError(
                 f"--rotary-percent {self.rotary_percent} of heads of {head_dim(self)} "
@@ -205,7 +207,7 @@ class TransformerConfig(LayerConfig):
         for name in ("longrope_short_factor", "longrope_long_factor"):
             count, wanted = len(getattr(self, name)), pairs * (self.rope_type == "longrope")
             if count != wanted:
-                raise ValueError(f"{_flag(name)} has {count} factors: it must have {wanted}.")
+                raise ValueError(f"{flag(name)} has {count} factors: it must have {wanted}.")
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
         if self.use_rope_scaling and not 0 < low <= high:
             raise ValueError(
@@ -215,7 +217,7 @@ class TransformerConfig(LayerConfig):
 
     def _check_activation(self) -> None:
         kinds = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu")
-        chosen = [_flag(name) for name in kinds if getattr(self, name)]
+        chosen = [flag(name) for name in kinds if getattr(self, name)]
         if len(chosen) > 1:
             raise ValueError(
                 f"{' and '.join(chosen)} exclude each other: keep one"
@@ -223,7 +225,7 @@ class TransformerConfig(LayerConfig):
             )
         for name in ("activation_func_clamp_value", "glu_linear_offset"):
             if getattr(self, name) and not is_gated(self):
-                raise ValueError(f"{_flag(name)} has no effect without a gate: see --swiglu.")
+                raise ValueError(f"{flag(name)} has no effect without a gate: see --swiglu.")
 
 
 RECOMPUTE_MODULES = (
@@ -258,7 +260,7 @@ class RecomputeConfig:
 
     def __post_init__(self) -> None:
         full = self.recompute_granularity == "full"
-        _check(self, "recompute_num_layers", self.recompute_num_layers >= 1)
+        check_at_least(self, 1, "recompute_num_layers")
         if not full and (self.recompute_method or self.recompute_num_layers != 1):
             raise ValueError(
                 "--recompute-method and --recompute-num-layers have no effect without "
@@ -368,15 +370,6 @@ def config_from_dict(config_type: type[Config], table: Mapping[str, Any]) -> Con
             raise ValueError(f"{config_type.__name__} has no field {name}{hint}")
         values[name] = tuple(value) if isinstance(value, list) else value
     return config_type(**values)
-
-
-def _check(config: object, name: str, holds: bool, wanted: str = "1 or more") -> None:
-    if not holds:
-        raise ValueError(f"{_flag(name)} {getattr(config, name)} must be {wanted}.")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _listed(values: Any) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mcore_models.config import Normalization, PositionEmbedding, TransformerConfig
+from mcore_parallel.field_checks import check_at_least
 
 BERT_HEADS = ("pooler", "lm", "binary")
 """What --bert-heads may name."""
@@ -66,8 +67,7 @@ class BertConfig(TransformerConfig):
                 "--untie-embeddings-and-output-weights: BERT's head is its embedding; leave it "
                 "out."
             )
-        if self.num_tokentypes < 0:
-            raise ValueError(f"--num-tokentypes {self.num_tokentypes} must be 0 or more.")
+        check_at_least(self, 0, "num_tokentypes")
         if strange := set(self.bert_heads) - set(BERT_HEADS):
             raise ValueError(
                 f"--bert-heads {min(strange)} is not known: use {', '.join(BERT_HEADS)}."
@@ -134,9 +134,7 @@ class T5Config(TransformerConfig):
 
     def __post_init__(self) -> None:
         super(T5Config, self).__post_init__()
-        for name in ("encoder_num_layers", "decoder_num_layers"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be 0 or more.")
+        check_at_least(self, 0, "encoder_num_layers", "decoder_num_layers")
         if self.position_embedding_type not in ("learned_absolute", "relative"):
             raise ValueError(
                 f"--position-embedding-type {self.position_embedding_type}: T5 has "

@@ -7,6 +7,7 @@ only.
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mcore_parallel.field_checks import check_at_least
 from mcore_parallel.layer_patterns import further_letters, pattern_layers
 
 
@@ -119,13 +120,12 @@ def sizes_of_pattern(pattern: str) -> dict[str, int]:
 
 
 def _check_delta(config: HybridConfig) -> None:
-    for name in (
+    check_at_least(
+        config,
+        1,
         *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
         *("linear_value_head_dim", "linear_conv_kernel_dim"),
-    ):
-        if getattr(config, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {getattr(config, name)} must be 1 or more.")
+    )
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if values % keys:
         raise ValueError(
@@ -135,16 +135,12 @@ def _check_delta(config: HybridConfig) -> None:
 
 
 def _check_mamba(config: Any) -> None:
-    for name in (
-        "mamba_state_dim",
-        "mamba_head_dim",
-        "mamba_num_groups",
-        "mamba_conv_kernel",
+    check_at_least(
+        config,
+        1,
+        *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_conv_kernel"),
         "mamba_chunk_size",
-    ):
-        if getattr(config, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {getattr(config, name)} must be 1 or more.")
+    )
     inner = 2 * config.hidden_size
     if not config.mamba_num_heads and inner % config.mamba_head_dim:
         raise ValueError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mcore_models.attention_config import AttentionConfig
+from mcore_parallel.field_checks import check_above_zero, check_at_least, flag
 from mcore_parallel.layer_patterns import read_pattern
 from mcore_parallel.logical_tensors import is_gated
 
@@ -164,19 +165,18 @@ class LayerConfig(AttentionConfig):
 
     def check_layers(self, num_layers: int) -> None:
         """Check the fields above, for ``TransformerConfig``."""
-        for name in (
+        check_at_least(
+            self,
+            0,
             *("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
             *("attention_chunk_size", "attention_temperature_span", "rotary_base_local"),
             *("activation_func_clamp_value", "mtp_num_layers", "mtp_loss_scaling_factor"),
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)} must be 0 or more.")
-        for name in (
+        )
+        check_above_zero(
+            self,
             *("embedding_multiplier", "residual_multiplier", "logits_multiplier"),
             *("mlp_gate_multiplier", "mlp_output_multiplier"),
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)} must be above 0.")
+        )
         self._check_mup()
         if self.mlp_gate_multiplier != 1 and not is_gated(self):
             raise ValueError("--mlp-gate-multiplier has no effect without a gate (--swiglu).")
@@ -212,18 +212,15 @@ class LayerConfig(AttentionConfig):
         if not self.use_mup:
             for name, default in _MUP.items():
                 if getattr(self, name) != default:
-                    raise ValueError(f"{_flag(name)} has no effect without --use-mup.")
+                    raise ValueError(f"{flag(name)} has no effect without --use-mup.")
             return
         if self.mup_base_hidden_size < 1:
             raise ValueError(
                 f"--mup-base-hidden-size {self.mup_base_hidden_size} must be the width that "
                 "the learning rate was found at, 1 or more."
             )
-        if self.mup_base_head_dim < 0:
-            raise ValueError(f"--mup-base-head-dim {self.mup_base_head_dim} must be 0 or more.")
-        for name in ("mup_embedding_mult", "mup_output_mult", "mup_attn_scale_power"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)} must be above 0.")
+        check_at_least(self, 0, "mup_base_head_dim")
+        check_above_zero(self, "mup_embedding_mult", "mup_output_mult", "mup_attn_scale_power")
 
     def _check_windows(self, num_layers: int) -> None:
         before, after = self.window_size
@@ -242,7 +239,7 @@ class LayerConfig(AttentionConfig):
             layers_skip(getattr(self, name), num_layers, name)
         for name in ("window_attn_skip_freq", "rotary_base_local"):
             if getattr(self, name) not in ("0", 0) and before == -1 and not chunk:
-                raise ValueError(f"{_flag(name)} has no effect without --window-size.")
+                raise ValueError(f"{flag(name)} has no effect without --window-size.")
 
 
 def layers_skip(text: str, num_layers: int, name: str, ones: bool = True) -> tuple[bool, ...]:
@@ -254,18 +251,14 @@ def layers_skip(text: str, num_layers: int, name: str, ones: bool = True) -> tup
         name: of the field, for errors.
         ones: whether 1 in a list stands for the layers without it.
     """
-    pattern = read_pattern(text, _flag(name))
+    pattern = read_pattern(text, flag(name))
     if isinstance(pattern, int):
         if pattern < 0:
-            raise ValueError(f"{_flag(name)} {pattern} must be 0 or more.")
+            raise ValueError(f"{flag(name)} {pattern} must be 0 or more.")
         return tuple(pattern > 0 and (i + 1) % pattern == 0 for i in range(num_layers))
     if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
         raise ValueError(
-            f"{_flag(name)} {text} must hold one 0 or 1 for each of --num-layers {num_layers}; "
+            f"{flag(name)} {text} must hold one 0 or 1 for each of --num-layers {num_layers}; "
             f"it holds {len(pattern)} entries."
         )
     return tuple((entry == 1) == ones for entry in pattern)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

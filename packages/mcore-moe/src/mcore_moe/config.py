@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
+from mcore_parallel.field_checks import check_at_least
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
@@ -136,8 +138,7 @@ class MoEConfig:
             raise ValueError(f"--num-experts {self.num_experts} must be 0 (off) or more.")
         if self.num_experts == 0:
             return
-        if self.moe_latent_size < 0:
-            raise ValueError(f"--moe-latent-size {self.moe_latent_size} must be 0 or more.")
+        check_at_least(self, 0, "moe_latent_size")
         self._check_choice()
         self._check_groups()
         self._check_losses()
@@ -209,10 +210,8 @@ class MoEConfig:
             )
 
     def _check_losses(self) -> None:
-        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"):
-            if getattr(self, name) < 0:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be 0 or more.")
+        losses = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps")
+        check_at_least(self, 0, *losses)
         has_loss = self.moe_router_load_balancing_type.endswith("aux_loss")
         if self.moe_aux_loss_coeff and not has_loss:
             raise ValueError(

@@ -8,6 +8,8 @@ text. Nothing here needs the world or the hardware: what does is checked by
 from dataclasses import dataclass
 from typing import Literal
 
+from mcore_parallel.field_checks import check_at_least
+
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """What --rank-order is made of, in the usual order."""
 
@@ -66,16 +68,13 @@ class ParallelConfig:
     multiprocessors nccl may take from the GEMMs that run at the same time."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
+        check_at_least(
+            self,
+            1,
+            *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+            *("context_parallel_size", "expert_model_parallel_size"),
             "num_distributed_optimizer_instances",
-        ):
-            if getattr(self, name) < 1:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be 1 or more.")
+        )
         if self.expert_tensor_parallel_size < 0:
             raise ValueError(
                 f"--expert-tensor-parallel-size {self.expert_tensor_parallel_size} must be 0 "

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mcore_data.loading.loader import build_loader
 from mcore_models.protocol import MicroBatch
+from mcore_parallel.field_checks import flag
 from mcore_parallel.launch.launcher import num_cores
 from mcore_train.assembly import Run
-from mcore_train.config import flag
 from mcore_train.datasets import Dataset
 from mcore_train.losses import place
 

@@ -9,6 +9,8 @@ own packages; ``composition.TrainConfig`` puts all of them together.
 from dataclasses import dataclass
 from typing import Literal
 
+from mcore_parallel.field_checks import check_at_least, flag
+
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 IncreaseStyle = Literal["constant", "linear", "cosine"]
@@ -33,8 +35,8 @@ class BatchConfig:
     """Sequences to train on. Give this or --train-iters."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "micro_batch_size", "seq_length")
-        _check_at_least(self, 0, "global_batch_size", "train_iters", "train_samples")
+        check_at_least(self, 1, "micro_batch_size", "seq_length")
+        check_at_least(self, 0, "global_batch_size", "train_iters", "train_samples")
         if self.train_iters and self.train_samples:
             raise ValueError("--train-iters and --train-samples exclude each other: give one.")
         if self.rampup_batch_size and len(self.rampup_batch_size) != 3:
@@ -72,7 +74,7 @@ class OptimizerConfig:
     """Largest global gradient norm; 0: no clipping."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 0, "lr", "min_lr", "weight_decay", "clip_grad")
+        check_at_least(self, 0, "lr", "min_lr", "weight_decay", "clip_grad")
         if self.lr and self.min_lr > self.lr:
             raise ValueError(f"--min-lr {self.min_lr} must not be above --lr {self.lr}.")
         ends = (self.start_weight_decay, self.end_weight_decay)
@@ -118,7 +120,7 @@ class ScheduleConfig:
     """On resume, take the schedule from the checkpoint though the flags say another."""
 
     def __post_init__(self) -> None:
-        _check_at_least(
+        check_at_least(
             self,
             0,
             "lr_decay_iters",
@@ -164,7 +166,7 @@ class EvalConfig:
     """Global batches of one validation; 0: no validation. Megatron's default: 100."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 0, "eval_interval", "eval_iters")
+        check_at_least(self, 0, "eval_interval", "eval_iters")
 
     @property
     def interval(self) -> int:
@@ -186,8 +188,8 @@ class SampleConfig:
     """Scores are divided by it; below 1 the likely gets likelier."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 0, "sample_interval")
-        _check_at_least(self, 1, "sample_num_tokens")
+        check_at_least(self, 0, "sample_interval")
+        check_at_least(self, 1, "sample_num_tokens")
         if not self.sample_temperature > 0:
             raise ValueError(f"--sample-temperature {self.sample_temperature} must be above 0.")
 
@@ -216,7 +218,7 @@ class SaveConfig:
     """Minutes without progress after which a write in the background is given up."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 0, "save_interval")
+        check_at_least(self, 0, "save_interval")
         if not self.save:
             for name in ("overwrite", "save_interval", "save_hf", "async_save"):
                 if getattr(self, name):
@@ -250,7 +252,7 @@ class LoadConfig:
     """End with an error if the folder holds no checkpoint."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 0, "ckpt_step")
+        check_at_least(self, 0, "ckpt_step")
         if not self.load:
             for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
                 if getattr(self, name):
@@ -269,7 +271,7 @@ class LogConfig:
     """Write TensorBoard scalars to tensorboard/ below --save."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "log_interval")
+        check_at_least(self, 1, "log_interval")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,8 +307,8 @@ class RunConfig:
         if self.seed >= 2**32:
             raise ValueError(f"--seed {self.seed} must be below 2^32 = {2**32}.")
         counts = ("seed", "exit_interval", "exit_duration_in_mins", "manual_gc_interval")
-        _check_at_least(self, 0, *counts, "check_weight_hash_across_dp_replicas_interval")
-        _check_at_least(self, 1, "cuda_graph_warmup_steps")
+        check_at_least(self, 0, *counts, "check_weight_hash_across_dp_replicas_interval")
+        check_at_least(self, 1, "cuda_graph_warmup_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,7 +323,7 @@ class LaunchConfig:
     """Ranks to start on this host; 0: this process alone, or what torchrun started."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 0, "nproc")
+        check_at_least(self, 0, "nproc")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,15 +339,4 @@ class VerifyConfig:
     """Ranks of the small run; larger degrees are halved until it fits."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "max_ranks")
-
-
-def flag(field_name: str) -> str:
-    """Spell a field as its flag: ``train_iters`` is ``--train-iters``."""
-    return "--" + field_name.replace("_", "-")
-
-
-def _check_at_least(config: object, least: int, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < least:
-            raise ValueError(f"{flag(name)} {getattr(config, name)} must be {least} or more.")
+        check_at_least(self, 1, "max_ranks")

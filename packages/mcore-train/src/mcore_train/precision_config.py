@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from mcore_parallel.field_checks import check_at_least
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
@@ -47,7 +49,4 @@ class PrecisionConfig:
                 "--loss-scale must be 0 or more, and --min-loss-scale above 0 and not above "
                 "--initial-loss-scale."
             )
-        for name in ("loss_scale_window", "hysteresis"):
-            if getattr(self, name) < 1:
-                option = "--" + name.replace("_", "-")
-                raise ValueError(f"{option} {getattr(self, name)} must be 1 or more.")
+        check_at_least(self, 1, "loss_scale_window", "hysteresis")

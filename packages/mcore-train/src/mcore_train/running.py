@@ -12,6 +12,7 @@ from rich.console import Console
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_models.families import GPT_FAMILY, Family
+from mcore_parallel.field_checks import flag
 from mcore_parallel.launch import launcher
 from mcore_parallel.launch.watchdog import Watch
 from mcore_parallel.mesh import ParallelContext
@@ -20,7 +21,6 @@ from mcore_train.checkpoints.checkpointing import clear_run_folder
 from mcore_train.checkpoints.origin import starting_point
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import TrainConfig, flat
-from mcore_train.config import flag
 from mcore_train.loop import train
 from mcore_train.options.output_checks import check_destinations
 from mcore_train.precision import with_device_precision

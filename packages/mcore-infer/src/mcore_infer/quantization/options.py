@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mcore_parallel.field_checks import check_at_least
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeConfig:
@@ -60,14 +62,8 @@ class QuantizeConfig:
         return self.kv_cache_dtype == "fp8"
 
     def __post_init__(self) -> None:
-        lowest = {
-            **dict.fromkeys(("calibration_tokens", "scored_tokens", "micro_batch_size"), 1),
-            **dict.fromkeys(("group_size", "speed_tokens", "seq_length"), 0),
-        }
-        for name, least in lowest.items():
-            if getattr(self, name) < least:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be {least} or more.")
+        check_at_least(self, 1, "calibration_tokens", "scored_tokens", "micro_batch_size")
+        check_at_least(self, 0, "group_size", "speed_tokens", "seq_length")
         if bool(self.budget) != (self.method == "mixed"):
             raise ValueError(
                 f"--budget {self.budget:g} with --method {self.method}: mixed needs the bits "

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from mcore_parallel.field_checks import check_above_zero, check_at_least
+
 ALL_LINEAR = "all-linear"
 """Every linear of the layers but routed experts."""
 
@@ -68,10 +70,8 @@ class PeftConfig:
     (QLoRA) keep them rounded, and widen each while it multiplies; 0: as they are."""
 
     def __post_init__(self) -> None:
-        if self.lora_dim < 1:
-            raise ValueError(f"--lora-dim {self.lora_dim} must be 1 or more.")
-        if not self.lora_alpha > 0:
-            raise ValueError(f"--lora-alpha {self.lora_alpha} must be above 0.")
+        check_at_least(self, 1, "lora_dim")
+        check_above_zero(self, "lora_alpha")
         if not 0.0 <= self.lora_dropout < 1.0:
             raise ValueError(f"--lora-dropout {self.lora_dropout} must be at least 0, below 1.")
         if self.peft_base_bits not in (0, 4, 8):

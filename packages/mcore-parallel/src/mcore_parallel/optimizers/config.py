@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mcore_parallel.field_checks import check_above_zero, check_field
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamConfig:
@@ -26,11 +28,8 @@ class AdamConfig:
 
     def __post_init__(self) -> None:
         for name in ("adam_beta1", "adam_beta2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be at least 0, below 1.")
-        if self.adam_eps <= 0.0:
-            raise ValueError(f"--adam-eps {self.adam_eps} must be above 0.")
+            check_field(self, name, 0 <= getattr(self, name) < 1, "at least 0, below 1")
+        check_above_zero(self, "adam_eps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

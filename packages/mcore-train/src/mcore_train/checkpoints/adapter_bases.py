@@ -15,11 +15,11 @@ from mcore_models.config import config_to_dict
 from mcore_models.peft.attaching import start_magnitudes
 from mcore_models.peft.config import is_adapter
 from mcore_models.peft.quantized_base import quantize_base
+from mcore_parallel.field_checks import flag
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint
 from mcore_train.composition import TrainConfig
-from mcore_train.config import flag
 from mcore_train.options.idle_options import SWITCHES
 from mcore_train.resolution import Plan
 

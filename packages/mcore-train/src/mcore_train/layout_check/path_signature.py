@@ -14,6 +14,7 @@ from mcore_models.checks.layouts import cannot_be_cut, cp_comm_type
 from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_models.encoder_config import BertConfig, T5Config, encoder_layers
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.field_checks import flag
 from mcore_parallel.logical_tensors import head_dim, layer_mixers, num_kv_heads
 from mcore_train.composition import TrainConfig
 from mcore_train.resolution import Plan
@@ -106,13 +107,13 @@ def _switches(config: TrainConfig) -> Iterator[tuple[str, str]]:
             if field.name in _SPELLED_BELOW | _SIZES:
                 continue
             if isinstance(value, bool):
-                yield _flag(field.name), _on(value)
+                yield flag(field.name), _on(value)
             elif isinstance(value, str) or _is_words(value):
-                yield _flag(field.name), " ".join([value] if isinstance(value, str) else value)
+                yield flag(field.name), " ".join([value] if isinstance(value, str) else value)
             elif field.default == 0 or field.name in ("weight_decay", "clip_grad"):
-                yield _flag(field.name), _on(value)
+                yield flag(field.name), _on(value)
             elif isinstance(value, float) and field.default == 1:
-                yield _flag(field.name), _on(value != 1)
+                yield flag(field.name), _on(value != 1)
     yield "--eval-interval", _on(config.evaluation.interval)
     yield "--rampup-batch-size", _on(config.batch.rampup_batch_size)
     yield "--optimizer-offload-dir", _on(config.offloading.optimizer_offload_dir)
@@ -367,7 +368,3 @@ def _few(number: int) -> str:
 
 def _one(number: int) -> str:
     return "none" if number == 0 else "one" if number == 1 else "several"
-
-
-def _flag(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")

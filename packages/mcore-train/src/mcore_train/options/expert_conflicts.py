@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from mcore_moe.config import one_step_option
+from mcore_parallel.field_checks import flag
 from mcore_parallel.logical_tensors import expert_size
 from mcore_train.composition import TrainConfig
-from mcore_train.config import flag
 
 
 def find_expert_conflicts(config: TrainConfig) -> Iterator[str]:

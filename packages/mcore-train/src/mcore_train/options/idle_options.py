@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from mcore_moe.config import MoEConfig
+from mcore_parallel.field_checks import flag
 from mcore_parallel.logical_tensors import is_gated
 from mcore_train.composition import TrainConfig, flat
-from mcore_train.config import flag
 
 Config = TypeVar("Config", bound=TrainConfig)
 

@@ -9,9 +9,10 @@ from math import isfinite
 
 from mcore_data.config import DataConfig
 from mcore_models.config import TransformerConfig
+from mcore_parallel.field_checks import flag
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_train.composition import TrainConfig, flat
-from mcore_train.config import SampleConfig, flag
+from mcore_train.config import SampleConfig
 from mcore_train.options.expert_conflicts import expert_graph_conflicts, find_expert_conflicts
 from mcore_train.options.idle_options import find_idle_options
 

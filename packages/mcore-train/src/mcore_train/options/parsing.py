@@ -16,10 +16,10 @@ from mcore_models.hybrid_config import sizes_of_pattern
 from mcore_models.presets import find_preset
 from mcore_parallel.command_line import HELP_FLAGS, is_flag, list_options, read_words
 from mcore_parallel.command_line import parse as parse_options
+from mcore_parallel.field_checks import flag
 from mcore_parallel.layer_patterns import pattern_layers
 from mcore_train.checkpoints.origin import checkpoint_fields, find_checkpoint
 from mcore_train.composition import TrainConfig, field_types, flag_names
-from mcore_train.config import flag
 from mcore_train.options.idle_options import without_idle_options
 from mcore_train.options.megatron_flags import translate
 from mcore_train.options.recipe import Value, read_recipe, to_flags
