@@ -144,7 +144,6 @@ def test_the_quickstart_in_short_stopped_once_and_continued(
     assert "come out equal to the last bit" in out
     results = json.loads((folder / "quickstart.json").read_text())
     assert results["resumed_exactly"]
-    assert 1.5 < results["ngram_bits_per_byte"] < 1.8
     assert results["bits_per_byte"] < 3.5
     assert len(results["text"].split()) == 30
     assert {p.name for p in (folder / "hf").iterdir()} >= {"config.json", "tokenizer.json"}

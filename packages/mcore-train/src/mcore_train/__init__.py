@@ -9,7 +9,6 @@ from mcore_parallel.lazy_front import lazy_front
 _EXPORTS: dict[str, str] = {
     "BatchConfig": "config",
     "BatchPlace": "batches",
-    "ByteNGram": "quickstart.ngram",
     "Certificate": "layout_check.certificate",
     "ConflictError": "resolution",
     "Datasets": "datasets",

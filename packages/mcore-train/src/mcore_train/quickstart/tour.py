@@ -1,10 +1,9 @@
 """``mcore-train quickstart``: from a book's text to a paragraph, in a few minutes on a CPU.
 
-Trains a tokenizer and a small GPT on the shipped book, scores held-out chapters beside a
-byte 5-gram, continues from its own checkpoint, converts to a Hugging Face folder and
-writes. Every stage is what the commands do that it names at the end; under several ranks
-they all train and score, and the first writes. A tour that was stopped continues from its last
-checkpoint.
+Trains a tokenizer and a small GPT on the shipped book, scores held-out chapters, continues
+from its own checkpoint, converts to a Hugging Face folder and writes. Every stage is what the
+commands do that it names at the end; under several ranks they all train and score, and the
+first writes. A tour that was stopped continues from its last checkpoint.
 """
 
 import json
@@ -36,7 +35,6 @@ from mcore_train.evaluation import Score, evaluate
 from mcore_train.loop import train
 from mcore_train.quickstart.book import Book, prepare, read_book, token_files
 from mcore_train.quickstart.curve import draw
-from mcore_train.quickstart.ngram import ByteNGram
 from mcore_train.quickstart.options import QuickstartConfig
 from mcore_train.quickstart.plan import SEQ_LENGTH, VOCAB_SIZE, build_tour_plan
 from mcore_train.quickstart.writing import COPY_WORDS, originality, write
@@ -219,17 +217,14 @@ def _score(run: Run, output: Path) -> Score:
 
 
 def _report_score(score: Score, book: Book) -> dict[str, float]:
-    texts = [text.encode() for text in book.held_out]
-    bits = score.bits_per_byte(sum(map(len, texts)))
-    yardstick = ByteNGram(text.encode() for text in book.train).bits_per_byte(texts)
-    log.info("The %d held-out chapters, in bits per byte:", len(book.held_out))
-    log.info("  this model      %.3f   (perplexity per token %.1f)", bits, score.perplexity)
-    log.info("  a byte 5-gram   %.3f   (interpolated Witten-Bell, same chapters)\n", yardstick)
-    return {
-        "bits_per_byte": bits,
-        "perplexity_per_token": score.perplexity,
-        "ngram_bits_per_byte": yardstick,
-    }
+    bits = score.bits_per_byte(sum(len(text.encode()) for text in book.held_out))
+    log.info(
+        "The %d held-out chapters: %.3f bits per byte, perplexity per token %.1f.\n",
+        len(book.held_out),
+        bits,
+        score.perplexity,
+    )
+    return {"bits_per_byte": bits, "perplexity_per_token": score.perplexity}
 
 
 def _convert_and_write(options: QuickstartConfig, book: Book, run: Run) -> dict[str, Any]:
@@ -267,10 +262,9 @@ def _convert_and_write(options: QuickstartConfig, book: Book, run: Run) -> dict[
 def _say_goodbye(output: Path, results: dict[str, Any]) -> None:
     """Sum up, and name the commands that do more."""
     log.info(
-        "Done in %.1f minutes: %.3f bits per byte against %.3f of the 5-gram. Next:",
+        "Done in %.1f minutes: %.3f bits per byte. Next:",
         results["minutes"],
         results["bits_per_byte"],
-        results["ngram_bits_per_byte"],
     )
     run_folder, data = output / "checkpoint", token_files(output / "data")
     run = "uv run " if launcher.is_under_uv_run() else ""
