@@ -82,12 +82,7 @@ def reshard(
     if num_files < 1:
         raise ValueError(f"--num-files {num_files} must be 1 or more.")
     output = as_path(output)
-    step = native_step(source)
-    check_place(output, step)
-    check_run_folder(output)
-    index = read_index(step)
-    check_files(step, index)
-    number = _step_of(step)
+    ((step, index),) = native_steps(output, source)
     with Reader(step) as reader, ThreadPoolExecutor(1) as reading:
         tensors = Source(reader, index.tensors)
         items = [
@@ -96,12 +91,8 @@ def reshard(
             )
             for name, entry in index.tensors.items()
         ]
-        check_room(output, sum(item.num_bytes for item in items))
-        with fresh_step(output, number) as target:
-            watched = with_progress(items, on_progress)
-            new = write_whole(target, watched, index.extra, num_files)
-            copy_small_files(step, target, index)
-            return commit(target, output, number, sealed(new, target))
+        items = with_progress(items, on_progress)
+        return write_step(output, _step_of(step), items, index.extra, (step, index), num_files)
 
 
 def average(
@@ -130,12 +121,8 @@ def average(
     if len(sources) < 2:
         raise ValueError(f"{len(sources)} checkpoints cannot be averaged: give two or more.")
     output = as_path(output)
-    steps = [native_step(source) for source in sources]
-    check_place(output, *steps)
-    check_run_folder(output)
-    indices = [read_index(step) for step in steps]
-    for step, index in zip(steps, indices, strict=True):
-        check_files(step, index)
+    found = native_steps(output, *sources)
+    steps, indices = zip(*found, strict=True)
     weights = [
         {n: e for n, e in index.tensors.items() if n.startswith("model.")} for index in indices
     ]
@@ -158,11 +145,8 @@ def average(
             Item(name, entry.dtype, entry.shape, partial(_mean_slabs, tensors, name))
             for name, entry in weights[0].items()
         ]
-        check_room(output, sum(item.num_bytes for item in items))
-        with fresh_step(output, RELEASE) as target:
-            new = write_whole(target, with_progress(items, on_progress), extra)
-            copy_small_files(steps[0], target, indices[0])
-            return commit(target, output, RELEASE, sealed(new, target))
+        items = with_progress(items, on_progress)
+        return write_step(output, RELEASE, items, extra, found[0])
 
 
 def _spread(items: Sequence[Item], num_files: int) -> list[list[Item]]:
@@ -217,7 +201,34 @@ def _step_of(folder: Path) -> int | str:
     return int(digits) if digits.isdecimal() else RELEASE
 
 
-def copy_small_files(step: Path, target: Path, index: Index) -> None:
+def native_steps(output: Path, *sources: str | Path) -> list[tuple[Path, Index]]:
+    """Find the steps of ours to read, whose files are checked, and refuse an output in them."""
+    steps = [native_step(source) for source in sources]
+    check_place(output, *steps)
+    check_run_folder(output)
+    found = [(step, read_index(step)) for step in steps]
+    for step, index in found:
+        check_files(step, index)
+    return found
+
+
+def write_step(
+    output: Path,
+    number: int | str,
+    items: Sequence[Item],
+    extra: Mapping[str, Any],
+    origin: tuple[Path, Index],
+    num_files: int = 1,
+) -> Path:
+    """Write a step of whole tensors, with the small files of another; return its folder."""
+    check_room(output, sum(item.num_bytes for item in items))
+    with fresh_step(output, number) as target:
+        new = write_whole(target, items, extra, num_files)
+        _copy_small_files(origin[0], target, origin[1])
+        return commit(target, output, number, sealed(new, target))
+
+
+def _copy_small_files(step: Path, target: Path, index: Index) -> None:
     """Copy what is no tensor from one step's folder to another's."""
     # Whole tensors of ours are no Hugging Face folder any more.
     gone = {INDEX, HF_INDEX, "config.json", *index.files}

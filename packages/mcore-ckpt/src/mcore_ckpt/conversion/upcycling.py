@@ -19,16 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.options import UpcycleOptions
-from mcore_ckpt.conversion.resharding import copy_small_files, write_whole
+from mcore_ckpt.conversion.resharding import native_steps, write_step
 from mcore_ckpt.families.common.experts import MOE_DEFAULTS
 from mcore_ckpt.mapping.row_streams import Progress, Source, row_groups, slabs, with_progress
-from mcore_ckpt.storage.checksums import check_files, sealed
 from mcore_ckpt.storage.files import DTYPES, Item, Reader
-from mcore_ckpt.storage.index import read_index
-from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
-from mcore_ckpt.storage.paths import RELEASE, commit
+from mcore_ckpt.storage.paths import RELEASE
 from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.logical_tensors import moe_layers
 
@@ -62,7 +58,7 @@ def upcycle(
             Then nothing is left of the output.
     """
     output = as_path(output)
-    step = native_step(source)
+    ((step, index),) = native_steps(output, source)
     if options.moe_router_topk % options.moe_upcycling_granularity:
         log.warning(
             "--moe-router-topk %d is no multiple of --moe-upcycling-granularity %d: the new "
@@ -70,10 +66,6 @@ def upcycle(
             options.moe_router_topk,
             options.moe_upcycling_granularity,
         )
-    check_place(output, step)
-    check_run_folder(output)
-    index = read_index(step)
-    check_files(step, index)
     description = _dense_description(step, index.extra)
     layers = _layers(step, description, options)
     weights = {n: e for n, e in index.tensors.items() if n.startswith("model.")}
@@ -85,11 +77,8 @@ def upcycle(
             "moe_ffn_hidden_size": dense_width // options.moe_upcycling_granularity,
         }
         extra = {"model": {**description, "moe": moe}, "upcycled": str(step)}
-        check_room(output, sum(item.num_bytes for item in items))
-        with fresh_step(output, RELEASE) as target:
-            new = write_whole(target, with_progress(items, on_progress), extra)
-            copy_small_files(step, target, index)
-            return commit(target, output, RELEASE, sealed(new, target))
+        items = with_progress(items, on_progress)
+        return write_step(output, RELEASE, items, extra, (step, index))
 
 
 def _dense_description(step: Path, extra: Mapping[str, Any]) -> dict[str, Any]:

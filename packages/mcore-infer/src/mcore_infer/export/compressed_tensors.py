@@ -29,7 +29,8 @@ from mcore_ckpt.mapping.low_bits import unpack
 from mcore_ckpt.mapping.row_streams import Rows, row_groups, slabs
 from mcore_ckpt.storage.files import Item
 from mcore_infer.export.folding import folded_scales
-from mcore_infer.export.hf_quant import hf_config, quantized, write_tokenizer
+from mcore_infer.export.hf_quant import hf_config, quantized
+from mcore_infer.quantization.writing import write_tokenizer
 
 _VERSION = "0.12.0"
 """First release of compressed-tensors that reads every format here."""

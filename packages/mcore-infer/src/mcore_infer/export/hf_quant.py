@@ -4,7 +4,6 @@
 with both of its configs, after every tensor was found to be what they say.
 """
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,14 +11,11 @@ from typing import Any
 
 from mcore_ckpt.conversion.targets import Watch, model_type_of
 from mcore_ckpt.families import family_of
-from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
-from mcore_ckpt.formats.quantized_layouts import QUANT_CONFIG
 from mcore_ckpt.mapping.row_streams import slabs
 from mcore_ckpt.storage.files import Item
-from mcore_ckpt.storage.paths import write_durably
-from mcore_parallel.lazy_front import package_version
+from mcore_infer.quantization.writing import write_unified
 
 _DTYPE_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -32,11 +28,6 @@ def quantized(source: OpenCheckpoint, form: str) -> WidenedRows:
             "go as they are: mcore-ckpt convert mcore-to-hf writes their folder."
         )
     return source.theirs
-
-
-def producer() -> dict[str, str]:
-    """Return who writes a folder, for its config."""
-    return {"name": "mcore-infer", "version": package_version("mcore-infer")}
 
 
 def write_hf_quant(
@@ -59,12 +50,7 @@ def write_hf_quant(
         Item(name, stored.entries[name].dtype, entry.shape, partial(slabs, stored, name))
         for name, entry in stored.entries.items()
     ]
-    config = hf_config(source)
-    config["quantization_config"] = plan.quantization_config(producer())
-    write_hf_folder(folder, config, watch(items), max_shard_bytes)
-    said = json.dumps(plan.hf_quant_config(producer()), indent=2).encode() + b"\n"
-    write_durably(folder / QUANT_CONFIG, said)
-    write_tokenizer(folder, source)
+    write_unified(folder, source, plan, hf_config(source), watch(items), max_shard_bytes)
     return plan.algo
 
 
@@ -79,10 +65,3 @@ def hf_config(source: OpenCheckpoint) -> dict[str, Any]:
         "dtype": word,
         "torch_dtype": word,
     }
-
-
-def write_tokenizer(folder: Path, source: OpenCheckpoint) -> None:
-    """Write the tokenizer and the generation config that go along."""
-    for name, content in {**source.tokenizer, **source.generation}.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        write_durably(folder / name, content)

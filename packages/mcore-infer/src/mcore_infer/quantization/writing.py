@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,17 +106,34 @@ def write_folder(
         ]
     items = stacked_items(items)
     items += _cache_items(links, cache_tops)
-    producer = {"name": "mcore", "version": package_version("mcore-infer")}
     config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
     config |= {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
-    config["quantization_config"] = plan.quantization_config(producer)
-    write_hf_folder(folder, config, items, _MAX_FILE_BYTES)
+    write_unified(folder, source, plan, config, items, _MAX_FILE_BYTES)
+    return sum(item.num_bytes for item in items)
+
+
+def write_unified(
+    folder: Path,
+    source: OpenCheckpoint,
+    plan: QuantPlan,
+    config: dict[str, Any],
+    items: Sequence[Item],
+    max_shard_bytes: int,
+) -> None:
+    """Write a folder of the unified layout: tensors, both configs, and what goes along."""
+    producer = {"name": "mcore-infer", "version": package_version("mcore-infer")}
+    config = {**config, "quantization_config": plan.quantization_config(producer)}
+    write_hf_folder(folder, config, items, max_shard_bytes)
     said = json.dumps(plan.hf_quant_config(producer), indent=2).encode() + b"\n"
     write_durably(folder / QUANT_CONFIG, said)
+    write_tokenizer(folder, source)
+
+
+def write_tokenizer(folder: Path, source: OpenCheckpoint) -> None:
+    """Write the tokenizer and the generation config that go along."""
     for name, content in hf_small_files(source).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_durably(folder / name, content)
-    return sum(item.num_bytes for item in items)
 
 
 def _item(name: str, tensor: Tensor) -> Item:
