@@ -236,6 +236,10 @@ def test_an_expert_that_reads_nothing_is_rounded_and_named(tmp_path):
     assert all(".2.fc" in one or ".3.fc" in one for one in receipt.fallbacks)
     tensors = load_file(tmp_path / "fp8" / "model.safetensors")
     assert all(torch.isfinite(t.float()).all() for t in tensors.values())
+    scales = {n: t.item() for n, t in tensors.items() if n.endswith("input_scale")}
+    starved = {n: t for n, t in scales.items() if "experts.2." in n or "experts.3." in n}
+    assert len(starved) == 6
+    assert set(starved.values()) == {max(scales.values())}
     assert tensors["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
     assert receipt.left["model.layers.0.mlp.gate"].startswith("chooses experts")
     said = json.loads((tmp_path / "fp8" / "hf_quant_config.json").read_text())
