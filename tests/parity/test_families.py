@@ -1,4 +1,4 @@
-"""Every decoder family: our model is transformers', by logits, gradients, files and caches."""
+"""Every decoder family: our model is transformers', by logits, gradients, files and texts."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from mcore_ckpt.conversion.conversion import hf_to_mcore, mcore_to_hf
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.formats.text_towers import text_tower
 from mcore_ckpt.save_load.loading import load, read_index
+from mcore_infer import Engine, EngineConfig, SamplingConfig, ScoreRequest
 from mcore_infer.kv_cache import StaticCache
 from mcore_models.description import ModelDescription
 from mcore_models.families import FAMILIES
@@ -17,13 +18,13 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 from mcore_parallel.testing.ranks import run_ranks
 
-VOCAB, LENGTH = 37, 23
+VOCAB, LENGTH, NEW = 37, 23, 2
 # transformers rotates and norms in float32 whatever the model's dtype: 1e-7 a step.
 ROUNDING = 2e-5
 
 
 def theirs(name, folder):
-    """Save a random model of theirs; return tokens, logits, loss and its gradients' folder."""
+    """Save a random model of theirs; return tokens, logits, and what it writes behind."""
     torch.manual_seed(3)
     model = (build_seeing if name in SEEING else build)(name).double().eval()
     with torch.no_grad():
@@ -32,6 +33,10 @@ def theirs(name, folder):
     model.save_pretrained(folder / "hf")
     tokens = torch.randint(VOCAB - 1, (2, LENGTH))
     logits = model(tokens).logits
+    text = tokens
+    with torch.no_grad():
+        for _ in range(NEW):
+            text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], 1)
     torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
     ).backward()
@@ -39,7 +44,7 @@ def theirs(name, folder):
         for parameter in model.parameters():
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
     model.save_pretrained(folder / "gradients")
-    return tokens, logits.detach()
+    return tokens, logits.detach(), text[:, LENGTH:].tolist()
 
 
 def loaded(run, **degrees):
@@ -85,7 +90,7 @@ def error(got, want, least=0.0):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_family_computes_what_transformers_does(tmp_path, name):
-    tokens, wanted = theirs(name, tmp_path)
+    tokens, wanted, text = theirs(name, tmp_path)
     hf_to_mcore(tmp_path / "hf", tmp_path / "run")
     logits, loss, gradients = scored(tmp_path / "run", tokens)
     assert error(logits[..., :VOCAB], wanted) < ROUNDING
@@ -102,7 +107,7 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
         assert worst < 20 * ROUNDING, (part, worst)
     flat = torch.nn.functional.cross_entropy
     assert error(loss, flat(wanted[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())) < ROUNDING
-    same_from_a_cache(tmp_path / "run", tokens, logits, name)
+    same_from_a_cache(tmp_path / "run", tokens, logits, name, text)
     mcore_to_hf(tmp_path / "run", tmp_path / "again")
     before, after = (load_file(tmp_path / at / "model.safetensors") for at in ("hf", "again"))
     assert before.keys() == after.keys()
@@ -127,7 +132,7 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
 
 @pytest.mark.parametrize("name", SEEING)
 def test_the_text_tower_of_a_model_that_sees_computes_what_it_does(tmp_path, name):
-    tokens, wanted = theirs(name, tmp_path)
+    tokens, wanted, _ = theirs(name, tmp_path)
     hf_to_mcore(tmp_path / "hf", tmp_path / "run")
     logits, _, _ = scored(tmp_path / "run", tokens)
     assert error(logits[..., :VOCAB], wanted) < ROUNDING
@@ -146,21 +151,43 @@ def same_ties(name):
         assert text_tower(config, {})[0]["tie_word_embeddings"] is tied, (outer, inner)
 
 
-def same_from_a_cache(run, tokens, logits, name):
-    """Tokens in pieces, remembered, give the logits of all at once."""
+def same_from_a_cache(run, tokens, logits, name, text):
+    """Tokens in pieces, remembered, give the logits of all at once; an engine writes on."""
     if "dynamic" in name or "longrope" in name:
         return  # what is remembered was rotated for a shorter sequence, theirs likewise
     model, ctx = loaded(run)
     cache, found = StaticCache(LENGTH), []
     with torch.no_grad():
-        for piece in tokens.split([9, 1, 1, 4, 1, 1, LENGTH - 17], 1):
+        for piece in tokens.split([9, 1, LENGTH - 10], 1):
             hidden, _ = model.eval()(piece, state=cache)
             cache.advance(piece.shape[1])
             found.append(model.logits(hidden))
     # These routers compute in float32 whatever the model's dtype, theirs likewise.
     bound = 1e-6 if name in ("glm4_moe", "dots1", "ernie4_5_moe") else 1e-10
     assert error(torch.cat(found).transpose(0, 1), logits) < bound
+    assert_written(model, tokens, logits, text)
     ctx.destroy()
+
+
+def assert_written(model, tokens, logits, text):
+    """Requests write and score alike: two at a time, prompts in chunks, then from pages."""
+    pages = {"page_tokens": 4, "num_pages": 20, "max_sequence_tokens": 32}
+    engine = Engine(model, EngineConfig(**pages, max_requests=2, max_tokens=24))
+    for is_scored in (True, False):
+        numbers = [
+            engine.add(
+                row,
+                SamplingConfig(num_tokens=NEW, top_k=1),
+                scores=ScoreRequest(log_probs=False, prompt=is_scored),
+            )
+            for row in tokens.tolist()
+        ]
+        found = dict(event for event in engine.run() if isinstance(event, tuple))
+        assert [list(found[number].ids) for number in numbers] == text
+        if is_scored:
+            scores = torch.tensor([found[number].prompt_log_probs for number in numbers])
+            own = logits[:, :-1, :VOCAB].log_softmax(-1).gather(-1, tokens[:, 1:, None])
+            assert error(scores, own[..., 0]) < 1e-6
 
 
 def scored_split(run, tokens):
