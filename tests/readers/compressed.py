@@ -33,6 +33,8 @@ def read(folder):
             inputs[module] = mine.pop("input_scale").item()
         if group["input_activations"] and group["input_activations"]["dynamic"] == "local":
             inputs[module] = 1 / mine.pop("input_global_scale").item()
+        if "bias" in mine:
+            wide[f"{module}.bias"] = mine.pop("bias")
         assert not mine, (module, sorted(mine))
     cache = {n for n in tensors if n.endswith((".k_scale", ".v_scale"))}
     assert bool(cache) == (how["kv_cache_scheme"] is not None)

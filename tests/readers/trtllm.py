@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-STRANGE_GAINS = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+STRANGE_GAINS = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
 """Classes whose Hugging Face twin stores gains minus one."""
 
 
@@ -209,6 +209,7 @@ def _config(config):
         "Qwen3ForCausalLM": "qwen3",
         "Qwen3MoeForCausalLM": "qwen3_moe",
         "GPTForCausalLM": "nemotron",
+        "GemmaForCausalLM": "gemma",
         "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3_text",
     }[name]
@@ -250,6 +251,8 @@ def _config(config):
         names = ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
         theirs |= {name: config.get(name) for name in names}
         assert config["hidden_act"] == "gelu_pytorch_tanh"
+    if name in STRANGE_GAINS:
+        assert config["inter_layernorms"] == (model_type != "gemma")
     if model_type == "gemma3_text":
         every = config["_sliding_window_pattern"]
         theirs["layer_types"] = [

@@ -7,6 +7,7 @@ import torch
 from readers import compressed, trtllm, unified
 from safetensors.torch import save_file
 
+from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer.cli import main
 from mcore_infer.loading import load_model
 from mcore_infer.quantization.loading import linears
@@ -72,6 +73,46 @@ def test_readers_of_every_format_get_the_quantized_model(
         assert_within_budget(said, wide, 7)
         ways = {matrix["algo"] for matrix in receipt["matrices"]}
         assert ways == {"FP8", "W4A16_AWQ"}
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 257}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "v_head_dim": 8}
+LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "first_k_dense_replace": 1}
+LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+LATENT |= {"moe_intermediate_size": 32, "n_shared_experts": 1}
+FAMILIES = {"Qwen2": SIZES, "Gemma2": SIZES | {"head_dim": 8}, "DeepseekV3": SIZES | LATENT}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_transformers_computes_what_our_quantized_model_does(kind, tmp_path):
+    """With what readers of both Hugging Face forms find: biases, gains less one, experts."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(**FAMILIES[kind], pad_token_id=None)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(0.15 * torch.randn(weight.shape) + 1.0 * ("norm" in name))
+    model.save_pretrained(tmp_path / "hf")
+    ByteTokenizer().save(tmp_path / "bytes")
+    (tmp_path / "text.txt").write_text("In the beginning was the word, and the word. " * 9)
+    words = ["--load", str(tmp_path / "hf"), "--tokenizer", str(tmp_path / "bytes")]
+    words += ["--calibration-data", str(tmp_path / "text.txt"), "--method", "fp8"]
+    assert main(["quantize", *words, "--output", str(tmp_path / "q")]) == 0
+    words = ["--load", str(tmp_path / "q"), "--output", str(tmp_path / "ct")]
+    assert main(["export", *words, "--format", "compressed-tensors"]) == 0
+    want = logits_of(tmp_path / "q")
+    for form, read in (("q", unified.read), ("ct", compressed.read)):
+        _, wide, *_ = read(tmp_path / form)
+        back = plain_folder(tmp_path / f"{form}-back", tmp_path / form, wide)
+        found, said = transformers.AutoModelForCausalLM.from_pretrained(
+            back, dtype="float32", output_loading_info=True
+        )
+        assert not any(said.values()), said
+        with torch.no_grad():
+            got = found.eval()(TOKENS).logits[0]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def assert_within_budget(said, wide, budget):

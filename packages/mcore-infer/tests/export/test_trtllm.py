@@ -72,6 +72,7 @@ CASES = {
         | {"vocab_size": 37, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "nemotron": ("Nemotron", {**SIZES, "head_dim": 8, "norm_eps": 1e-4}),
+    "gemma": ("Gemma", SIZES),
     "gemma2": ("Gemma2", {**SIZES, "sliding_window": 64, "query_pre_attn_scalar": 7}),
     "gemma3_text": (
         "Gemma3Text",

@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt2": "GPTForCausalLM",
     "nemotron": "GPTForCausalLM",
+    "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
@@ -243,6 +244,8 @@ def _activation(description: Mapping[str, Any], sizes: Sizes) -> str:
 
 
 def _gemma_fields(model_type: str, description: Mapping[str, Any]) -> dict[str, Any]:
+    if model_type == "gemma":
+        return {"inter_layernorms": False}
     theirs = family_of(model_type).to_theirs(dict(description))
     names: Sequence[str] = ("query_pre_attn_scalar", "final_logit_softcapping")
     fields = {name: theirs[name] for name in names} | {"inter_layernorms": True}
