@@ -1,5 +1,6 @@
 """An engine whose weights come from training, in memory, while its requests run."""
 
+import pytest
 import torch
 
 from mcore_ckpt import transfer_weights
@@ -27,6 +28,8 @@ def written_across_a_change(folder):
     """Ranks 0 and 1 train over two stages; 2 and 3 write with split matrices."""
     whole = ParallelContext.build(ParallelConfig())
     if whole.world.rank < 2:
+        with pytest.raises(ValueError, match=r"ranks \[2, 3\] leave out rank"):
+            ParallelContext.build(ParallelConfig(), ranks=(2, 3))
         ctx = ParallelContext.build(
             ParallelConfig(pipeline_model_parallel_size=2), ranks=(0, 1)
         )
