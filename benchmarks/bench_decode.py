@@ -6,13 +6,15 @@ One line a case: tokens per second over all requests while all of them write (pr
 read before; no log probabilities), and the roofline of one stream: bytes of weights over the
 memory's bandwidth.
 ``--offline N`` times N requests from their prompts to their last token. ``--method`` rounds the
-weights to the nearest first, ``--kv-cache-dtype fp8`` keeps keys and values in fp8. Started by
+weights to the nearest first, ``--transformers N`` lets its ``generate`` write N tokens in the
+same run, ``--kv-cache-dtype fp8`` keeps keys and values in fp8. Started by
 ``torchrun``, its ranks split every matrix; rank 0 prints, and bytes are those of one rank.
 """
 
 import argparse
 import statistics
 import time
+from typing import Any
 
 import torch
 from reporting import add_options, keep, versions
@@ -28,6 +30,7 @@ from mcore_models.gpt import GPT
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch.launcher import initialize, read_environment, shut_down
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optional_kernels import package_versions
 
 GEOMETRIES = {
     "llama-3-8b": (32, 4096, 32, 8, 14336, 128256),
@@ -80,6 +83,13 @@ def run(options: argparse.Namespace, ctx: ParallelContext) -> None:
     if options.offline:
         row["cases"]["offline"] = measure_offline(model, options, vocab)
         say("offline", row["cases"]["offline"], flush=True)
+    if options.transformers:
+        theirs = build_transformers(options.geometry, ctx)
+        for batch in options.batches:
+            row["cases"][f"transformers batch {batch}"] = measure_transformers(
+                theirs, options, batch
+            )
+            say("transformers", batch, row["cases"][f"transformers batch {batch}"], flush=True)
     row["cases"]["prefill"] = measure_prefill(model, options.prefill_tokens, vocab)
     say("prefill", row["cases"]["prefill"], flush=True)
     if ctx.device.type == "cuda":
@@ -178,6 +188,47 @@ def measure_offline(model: GPT, options: argparse.Namespace, vocab: int) -> dict
     }
 
 
+def build_transformers(geometry: str, ctx: ParallelContext) -> Any:
+    """Build transformers' Llama of the same sizes, with random weights in the same dtype."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers, hidden, heads, groups, ffn, vocab = GEOMETRIES[geometry]
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        intermediate_size=ffn,
+        vocab_size=vocab,
+        max_position_embeddings=8192,
+        dtype=torch.bfloat16 if ctx.device.type == "cuda" else torch.float32,
+    )
+    with ctx.device:
+        model = LlamaForCausalLM._from_config(config)
+    return model.eval()
+
+
+def measure_transformers(model: Any, options: argparse.Namespace, batch: int) -> dict:
+    """Let ``generate`` write greedily: tokens over the seconds that more of them take."""
+    times, counts = [], (8, 8 + options.transformers)
+    shape = (batch, options.prompt_tokens)
+    tokens = torch.randint(model.config.vocab_size, shape, device=model.device)
+    for count in (*counts[:1], *counts):
+        _wait()
+        begin = time.perf_counter()
+        length = {"min_new_tokens": count, "max_new_tokens": count}
+        model.generate(tokens, do_sample=False, pad_token_id=0, **length)
+        _wait()
+        times.append(time.perf_counter() - begin)
+    seconds = times[2] - times[1]  # without the prompts
+    return {
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": counts[1],
+        "tokens_per_s": round(batch * options.transformers / seconds, 1),
+        "version": package_versions(("transformers",))["transformers"],
+    }
+
+
 def _engine(model: GPT, options: argparse.Namespace, batch: int, new_tokens: int) -> Engine:
     page, length = 64, options.prompt_tokens + new_tokens
     return Engine(
@@ -243,6 +294,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prefill-tokens", type=int, default=4096)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--transformers", type=int, default=0, help="tokens that it writes")
     parser.add_argument("--offline", type=int, default=0, help="requests; 0: not measured")
     parser.add_argument("--offline-tokens", type=int, default=2048)
     return parser.parse_args()
