@@ -7,8 +7,9 @@ from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.peft.attaching import adapted_linears, attach_adapters, merge_adapters
 from mcore_models.peft.config import PeftConfig
-from mcore_models.peft.quantized_base import QuantizedMatrix, quantize_base
+from mcore_models.peft.quantized_base import LEVELS_KERNEL, QuantizedMatrix, quantize_base
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.optional_kernels import works
 from mcore_parallel.rng import RngStreams
 
 
@@ -29,6 +30,17 @@ def test_levels_are_those_of_the_paper_and_rounding_is_to_the_nearest():
         rtol=0,
         atol=float(matrix.abs().max()) / 254,
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_widens_to_the_bits_of_plain_torch(dtype):
+    assert works(LEVELS_KERNEL, torch.device("cuda"), dtype)
+    for shape in ((4096, 4096), (300, 64 * 33), (77, 150), (1, 2), (5, 63)):
+        matrix = QuantizedMatrix(torch.randn(shape, device="cuda"), 4)
+        out = torch.full(shape, torch.nan, device="cuda", dtype=dtype)
+        matrix.widen_into(out)
+        assert torch.equal(out, matrix.widened().to(dtype)), shape
 
 
 @pytest.mark.parametrize(
