@@ -113,6 +113,9 @@ PUBLISHED = {
 
 CUT = {"context_parallel_size": 2, "sequence_parallel": True}
 SHARDED = CUT | {"use_distributed_optimizer": False, "use_torch_fsdp2": True}
+DATA_PARALLEL = {"use_distributed_optimizer": False} | dict.fromkeys(
+    (f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model")), 1
+)
 
 
 @pytest.mark.parametrize(
@@ -120,11 +123,13 @@ SHARDED = CUT | {"use_distributed_optimizer": False, "use_torch_fsdp2": True}
     [
         (4, PUBLISHED | SHARDED | {"pipeline_model_parallel_size": 1}),
         (4, {"encoder_num_layers": 1, "decoder_num_layers": 3}),
+        (2, DATA_PARALLEL),
         pytest.param(8, PUBLISHED | CUT, marks=pytest.mark.parity_long),
     ],
     ids=[
         "published tp2 sp cp2, fully sharded",
         "Megatron's tp2 pp2, a stage of both halves",
+        "dp2",
         "published tp2 sp pp2 cp2",
     ],
 )
