@@ -69,10 +69,11 @@ def test_flags_of_all_parts_are_one_flat_name_space():
     assert cake == Cake(shape=shape, oven=Oven(degrees=200))
 
 
-def test_negative_numbers_and_a_lone_dash_are_values_and_the_last_flag_wins():
+def test_negative_numbers_and_patterns_of_layers_are_values_and_the_last_flag_wins():
     assert read("--num-layers", "1", "--height", "-1e-3").shape.height == -1e-3
     assert read("--num-layers", "1", "--height", "1", "--height", "2").shape.height == 2
-    assert read("--num-layers", "1", "--colours", "-").shape.colours == ("-",)
+    patterns = ("-", "--M*", "--")
+    assert read("--num-layers", "1", "--colours", *patterns).shape.colours == patterns
 
 
 def test_defaults_may_come_from_elsewhere_and_flags_lie_over_them():

@@ -26,6 +26,7 @@ def test_a_pattern_says_layers_heads_and_stages():
     config = parsed(text)
     assert config.model.num_layers == 4
     assert config.model.position_embedding_type == "none"
+    assert parsed(text.replace("MM|-M", "--M*")).model.hybrid_override_pattern == "--M*"
     cut = parsed(f"{text} --pipeline-model-parallel-size 2")
     stages = build_stages(cut.pipeline, 4, 2)
     assert [list(stage.layers) for stage in stages] == [[0, 1], [2, 3]]

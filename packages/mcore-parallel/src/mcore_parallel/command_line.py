@@ -23,6 +23,8 @@ NUMBERS = {int: "a whole number", float: "a number"}
 HELP_COLUMN = 34
 LIKENESS = 0.72
 """Share of common letters from which on a name is offered for an unknown one."""
+LAYER_LETTERS = frozenset("M*-EGP[]|/")
+"""Of ``--hybrid-override-pattern``: what they spell alone is no option, as in ``--M*``."""
 TYPO = 0.85
 """Share from which on it is offered before names that have all words of the unknown one."""
 
@@ -206,8 +208,8 @@ def _read_positionals(options: Sequence[Option], alone: list[str]) -> dict[str, 
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word is an option and no value; negative numbers and ``-`` are values."""
-    return word.startswith("--") and len(word) > 2
+    """Whether a word is an option; negative numbers and patterns of layers are values."""
+    return word.startswith("--") and not LAYER_LETTERS.issuperset(word)
 
 
 def canonical(name: str) -> str:

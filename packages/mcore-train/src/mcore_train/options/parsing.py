@@ -152,9 +152,9 @@ def take_all(words: list[str], flag: str) -> tuple[list[str], list[str]]:
         if word != flag:
             rest.append(word)
             continue
-        if not words or words[0].startswith("--"):
+        if not words or is_flag(words[0]):
             raise ValueError(f"{flag} needs a value.")
-        while words and not words[0].startswith("--"):
+        while words and not is_flag(words[0]):
             taken.append(words.pop(0))
     return rest, taken
 
