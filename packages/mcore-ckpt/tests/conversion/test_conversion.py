@@ -615,6 +615,8 @@ def test_pickled_weights_are_read_as_data(tmp_path):
 
 CLASSES = {
     "LlamaModel": "llama",
+    "GPT2Model": "gpt2",
+    "Mamba2Model": "mamba2",
     "LlamaForSequenceClassification": "llama",
     "Qwen2ForTokenClassification": "qwen2",
     "BertForSequenceClassification": "bert",

@@ -17,7 +17,13 @@ from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.files import Item, memory
 from mcore_ckpt.storage.index import TensorEntry
 
-_CLASS = re.compile(r"(?P<stem>\w+?)(?P<kind>Model|For(Sequence|Token)Classification)")
+_CLASS = re.compile(r"(?P<stem>\w+?)(?P<kind>(?<!Head)Model|For(Sequence|Token)Classification)")
+_PREFIXES = {
+    **dict.fromkeys(("gpt2", "bloom", "mpt"), "transformer."),
+    **dict.fromkeys(("mamba2", "nemotron_h"), "backbone."),
+    "gpt_neox": "gpt_neox.",
+}
+"""Where the model stands in a folder with a head, if not below ``model.``."""
 _TENSOR = re.compile(r"(score|classifier)\.(weight|bias)")
 _LABELS = ("id2label", "label2id", "problem_type", "num_labels", "classifier_dropout")
 _MAX_BYTES = 1 << 24
@@ -59,10 +65,11 @@ def take_head_off(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry])
         left = {name.removeprefix("bert."): entry for name, entry in left.items()}
         return BareModel({**bare, "architectures": [f"{stem}Model"]}, left, head, said)
     if not has_classes:
-        if "embed_tokens.weight" not in left:
+        prefix = _PREFIXES.get(model_type, "model.")
+        if any(name.startswith(prefix) for name in left):
             return whole
-        left = {f"model.{name}": entry for name, entry in left.items()}
-        said["prefix"] = "model."
+        left = {f"{prefix}{name}": entry for name, entry in left.items()}
+        said["prefix"] = prefix
     said["config"]["tie_word_embeddings"] = config.get("tie_word_embeddings")
     bare |= {"architectures": [f"{stem}ForCausalLM"], "tie_word_embeddings": True}
     return BareModel(bare, left, head, said)
