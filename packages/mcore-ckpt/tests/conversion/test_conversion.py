@@ -421,9 +421,11 @@ def test_tokenizer_generation_config_and_token_ids_are_carried_both_ways(tmp_pat
     for name, text in texts.items():
         (tmp_path / "hf" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "hf" / name).write_text(text)
-    (tmp_path / "hf" / "README.md").write_text("a card")
+    left = ("1_Pooling/notes.txt", "README.md", "consolidated.safetensors", "training_args.bin")
+    for name in left:
+        (tmp_path / "hf" / name).write_text("neither weights nor known")
     edit(tmp_path / "hf", bos_token_id=3, eos_token_id=[4, 5])
-    assert hf_to_mcore(tmp_path / "hf", tmp_path / "run").not_carried == ("README.md",)
+    assert hf_to_mcore(tmp_path / "hf", tmp_path / "run").not_carried == left
     check(tmp_path / "run")
     mcore_to_hf(tmp_path / "run", tmp_path / "again")
     for name, text in texts.items():

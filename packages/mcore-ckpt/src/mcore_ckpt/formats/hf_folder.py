@@ -186,15 +186,17 @@ def small_files(path: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
     return tokenizer, {GENERATION: generation.read_bytes()} if generation.is_file() else {}
 
 
-def not_carried(path: Path) -> tuple[str, ...]:
+def not_carried(folder: HFFolder) -> tuple[str, ...]:
     """List the files and folders of a Hugging Face folder that no conversion takes along."""
-    known = {*TOKENIZER_FILES, *COMPANIONS, _TEMPLATES, GENERATION, "config.json", _INDEX}
-    known |= {name.partition("/")[0] for name in COMPANIONS}
-    has_safetensors = any(path.glob("*.safetensors"))
-    weights = ".safetensors" if has_safetensors else ".bin"
-    known |= set() if has_safetensors else {_PICKLE_INDEX}
-    return tuple(
-        entry.name
-        for entry in sorted(path.iterdir())
-        if not (entry.name in known or entry.name.startswith(".") or entry.suffix == weights)
-    )
+    read = {chunk.file for entry in folder.tensors.values() for chunk in entry.chunks}
+    is_pickled = not any(file.endswith(".safetensors") for file in read)
+    known = {*TOKENIZER_FILES, *COMPANIONS, GENERATION, "config.json", *read}
+    known.add(_PICKLE_INDEX if is_pickled else _INDEX)
+    shared = {_TEMPLATES, *(name.partition("/")[0] for name in COMPANIONS if "/" in name)}
+    names = []
+    for entry in folder.path.iterdir():
+        inside = entry.iterdir() if entry.name in shared else ()
+        names += [f"{entry.name}/{one.name}" for one in inside] or [entry.name]
+    templates = {name for name in names if name.startswith(f"{_TEMPLATES}/")}
+    known |= {name for name in templates if (folder.path / name).is_file()}
+    return tuple(sorted(n for n in names if n not in known and not n.startswith(".")))

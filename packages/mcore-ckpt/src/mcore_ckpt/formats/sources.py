@@ -113,7 +113,7 @@ def _open_hf(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
             hf["head"] = with_tensors(bare.said, Source(reader, bare.head))
         theirs = dequantized(Source(reader, tensors))
         small: dict[str, Any] = {"tokenizer": tokenizer, "generation": generation}
-        small["not_carried"] = not_carried(folder.path)
+        small["not_carried"] = not_carried(folder)
         small["quantization"] = quantization
         yield _link(table, theirs, description, options, hf=hf, **small)
 
