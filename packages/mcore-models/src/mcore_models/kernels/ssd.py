@@ -32,7 +32,7 @@ _PROGRAMS = 256
 """Programs that keep a GPU busy; heads are shared out among as many."""
 _STATES = {"num_warps": 4, "num_stages": 3}
 _OUTPUTS = {"num_warps": 4, "num_stages": 2}
-_INPUTS = {"num_warps": 8, "num_stages": 1}
+_INPUTS = {"num_warps": 4, "num_stages": 1}
 _GROUPS = {"num_warps": 4, "num_stages": 1}
 """How each kernel is compiled: as many registers as it has, without spills."""
 
