@@ -8,7 +8,12 @@ from torch.utils.data import DataLoader
 from mcore_data import MockGPTDataset
 from mcore_models import GPTModel, MultiTokenPrediction, TransformerConfig
 from mcore_moe import MixtureOfExperts, MoEConfig
-from mcore_parallel import parallel_state, run_ranks
+from mcore_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    parallel_state,
+    run_ranks,
+)
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
 
@@ -67,7 +72,9 @@ def layouts(cases):
     for degrees, model, moe, rows_of in cases:
         parallel_state.initialize_model_parallel(**degrees)
         config = TransformerConfig(**(SMALL | model))
-        module = GPTModel(config, 53, moe=MoEConfig(**moe), dtype=torch.float64)
+        parts = moe.get("parts", {})
+        experts = MoEConfig() if parts else MoEConfig(**moe)
+        module = GPTModel(config, 53, moe=experts, parts=parts, dtype=torch.float64)
         losses = []
         for seed in (1, 2):
             rows = rows_of[parallel_state.get_data_parallel_rank()]
@@ -84,6 +91,21 @@ def layouts(cases):
 
 ALL, HALVES = ((0, 1, 2, 3),) * 2, ((0, 1), (2, 3))
 QK = {"num_query_groups": 1, "qk_layernorm": True}
+
+
+class Squared(torch.nn.Module):
+    """A feed-forward layer of one's own: no gate, no kernel of ours."""
+
+    def __init__(self, setup):
+        super().__init__()
+        split = {"axis": setup.ctx.tp, "dtype": setup.dtype, "init_std": 0.0}
+        self.wide = ColumnParallelLinear(setup.config.hidden_size, 24, **split)
+        self.narrow = RowParallelLinear(24, setup.config.hidden_size, **split)
+
+    def forward(self, x):
+        return self.narrow(self.wide(x).square())
+
+
 EXPERTS = {
     "num_experts": 4,
     "moe_aux_loss_coeff": 0.1,
@@ -96,10 +118,13 @@ def test_gradients_are_whole_in_backward_under_every_layout():
     cases = [
         ({}, QK, {}, HALVES),
         ({"tensor_model_parallel_size": 2}, QK, {}, ALL),
+        ({"tensor_model_parallel_size": 2}, QK, {"parts": {"mlp": Squared}}, ALL),
         ({"tensor_model_parallel_size": 2}, {}, EXPERTS, ALL),
         ({"expert_model_parallel_size": 2}, {}, EXPERTS, ALL),
     ]
     alone = layouts([({}, model, moe, ALL) for _, model, moe, _ in cases])
+    (plain, *_), (own, *_) = alone[1:3]
+    assert own != plain
     for rank in run_ranks(layouts, 2, cases):
         for place, (losses, norm, embedding) in enumerate(rank):
             want_losses, want_norm, want_embedding = alone[place]
@@ -150,6 +175,8 @@ def refusals():
             GPTModel(TransformerConfig(**SMALL), 53)
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(2)
+    with pytest.raises(ValueError, match="parts name fc1: use attention, mla, mlp"):
+        GPTModel(TransformerConfig(**SMALL), 53, parts={"fc1": Squared})
     with pytest.raises(ValueError, match="--num-attention-heads 3 cannot be split"):
         GPTModel(TransformerConfig(num_layers=1, hidden_size=12, num_attention_heads=3), 53)
     parallel_state.destroy_model_parallel()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.initialization import initialize_
-from mcore_models.layers.block import TransformerBlock
+from mcore_models.layers.block import NO_PARTS, Parts, TransformerBlock
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.mtp import PredictionLayer, shifted
 from mcore_models.layers.residual import Residual
@@ -49,6 +49,7 @@ class GPTModel(nn.Module):
         vocab_size: int,
         *,
         moe: MoEConfig = _NO_EXPERTS,
+        parts: Parts = NO_PARTS,
         seed: int = 1234,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -60,6 +61,7 @@ class GPTModel(nn.Module):
             config: shape and numerics of the layers.
             vocab_size: true number of tokens.
             moe: experts, none by default.
+            parts: modules of one's own in place of mixers, see ``TransformerBlock``.
             seed: of the initial weights, equal on all ranks.
             dtype: of the parameters.
 
@@ -78,7 +80,8 @@ class GPTModel(nn.Module):
                 )
         depths = config.num_layers, config.mtp_num_layers
         gemms = layer_gemms(current_fp8(), ctx, depths[0], WeightCasts(), None, depths[1])
-        options: dict[str, Any] = {"vocab_size": vocab_size, "moe": moe, "seed": seed}
+        options: dict[str, Any] = {"vocab_size": vocab_size, "moe": moe, "parts": parts}
+        options["seed"] = seed
         self.gpt = GPT(config, ctx, gemms=gemms, dtype=dtype, **options)
         self._ctx = ctx
         for named in named_parameters(self.gpt):

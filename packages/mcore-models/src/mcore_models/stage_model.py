@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mcore_models.checks.layouts import layout_problems
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.initialization import initialize_
+from mcore_models.layers.block import NO_PARTS, Parts
 from mcore_models.layers.residual import Residual, stream_cuts, stream_dropout
 from mcore_models.layers.stack import run_blocks
 from mcore_models.protocol import TrainableModel
@@ -64,6 +65,7 @@ class StageModel(TrainableModel):
         recomputing: RecomputeConfig = _KEEP_ALL,
         kernels: KernelConfig = _ANY_KERNELS,
         gemms: Sequence[LinearGemms] = (),
+        parts: Parts = NO_PARTS,
         streams: RngStreams | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -81,6 +83,7 @@ class StageModel(TrainableModel):
             kernels: which compute it.
             gemms: of every layer, by global number (``layer_gemms``); empty: of none but in
                 the model's dtype.
+            parts: of the layers of a GPT, in place of its own, see ``TransformerBlock``.
             streams: of dropout; None: made from ``seed``. Chunks of one rank share one.
             device: of the parameters; None: that of ``ctx``.
             dtype: of the parameters and activations.
@@ -116,6 +119,7 @@ class StageModel(TrainableModel):
             "moe": moe,
             "recomputing": recomputing,
             "kernels": kernels,
+            **({"parts": parts} if parts else {}),
             **placed,
         }
         gemms = gemms or (PLAIN_GEMMS,) * (count + config.mtp_num_layers)

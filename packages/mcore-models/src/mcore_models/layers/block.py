@@ -4,8 +4,9 @@ A transformer's layer is attention, then a dense or an expert feed-forward layer
 layers consist of says ``layer_mixers``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.rng import RngStreams
 
 _NO_NORM = nn.Identity()
+Parts = Mapping[str, Callable[[LayerSetup], nn.Module]]
+"""What builds a mixer in place of the one of that name."""
+NO_PARTS: Parts = MappingProxyType({})
 
 
 class TransformerBlock(nn.Module):
@@ -46,6 +50,7 @@ class TransformerBlock(nn.Module):
         streams: RngStreams,
         moe: MoEConfig,
         mixers: tuple[str, ...] = (),
+        parts: Parts = NO_PARTS,
         recomputing: RecomputeConfig,
         kernels: KernelConfig,
         gemms: LinearGemms = PLAIN_GEMMS,
@@ -61,13 +66,21 @@ class TransformerBlock(nn.Module):
             streams: for dropout.
             moe: says whether this layer has experts, and which.
             mixers: of this layer; empty: those that the config says.
+            parts: modules of one's own in place of mixers, by name: a function of the setup
+                builds one, which is called as the mixer that it replaces (``MIXERS``):
+                attention with the normed stream and its inputs, mlp with the stream alone.
             kernels: which compute attention.
             gemms: what multiplies in attention and the dense feed-forward layer.
             recomputing: its selective modules; full-layer recompute is handled by the model.
             device: of the parameters.
             dtype: of the parameters.
+
+        Raises:
+            ValueError: for a part of a name that no mixer has.
         """
         super().__init__()
+        if unknown := sorted(parts.keys() - MIXERS.keys()):
+            raise ValueError(f"parts name {', '.join(unknown)}: use {', '.join(MIXERS)}.")
         setup = LayerSetup(
             config=config,
             ctx=ctx,
@@ -86,7 +99,7 @@ class TransformerBlock(nn.Module):
         for name, around in zip(self.mixers, self.norms, strict=True):
             for norm_name in filter(None, around):
                 self.add_module(norm_name, stream_norm(config, ctx, **setup.placed))
-            self.add_module(name, MIXERS[name].build(setup))
+            self.add_module(name, parts.get(name, MIXERS[name].build)(setup))
         dropout = stream_dropout(config, ctx, streams)
         self.residual = PreNorm(dropout, streams, setup.recomputed, config.residual_multiplier)
 
