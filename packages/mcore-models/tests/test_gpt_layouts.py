@@ -58,6 +58,14 @@ ALIBI = GPT2 | {
     "position_embedding_type": "alibi",
     "embedding_layernorm": True,
 }
+CHUNKED = LLAMA | {
+    "qk_layernorm": False,
+    "qk_l2_norm": True,
+    "attention_chunk_size": 3,
+    "window_attn_skip_freq": "2",
+    "rope_skip_freq": "2",
+    "attention_temperature_span": 2,
+}
 MLA = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -194,6 +202,7 @@ TWO_RANKS = {
     ),
     "cp2, experts": Case(LLAMA, layout(cp=2), EXPERTS),
     "cp2, all-gather": Case(LLAMA, layout(cp=2, cp_comm_type="all_gather")),
+    "cp2, chunks, packed": Case(CHUNKED, layout(cp=2, cp_comm_type="all_gather"), packed=True),
     "cp2, a2a": Case(LLAMA, layout(cp=2, cp_comm_type="a2a")),
     "cp2, a2a, window": Case(LLAMA | {"window_size": (2, 0)}, layout(cp=2, cp_comm_type="a2a")),
     "cp2, packed": Case(LLAMA, layout(cp=2), packed=True),
@@ -446,8 +455,8 @@ def test_four_ranks_give_the_losses_and_gradients_of_one(name, four_ranks):
 
 @pytest.mark.parametrize(
     "shape",
-    [LLAMA, GPT2, ALIBI, HYBRID],
-    ids=["rotary", "learned positions", "alibi", "hybrid"],
+    [LLAMA, GPT2, ALIBI, CHUNKED, HYBRID],
+    ids=["rotary", "learned positions", "alibi", "chunks", "hybrid"],
 )
 def test_packed_documents_compute_what_they_do_one_by_one(shape):
     model = build(Case(shape), ParallelContext.single())

@@ -31,7 +31,8 @@ LATENT = {
 
 @pytest.mark.parametrize("piece_elements", [1, 1 << 24])
 @pytest.mark.parametrize(
-    ("window", "chunk", "packed"), [(-1, 0, False), (2, 0, True), (-1, 4, True)]
+    ("window", "chunk", "packed"),
+    [(-1, 0, False), (2, 0, True), (-1, 4, False), (-1, 3, True)],
 )
 def test_the_largest_scores_are_those_of_the_keys_in_sight(
     piece_elements, window, chunk, packed
@@ -44,7 +45,10 @@ def test_the_largest_scores_are_those_of_the_keys_in_sight(
     scores = 0.7 * torch.einsum("sbnh,tbnh->bnst", q, k.repeat_interleave(N // G, 2))
     seen = visible_keys(S, S, window, None, chunk)[None, None]
     if documents is not None:
-        seen = seen & same_document(documents, S, S)
+        seen = visible_keys(S, S, window)[None, None] & same_document(documents, S, S)
+    if documents is not None and chunk:
+        cut = Documents([[0, 3, 4, 7, 9], [0, 1, 4, 6, 9]])  # each document, by chunks
+        seen = seen & same_document(cut, S, S)
     wanted = scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3))
     torch.testing.assert_close(found, wanted)
 

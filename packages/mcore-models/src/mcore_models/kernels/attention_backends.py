@@ -72,7 +72,8 @@ def attend(
         causal: whether a query sees only keys up to its own place.
         scale: of the scores; None: 1/sqrt(H).
         window: earlier keys that a query sees besides its own; -1: all. Only if causal.
-        chunk: keys are cut into chunks of so many, and a query sees those of its own; 0: not.
+        chunk: keys of each document are cut into chunks of so many, and a query sees those of
+            its own; 0: not.
         softcap: scores become softcap x tanh(score / softcap); 0: they stay.
         sinks: a score of each head that takes part in the softmax and mixes no value. Caps and
             sinks have no fused kernel: they are computed in plain torch.
@@ -103,6 +104,8 @@ def attend(
             q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
         y = attend(*with_distances(q, k, v, slopes, scale), scale=scale, **others)
         return y[..., :width].to(dtype)
+    if documents is not None and chunk:
+        documents, chunk = documents.cut(chunk), 0
     num_queries, num_keys = q.shape[0], k.shape[0]
     rules = {"scale": scale, "window": window, "softcap": softcap, "dropout_prob": dropout_prob}
     if causal and num_queries > num_keys:
@@ -119,7 +122,7 @@ def attend(
         )
     if documents is not None:
         _check_documents(documents, k, causal, backend)
-        is_whole = num_queries == documents.length and not (is_plain or chunk)
+        is_whole = num_queries == documents.length and not is_plain
         if is_whole and takes_borders(q, dropout_prob, backend):
             return _varlen(q, k, v, documents, scale, window)
     elif not (is_plain or chunk) and _uses_flash4(q, k, v, dropout_prob, backend):
@@ -151,7 +154,7 @@ def _mask(
     """Say which keys each query sees, where a kernel's own causal rule does not."""
     sizes = q.shape[0], k.shape[0]
     if documents is not None:
-        seen = visible_keys(*sizes, window, q.device, chunk)
+        seen = visible_keys(*sizes, window, q.device)
         return same_document(documents, *sizes, q.device) & seen
     is_whole_row = sizes[0] in (sizes[1], 1)
     if causal and (window >= 0 or chunk or is_plain or not is_whole_row):

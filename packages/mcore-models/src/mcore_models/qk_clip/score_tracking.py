@@ -90,7 +90,9 @@ def _first_seen(place: Tensor, window: int, chunk: int, documents: Documents | N
     first = torch.zeros_like(place)
     if window >= 0:
         first = torch.maximum(first, place - window)
-    if chunk:
+    if chunk and documents is not None:
+        documents = documents.cut(chunk)
+    elif chunk:
         first = torch.maximum(first, place // chunk * chunk)
     if documents is None:
         return first.unsqueeze(0)

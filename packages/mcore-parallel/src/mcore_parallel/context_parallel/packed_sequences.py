@@ -87,6 +87,7 @@ class Documents:
                 f"rows of one batch have equal lengths, not {[p.length for p in self.rows]}"
             )
         self._made: dict[tuple[int, tuple[range, ...]], Pieces] = {}
+        self._cut: dict[int, Documents] = {}
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Int[Tensor, "B n"]) -> "Documents":
@@ -128,6 +129,18 @@ class Documents:
                 f"batch has {num_rows} rows of {length} (rows are whole, over all context "
                 "ranks)"
             )
+
+    def cut(self, size: int) -> "Documents":
+        """Return each document as pieces of so many tokens, the last one shorter."""
+        if size not in self._cut:
+            self._cut[size] = Documents(
+                [
+                    [at for a, b in pairwise(row.borders) for at in range(a, b, size)]
+                    + [row.length]
+                    for row in self.rows
+                ]
+            )
+        return self._cut[size]
 
     def flat(self) -> Pieces:
         """Return the documents of all rows, the rows laid end to end."""
