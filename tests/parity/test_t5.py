@@ -7,9 +7,15 @@ import torch
 from parity.hf_twins import largest_gradient_error, ours_of
 
 from mcore_ckpt.conversion.conversion import convert
+from mcore_infer.answering import T5Writer, answered
+from mcore_infer.config import SamplingConfig
+from mcore_infer.kv_cache import StaticCache
+from mcore_models.encoder_config import T5Config
 from mcore_models.encoder_shapes import t5_shapes
 from mcore_models.families import T5_FAMILY
 from mcore_models.protocol import LM_LOSS, MicroBatch
+from mcore_models.t5 import T5
+from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.cli import main
@@ -143,6 +149,24 @@ def test_every_axis_computes_what_one_rank_computes(world_size, changes):
     assert checked >= {"logits", "gradient", "weights after steps", "continued run"}
 
 
+@pytest.mark.parametrize("form", [PUBLISHED, {}], ids=["published", "Megatron's"])
+def test_tokens_in_pieces_are_scored_as_all_at_once(form):
+    sizes = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 3}
+    config = T5Config(**sizes, **form, max_position_embeddings=20, init_method_std=0.3)
+    model = T5(config, ParallelContext.single(), vocab_size=41, dtype=torch.float64).eval()
+    texts, written = torch.randint(41, (2, 9)), torch.randint(41, (2, 7))
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 5:] = 0
+    writer, cache = T5Writer(model, texts, mask), StaticCache(7)
+    with torch.no_grad():
+        want = model((texts, written), mask)["decoder"]
+        found = []
+        for piece in written.split([3, 1, 1, 2], 1):
+            found.append(writer(piece, state=cache)[0])
+            cache.advance(piece.shape[1])
+    torch.testing.assert_close(torch.cat(found), want, rtol=1e-10, atol=1e-10)
+
+
 def test_a_run_is_exported_to_transformers_and_continued_from_it(tmp_path):
     form = (
         "--position-embedding-type relative --normalization RMSNorm --disable-bias-linear "
@@ -168,10 +192,19 @@ def test_a_run_is_exported_to_transformers_and_continued_from_it(tmp_path):
     convert("mcore", run, "hf", tmp_path / "hf")
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "hf").eval()
     model = ours_of(run, torch.float32)
-    ids, written = torch.randint(140, (2, 9)), torch.randint(140, (2, 5))
+    ids, written = torch.randint(1, 140, (2, 9)), torch.randint(140, (2, 5))
     with torch.no_grad():
         got = model.logits(model((ids, written))["decoder"]).transpose(0, 1)[..., :140]
         want = theirs(ids, decoder_input_ids=written).logits
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    ids[1, 6:] = 0
+    length = {"max_new_tokens": 6, "min_new_tokens": 6, "decoder_start_token_id": 0}
+    found = theirs.generate(ids, attention_mask=(ids > 0).long(), do_sample=False, **length)
+    texts = [ids[0].tolist(), ids[1, :6].tolist()]
+    greedy = SamplingConfig(num_tokens=6, top_k=1)
+    rows = [[], []]
+    for token in answered(model, texts, greedy, start=0):
+        rows[token.row].append(token.id)
+    assert rows == found[:, 1:].tolist()
     words = f"{rest} --train-iters 1 --load {tmp_path / 'hf'} --finetune".split()
     assert main(["t5", *words]) == 0

@@ -70,6 +70,17 @@ class LoadedModel:
         own = None if self.tokenizer is None else self.tokenizer.eod
         return tuple(i for i in ids if isinstance(i, int) and i != own)
 
+    @property
+    def start(self) -> int:
+        """Token that a decoder reads first: a Hugging Face folder's, else the tokenizer's."""
+        for name in ("generation_config.json", "config.json"):
+            if (file := self.folder / name).is_file():
+                named = json.loads(file.read_text(encoding="utf-8"))
+                if isinstance(found := named.get("decoder_start_token_id"), int):
+                    return found
+        own = None if self.tokenizer is None else self.tokenizer.bos
+        return own or 0
+
 
 def load_model(
     path: str | Path,
@@ -79,6 +90,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     checksums: bool = True,
     keep_codes: bool | None = None,
+    takes_t5: bool = False,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LoadedModel:
     """Build the model that a checkpoint describes and fill it.
@@ -95,6 +107,8 @@ def load_model(
         checksums: check the bytes that are read.
         keep_codes: leave quantized weights packed and multiply with their codes, instead of
             widening them once; None: on a GPU. Inputs are rounded as the method says in both.
+        takes_t5: whether the model may be a T5, which is a ``LanguageModel`` for
+            ``T5Writer`` alone.
         families: of models that the checkpoint may hold.
 
     Raises:
@@ -114,7 +128,7 @@ def load_model(
     adapter = index.extra.get(ADAPTER, {})
     peft = config_from_dict(PeftConfig, {n: v for n, v in adapter.items() if n != "base"})
     computes_in = dtype or _dtype_for(ctx.device, index)
-    model = _on_meta(description, ctx, computes_in, families, peft)
+    model = _on_meta(description, ctx, computes_in, families, peft, takes_t5)
     reading: dict[str, Any] = {"world": ctx.world, "checksums": checksums, "cast": True}
     with ExitStack() as stack:
         quantized, scales, kv_scales = None, {}, {}
@@ -174,8 +188,9 @@ def _on_meta(
     dtype: torch.dtype,
     families: Mapping[str, Family],
     peft: PeftConfig,
+    takes_t5: bool = False,
 ) -> LanguageModel:
-    model = families[description.family].build(
+    model: Any = families[description.family].build(
         description.config,
         ctx,
         vocab_size=description.vocab_size,
@@ -183,11 +198,11 @@ def _on_meta(
         device="meta",  # weights are read, not drawn
         dtype=dtype,
     )
-    if not isinstance(model, LanguageModel):
-        raise ValueError(
-            f"a model of the family {description.family} predicts no next token: it can "
-            "neither generate nor be scored on a text."
-        )
+    is_t5 = description.family == "t5"
+    if not isinstance(model, LanguageModel) and not (is_t5 and takes_t5):
+        why = "reads one text and writes another" if is_t5 else "predicts no next token"
+        use = "only mcore-infer generate runs it" if is_t5 else "it cannot generate"
+        raise ValueError(f"a model of the family {description.family} {why}: {use}.")
     if peft.peft != "none":
         attach_adapters(model, peft, streams=RngStreams(0, ctx))
     return model

@@ -31,7 +31,14 @@ from mcore_models.layers.relative_bias import (
     position_scores,
 )
 from mcore_models.layers.residual import Residual, stream_norm
-from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch
+from mcore_models.protocol import (
+    LABELS,
+    LM_LOSS,
+    LOSS_MASK,
+    Entry,
+    MicroBatch,
+    ModelState,
+)
 from mcore_models.stage_model import StageModel
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
@@ -178,9 +185,58 @@ class T5(StageModel):
             found[DECODER] = self._run(self.decoder, found[DECODER], inputs)
         elif self.decoder.final_norm is not None:  # a last stage without layers
             found[DECODER] = self.decoder.final_norm(found[DECODER])
-        if self.stage.has_loss and self.config.scale_decoder_outputs:
-            found[DECODER] = found[DECODER] * self.config.hidden_size**-0.5
+        if self.stage.has_loss:
+            found[DECODER] = self._scaled(found[DECODER])
         return found
+
+    def read(
+        self, texts: Int[Tensor, "B S"], mask: Int[Tensor, "B S"] | None = None
+    ) -> Streams:
+        """Run the encoder of a whole model.
+
+        Args:
+            texts: token ids.
+            mask: 1 for tokens, 0 for padding; None: no padding.
+
+        Returns:
+            What ``write`` reads: the encoder's stream and the tables.
+
+        Raises:
+            ValueError: if texts are longer than the model's positions.
+        """
+        found = self._tables() | {ENCODER: self._embedded(texts, "--seq-length")}
+        seen = None if mask is None else (mask > 0)[:, None, None, :]
+        inputs = MaskedInputs(mask=self._mask(found, 0, seen))
+        return {**found, ENCODER: self._run(self.encoder, found[ENCODER], inputs)}
+
+    def write(
+        self,
+        tokens: Int[Tensor, "B R"],
+        texts: Streams,
+        mask: Int[Tensor, "B S"] | None,
+        state: ModelState,
+    ) -> Float[Tensor, "R B D"]:
+        """Run the decoder of a whole model on the next tokens.
+
+        Args:
+            tokens: behind those that the state holds.
+            texts: of ``read``.
+            mask: its mask.
+            state: keys and values of earlier tokens and of the texts; extended by these.
+        """
+        x = self._embedded(tokens, "--decoder-seq-length", state.length)
+        seen = None if mask is None else (mask > 0)[:, None, None, :]
+        inputs = MaskedInputs(
+            mask=self._mask({**texts, DECODER: x}, 1, None, state),
+            memory=texts[ENCODER],
+            memory_mask=seen,
+            state=state,
+        )
+        return self._scaled(self._run(self.decoder, x, inputs))
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        factor = self.config.hidden_size**-0.5 if self.config.scale_decoder_outputs else 1.0
+        return hidden if factor == 1.0 else hidden * factor
 
     def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
         """Score the vocabulary: this rank's slice of it, padding included.
@@ -250,33 +306,40 @@ class T5(StageModel):
         return stream.total()
 
     def _embed(self, encoder_ids: Tensor, decoder_ids: Tensor) -> dict[str, Tensor]:
-        found = {}
-        for name, ids, flag in (
-            (ENCODER, encoder_ids, "--seq-length"),
-            (DECODER, decoder_ids, "--decoder-seq-length"),
-        ):
-            size, axes = (ids.shape[0], ids.shape[1]), (self.cp, self.cuts)
-            check_inputs(size, config=self.config, axes=axes, flag=flag)
-            x = self.embedding(ids)
-            if not self.is_relative:
-                x = x + self.position_embedding(self.places(ids.shape[1], ids.device))
-            found[name] = self.dropout(x)
-        if self.is_relative:
-            tables = [stack.relative_position_bias for stack in (self.encoder, self.decoder)]
-            found[TABLES] = torch.stack([table.weight for table in tables if table is not None])
-        return found
+        found = {ENCODER: self._embedded(encoder_ids, "--seq-length")}
+        found[DECODER] = self._embedded(decoder_ids, "--decoder-seq-length")
+        return found | self._tables()
+
+    def _embedded(self, ids: Tensor, flag: str, begin: int = 0) -> Tensor:
+        size, axes = (ids.shape[0], begin + ids.shape[1]), (self.cp, self.cuts)
+        check_inputs(size, config=self.config, axes=axes, flag=flag)
+        x = self.embedding(ids)
+        if not self.is_relative:
+            x = x + self.position_embedding(self.places(ids.shape[1], ids.device) + begin)
+        return self.dropout(x)
+
+    def _tables(self) -> dict[str, Tensor]:
+        if not self.is_relative:
+            return {}
+        tables = [stack.relative_position_bias for stack in (self.encoder, self.decoder)]
+        return {TABLES: torch.stack([table.weight for table in tables if table is not None])}
 
     def _mask(
-        self, streams: Streams, number: int, seen: Tensor | None
+        self,
+        streams: Streams,
+        number: int,
+        seen: Tensor | None,
+        state: ModelState | None = None,
     ) -> Shaped[Tensor, "b n q Z"] | None:
         """Return the mask of a stack's own tokens: 0 the encoder, 1 the decoder."""
         x = streams[(ENCODER, DECODER)[number]]
         num_tokens = x.shape[0] * self.cuts.size
         is_decoder = number == 1
-        if not self.is_relative and (seen is not None or self.cp.size == 1):
+        begin, is_plain = state.length if state else 0, state is None and not self.is_relative
+        if is_plain and (seen is not None or self.cp.size == 1):
             return seen  # None in a decoder: causal attention needs no mask
-        queries = self.places(num_tokens, x.device)
-        keys = torch.arange(num_tokens * self.cp.size, device=x.device)
+        queries = self.places(num_tokens, x.device) + begin
+        keys = torch.arange(begin + num_tokens * self.cp.size, device=x.device)
         visible = seen
         if is_decoder:
             visible = (keys[None, :] <= queries[:, None])[None, None]

@@ -1,13 +1,18 @@
 """The command ``mcore-infer generate``: text from prompts."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mcore_infer.commands.opening import ModelOptions, opened
 from mcore_infer.config import InferenceConfig, SamplingConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mcore_data.tokenizers.protocol import Tokenizer
+    from mcore_infer.loading import LoadedModel
     from mcore_infer.structured import Structure
+    from mcore_infer.writing import NewToken
 
 
 def generate(
@@ -20,7 +25,7 @@ def generate(
     json_schema: str = "",
     regex: str = "",
 ) -> int:
-    """Write on after a prompt; the text streams to standard output.
+    """Write on after a prompt; the text streams to standard output. A T5 writes an answer.
 
     Args:
         model: which one.
@@ -38,27 +43,16 @@ def generate(
         raise ValueError(f"--num-samples {num_samples} must be 1 or more.")
     if num_samples > 1 and sampling.beam_width:
         raise ValueError(f"--num-samples {num_samples}: a --beam-width finds one text.")
-    with opened(model, draft=engine.draft_load) as (loaded, tokenizer, is_first):
-        from mcore_infer.engine.building import stream_texts
-        from mcore_infer.generation import prompt_ids, stop_ids
+    with opened(model, draft=engine.draft_load, takes_t5=True) as (loaded, tokenizer, is_first):
+        from mcore_infer.generation import prompt_ids
         from mcore_infer.streaming import TextStream
-        from mcore_infer.structured import Grammars
 
         beginnings = [text for text in prompt for _ in range(num_samples)]
         texts = [TextStream(tokenizer) for _ in beginnings]
-        tokens = stream_texts(
-            loaded.model,
-            [prompt_ids(tokenizer, text) for text in beginnings],
-            sampling,
-            engine,
-            seed=seed,
-            eod=None if sampling.ignore_eod else tokenizer.eod,
-            stop=stop_ids(tokenizer, sampling, loaded.ends),
-            draft=loaded.draft,
-            structure=structure,
-            grammars=Grammars(tokenizer, loaded.model.vocab_size, loaded.ends),
-            kv_scales=loaded.kv_scales,
-        )
+        prompts = [prompt_ids(tokenizer, text) for text in beginnings]
+        tokens = _written(loaded, tokenizer, prompts, sampling, engine, seed, structure)
+        if loaded.description.family == "t5":
+            beginnings = [""] * len(beginnings)  # read, not gone on from
         pieces: list[list[str]] = [[] for _ in beginnings]
         is_streamed = is_first and len(beginnings) == 1
         for number, token in enumerate(tokens):
@@ -74,6 +68,45 @@ def generate(
             for beginning, text, parts in zip(beginnings, texts, pieces, strict=True):
                 print(f"{beginning}{''.join(parts)}{text.rest()}\n")
     return 0
+
+
+def _written(
+    loaded: "LoadedModel",
+    tokenizer: "Tokenizer",
+    prompts: "Sequence[Sequence[int]]",
+    sampling: SamplingConfig,
+    engine: InferenceConfig,
+    seed: int,
+    structure: "Structure | None",
+) -> "Iterator[NewToken]":
+    from mcore_infer.answering import answered
+    from mcore_infer.engine.building import stream_texts
+    from mcore_infer.generation import stop_ids
+    from mcore_infer.structured import Grammars
+
+    ends: dict[str, Any] = {
+        "eod": None if sampling.ignore_eod else tokenizer.eod,
+        "stop": stop_ids(tokenizer, sampling, loaded.ends),
+    }
+    if loaded.description.family == "t5":
+        if structure or sampling.beam_width or engine.draft_load:
+            raise ValueError(
+                "a T5 takes no --json-schema, --regex, --beam-width and --draft-load."
+            )
+        start = loaded.start
+        return answered(loaded.model, prompts, sampling, start=start, seed=seed, **ends)
+    return stream_texts(
+        loaded.model,
+        prompts,
+        sampling,
+        engine,
+        seed=seed,
+        draft=loaded.draft,
+        structure=structure,
+        grammars=Grammars(tokenizer, loaded.model.vocab_size, loaded.ends),
+        kv_scales=loaded.kv_scales,
+        **ends,
+    )
 
 
 def _structure(json_schema: str, regex: str) -> "Structure | None":

@@ -32,13 +32,14 @@ class ModelOptions:
 
 @contextmanager
 def opened(
-    options: ModelOptions, *, draft: str = ""
+    options: ModelOptions, *, draft: str = "", takes_t5: bool = False
 ) -> Iterator[tuple["LoadedModel", "Tokenizer", bool]]:
     """Join the world and load the model; also yield whether this rank prints.
 
     Args:
         options: which, and where.
         draft: folder of the model that proposes tokens; empty: none.
+        takes_t5: see ``load_model``.
     """
     from mcore_ckpt.storage.paths import resolve_folder
     from mcore_data.tokenizers.building import load_tokenizer
@@ -55,7 +56,7 @@ def opened(
     try:
         device = initialize(options.device)
         ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=tp), device)
-        loaded = load_model(folder, ctx)
+        loaded = load_model(folder, ctx, takes_t5=takes_t5)
         if draft_folder is not None:
             loaded = replace(loaded, draft=load_model(draft_folder, ctx).model)
         if options.tokenizer:

@@ -7,6 +7,7 @@ have all keys and this rank's queries.
 """
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.attention import sdpa_kernel
 
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernels.attention_backends import GPU_BACKENDS, attend, check_backend
+from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.zigzag import zigzag_join
 from mcore_parallel.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
 from mcore_parallel.mesh import ParallelContext
@@ -102,6 +104,7 @@ class MaskedAttention(nn.Module):
         x: Float[Tensor, "s B D"],
         mask: Shaped[Tensor, "b n q Z"] | None = None,
         memory: Float[Tensor, "m B D"] | None = None,
+        state: RecurrentState | None = None,
     ) -> Float[Tensor, "s B D"]:
         """Let every token gather from those it sees.
 
@@ -114,19 +117,44 @@ class MaskedAttention(nn.Module):
                 earlier ones.
             memory: what the encoder returned, this rank's tokens of it; only with
                 ``is_cross``.
+            state: keys and values of earlier tokens, or of the memory once it was read.
         """
-        H = head_dim(self.config)
-        if self.is_cross:
-            assert memory is not None
-            parts = [self.q(x), *self.kv(memory).split(self.kv.output_sizes, dim=-1)]
-        else:
-            parts = self.qkv(x).split(self.qkv.output_sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, H)) for part in parts)  # [S, B, N*H] -> [S, B, N, H]
+        if state is not None:
+            return self.proj(state.run(partial(self._extended, mask=mask, memory=memory), x))
+        q, k, v = self._heads(x, memory)
         if self.recompute_core and self.training:
             mixed = recompute(self._core, q, k, v, mask, streams=self.streams)
         else:
             mixed = self._core(q, k, v, mask)
         return self.proj(mixed)
+
+    def _heads(self, x: Tensor, memory: Tensor | None) -> list[Tensor]:
+        """Return queries, keys and values; no keys and values without a memory to read."""
+        if not self.is_cross:
+            parts = self.qkv(x).split(self.qkv.output_sizes, dim=-1)
+        elif memory is None:
+            parts = [self.q(x)]
+        else:
+            parts = [self.q(x), *self.kv(memory).split(self.kv.output_sizes, dim=-1)]
+        H = head_dim(self.config)
+        return [part.unflatten(-1, (-1, H)) for part in parts]  # [S, B, N*H] -> [S, B, N, H]
+
+    def _extended(
+        self,
+        kept: tuple[Tensor, ...] | None,
+        x: Tensor,
+        *,
+        mask: Tensor | None,
+        memory: Tensor | None,
+    ) -> tuple[Float[Tensor, "S B X"], tuple[Tensor, ...]]:
+        """Attend to what is kept and to what is new; also return both to be kept."""
+        q, *found = self._heads(x, None if kept else memory)
+        if kept is not None and self.is_cross:
+            found = list(kept)
+        elif kept is not None:
+            found = [torch.cat(pair) for pair in zip(kept, found, strict=True)]
+        k, v = found
+        return self._core(q, k, v, mask), (k, v)
 
     def _core(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None

@@ -21,6 +21,7 @@ from mcore_models.layers.residual import (
     stream_dropout,
     stream_norm,
 )
+from mcore_models.protocol import ModelState
 from mcore_parallel.logical_tensors import ffn_size
 
 
@@ -34,6 +35,8 @@ class MaskedInputs:
     """What the encoder returned; None in an encoder."""
     memory_mask: Tensor | None = None
     """Of attention to it."""
+    state: ModelState | None = None
+    """What a decoder remembers of earlier tokens and of the encoder; None: nothing."""
 
 
 class MaskedBlock(nn.Module):
@@ -75,7 +78,7 @@ class MaskedBlock(nn.Module):
         if is_decoder:
             self.cross_attention = MaskedAttention(config, ctx, is_cross=True, **options)
         self.mlp = _build_mlp(setup)
-        self.is_decoder = is_decoder
+        self.is_decoder, self.layer = is_decoder, setup.layer
         self.norm_name = "post_norm" if post_norm else "norm"
         for name in self._halves():
             norm = stream_norm(config, ctx, **setup.placed)
@@ -99,10 +102,15 @@ class MaskedBlock(nn.Module):
     def _halves(self, inputs: MaskedInputs | None = None) -> Mapping[str, Any]:
         """Return the halves by name, in order, as functions of the normed stream."""
         given = inputs or MaskedInputs()
-        halves: dict[str, Any] = {"attention": partial(self.attention, mask=given.mask)}
+        own, other = (
+            given.state and given.state.layer(2 * self.layer + place) for place in (0, 1)
+        )
+        halves: dict[str, Any] = {
+            "attention": partial(self.attention, mask=given.mask, state=own)
+        }
         if self.is_decoder:
             halves["cross_attention"] = partial(
-                self.cross_attention, mask=given.memory_mask, memory=given.memory
+                self.cross_attention, mask=given.memory_mask, memory=given.memory, state=other
             )
         return halves | {"mlp": self.mlp}
 
