@@ -152,6 +152,8 @@ def build_run(
     engines: Mapping[str, Engine] = ENGINES,
 ) -> Run:
     """Assemble a run on this rank, with nothing at a value that would hide a fault."""
+    # So that adapters add as much as the model has: chaos would enlarge what is rounded.
+    adapter_std = VECTOR_STD / max(1.0, plan.config.peft.scale)
 
     def shift_vectors(chunk: TrainableModel) -> None:
         for named in named_parameters(chunk):
@@ -160,7 +162,8 @@ def build_run(
                 before = named.parameter.detach().clone()
                 if named.name.endswith(".magnitude"):  # lengths, which layouts round apart
                     before.fill_(1.0)
-                fill_parameter_(named, seed=plan.config.run.seed + 1, std=VECTOR_STD)
+                std = adapter_std if is_adapter(named.name) else VECTOR_STD
+                fill_parameter_(named, seed=plan.config.run.seed + 1, std=std)
                 with torch.no_grad():
                     named.parameter.add_(before)
 
