@@ -160,6 +160,36 @@ def test_it_learns_the_book(name, book, tmp_path):
     assert held_out < bound
 
 
+def backwards(book, folder):
+    """The book with the words of each chapter in reverse, by the same tokenizer."""
+    folder.mkdir()
+    (folder / "tokenizer").symlink_to(book / "tokenizer")
+    for part in ("train", "held_out"):
+        texts = [json.loads(line)["text"] for line in (book / f"{part}.jsonl").open()]
+        rows = [json.dumps({"text": " ".join(text.split()[::-1])}) for text in texts]
+        (folder / f"{part}.jsonl").write_text("\n".join(rows) + "\n")
+        preprocess(
+            PreprocessConfig(
+                input=(str(folder / f"{part}.jsonl"),),
+                output_prefix=str(folder / part),
+                append_eod=True,
+            ),
+            TokenizerConfig(tokenizer_model=str(folder / "tokenizer")),
+        )
+    return folder
+
+
+def test_adapters_teach_a_frozen_model_to_read_backwards(book, tmp_path):
+    learn("gpt", SMALL, 300, book, tmp_path / "base")
+    beside = f"--load {tmp_path / 'base'} --finetune --peft lora --lora-dim 8 --lora-alpha 32"
+    turned = backwards(book, tmp_path / "backwards")
+    rows, held_out = learn("gpt", beside, 300, turned, tmp_path / "adapters")
+    name = "LoRA beside the gpt, words in reverse"
+    note("book", name, held_out, curve=[(row["iteration"], row["loss"]) for row in rows])
+    assert rows[0]["loss"] > 5.6  # of the frozen model
+    assert held_out < 4.6
+
+
 @pytest.mark.timeout(3600)
 def test_experts_are_balanced_and_the_bias_costs_less_than_the_loss(book, tmp_path):
     busiest, losses = {}, {}
