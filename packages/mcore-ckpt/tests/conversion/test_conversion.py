@@ -615,6 +615,30 @@ def test_pickled_weights_are_read_as_data(tmp_path):
         hf_to_mcore(tmp_path / "hf", tmp_path / "three")
 
 
+def test_mamba2_as_its_authors_released_it_is_read(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 48, "num_heads": 4}
+    sizes |= {"head_dim": 8, "state_size": 6, "n_groups": 1, "tie_word_embeddings": True}
+    torch.manual_seed(4)
+    model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes))
+    model.save_pretrained(tmp_path / "hf")
+    print_ = hf_to_mcore(tmp_path / "hf", tmp_path / "run").fingerprint
+    folder = tmp_path / "released"
+    folder.mkdir()
+    inner = {"layer": "Mamba2", "headdim": 8, "d_state": 6}
+    config = {"d_model": 16, "n_layer": 2, "vocab_size": 45, "ssm_cfg": inner}
+    config |= {"pad_vocab_size_multiple": 16, "tie_embeddings": True, "residual_in_fp32": True}
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm": True}))
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    weights["backbone.embedding.weight"] = weights.pop("backbone.embeddings.weight")
+    weights["lm_head.weight"] = weights["backbone.embedding.weight"]
+    torch.save(weights, folder / "pytorch_model.bin")
+    report = hf_to_mcore(folder, tmp_path / "ours", ConvertOptions(check=True))
+    assert report.fingerprint == print_
+    (folder / "config.json").write_text(json.dumps(config | {"ssm_cfg": {}}))
+    with pytest.raises(ValueError, match="only Mamba2 in every layer"):
+        hf_to_mcore(folder, tmp_path / "other")
+
+
 CLASSES = {
     "LlamaModel": "llama",
     "GPT2Model": "gpt2",

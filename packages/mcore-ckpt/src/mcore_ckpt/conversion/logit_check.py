@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.hf_folder import read_hf_folder
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_parallel.mesh import ParallelContext
@@ -105,7 +106,7 @@ class LogitCheck:
 
     def _source_folder(self, stack: ExitStack) -> Path:
         """Return the source as a Hugging Face folder: a copy of it in that form if need be."""
-        if self.source_format == "hf":
+        if self.source_format == "hf" and "model_type" in read_hf_folder(self.source).config:
             return self.source
         from mcore_ckpt.conversion.conversion import convert
 

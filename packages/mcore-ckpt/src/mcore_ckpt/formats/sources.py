@@ -14,6 +14,7 @@ from mcore_ckpt.conversion.options import DTYPE_WORDS, ConvertOptions
 from mcore_ckpt.families import family_of, stored_model, table_for, unknown_fields
 from mcore_ckpt.families.common.fields import CARRIED
 from mcore_ckpt.families.common.shape_check import check_shapes
+from mcore_ckpt.families.recurrent.mamba2 import released
 from mcore_ckpt.formats.dcp import METADATA, DcpFolder, read_dcp_folder
 from mcore_ckpt.formats.hf_folder import not_carried, read_hf_folder, small_files
 from mcore_ckpt.formats.megatron import names as megatron_names
@@ -94,7 +95,7 @@ def opened(
 @contextmanager
 def _open_hf(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     folder = read_hf_folder(path)
-    config, tensors = text_tower(folder.config, folder.tensors)
+    config, tensors = text_tower(released(folder.config), folder.tensors)
     quantization = quantization_name(config, folder.path)
     dequantized = take_quantization(config, folder.path)
     model_type = config.get("model_type", "")

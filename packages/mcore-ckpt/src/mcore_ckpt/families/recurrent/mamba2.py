@@ -1,7 +1,7 @@
 """Mamba-2: state-space layers alone; five matrices share one input projection."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import layers_of
@@ -42,6 +42,47 @@ _FIXED: dict[str, Any] = {
     "normalization": "RMSNorm",
     "apply_layernorm_1p": False,
 }
+
+
+_OLD_EMBEDDING = "backbone.embedding.weight"
+_RELEASE = {
+    "head_dim": ("headdim", 64),
+    "state_size": ("d_state", 128),
+    "n_groups": ("ngroups", 1),
+    "conv_kernel": ("d_conv", 4),
+    "expand": ("expand", 2),
+    "chunk_size": ("chunk_size", 256),
+}
+"""Words of ``ssm_cfg`` in the first releases, and what they mean where they are left out."""
+
+
+def released(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of state-spaces' releases as transformers states it."""
+    if "model_type" in config or "ssm_cfg" not in config:
+        return config
+    inner = dict(config["ssm_cfg"])
+    if inner.pop("layer", "Mamba1") != "Mamba2" or config.get("attn_layer_idx"):
+        raise ValueError("config.json has an ssm_cfg: only Mamba2 in every layer is read.")
+    if config.get("d_intermediate") or not config.get("rms_norm", True):
+        raise ValueError("config.json has d_intermediate or no rms_norm, which is not read.")
+    sizes = {there: inner.pop(name, usual) for there, (name, usual) in _RELEASE.items()}
+    if inner:
+        raise ValueError(f"config.json has ssm_cfg {inner}, which is not known.")
+    width, several = config["d_model"], config.get("pad_vocab_size_multiple", 8)
+    return {
+        "model_type": "mamba2",
+        "hidden_size": width,
+        "num_hidden_layers": config["n_layer"],
+        "vocab_size": -(-config["vocab_size"] // several) * several,
+        "num_heads": sizes["expand"] * width // sizes["head_dim"],
+        "tie_word_embeddings": config.get("tie_embeddings", True),
+        **sizes,
+    }
+
+
+def renames(names: Iterable[str]) -> dict[str, str]:
+    """Name the embedding of older folders as it is called now."""
+    return {_OLD_EMBEDDING: "backbone.embeddings.weight"} if _OLD_EMBEDDING in names else {}
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
