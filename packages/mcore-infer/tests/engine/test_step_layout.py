@@ -22,7 +22,7 @@ def test_a_step_is_laid_out_as_in_new_memory_whatever_was_there_before():
             chunks.append(chunk)
         new = DecodeTensors(4, 3, cpu)
         for tensors in (kept, new):
-            tensors.fill(Step(tuple(chunks), ()), 2, (3, 4))
+            tensors.fill(Step(tuple(chunks)), 2, (3, 4))
         for name in ("tokens", "positions", "places", "lengths", "slots"):
             assert torch.equal(getattr(kept, name), getattr(new, name))
         for row, length in enumerate(new.lengths.tolist()):

@@ -136,7 +136,7 @@ def test_the_kernel_computes_what_the_layers_do(H, algo, lengths, num_drafts):
         Chunk(i, i, length - 1, (7 * i + 3,), tuple(own), wants_token=True)
         for i, (length, own) in enumerate(zip(lengths, pages, strict=False))
     ]
-    inputs.fill(Step(tuple(chunks), ()), cache.page_tokens, cache.padding)
+    inputs.fill(Step(tuple(chunks)), cache.page_tokens, cache.padding)
     cache.step = inputs
     with torch.no_grad():
         model(inputs.tokens, inputs.positions, cache)

@@ -113,7 +113,7 @@ def measured_bytes(
         raise ValueError(f"{reason}: write with generate().")
     cache = PagedCache(1, page_tokens, 1, fp8)
     chunk = Chunk(0, 0, 0, (0,), (0,), wants_token=True)
-    step = step_tensors(Step((chunk,), ()), page_tokens, next(model.parameters()).device)
+    step = step_tensors(Step((chunk,)), page_tokens, next(model.parameters()).device)
     cache.step = step
     model(step.tokens, step.positions, cache)
     # The page and the slot, and those for padding.

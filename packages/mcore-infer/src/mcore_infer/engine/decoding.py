@@ -143,7 +143,7 @@ class Decoder:
         inputs = self._inputs[size]
         if size not in self._runs:
             # Of padding alone: a recurrent state takes a token in only once.
-            inputs.fill(Step((), ()), self.cache.page_tokens, self.cache.padding)
+            inputs.fill(Step(()), self.cache.page_tokens, self.cache.padding)
             self._runs[size] = self._prepared(inputs)
         inputs.fill(step, self.cache.page_tokens, self.cache.padding, tokens)
         hidden, logits = self._runs[size]()

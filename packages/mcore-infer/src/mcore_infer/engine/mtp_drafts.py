@@ -108,7 +108,7 @@ class MTPDrafter:
         return hidden[row : row + 1]
 
     def _run(self, chunks: Sequence[Chunk], hidden: Tensor, tokens: Tensor | None) -> Tensor:
-        inputs = step_tensors(Step(tuple(chunks), ()), self.cache.page_tokens, hidden.device)
+        inputs = step_tensors(Step(tuple(chunks)), self.cache.page_tokens, hidden.device)
         self.cache.step = inputs
         new = inputs.tokens if tokens is None else tokens[None]
         return self.model.draft_hidden(hidden, new, inputs.positions, self.cache)

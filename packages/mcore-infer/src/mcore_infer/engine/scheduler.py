@@ -140,8 +140,8 @@ class Scheduler:
         """
         if self._is_stale and not self._start_over():
             return None
-        preempted: list[int] = []
         chunks: dict[int, Chunk] = {}
+        num_waiting = len(self._waiting)
         budget = self.config.max_tokens
         is_writing = [r for r in self._running if r.num_left == 1]
         is_reading = [r for r in self._running if r.num_left > 1]
@@ -150,12 +150,13 @@ class Scheduler:
             if request.slot < 0:  # preempted by one before it
                 continue
             count = self._share(request, budget)
-            if count and self._make_room(request, count, chunks, preempted):
+            if count and self._make_room(request, count, chunks):
                 proposed = self._fitting(request, drafts.get(request.id, ())[:spare])
                 spare -= len(proposed)
                 chunks[request.id] = self._chunk(request, count, proposed)
                 budget -= count + len(proposed)
-        while not preempted and self._waiting and self._slots:
+        is_short = len(self._waiting) > num_waiting  # of pages: some were preempted
+        while not is_short and self._waiting and self._slots:
             request = self._waiting[0]
             count = self._begin(request, budget)
             if not count:
@@ -168,7 +169,7 @@ class Scheduler:
             return None
         for chunk in chunks.values():
             self._requests[chunk.request].num_in_flight = len(chunk.tokens)
-        return Step(tuple(chunks.values()), tuple(preempted))
+        return Step(tuple(chunks.values()))
 
     def plan_ahead(self, step: Step) -> Step | None:
         """Choose what follows a step of one token a request, before its tokens are known.
@@ -198,7 +199,7 @@ class Scheduler:
             chunks.append(
                 Chunk(request.id, request.slot, begin, (-1,), pages, wants_token=True)
             )
-        return Step(tuple(chunks), ())
+        return Step(tuple(chunks))
 
     def complete(self, step: Step, new_tokens: Mapping[int, Sequence[int]]) -> None:
         """Take the results of a step.
@@ -244,7 +245,7 @@ class Scheduler:
         if any(request.num_in_flight for request in self._running):
             return False
         for request in list(self._running):
-            self._preempt(request, [])
+            self._preempt(request)
         self.pool.forget_prefixes()
         self._is_stale = False
         return True
@@ -283,9 +284,7 @@ class Scheduler:
         request.slot = self._slots.pop()
         return count
 
-    def _make_room(
-        self, request: _Request, count: int, chunks: dict[int, Chunk], preempted: list[int]
-    ) -> bool:
+    def _make_room(self, request: _Request, count: int, chunks: dict[int, Chunk]) -> bool:
         """Take the pages of a request's next tokens; later ones lose theirs if need be."""
         needed = self._num_pages(request.num_computed + count) - len(request.pages)
         while self.pool.num_free < needed:
@@ -293,18 +292,17 @@ class Scheduler:
             idle = [r for r in later if not r.num_in_flight and r.id not in chunks]
             if idle == [request] and len(later) > 1:
                 return False  # those after it are computed now, and lose theirs next time
-            self._preempt(idle[-1], preempted)
+            self._preempt(idle[-1])
             if idle[-1] is request:
                 return False
         request.pages += [self.pool.take() for _ in range(needed)]
         return True
 
-    def _preempt(self, request: _Request, preempted: list[int]) -> None:
+    def _preempt(self, request: _Request) -> None:
         self._running.remove(request)
         self._give_back(request)
         self._waiting.append(request)
         self._waiting.sort(key=lambda r: r.order)
-        preempted.append(request.id)
 
     def _give_back(self, request: _Request) -> None:
         self.pool.release([page for page in request.pages if page >= 0])

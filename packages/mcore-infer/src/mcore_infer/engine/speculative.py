@@ -182,7 +182,7 @@ class ModelDrafter:
         found: list[Tensor] = []
         for place in range(max(chunk.num_drafts for chunk in chunks)):
             # All go on to the longest: what is too much falls on pages of their own, or none.
-            single = Step(tuple(_single(chunk, place) for chunk in chunks), ())
+            single = Step(tuple(_single(chunk, place) for chunk in chunks))
             logits = self.decoder.run(single, tokens)[1]
             tokens = decided(logits, texts, [place] * len(texts), self.model)
             found.append(tokens)

@@ -105,8 +105,6 @@ class Step:
     """What is computed together."""
 
     chunks: tuple[Chunk, ...]
-    preempted: tuple[int, ...]
-    """Requests that lost their pages before this step and will be computed again."""
 
     @property
     def num_tokens(self) -> int:

@@ -339,7 +339,7 @@ def _trial(
             _to_codes(model, tall)
         cache = PagedCache(24, 32)
         inputs = DecodeTensors(3, 8, device, num_drafts=int(have_drafts))
-        inputs.fill(Step((), ()), cache.page_tokens, cache.padding)
+        inputs.fill(Step(()), cache.page_tokens, cache.padding)
         cache.step = inputs
         model(inputs.tokens, inputs.positions, cache)  # takes memory
         memories = [cache.layer(layer).held for layer in range(2)]
@@ -350,7 +350,7 @@ def _trial(
                 Chunk(i, i, length - 1, (5 + i,), tuple(range(i, 24, 3)), wants_token=True)
                 for i, length in enumerate(lengths)
             ]
-            inputs.fill(Step(tuple(chunks), ()), cache.page_tokens, cache.padding)
+            inputs.fill(Step(tuple(chunks)), cache.page_tokens, cache.padding)
             for held in pages:
                 held.copy_(wave(*held.shape, device=device, dtype=held.dtype))
             got = whole.hidden()
