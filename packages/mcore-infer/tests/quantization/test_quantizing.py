@@ -297,5 +297,7 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
         ({"output": fresh, "group_size": "40"}, "no multiple of the group of 40"),
     ):
         assert quantized(**changed) == 2, changed
-        assert message in capsys.readouterr().err
+        said = capsys.readouterr()
+        assert message in said.err
+        assert "perplexity of" not in said.out + said.err  # nothing was computed before
         assert not (tmp_path / "fresh").exists()

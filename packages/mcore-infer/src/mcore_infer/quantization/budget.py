@@ -25,6 +25,23 @@ class Way(NamedTuple):
     layout: QuantLayout
 
 
+def check_budget(matrices: Sequence[FusedMatrix], budget: float, group_size: int = 0) -> None:
+    """Refuse a budget below the fewest bits, before anything is calibrated.
+
+    Args:
+        matrices: of the model.
+        budget: bits of a weight on average, scales included.
+        group_size: see ``ways_within``.
+    """
+    ways, bits = _choices(group_size)
+    sizes = [matrix.weight.numel() for matrix in matrices]
+    errors = [
+        [*(math.inf if _problem(matrix, way.layout) else 0.0 for way in ways), 0.0]
+        for matrix in matrices
+    ]
+    allocate(errors, sizes, bits, budget)
+
+
 def ways_within(
     matrices: Sequence[FusedMatrix],
     seen: Mapping[str, InputStatistics],
@@ -42,12 +59,7 @@ def ways_within(
     Returns:
         By path; of matrices that stay as they are there is none.
     """
-    ways = [Way("gptq", layout_of("W4A16_AWQ", group_size)), Way("fp8", layout_of("FP8"))]
-    bits = [4 + 32 / ways[0].layout.group[1], 8.0, _WIDE_BITS]
-    if bits[0] >= bits[1]:
-        raise ValueError(
-            f"--group-size {group_size} makes four bits as many as eight: use 16 or more."
-        )
+    ways, bits = _choices(group_size)
     errors = [
         [*(_error(matrix, way.layout, seen[matrix.path]) for way in ways), 0.0]
         for matrix in matrices
@@ -58,9 +70,25 @@ def ways_within(
     return {matrix.path: ways[one] for matrix, one in pairs if one < len(ways)}
 
 
-def _error(matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics) -> float:
+def _choices(group_size: int) -> tuple[list[Way], list[float]]:
+    """Return the ways to round, and the bits of a number by each and by none."""
+    ways = [Way("gptq", layout_of("W4A16_AWQ", group_size)), Way("fp8", layout_of("FP8"))]
+    bits = [4 + 32 / ways[0].layout.group[1], 8.0, _WIDE_BITS]
+    if bits[0] >= bits[1]:
+        raise ValueError(
+            f"--group-size {group_size} makes four bits as many as eight: use 16 or more."
+        )
+    return ways, bits
+
+
+def _problem(matrix: FusedMatrix, layout: QuantLayout) -> bool:
+    """Whether a layout cannot hold a matrix."""
     rows = [(end - begin, matrix.weight.shape[1]) for _, begin, end in matrix.members]
-    if any(layout.problem(shape) for shape in rows):
+    return any(layout.problem(shape) for shape in rows)
+
+
+def _error(matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics) -> float:
+    if _problem(matrix, layout):
         return math.inf
     weight = matrix.weight.float()
     error = round_to_nearest(matrix, layout).wide - weight

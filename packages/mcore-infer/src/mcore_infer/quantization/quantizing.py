@@ -28,7 +28,7 @@ from mcore_infer.engine.step_plans import Fp8Cache
 from mcore_infer.evaluation.scoring import TextScore, score_documents
 from mcore_infer.loading import LoadedModel, load_model
 from mcore_infer.quantization.awq import scale_and_round
-from mcore_infer.quantization.budget import Way, ways_within
+from mcore_infer.quantization.budget import Way, check_budget, ways_within
 from mcore_infer.quantization.gptq import compensate_and_round
 from mcore_infer.quantization.matrices import FusedMatrix, Selection, select
 from mcore_infer.quantization.observing import (
@@ -115,10 +115,9 @@ def quantize(
     ):
         if isinstance(source.theirs, WidenedRows):
             raise ValueError(f"{folder} is quantized already: give the model it was made of.")
-        links = find_links(source)
+        selection, ways = _chosen(loaded, find_links(source), config, windows)
         log.info("perplexity of %s on %d tokens", folder, len(scored))
         before, speeds = judged(loaded), _timed(loaded, config)
-        selection, ways = _chosen(loaded, links, config, windows)
         tops = largest_keys_and_values(loaded.model, windows) if config.has_fp8_cache else {}
         work = _rounded(loaded, selection, ways, windows)
         left, plan = dict(selection.left), _plan(selection, ways, config)
@@ -202,6 +201,7 @@ def _chosen(
         raise ValueError(f"nothing of {loaded.folder} can be quantized so: {reasons}.")
     if method == config.method:
         return found, {matrix.path: Way(method, layout) for matrix in found.matrices}
+    check_budget(found.matrices, config.budget, config.group_size)
     widths = {one.path: one.weight.shape[1] for one in found.matrices}
     seen = observe(loaded.model, windows, widths, has_pairs=False, what=" the budget")
     ways = ways_within(found.matrices, seen, config.budget, config.group_size)
