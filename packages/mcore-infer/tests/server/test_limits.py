@@ -319,7 +319,7 @@ PATHS = st.sampled_from(["/api", "/v1/completions", "/v1/chat/completions"])
 ANY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 
-@settings(max_examples=200, derandomize=True, **ANY)
+@settings(max_examples=120, derandomize=True, **ANY)
 @given(PATHS, bodies())
 def test_any_body_gets_a_proper_answer(client, path, body):
     check_any_body(client, path, body)
