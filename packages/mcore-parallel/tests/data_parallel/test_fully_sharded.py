@@ -41,10 +41,10 @@ class Chunk(nn.Module):
         return x * self.scale.to(x.dtype)
 
 
-def train(strategy, dtype, steps=2):
+def train(strategy, dtype, steps=2, **options):
     is_alone = strategy == "no_shard"
     ctx = ParallelContext.single() if is_alone else ParallelContext.build(ParallelConfig())
-    config = DataParallelConfig(data_parallel_sharding_strategy=strategy)
+    config = DataParallelConfig(data_parallel_sharding_strategy=strategy, **options)
     chunk = Chunk(dtype)
     engine = ENGINES[config.sharding]([chunk], ctx, config)
     optimizer = DistributedOptimizer(engine, AdamW(AdamConfig()))
@@ -95,6 +95,20 @@ def check_formats():
         ctx.destroy()
 
 
+def check_narrow_sums():
+    """Gradients travel in 16 bits where a flag says so: their sums are bfloat16 numbers."""
+    found = []
+    for is_narrow in (False, True):
+        options = {"grad_reduce_in_bf16": is_narrow}
+        engine, *_, ctx = train("optim_grads", torch.bfloat16, steps=1, **options)
+        grads = whole(engine.grad_shards(), ctx)
+        found.append(torch.cat([each.flatten() for n, each in grads.items() if n != "scale"]))
+        ctx.destroy()
+    wide, narrow = found
+    assert not torch.equal(wide, narrow)
+    torch.testing.assert_close(narrow, wide, rtol=0.02, atol=2e-3)
+
+
 def check_loading():
     """A load into the shards is what the next forward sees, whatever was gathered before."""
     engine, optimizer, chunk, ctx = train("optim_grads_params", torch.bfloat16)
@@ -128,6 +142,7 @@ def check_loading():
 
 def check_all():
     check_formats()
+    check_narrow_sums()
     check_loading()
 
 
