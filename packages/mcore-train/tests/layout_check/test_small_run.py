@@ -74,6 +74,19 @@ def test_the_drive_of_a_run_is_not_that_of_its_small_run(tmp_path):
     assert not any("offload" in note for note in small.notes)
 
 
+def test_layers_that_stay_out_of_fp8_leave_one_in_it():
+    fp8 = {"fp8_format": "hybrid", "first_last_layers_bf16": True}
+    ends = {"num_layers_at_start_in_bf16": 3, "num_layers_at_end_in_bf16": 2}
+    for layout, ranks, expected in (
+        ({}, 1, (2, 1, 0)),
+        ({"pipeline_model_parallel_size": 2, "global_batch_size": 2}, 2, (4, 1, 1)),
+    ):
+        small, _ = small_run_of(LLAMA | fp8 | ends | layout, ranks)
+        found = small.config.fp8
+        first, last = found.num_layers_at_start_in_bf16, found.num_layers_at_end_in_bf16
+        assert (small.config.model.num_layers, first, last) == expected
+
+
 def test_fewer_groups_than_tensor_ranks_stay_fewer():
     flags = {"tensor_model_parallel_size": 8, "num_query_groups": 2}
     small, _ = small_run_of(LLAMA | flags, 8)

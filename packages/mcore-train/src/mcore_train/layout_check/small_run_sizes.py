@@ -223,10 +223,20 @@ def shrink_loss_scale(options: PrecisionConfig) -> PrecisionConfig:
     """Begin where the gradients of a small run fit float16; a real run's scale sinks there."""
     if not options.fp16:
         return options
+    if options.loss_scale:
+        return replace(options, loss_scale=min(options.loss_scale, MOST_LOSS_SCALE))
     least = min(options.min_loss_scale, MOST_LOSS_SCALE)
     first = min(options.initial_loss_scale, MOST_LOSS_SCALE)
-    fixed = min(options.loss_scale, MOST_LOSS_SCALE)
-    return replace(options, loss_scale=fixed, initial_loss_scale=first, min_loss_scale=least)
+    return replace(options, initial_loss_scale=first, min_loss_scale=least)
+
+
+def shrink_fp8(fp8: Fp8Config, num_layers: int) -> Fp8Config:
+    """Keep at most a layer at each end out of fp8, and one in it."""
+    first = min(fp8.num_layers_at_start_in_bf16, 1, num_layers - 1)
+    last = min(fp8.num_layers_at_end_in_bf16, 1, num_layers - 1 - first)
+    if not fp8.first_last_layers_bf16:
+        return fp8
+    return replace(fp8, num_layers_at_start_in_bf16=first, num_layers_at_end_in_bf16=last)
 
 
 def shrink_recompute(recompute: RecomputeConfig, layers_per_stage: int) -> RecomputeConfig:
