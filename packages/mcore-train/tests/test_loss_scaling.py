@@ -49,6 +49,7 @@ def test_a_scale_goes_on_from_its_state():
     [
         ({"fp16": True, "bf16": True}, "exclude each other"),
         ({"hysteresis": 3}, "no effect without --fp16"),
+        ({"fp16": True, "loss_scale": 8.0, "hysteresis": 3}, "no effect with --loss-scale 8"),
         ({"fp16": True, "min_loss_scale": 0.0}, "above 0"),
         ({"fp16": True, "loss_scale_window": 0}, "must be 1 or more"),
     ],

@@ -44,6 +44,11 @@ class PrecisionConfig:
         ]
         if given and not self.fp16 and not self.precision:
             raise ValueError(f"{given[0]} has no effect without --fp16: leave it out.")
+        if self.loss_scale and (moving := [flag for flag in given if flag != "--loss-scale"]):
+            raise ValueError(
+                f"{moving[0]} has no effect with --loss-scale {self.loss_scale:g}, which "
+                "stays: leave one out."
+            )
         if self.loss_scale < 0.0 or not 0.0 < self.min_loss_scale <= self.initial_loss_scale:
             raise ValueError(
                 "--loss-scale must be 0 or more, and --min-loss-scale above 0 and not above "

@@ -24,6 +24,7 @@ from mcore_train.options.adapter_conflicts import find_adapter_conflicts
 from mcore_train.options.option_conflicts import (
     endless_numbers,
     find_data_conflicts,
+    find_fp8_conflicts,
     find_offload_conflicts,
     find_option_conflicts,
     find_sample_conflicts,
@@ -159,6 +160,7 @@ def resolve(
     stages = _attempt(lines, build_stages, config.pipeline, family.num_layers(config.model), pp)
     lines += _empty_ranks(stages or (), config)
     lines += find_offload_conflicts(config, stages or ())
+    lines += find_fp8_conflicts(config.fp8, family.num_layers(config.model))
     lines += misplaced_predictions(stages or (), config)
     if not lines:  # a model that can be described
         lines += find_adapter_conflicts(config, family, vocab_size, stages or ())

@@ -11,6 +11,7 @@ from mcore_data.config import DataConfig
 from mcore_models.config import TransformerConfig
 from mcore_parallel.field_checks import flag
 from mcore_parallel.pipeline_parallel.stages import Stage
+from mcore_parallel.precision.config import Fp8Config
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import SampleConfig
 from mcore_train.options.expert_conflicts import expert_graph_conflicts, find_expert_conflicts
@@ -226,6 +227,19 @@ def _state_conflicts(config: TrainConfig) -> Iterator[str]:
         )
     if config.data_parallelism.main_grads_dtype == "bf16" and not config.precision.bf16:
         yield "--main-grads-dtype bf16 has no effect without --bf16."
+    is_wide = not (config.precision.bf16 or config.precision.fp16 or config.precision.precision)
+    if config.data_parallelism.grad_reduce_in_bf16 and is_wide:
+        yield "--grad-reduce-in-bf16 has no effect without --bf16 or --fp16: leave it out."
+
+
+def find_fp8_conflicts(config: Fp8Config, num_layers: int) -> Iterator[str]:
+    """Say that fp8 has no layers, where all are kept out of it."""
+    first, last = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
+    if config.first_last_layers_bf16 and first + last >= num_layers:
+        yield (
+            f"--num-layers-at-start-in-bf16 {first} and --num-layers-at-end-in-bf16 {last} "
+            f"keep all {num_layers} layers out of fp8: lower them, or leave --fp8-format out."
+        )
 
 
 def _offload_conflicts(config: TrainConfig) -> Iterator[str]:
