@@ -1,26 +1,31 @@
-"""An optimizer, a GEMM precision and a data-parallel engine from outside: layouts hold."""
+"""An optimizer, a GEMM precision, a data-parallel engine from outside: one table entry each."""
 
 from dataclasses import replace
 from types import MappingProxyType
+from typing import get_args
 
 import pytest
 import torch
-from parity.case import NUM_STEPS, ROWS, LayoutCase, build_case, build_plan, train_one
+from parity.case import NUM_STEPS, ROWS, LayoutCase, build_plan, train_one
 
-from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
+from mcore_models.families import FAMILIES
 from mcore_parallel.data_parallel.engines import ENGINES
 from mcore_parallel.data_parallel.gradient_sync import Copy, GradientSync, OwnedRange
 from mcore_parallel.data_parallel.grads import sum_views
 from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.precision.gemm import PlainGemm
+from mcore_parallel.precision.fp8 import RECIPES
+from mcore_parallel.precision.fp8_fine_cast import FineFp8
+from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.sharding import named_parameters, shards_of
-from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.testing.ranks import run_ranks
+from mcore_train.assembly import Tables
 from mcore_train.batches import train_batches
 from mcore_train.checkpoints.resuming import save_run
+from mcore_train.composition import FAMILY_COMMANDS, field_types
 from mcore_train.config import SaveConfig
 from mcore_train.layout_check.trial import build_run, fingerprint, load_folder
+from mcore_train.optimizers import OPTIMIZERS
 
 LAYOUTS = (
     {
@@ -51,53 +56,57 @@ class Lion:
         assert parameter.data_ptr() == main.data_ptr()
 
 
-class RoundedGemm(PlainGemm):
-    """Every factor rounded to bfloat16 on its way into a product of the wide dtype."""
+class Rounded(Recipe):
+    """Every factor of a GEMM rounded to bfloat16, and multiplied in the wide dtype."""
 
-    def forward(self, x, weight, bias):
-        kept = self.keep(x)
-        y = kept[0] @ rounded(weight).t()
-        return (y if bias is None else y + bias), kept
+    multiple = 1
 
-    def keep(self, x):
-        return (rounded(x),)
+    def _cast(self, x, options):
+        numbers, one = x.bfloat16().to(x.dtype), x.new_ones(())
+        return FineFp8(numbers, one, numbers.t().contiguous(), one)
 
-    def prepare(self, grad):
-        return (rounded(grad),)
+    def _matmul(self, a, b, dtype, _fast_accum):
+        return (a.numbers @ b.numbers.t()).to(dtype)
 
-    def input_grad(self, grad, weight):
-        return grad[0] @ rounded(weight)
+    def _dequantized(self, numbers, _scales):
+        return numbers
 
 
-def rounded(x):
-    return x.bfloat16().to(x.dtype)
+TABLES = Tables(
+    optimizers={**OPTIMIZERS, "lion": lambda _config: Lion()},
+    recipes={**RECIPES, "rounded": Rounded},
+)
+NAMES = {"optimizer": "lion", "fp8_format": "e4m3", "fp8_recipe": "rounded"}
 
 
 def losses_of(world_size, flags):
-    run = build_case(LayoutCase(world_size, 2 if world_size > 1 else 4, flags))
-    run.optimizer = DistributedOptimizer(run.data_parallel, Lion())
-    for chunk in run.chunks:
-        for module in chunk.modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                module.gemm = RoundedGemm()
+    plan = build_plan(LayoutCase(world_size, 2 if world_size > 1 else 4, flags))
+    ctx = ParallelContext.build(plan.config.parallelism)
+    run = build_run(plan, ctx, ROWS, dtype=torch.float64, tables=TABLES)
     batches = train_batches(run)
     return [train_one(run, next(batches)) for _ in range(NUM_STEPS)]
 
 
 def losses_of_layouts():
-    return [losses_of(4, flags) for flags in LAYOUTS]
+    return [losses_of(4, {**NAMES, **flags}) for flags in LAYOUTS]
 
 
 def test_a_toy_optimizer_and_a_toy_precision_train_alike_under_layouts():
-    expected = losses_of(1, {})
-    plain = build_case(LayoutCase(1, 4, {}))
-    batches = train_batches(plain)
-    usual = [train_one(plain, next(batches)) for _ in range(NUM_STEPS)]
+    expected, usual = losses_of(1, NAMES), losses_of(1, {"optimizer": "lion"})
     assert usual[0] != expected[0]
     assert usual[0] == pytest.approx(expected[0], rel=1e-2)
     for found in run_ranks(losses_of_layouts, 4, check_shapes=False):
         for losses in found:
             assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def test_flags_offer_what_their_tables_have():
+    offered = {"optimizer": {*OPTIMIZERS}, "fp8_recipe": {*RECIPES, "delayed"}}
+    for name, names in offered.items():
+        assert set(get_args(field_types()[name])) == names
+    shardings = get_args(field_types()["data_parallel_sharding_strategy"])
+    assert {*shardings} == {*ENGINES}
+    assert {command.family.name for command in FAMILY_COMMANDS.values()} == {*FAMILIES}
 
 
 class Plain:
@@ -156,11 +165,14 @@ class SumsAtTheEnd(GradientSync):
         check_weights(self.units, self.ctx)
 
 
-def train_with(engines, world_size, flags, folder):
+TOY_ENGINE = Tables(engines={**ENGINES, "no_shard": SumsAtTheEnd})
+
+
+def train_with(is_toy, world_size, flags, folder):
     """Train, save after two steps, load that with other weights in memory, and train on."""
     plan = build_plan(LayoutCase(world_size, 2 if world_size > 1 else 4, flags))
     ctx = ParallelContext.build(plan.config.parallelism)
-    run = build_run(plan, ctx, ROWS, dtype=torch.float64, engines=engines)
+    run = build_run(plan, ctx, ROWS, dtype=torch.float64, tables=TOY_ENGINE if is_toy else None)
     batches = train_batches(run)
     losses = [train_one(run, next(batches)) for _ in range(2)]
     save_run(replaced(run, save=folder))
@@ -180,14 +192,13 @@ def replaced(run, *, save):
 
 
 def test_a_toy_data_parallel_engine_trains_and_saves_like_ours(tmp_path):
-    engines = {**ENGINES, "no_shard": SumsAtTheEnd}
-    expected = train_with(ENGINES, 1, {}, tmp_path / "ours")
+    expected = train_with(False, 1, {}, tmp_path / "ours")
     layouts = (
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         {"pipeline_model_parallel_size": 2},
     )
     for place, flags in enumerate(layouts):
         folder = tmp_path / str(place)
-        ranks = run_ranks(train_with, 4, engines, 4, flags, folder, check_shapes=False)
+        ranks = run_ranks(train_with, 4, True, 4, flags, folder, check_shapes=False)
         for losses in ranks:
             assert losses == pytest.approx(expected, rel=1e-10)

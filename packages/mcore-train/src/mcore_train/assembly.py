@@ -34,23 +34,37 @@ from mcore_parallel.pipeline_parallel.stages import stages_of_rank
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8 import (
+    RECIPES,
     LinearGemms,
     WeightCasts,
     delayed_scales,
     layer_gemms,
 )
+from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
 from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.datasets import Datasets, load_datasets
 from mcore_train.guards.post_validation import PostValidation
 from mcore_train.loss_scaling import LossScaler
-from mcore_train.optimizers import build_optimizer
+from mcore_train.optimizers import OPTIMIZERS, BuildRule, build_optimizer
 from mcore_train.options.implementation_conflicts import find_implementation_conflicts
 from mcore_train.precision import check_device_format, torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tables:
+    """What names of options stand for; a program may give tables with entries of its own."""
+
+    optimizers: Mapping[str, BuildRule] = field(default_factory=lambda: OPTIMIZERS)
+    """By ``--optimizer``."""
+    recipes: Mapping[str, type[Recipe]] = field(default_factory=lambda: RECIPES)
+    """By ``--fp8-recipe``."""
+    engines: Mapping[str, Engine] = field(default_factory=lambda: ENGINES)
+    """By ``--data-parallel-sharding-strategy``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -142,7 +156,7 @@ def assemble(
     datasets: Datasets | None = None,
     dtype: torch.dtype | None = None,
     prepare: Callable[[TrainableModel], None] | None = None,
-    engines: Mapping[str, Engine] = ENGINES,
+    tables: Tables | None = None,
 ) -> Run:
     """Build the parts of a run on this rank; all ranks call it with equal plans.
 
@@ -152,13 +166,13 @@ def assemble(
         datasets: to train on; left out, those that the plan's flags name.
         dtype: of parameters; left out, the plan's.
         prepare: called with each model chunk before an engine takes its parameters over.
-        engines: by what they shard, see ``DataParallelConfig.sharding``.
+        tables: what names of options stand for; left out, what this package has.
 
     Raises:
         ValueError: if data or tokenizer do not fit the flags.
         FileNotFoundError: if a file that the flags name does not exist.
     """
-    config = plan.config
+    config, tables = plan.config, tables or Tables()
     tokenizer = load_tokenizer(config)
     if datasets is None:
         datasets = load_datasets(plan, tokenizer)
@@ -171,10 +185,10 @@ def assemble(
         )
         agree_on_kernels(wanted, ctx.device, ctx.world)
         _warn_of_plain_blocks(plan, ctx, dtype)
-    precision = config.precision
-    weight_casts, fp8_scales = WeightCasts(), delayed_scales(config.fp8, ctx)
+    casts, scales = WeightCasts(), delayed_scales(config.fp8, ctx)
     layers = plan.family.num_layers(config.model), config.model.mtp_num_layers
-    gemms = layer_gemms(config.fp8, ctx, layers[0], weight_casts, fp8_scales, layers[1])
+    own = config.fp8, ctx, layers[0], casts, scales, layers[1]
+    gemms = layer_gemms(*own, recipes=tables.recipes)
     chunks = _build_chunks(plan, ctx, gemms, streams, dtype)
     if prepare is not None:
         for chunk in chunks:
@@ -187,7 +201,7 @@ def assemble(
     if config.pipeline.overlap_moe_expert_parallel_comm:
         turns = Turns()
         turns.serve(*chunks)
-    engine = engines[config.data_parallelism.sharding]
+    engine = tables.engines[config.data_parallelism.sharding]
     data_parallel = engine(chunks, ctx, config.data_parallelism)
     if config.offloading.cpu_offloading:
         for layers in chain.from_iterable(map(layer_stacks, chunks)):
@@ -196,7 +210,7 @@ def assemble(
     if config.run.cuda_graph_impl == "full_iteration" and ctx.device.type == "cuda":
         warmup_steps = config.run.cuda_graph_warmup_steps
         recorder = BackwardRecorder(data_parallel, streams, warmup_steps)
-    optimizer = build_optimizer(config, ctx, data_parallel)
+    optimizer = build_optimizer(config, ctx, data_parallel, tables.optimizers)
     post_validation = None
     if config.pipeline.enable_optimizer_post_validation:
         post_validation = PostValidation(optimizer, config.optimizer.clip_grad)
@@ -210,9 +224,9 @@ def assemble(
         datasets=datasets,
         dtype=dtype,
         tokenizer=tokenizer,
-        weight_casts=weight_casts,
-        fp8_scales=fp8_scales,
-        loss_scaler=LossScaler(precision, ctx.device) if precision.fp16 else None,
+        weight_casts=casts,
+        fp8_scales=scales,
+        loss_scaler=LossScaler(config.precision, ctx.device) if config.precision.fp16 else None,
         weight_queue=weight_queue,
         turns=turns,
         post_validation=post_validation,

@@ -16,7 +16,10 @@ from mcore_parallel.optimizers.update_rule import UpdateRule
 from mcore_parallel.sharding import NamedParameter
 from mcore_train.composition import TrainConfig
 
-OPTIMIZERS: Mapping[str, Callable[[TrainConfig], UpdateRule]] = {
+BuildRule = Callable[[TrainConfig], UpdateRule]
+"""Builds an update rule by its own options of a run."""
+
+OPTIMIZERS: Mapping[str, BuildRule] = {
     "adam": lambda config: AdamW(config.adam),
     "sgd": lambda config: SGD(config.sgd),
 }
@@ -24,7 +27,10 @@ OPTIMIZERS: Mapping[str, Callable[[TrainConfig], UpdateRule]] = {
 
 
 def build_optimizer(
-    config: TrainConfig, ctx: ParallelContext, data_parallel: GradientSync
+    config: TrainConfig,
+    ctx: ParallelContext,
+    data_parallel: GradientSync,
+    rules: Mapping[str, BuildRule] = OPTIMIZERS,
 ) -> DistributedOptimizer:
     """Build the optimizer of a run on every rank, or raise on every rank; an all-gather.
 
@@ -43,7 +49,7 @@ def build_optimizer(
     with agreed(ctx.world):  # each looks at its own memory and drive
         return DistributedOptimizer(
             data_parallel,
-            OPTIMIZERS[config.optimizer.optimizer](config),
+            rules[config.optimizer.optimizer](config),
             step_width=width,
             host_share=offload.optimizer_cpu_offload * offload.optimizer_offload_fraction,
             host_threads=num_threads,

@@ -16,7 +16,7 @@ from mcore_parallel.field_checks import flag
 from mcore_parallel.launch import launcher
 from mcore_parallel.launch.watchdog import Watch
 from mcore_parallel.mesh import ParallelContext
-from mcore_train.assembly import assemble
+from mcore_train.assembly import Tables, assemble
 from mcore_train.checkpoints.checkpointing import clear_run_folder
 from mcore_train.checkpoints.origin import starting_point
 from mcore_train.checkpoints.resuming import load_run
@@ -30,8 +30,15 @@ from mcore_train.resolution import Plan, build_plan
 log = logging.getLogger(__name__)
 
 
-def run_training(config: TrainConfig, family: Family = GPT_FAMILY) -> int:
+def run_training(
+    config: TrainConfig, family: Family = GPT_FAMILY, tables: Tables | None = None
+) -> int:
     """Train as the config says, on this process's place in the world.
+
+    Args:
+        config: the options.
+        family: of the model; one of ``FAMILIES`` or your own.
+        tables: optimizers, fp8 recipes and data-parallel engines by the names in the config.
 
     Returns:
         0, also after a signal that ended the run cleanly.
@@ -45,7 +52,7 @@ def run_training(config: TrainConfig, family: Family = GPT_FAMILY) -> int:
     plan = build_plan(config, world.world_size, family)
     check_destinations(config, is_reporter=world.rank == 0)
     with joined_world(plan) as ctx:
-        run = assemble(plan, ctx)
+        run = assemble(plan, ctx, tables=tables)
         if load_run(run):
             load = starting_point(config).load
             log.info("continuing at iteration %d from %s", run.iteration, load)

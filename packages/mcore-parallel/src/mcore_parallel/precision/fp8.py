@@ -16,10 +16,11 @@ tensor ranks share are the exception: each casts its own share of their gradient
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,6 +54,17 @@ log = logging.getLogger(__name__)
 FORWARD_DTYPE = torch.float8_e4m3fn
 _GRAD_DTYPES = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
 _WHOLE = Cut()
+
+RECIPES: Mapping[str, type[Recipe]] = MappingProxyType(
+    {
+        "tensorwise": Tensorwise,
+        "rowwise": Rowwise,
+        "blockwise": Blockwise,
+        "mxfp8": Mxfp8,
+        "nvfp4": Nvfp4,
+    }
+)
+"""By the name of ``--fp8-recipe``; ``delayed``, which remembers, is built for each layer."""
 
 
 class WeightCasts:
@@ -226,7 +238,7 @@ def fp8_gemms(
             for Blackwell is not what the emulation computes.
     """
     _check_device(config, ctx.device)
-    recipe = recipe or _STATELESS[config.fp8_recipe]()
+    recipe = recipe or RECIPES[config.fp8_recipe]()
     dtype = _GRAD_DTYPES[config.fp8_format]
     tp, cp, both = ctx.tp, ctx.cp, ctx.axis("tp", "cp")
     tokens, split = Cut(column=cp, whole=cp), Cut(row=tp, column=cp, whole=both)
@@ -246,6 +258,8 @@ def layer_gemms(
     casts: WeightCasts,
     scales: DelayedScales | None = None,
     num_mtp_layers: int = 0,
+    *,
+    recipes: Mapping[str, type[Recipe]] = RECIPES,
 ) -> list[LinearGemms]:
     """Return the GEMMs of every layer of the model, by global number.
 
@@ -258,6 +272,7 @@ def layer_gemms(
         casts: where casts of weights are kept.
         scales: of ``delayed_scales``; None for recipes that remember nothing.
         num_mtp_layers: layers of multi-token prediction.
+        recipes: by the name of ``--fp8-recipe``.
 
     Raises:
         ValueError: see ``fp8_gemms``.
@@ -270,7 +285,7 @@ def layer_gemms(
     names = [(layer, f"blocks.{layer}") for layer in range(num_layers)]
     names += [(num_layers - 1, f"mtp.{depth}.block") for depth in range(num_mtp_layers)]
     for layer, name in names:
-        recipe = None if scales is None else Delayed(scales, name)
+        recipe = recipes[config.fp8_recipe]() if scales is None else Delayed(scales, name)
         is_narrow = first <= layer < num_layers - last
         found.append(fp8_gemms(config, ctx, casts, recipe) if is_narrow else PLAIN_GEMMS)
     return found
@@ -287,15 +302,6 @@ def delayed_scales(config: Fp8Config, ctx: ParallelContext) -> DelayedScales | N
         replicas=(ctx.tp, ctx.dp_cp),
         device=ctx.device,
     )
-
-
-_STATELESS = {
-    "tensorwise": Tensorwise,
-    "rowwise": Rowwise,
-    "blockwise": Blockwise,
-    "mxfp8": Mxfp8,
-    "nvfp4": Nvfp4,
-}
 
 
 def _check_device(config: Fp8Config, device: torch.device) -> None:

@@ -6,7 +6,7 @@ checkpoint gives back. ``mcore-train verify`` and the parity tests compare these
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,13 +19,12 @@ from mcore_models.peft.config import is_adapter
 from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.context_parallel.zigzag import zigzag_positions
-from mcore_parallel.data_parallel.engines import ENGINES, Engine
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import Piece, Shard, named_parameters
 from mcore_parallel.testing.ranks import gather_logical
-from mcore_train.assembly import Run, assemble
+from mcore_train.assembly import Run, Tables, assemble
 from mcore_train.batches import train_batches, valid_batches
 from mcore_train.checkpoints.adapter_bases import model_shards
 from mcore_train.checkpoints.resuming import load_run, optimizer_shards, save_run
@@ -149,7 +148,7 @@ def build_run(
     rows: AnyRows,
     *,
     dtype: torch.dtype,
-    engines: Mapping[str, Engine] = ENGINES,
+    tables: Tables | None = None,
 ) -> Run:
     """Assemble a run on this rank, with nothing at a value that would hide a fault."""
     # So that adapters add as much as the model has: chaos would enlarge what is rounded.
@@ -173,7 +172,7 @@ def build_run(
         datasets=Datasets(train=rows, valid=rows),
         dtype=dtype,
         prepare=shift_vectors,
-        engines=engines,
+        tables=tables,
     )
 
 
