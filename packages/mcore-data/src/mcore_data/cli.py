@@ -52,6 +52,8 @@ def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: 
     """
     from mcore_data.preprocessing.preprocessing import preprocess as run
 
+    if log_interval < 0:
+        raise ValueError(f"--log-interval {log_interval} must be 0 or more.")
     with _progress("preprocessing", log_interval) as advance:
         report = run(job, tokenizer, advance)
     if report.num_bad_records:  # the first ones were named as they came

@@ -89,7 +89,7 @@ class PreprocessConfig:
     text_lines: bool = False
     """Take each line of a .txt file for a document instead of the whole file."""
     workers: int = 1
-    """Processes that parse and tokenize; 1 works in this process."""
+    """Processes that parse and tokenize, at most one a core; 1 works in this process."""
     partitions: int = 1
     """Cut the inputs into so many parts of about one size, write a pair for each,
     <output-prefix>_<part>_<key>_document, and join them; the result is the same."""
@@ -109,8 +109,6 @@ class PreprocessConfig:
     on_bad_record: Literal["refuse", "skip"] = "refuse"
     """What to do with an empty, truncated or otherwise wrong record: stop and name it, or
     leave it out, count it and name the first ones."""
-    max_documents: int = 0
-    """Stop behind the block in which this many documents are reached; 0 takes all."""
 
     def __post_init__(self) -> None:
         if not self.input:
@@ -119,6 +117,12 @@ class PreprocessConfig:
             raise ValueError(f"--json-keys {' '.join(self.json_keys)}: give each key once.")
         if self.keep_newlines and not self.split_sentences:
             raise ValueError("--keep-newlines has no effect without --split-sentences.")
+        splits = self.split_sentences and self.sentence_splitter != "rules"
+        if self.lang != "english" and not splits:
+            raise ValueError(
+                f"--lang {self.lang} has no effect without --split-sentences, nor by rules: "
+                "it names punkt's data."
+            )
         if self.workers < 1:
             raise ValueError(f"--workers {self.workers}: at least 1 is needed.")
         if self.partitions < 1 or not -1 <= self.partition < self.partitions:
@@ -128,8 +132,6 @@ class PreprocessConfig:
             )
         if self.partition >= 0 and self.partitions == 1:
             raise ValueError("--partition has no effect without --partitions.")
-        if self.max_documents < 0:
-            raise ValueError(f"--max-documents {self.max_documents} must not be negative.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,8 +66,9 @@ def test_without_data_rules_split_and_punkt_by_name_is_refused(monkeypatch):
     nltk = pytest.importorskip("nltk")
     monkeypatch.setattr(nltk.data, "path", [])
     assert build_splitter("auto").name == "rules"
-    with pytest.raises(FileNotFoundError, match=r"no punkt data for --lang german"):
-        build_splitter("punkt", lang="german")
+    for kind in ("punkt", "auto"):  # the rules are of English
+        with pytest.raises(FileNotFoundError, match=r"no punkt data for --lang german"):
+            build_splitter(kind, lang="german")
     monkeypatch.setitem(sys.modules, "nltk", None)
     with pytest.raises(ImportError, match=r"mcore-data\[punkt\]"):
         build_splitter("punkt")

@@ -6,11 +6,14 @@ a single initial. Rules err on the side of long sentences; Japanese and Chinese 
 need no white space.
 """
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
+
+log = logging.getLogger(__name__)
 
 _END = re.compile(
     r"(?P<word>\w*)(?:[.!?\u2026]+[\"'\u201d\u2019)\]]*(?P<space>\s+)|[\u3002\uff01\uff1f]\s*)"
@@ -38,7 +41,9 @@ def build_splitter(
     lang: str = "english",
     keep_newlines: bool = False,
 ) -> Splitter:
-    """Choose a splitter; ``auto`` takes punkt where NLTK and its data are there.
+    """Choose a splitter; ``auto`` takes punkt where NLTK and its data are there, else rules.
+
+    In another language than English ``auto`` is punkt: the rules are of English.
 
     Args:
         kind: which.
@@ -53,8 +58,9 @@ def build_splitter(
         try:
             punkt, version = _load_punkt(lang)
         except (ImportError, FileNotFoundError):
-            if kind == "punkt":
+            if kind == "punkt" or lang != "english":
                 raise
+            log.info("sentences are split by rules: NLTK or its punkt data are not here")
         else:
             split = partial(_split_by_punkt, punkt=punkt, keep_newlines=keep_newlines)
             return Splitter(f"punkt {lang} (nltk {version})", split)

@@ -8,6 +8,7 @@ names appear only when all is written, and a manifest last.
 
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -219,7 +220,7 @@ class _Run:
         results = encode_all(
             encoder,
             self._blocks(),
-            num_workers=self.config.workers,
+            num_workers=_num_workers(self.config.workers),
             block_bytes=self.block_bytes,
         )
         unsaved, saved_at = "", 0.0
@@ -233,8 +234,6 @@ class _Run:
                         write_journal(self.journal_path, unsaved)
                         unsaved, saved_at = "", time.monotonic()
                     self._tell(start)
-                    if 0 < self.config.max_documents <= self.journal.num_documents:
-                        break
             refuse_changed(self.sources[: self.journal.source + 1])
         finally:
             if unsaved:  # as of the last whole block, even if one is half appended
@@ -242,8 +241,6 @@ class _Run:
 
     def _blocks(self) -> Iterator[tuple[int, Block]]:
         keys = self.config.json_keys
-        if 0 < self.config.max_documents <= self.journal.num_documents:
-            return
         start = self.journal.start
         for number in range(self.journal.source, len(self.sources)):
             for block in read_blocks(self.sources[number], keys, start, self.block_bytes):
@@ -315,6 +312,14 @@ def _is_finished(prefix: Path, stand: dict[str, int] | None) -> bool:
     )
 
 
+def _num_workers(wanted: int) -> int:
+    """Return how many processes start: no more than there are cores, or two."""
+    most = max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+    if wanted > most:
+        log.warning("--workers %d: %d start, no more than there are cores", wanted, most)
+    return min(wanted, most)
+
+
 def work_hash(config: PreprocessConfig, sources: Sequence[Source], tools: Tools) -> str:
     """Hash of everything that decides the output's bytes.
 
@@ -325,7 +330,7 @@ def work_hash(config: PreprocessConfig, sources: Sequence[Source], tools: Tools)
         [
             fingerprint(sources),
             list(config.json_keys),
-            [config.append_eod, splitter, config.keep_newlines, config.max_documents],
+            [config.append_eod, splitter, config.keep_newlines],
             tools.tokenizer.fingerprint(),
         ]
     )
