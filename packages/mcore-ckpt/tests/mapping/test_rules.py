@@ -186,14 +186,14 @@ def test_rows_that_blocks_do_not_divide_are_refused():
 
 def test_indices_are_taken_off_a_tensor_that_holds_all_layers():
     from mcore_ckpt.mapping.rules import split_index, unstacked
-    from mcore_ckpt.storage.index import Chunk
+    from mcore_ckpt.storage.index import StoredBox
 
     assert split_index("x[3,7]") == ("x", (3, 7))
     assert split_index("x") == ("x", ())
     whole = TensorEntry(
         (2, 4, 3),
         "F32",
-        (Chunk("a", 100, (0, 0, 0), (2, 2, 3)), Chunk("b", 0, (0, 2, 0), (2, 2, 3))),
+        (StoredBox("a", 100, (0, 0, 0), (2, 2, 3)), StoredBox("b", 0, (0, 2, 0), (2, 2, 3))),
     )
     found = unstacked(
         {"x": whole, "y": whole}, [Link(("o.0",), "x[0]"), Link(("o.1",), "x[1]")]
@@ -201,8 +201,8 @@ def test_indices_are_taken_off_a_tensor_that_holds_all_layers():
     assert set(found) == {"x[0]", "x[1]", "y"}
     assert found["x[1]"].shape == (4, 3)
     assert found["x[1]"].chunks == (
-        Chunk("a", 124, (0, 0), (2, 3)),
-        Chunk("b", 24, (2, 0), (2, 3)),
+        StoredBox("a", 124, (0, 0), (2, 3)),
+        StoredBox("b", 24, (2, 0), (2, 3)),
     )
     with pytest.raises(ValueError, match="has no 2 indices"):
         unstacked({"x": TensorEntry((3,), "F32", ())}, [Link(("o",), "x[0,1]")])

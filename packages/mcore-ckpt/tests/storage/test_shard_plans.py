@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.save_load.tensor_exchange import Move, rounds
 from mcore_ckpt.storage.boxes import cover_problems, intersect, small_spans, span
-from mcore_ckpt.storage.index import Chunk, TensorEntry
+from mcore_ckpt.storage.index import StoredBox, TensorEntry
 from mcore_ckpt.storage.shard_plans import (
     Claim,
     name_problems,
@@ -68,7 +68,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(case, num_ranks, 
 @given(shapes_with_cuts())
 def test_any_cut_is_read_from_any_other(case):
     shape, saved, wanted = case
-    entry = TensorEntry(shape, "F32", tuple(Chunk("f", 0, *box) for box in saved))
+    entry = TensorEntry(shape, "F32", tuple(StoredBox("f", 0, *box) for box in saved))
     for box in wanted:
         reads = plan_reads(entry, box)
         assert sum(prod(read.box[1]) for read in reads) == prod(box[1])

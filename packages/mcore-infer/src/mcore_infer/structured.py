@@ -111,7 +111,7 @@ class Grammars:
                 "tokens: use a Hugging Face or SentencePiece tokenizer."
             )
         return library.LLTokenizer(
-            library.TokenizerWrapper(_Spelled(tokenizer, self.vocab_size, self.ends[0])),
+            library.TokenizerWrapper(_TokenizerView(tokenizer, self.vocab_size, self.ends[0])),
             **sizes,
         )
 
@@ -125,7 +125,7 @@ class _KnowsBytes(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
-class _Spelled:
+class _TokenizerView:
     """A tokenizer as llguidance reads it: attributes of these names, and a call."""
 
     bos_token_id = None

@@ -7,7 +7,7 @@ from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer import Engine, EngineConfig, SamplingConfig
 from mcore_infer.engine.kernels.skinny_gemm_tiles import tiles_for
 from mcore_infer.engine.step_plans import Fp8Cache
-from mcore_infer.quantization.gemms import QuantizedGemm, Rounding
+from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm
 from mcore_infer.quantization.loading import linears, round_to_nearest_
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
@@ -44,7 +44,7 @@ def test_products_with_codes_are_those_with_the_numbers_they_stand_for(algo, sha
             assert relative(found, exact) < 1e-2, tile
     code = layout.inputs if layout.inputs != "e2m1" else ""
     scale = torch.tensor(0.02, device="cuda") if layout.input_scale and code else None
-    rounding = Rounding(code, scale)
+    rounding = InputRounding(code, scale)
     gemm = QuantizedGemm(layout, packed, wide, layout.group, rounding)
     for num_rows in (65, 300):
         x = torch.randn(num_rows, 1, shape[1], device="cuda", dtype=torch.bfloat16)

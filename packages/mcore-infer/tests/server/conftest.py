@@ -15,7 +15,7 @@ from mcore_data.datasets.chat import load_template
 from mcore_infer import InferenceConfig, build_engine, load_model
 from mcore_infer.server.app import Limits, Server
 from mcore_infer.server.front import Front
-from mcore_infer.server.job import Served
+from mcore_infer.server.job import ServedModel
 from mcore_infer.server.worker import EngineWorker
 from mcore_infer.structured import Grammars
 from mcore_parallel.mesh import ParallelContext
@@ -96,7 +96,7 @@ def run_server(loaded, limits=None, **fields):
     engine = build_engine(loaded.model, InferenceConfig(**fields))
     tokenizer = loaded.tokenizer
     engine.grammars = Grammars(tokenizer, loaded.model.vocab_size)
-    served = Served(
+    served = ServedModel(
         name="tiny",
         tokenizer=tokenizer,
         vocab_size=loaded.model.vocab_size,

@@ -9,7 +9,7 @@ import torch
 from mcore_infer import InferenceConfig, SamplingConfig, build_engine, generate, load_model
 from mcore_infer.server.worker import (
     EngineWorker,
-    Refused,
+    RefusedGroup,
     TextRequest,
     follow,
 )
@@ -45,7 +45,7 @@ def serve_on_ranks(folder):
     refused = worker.submit([request(b"a"), request([1, 257])])
     while len(over) < 3:
         event = events.get(timeout=100)
-        if isinstance(event.what, Generation | Refused):
+        if isinstance(event.what, Generation | RefusedGroup):
             over[event.group, event.index] = event.what
     worker.cancel(gone)
     worker.cancel(gone)  # is over: nothing happens

@@ -83,7 +83,7 @@ def recompute_between(
         x: saved until backward, which the producer does anyway.
         streams: named streams that the producer may draw from.
     """
-    between = _Between(producer, x, None if streams is None else _Replay(streams))
+    between = _RecomputedTensor(producer, x, None if streams is None else _Replay(streams))
     y = producer(x)
     if not y.requires_grad:
         return consumer(y)
@@ -126,7 +126,7 @@ def _can_cut(x: object, axis: Axis) -> TypeGuard[Tensor]:
     return x.requires_grad and torch.is_grad_enabled() and x.numel() % axis.size == 0
 
 
-class _Between:
+class _RecomputedTensor:
     """The tensor between producer and consumer, recomputed once for all that saved it.
 
     ``pack`` replaces every saved view of the tensor by the view's geometry and counts it;

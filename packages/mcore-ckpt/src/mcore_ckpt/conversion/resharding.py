@@ -28,7 +28,7 @@ from mcore_ckpt.mapping.row_streams import (
 from mcore_ckpt.save_load.hf_saving import HF_INDEX
 from mcore_ckpt.storage.checksums import check_files, sealed
 from mcore_ckpt.storage.files import DTYPES, Item, Reader, write_file
-from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, Index, TensorEntry, read_index
+from mcore_ckpt.storage.index import DTYPE_BYTES, Index, StoredBox, TensorEntry, read_index
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
 from mcore_ckpt.storage.paths import INDEX, RELEASE, commit, copy_durably
 from mcore_ckpt.storage.shard_plans import listed, name_problems
@@ -47,7 +47,7 @@ def write_whole(
         written = write_file(path, mine)
         for item, one in zip(mine, written.sections, strict=True):
             zeros = (0,) * len(item.shape)
-            chunk = Chunk(path.name, one.offset, zeros, item.shape, one.checksums)
+            chunk = StoredBox(path.name, one.offset, zeros, item.shape, one.checksums)
             # A tensor without elements needs no chunk.
             chunks = (chunk,) if item.num_bytes else ()
             tensors[item.name] = TensorEntry(item.shape, item.dtype, chunks)

@@ -10,7 +10,7 @@ from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.sources import PREFIX, opened
-from mcore_ckpt.mapping.optimizer_state import Part, native_name
+from mcore_ckpt.mapping.optimizer_state import StateKind, native_name
 from mcore_ckpt.mapping.row_streams import (
     Progress,
     Rows,
@@ -19,7 +19,7 @@ from mcore_ckpt.mapping.row_streams import (
     same_bits,
     slabs,
 )
-from mcore_ckpt.mapping.views import Resized, their_slabs
+from mcore_ckpt.mapping.views import ResizedTensors, their_slabs
 from mcore_ckpt.storage.files import Checksums, Reader, memory
 from mcore_ckpt.storage.index import Index
 
@@ -50,7 +50,7 @@ def fingerprint(tensors: Rows, on_progress: Progress | None = None) -> str:
 
 
 def prove(
-    source: OpenCheckpoint | Part, again: Rows, on_progress: Progress | None = None
+    source: OpenCheckpoint | StateKind, again: Rows, on_progress: Progress | None = None
 ) -> None:
     """Turn tensors that were written and read back into the source's, and compare."""
     if again.entries.keys() != source.ours.entries.keys():
@@ -60,7 +60,7 @@ def prove(
     for link in source.links:
         shape = source.theirs.entries[link.theirs].shape
         before |= dict(zip(link.ours, link.shares(shape), strict=True)) if shape else {}
-    back = Resized(again, before)
+    back = ResizedTensors(again, before)
     links = {link.theirs: link for link in source.links}
     sizes = {name: source.theirs.entries[name].num_bytes for name in links}
     for name in named_with_progress(sizes, on_progress, "reading back"):

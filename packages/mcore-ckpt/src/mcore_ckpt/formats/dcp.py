@@ -15,7 +15,7 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.safe_pickle import Record, load_inert
 from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
 from mcore_ckpt.storage.boxes import cover_problems
-from mcore_ckpt.storage.index import Chunk, TensorEntry
+from mcore_ckpt.storage.index import StoredBox, TensorEntry
 
 METADATA = ".metadata"
 """Name of the file that makes a folder such a directory."""
@@ -34,7 +34,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class DcpTensor:
     """A tensor as the directory lists it; its bytes were not looked at yet."""
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class DcpFolder:
 
     path: Path
     """The folder."""
-    tensors: Mapping[str, Listed]
+    tensors: Mapping[str, DcpTensor]
     """By name."""
     objects: Mapping[str, Place]
     """Everything else, by name."""
@@ -69,7 +69,7 @@ class DcpFolder:
         place = self.objects[name]
         return read_torch_file(self.path / place.file, place.offset, place.length)
 
-    def _entry(self, name: str, listed: Listed) -> TensorEntry:
+    def _entry(self, name: str, listed: DcpTensor) -> TensorEntry:
         problems = cover_problems(listed.shape, [(o, n) for o, n, _ in listed.boxes])
         if problems and all(listed.shape):
             raise CheckpointError(f"{self.path / METADATA}: {name}: {problems[0]}")
@@ -86,7 +86,7 @@ class DcpFolder:
                 raise CheckpointError(
                     f"{self.path / place.file}: {name} is not {listed.dtype}."
                 )
-            chunks.append(Chunk(place.file, found.offset, offsets, lengths))
+            chunks.append(StoredBox(place.file, found.offset, offsets, lengths))
         return TensorEntry(listed.shape, listed.dtype, tuple(chunks))
 
 
@@ -119,7 +119,7 @@ def _folder(path: Path, found: Record) -> DcpFolder:
             raise CheckpointError(f"{path / METADATA} names {name}, outside its folder")
         place = Place(name, info.get("offset"), info.get("length"))
         places[(key.get("fqn"), None if offset is None else tuple(offset))] = place
-    tensors: dict[str, Listed] = {}
+    tensors: dict[str, DcpTensor] = {}
     objects: dict[str, Place] = {}
     for name, record in found.get("state_dict_metadata").items():
         if record.name.endswith(".BytesStorageMetadata"):
@@ -130,5 +130,5 @@ def _folder(path: Path, found: Record) -> DcpFolder:
             offsets, lengths = tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
             boxes.append((offsets, lengths, places[(name, offsets)]))
         dtype = record.get("properties").state[0]
-        tensors[name] = Listed(tuple(record.get("size")), dtype, tuple(boxes))
+        tensors[name] = DcpTensor(tuple(record.get("size")), dtype, tuple(boxes))
     return DcpFolder(path, tensors, objects)

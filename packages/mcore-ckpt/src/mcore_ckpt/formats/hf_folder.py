@@ -10,7 +10,7 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
 from mcore_ckpt.storage.files import Item, write_file
 from mcore_ckpt.storage.headers import read_header
-from mcore_ckpt.storage.index import Chunk, TensorEntry
+from mcore_ckpt.storage.index import StoredBox, TensorEntry
 from mcore_ckpt.storage.paths import write_durably
 
 _INDEX = "model.safetensors.index.json"
@@ -94,7 +94,7 @@ def _read_pickle(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{path} is no table of tensors, as transformers saves it.")
     entries = {}
     for name, tensor in found.items():
-        chunk = Chunk(path.name, tensor.offset, (0,) * len(tensor.shape), tensor.shape)
+        chunk = StoredBox(path.name, tensor.offset, (0,) * len(tensor.shape), tensor.shape)
         entries[str(name)] = TensorEntry(tensor.shape, tensor.dtype, (chunk,))
     return entries
 

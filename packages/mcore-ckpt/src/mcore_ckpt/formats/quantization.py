@@ -27,7 +27,7 @@ from mcore_ckpt.mapping.low_bits import decode, stored, unpack
 from mcore_ckpt.mapping.mxfp4 import UnpackedMxfp4
 from mcore_ckpt.mapping.packed_words import ByInputs, ByOutputs, PackedRows, Scheme
 from mcore_ckpt.mapping.row_streams import Rows
-from mcore_ckpt.mapping.views import Dequantized
+from mcore_ckpt.mapping.views import DequantizedTensors
 from mcore_ckpt.storage.files import DTYPES
 from mcore_ckpt.storage.index import TensorEntry
 
@@ -66,7 +66,7 @@ def take_quantization(
     block = how.get("weight_block_size")
     if isinstance(block, list) and len(block) == 2 and how.get("quant_method") == "fp8":
         del config["quantization_config"]
-        return partial(Dequantized, block=(block[0], block[1]))
+        return partial(DequantizedTensors, block=(block[0], block[1]))
     return _as_it_is
 
 

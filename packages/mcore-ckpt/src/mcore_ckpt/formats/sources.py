@@ -30,7 +30,7 @@ from mcore_ckpt.formats.quantization import quantization_name, take_quantization
 from mcore_ckpt.formats.safe_pickle import Record
 from mcore_ckpt.formats.text_towers import text_tower
 from mcore_ckpt.formats.torch_files import read_torch_file
-from mcore_ckpt.mapping.adapters import Merged, find_base
+from mcore_ckpt.mapping.adapters import MergedTensors, find_base
 from mcore_ckpt.mapping.optimizer_state import OptimizerState, read_native
 from mcore_ckpt.mapping.row_streams import Rows, Source, compare_copy
 from mcore_ckpt.mapping.rules import (
@@ -42,7 +42,7 @@ from mcore_ckpt.mapping.rules import (
     split_index,
     unstacked,
 )
-from mcore_ckpt.mapping.views import Cast, RenamedRows, Resized
+from mcore_ckpt.mapping.views import Cast, RenamedRows, ResizedTensors
 from mcore_ckpt.storage.checksums import check_files
 from mcore_ckpt.storage.files import Reader
 from mcore_ckpt.storage.index import ADAPTER, Index, read_index
@@ -124,7 +124,7 @@ def _open_peft(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     """Open the model that a folder of PEFT makes with its base."""
     with _open_hf(base_folder(path), ConvertOptions()) as base:
         adapters = read_adapters(path, base.links)
-        theirs = _cast(Merged(base.ours, adapters.rows, adapters.config), options)
+        theirs = _cast(MergedTensors(base.ours, adapters.rows, adapters.config), options)
         links = [Link((name,), name) for name in theirs.entries]
         tokenizer, _ = small_files(path)
         described = _described(base.description, links, theirs, options)
@@ -171,11 +171,11 @@ def _merged(
 ) -> Iterator[tuple[Rows, dict[str, Any]]]:
     """Open the model beside which a step's adapters stand, with these added, and its ``hf``."""
     if not adapter["base"]:  # the step holds both
-        yield Merged(stored, stored, adapter), {}
+        yield MergedTensors(stored, stored, adapter), {}
         return
     base = as_path(find_base(step, adapter))
     with opened("hf" if is_hf_folder(base) else "mcore", base) as found:
-        yield Merged(found.ours, stored, adapter), found.hf
+        yield MergedTensors(found.ours, stored, adapter), found.hf
 
 
 @contextmanager
@@ -263,7 +263,7 @@ def _with_state(
     """Add an optimizer's state, its rows of vocabulary resized like the weights'."""
     sizes = dict.fromkeys(_PADDED, options.vocab_size) if options.vocab_size else {}
     parts = {
-        kind: replace(part, ours=Resized(part.ours, sizes))
+        kind: replace(part, ours=ResizedTensors(part.ours, sizes))
         for kind, part in state.parts.items()
     }
     behind = found.left_behind - state.num_entries
@@ -318,7 +318,7 @@ def _described(
     ours: Rows = RenamedRows(links, theirs)
     check_shapes(description, ours.entries)
     if options.vocab_size and options.vocab_size != description["vocab_size"]:
-        ours = Resized(ours, dict.fromkeys(_PADDED, options.vocab_size))
+        ours = ResizedTensors(ours, dict.fromkeys(_PADDED, options.vocab_size))
         description = {**description, "vocab_size": options.vocab_size}
     return description, links, theirs, ours
 

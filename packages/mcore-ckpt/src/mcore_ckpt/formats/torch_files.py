@@ -44,7 +44,7 @@ class _Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class _UnplacedTensor:
     """A tensor whose storage's place is known only after the pickle."""
 
     storage: _Storage
@@ -185,10 +185,10 @@ def _storage(pid: Any) -> _Storage:
     return _Storage(name, str(key))
 
 
-def _tensor(storage: Any, first: int, shape: Any, steps: Any, *_: Any) -> _Pending:
+def _tensor(storage: Any, first: int, shape: Any, steps: Any, *_: Any) -> _UnplacedTensor:
     if not isinstance(storage, _Storage):
         raise ValueError("a tensor lies in something that is no storage")
-    return _Pending(storage, first, tuple(shape), tuple(steps))
+    return _UnplacedTensor(storage, first, tuple(shape), tuple(steps))
 
 
 def _parameter(data: Any, *_: Any) -> Any:
@@ -204,7 +204,7 @@ _SPECIAL: dict[str, Any] = {
 
 def _collect(value: Any, dtypes: dict[str, str]) -> None:
     """Note the dtype of every storage that a tensor is in."""
-    if isinstance(value, _Pending):
+    if isinstance(value, _UnplacedTensor):
         dtypes[value.storage.key] = value.storage.dtype
     elif isinstance(value, Mapping):
         for one in value.values():
@@ -220,7 +220,7 @@ def _placed(value: Any, seen: dict[int, Any], place: Any, path: Path) -> Any:
     """Put offsets on tensors, all the way down; what is met twice stays one."""
     if id(value) in seen:
         return seen[id(value)]
-    if isinstance(value, _Pending):
+    if isinstance(value, _UnplacedTensor):
         return _located(value, place, path)
     if isinstance(value, Mapping):
         new: Any = {}
@@ -235,7 +235,7 @@ def _placed(value: Any, seen: dict[int, Any], place: Any, path: Path) -> Any:
     return value
 
 
-def _located(tensor: _Pending, place: Any, path: Path) -> FileTensor:
+def _located(tensor: _UnplacedTensor, place: Any, path: Path) -> FileTensor:
     start, end = place(tensor.storage)
     dtype = tensor.storage.dtype
     real = [(n, s) for n, s in zip(tensor.shape, tensor.steps, strict=True) if n != 1]

@@ -74,7 +74,7 @@ def find_base(folder: Any, adapter: Mapping[str, Any]) -> str:
     return base
 
 
-class Merged:
+class MergedTensors:
     """A model's tensors with its adapters added."""
 
     def __init__(self, base: Rows, adapters: Rows, config: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ _BUFFERS = (".router.expert_bias",)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StateKind:
     """One kind of state, named like the weights it belongs to."""
 
     links: tuple[Link, ...]
@@ -45,7 +45,7 @@ class Part:
 class OptimizerState:
     """All that a run needs beside its weights to go on where it was."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, StateKind]
     """By kind: ``main`` if any weight has one, and each of ``MOMENTS``."""
     progress: Mapping[str, Any]
     """``NUMBERS``, and ``schedule`` as far as it is known, as in the ``extra`` of our index."""
@@ -94,7 +94,7 @@ def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> Opti
             if name.startswith(prefix)
         }
         held = Source(reader, entries)
-        parts[kind] = Part(tuple(Link((name,), name) for name in entries), held, held)
+        parts[kind] = StateKind(tuple(Link((name,), name) for name in entries), held, held)
     check_parts(parts, weights)
     names = (*NUMBERS, "schedule", "recipe")
     progress = {name: index.extra[name] for name in names if name in index.extra}
@@ -102,12 +102,12 @@ def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> Opti
     return OptimizerState(_without_empty(parts), progress, count)
 
 
-def turned(links: list[Link], theirs: Rows) -> Part:
+def turned(links: list[Link], theirs: Rows) -> StateKind:
     """Turn one kind of foreign state as its weights are turned."""
-    return Part(tuple(links), theirs, RenamedRows(links, theirs))
+    return StateKind(tuple(links), theirs, RenamedRows(links, theirs))
 
 
-def check_parts(parts: Mapping[str, Part], weights: Rows) -> None:
+def check_parts(parts: Mapping[str, StateKind], weights: Rows) -> None:
     """Compare each kind of state with the weights: the same names, and the same shapes."""
     problems = []
     for kind, part in parts.items():
@@ -131,5 +131,5 @@ def check_parts(parts: Mapping[str, Part], weights: Rows) -> None:
         )
 
 
-def _without_empty(parts: Mapping[str, Part]) -> dict[str, Part]:
+def _without_empty(parts: Mapping[str, StateKind]) -> dict[str, StateKind]:
     return {kind: part for kind, part in parts.items() if part.links}

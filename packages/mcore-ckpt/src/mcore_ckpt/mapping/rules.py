@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from itertools import product
 from math import prod
 
-from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, TensorEntry
+from mcore_ckpt.storage.index import DTYPE_BYTES, StoredBox, TensorEntry
 from mcore_ckpt.storage.shard_plans import listed, name_problems
 
 
@@ -132,7 +132,7 @@ def unstacked(
             continue
         if len(entry.shape) < depth:
             raise ValueError(f"{name} of shape {list(entry.shape)} has no {depth} indices")
-        parts: dict[tuple[int, ...], list[Chunk]] = {
+        parts: dict[tuple[int, ...], list[StoredBox]] = {
             index: [] for index in product(*map(range, entry.shape[:depth]))
         }
         for chunk in entry.chunks:
@@ -141,7 +141,7 @@ def unstacked(
             for number, index in enumerate(inside):
                 where = tuple(o + i for o, i in zip(chunk.offsets, index, strict=False))
                 rest = (chunk.offsets[depth:], chunk.lengths[depth:])
-                parts[where].append(Chunk(chunk.file, chunk.offset + number * size, *rest))
+                parts[where].append(StoredBox(chunk.file, chunk.offset + number * size, *rest))
         for index, chunks in parts.items():
             view = f"{name}[{','.join(map(str, index))}]"
             found[view] = TensorEntry(entry.shape[depth:], entry.dtype, tuple(chunks))

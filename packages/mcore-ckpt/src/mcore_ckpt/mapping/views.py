@@ -136,7 +136,7 @@ def _blocks(link: Link, ours: Rows) -> Iterator[Tensor]:
         yield torch.cat(parts, dim=1).flatten(0, 1).contiguous()
 
 
-class Resized:
+class ResizedTensors:
     """Tensors of which some have rows cut off, or rows of zeros put on."""
 
     def __init__(self, under: Rows, num_rows: Mapping[str, int]) -> None:
@@ -187,7 +187,7 @@ class Cast:
         return cast
 
 
-class Dequantized:
+class DequantizedTensors:
     """Weights of fp8 with a scale for each block of rows and columns, as wide numbers.
 
     ``X`` is hidden behind ``X * X_scale_inv``, each scale repeated over its block; the

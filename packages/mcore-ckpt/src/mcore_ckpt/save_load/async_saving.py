@@ -95,7 +95,7 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingSave:
     """A save that is under way."""
 
     begun: PlannedSave
@@ -140,7 +140,7 @@ class AsyncSaver:
         self._retention = retention
         self._plans = PlanCache()
         self._staging = Staging()
-        self._pending: _Pending | None = None
+        self._pending: _PendingSave | None = None
         self._hanging: _Job | None = None
         self._lock: FolderLock | None = None
 
@@ -216,7 +216,7 @@ class AsyncSaver:
         begun.memory.clear()
         self._lock = lock
         self.last_failure = ""
-        self._pending = _Pending(
+        self._pending = _PendingSave(
             begun, copies, _write_job(begun, copies), self._retries, time.monotonic()
         )
         if not overlap:
@@ -302,7 +302,7 @@ class AsyncSaver:
         self.last_durable = folder
         return folder
 
-    def _commit_job(self, pending: _Pending) -> _Job:
+    def _commit_job(self, pending: _PendingSave) -> _Job:
         is_root, retention = self._world.rank == 0, self._retention
 
         def work(_job: _Job) -> None:
@@ -312,7 +312,7 @@ class AsyncSaver:
 
         return _Job(work)
 
-    def _retry(self, pending: _Pending) -> None:
+    def _retry(self, pending: _PendingSave) -> None:
         step = pending.begun.step
         reports = gather_json(pending.job.failure, self._world)
         faults = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text)
@@ -328,7 +328,7 @@ class AsyncSaver:
         else:
             pending.job = _write_job(pending.begun, pending.copies)
 
-    def _give_up_hanging(self, pending: _Pending) -> None:
+    def _give_up_hanging(self, pending: _PendingSave) -> None:
         reports = gather_json(pending.job.is_silent(self._silent_s), self._world)
         ranks = [rank for rank, is_silent in enumerate(reports) if is_silent]
         self.last_failure = (

@@ -22,7 +22,7 @@ from mcore_ckpt.formats.sources import PREFIX, opened
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.files import Reader, narrowed
-from mcore_ckpt.storage.index import ADAPTER, DTYPE_BYTES, Chunk, Index, TensorEntry
+from mcore_ckpt.storage.index import ADAPTER, DTYPE_BYTES, Index, StoredBox, TensorEntry
 from mcore_ckpt.storage.paths import is_peft_folder
 
 _VIEW = ""
@@ -59,7 +59,7 @@ def _opened_adapters(folder: Path) -> Iterator[tuple[Index, Reader]]:
     extra[ADAPTER] = {**adapters.config, "base": str(base.resolve())}
     tensors = {}
     for name, entry in adapters.rows.entries.items():
-        chunk = Chunk(_VIEW, 0, (0,) * len(entry.shape), entry.shape)
+        chunk = StoredBox(_VIEW, 0, (0,) * len(entry.shape), entry.shape)
         tensors[PREFIX + name] = replace(entry, chunks=(chunk,))
     with ViewReader(folder, adapters.rows) as reader:
         yield Index(tensors, extra), reader
@@ -133,7 +133,7 @@ def pointers(found: OpenCheckpoint) -> dict[str, TensorEntry]:
         for name, (first, _) in zip(link.ours, link.rows(theirs.shape), strict=True):
             entry = found.ours.entries[name]
             zeros = (0,) * len(entry.shape)
-            chunk = Chunk(_VIEW, 0, zeros, entry.shape)
+            chunk = StoredBox(_VIEW, 0, zeros, entry.shape)
             if is_there:
                 row_bytes = prod(theirs.shape[1:]) * DTYPE_BYTES[theirs.dtype]
                 place = theirs.chunks[0]
@@ -151,7 +151,7 @@ class ViewReader(Reader):
         self._view = view
 
     def read(
-        self, name: str, entry: TensorEntry, chunk: Chunk, box: Box, target: Tensor
+        self, name: str, entry: TensorEntry, chunk: StoredBox, box: Box, target: Tensor
     ) -> None:
         """Read a region of a tensor; see ``Reader.read``."""
         if chunk.file != _VIEW:

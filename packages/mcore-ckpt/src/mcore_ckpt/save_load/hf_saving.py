@@ -24,7 +24,7 @@ from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.files import DTYPES, narrowed
 from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry
 from mcore_ckpt.storage.paths import write_durably
-from mcore_ckpt.storage.shard_plans import Claim, Entry, Write
+from mcore_ckpt.storage.shard_plans import Claim, PlannedTensor, Write
 from mcore_parallel.mesh import Axis
 
 HF_INDEX = "model.safetensors.index.json"
@@ -75,7 +75,7 @@ def hf_view(description: dict[str, Any], model_type: str = "") -> HFView:
 class HFPlan:
     """Who puts which foreign tensors together, equal on all ranks."""
 
-    entries: list[list[Entry]]
+    entries: list[list[PlannedTensor]]
     """Each rank's foreign tensors in file order."""
     moves: list[Move[Write]]
     """The boxes they are made of, in an order that keeps all ranks busy."""
@@ -133,7 +133,7 @@ def plan_hf(
             else:
                 rest[rank].append(one)
     owners = _owners(links, ours, boxes, len(writes))
-    entries: list[list[Entry]] = [[] for _ in writes]
+    entries: list[list[PlannedTensor]] = [[] for _ in writes]
     placed: list[tuple[int, int, Move[Write]]] = []
     load = [0] * len(writes)
     for number, (link, owner) in enumerate(zip(links, owners, strict=True)):
@@ -202,14 +202,14 @@ def put_tokenizer_at_root(step: Path) -> None:
         write_durably(step / name, content)
 
 
-def _entry(link: Link, ours: Mapping[str, TensorEntry]) -> Entry:
+def _entry(link: Link, ours: Mapping[str, TensorEntry]) -> PlannedTensor:
     shapes = [ours[name].shape for name in link.ours]
     stacked = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
     sections = tuple(
         Write(_PREFIX + name, ((0,) * len(shape), shape))
         for name, shape in zip(link.ours, shapes, strict=True)
     )
-    return Entry(link.theirs, ours[link.ours[0]].dtype, stacked, sections)
+    return PlannedTensor(link.theirs, ours[link.ours[0]].dtype, stacked, sections)
 
 
 def _owners(
@@ -233,7 +233,7 @@ def _owners(
     return owners
 
 
-def _names(entries: Sequence[Sequence[Entry]]) -> list[str]:
+def _names(entries: Sequence[Sequence[PlannedTensor]]) -> list[str]:
     total = sum(bool(mine) for mine in entries)
     if total == 1:
         return ["model.safetensors" if mine else "" for mine in entries]

@@ -27,7 +27,7 @@ from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, shifted
 from mcore_ckpt.storage.checksums import check_files
 from mcore_ckpt.storage.files import DTYPES, Reader, narrowed
-from mcore_ckpt.storage.index import Chunk, Index, TensorEntry, read_index
+from mcore_ckpt.storage.index import Index, StoredBox, TensorEntry, read_index
 from mcore_ckpt.storage.paths import (
     INDEX,
     is_complete,
@@ -35,7 +35,7 @@ from mcore_ckpt.storage.paths import (
 )
 from mcore_ckpt.storage.shard_plans import (
     Claim,
-    Shared,
+    SharedBox,
     Write,
     listed,
     load_differences,
@@ -116,7 +116,7 @@ def load(
         taken = {n: s for n, s in shards.items() if n in index.tensors and n not in skipped}
         pieces = (piece.data for shard in shards.values() for piece in shard.pieces)
         device = travel_device(pieces, world)
-        shared: list[Shared] = []
+        shared: list[SharedBox] = []
         if share == "always" or (share == "auto" and device.type != "cpu"):
             shared = _plan_shared({name: wanted[name] for name in taken}, index, world)
         from_others = {one.write for one in shared if world.rank in one.others}
@@ -205,7 +205,7 @@ def _check_wanted(
     return skipped
 
 
-def _plan_shared(wanted: Mapping[str, Claim], index: Index, world: Axis) -> list[Shared]:
+def _plan_shared(wanted: Mapping[str, Claim], index: Index, world: Axis) -> list[SharedBox]:
     """Choose the boxes that one rank of a host reads for others; all-gathers over ``world``."""
     if world.size == 1:
         return []
@@ -216,7 +216,7 @@ def _plan_shared(wanted: Mapping[str, Claim], index: Index, world: Axis) -> list
 
 
 def _spread(
-    shared: Sequence[Shared], shards: Mapping[str, Shard], world: Axis, device: torch.device
+    shared: Sequence[SharedBox], shards: Mapping[str, Shard], world: Axis, device: torch.device
 ) -> None:
     """Send what one rank has read to those that need it too."""
     live = {
@@ -282,7 +282,7 @@ def _read(
     tensors: Mapping[str, TensorEntry],
     from_others: Collection[Write],
 ) -> None:
-    jobs: list[tuple[str, Chunk, Box, Piece]] = []
+    jobs: list[tuple[str, StoredBox, Box, Piece]] = []
     for name, shard in shards.items():
         entry = tensors[name]
         for piece in shard.pieces:
@@ -291,7 +291,7 @@ def _read(
             reads = plan_reads(entry, piece_box(piece))
             jobs += [(name, entry.chunks[read.chunk], read.box, piece) for read in reads]
 
-    def read_one(name: str, chunk: Chunk, box: Box, piece: Piece) -> None:
+    def read_one(name: str, chunk: StoredBox, box: Box, piece: Piece) -> None:
         target = narrowed(piece.data.detach(), shifted(box, piece.offsets))
         reader.read(name, tensors[name], chunk, box, target)
 

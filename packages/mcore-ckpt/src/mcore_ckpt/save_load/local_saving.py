@@ -29,7 +29,7 @@ from mcore_ckpt.save_load.saving import build_claims, piece_box
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange
 from mcore_ckpt.storage.checksums import check_files, sealed
 from mcore_ckpt.storage.files import DTYPES, Item, Reader, cut_slabs, write_file
-from mcore_ckpt.storage.index import Chunk, Index, TensorEntry, read_index
+from mcore_ckpt.storage.index import Index, StoredBox, TensorEntry, read_index
 from mcore_ckpt.storage.paths import INDEX, is_complete, remove, write_durably
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
@@ -314,12 +314,12 @@ def _write(folder: Path, state: _State) -> None:
         )
     ]
     written = write_file(folder / _FILE, items)
-    chunks: dict[str, tuple[TensorEntry, list[Chunk]]] = {}
+    chunks: dict[str, tuple[TensorEntry, list[StoredBox]]] = {}
     for (name, shape, dtype, offsets, lengths), place in zip(
         state.keys, written.sections, strict=True
     ):
         entry = TensorEntry(tuple(shape), names[dtype], ())
-        chunk = Chunk(_FILE, place.offset, tuple(offsets), tuple(lengths), place.checksums)
+        chunk = StoredBox(_FILE, place.offset, tuple(offsets), tuple(lengths), place.checksums)
         chunks.setdefault(name, (entry, []))[1].append(chunk)
     tensors = {
         name: TensorEntry(entry.shape, entry.dtype, tuple(mine))

@@ -31,7 +31,7 @@ from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.checksums import sealed
 from mcore_ckpt.storage.files import DTYPE_NAMES, Item, cut_slabs, write_file
 from mcore_ckpt.storage.folder_lock import FolderLock
-from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, FileEntry, Index, TensorEntry
+from mcore_ckpt.storage.index import DTYPE_BYTES, FileEntry, Index, StoredBox, TensorEntry
 from mcore_ckpt.storage.paths import (
     commit,
     copy_durably,
@@ -39,7 +39,7 @@ from mcore_ckpt.storage.paths import (
     step_folder,
     write_durably,
 )
-from mcore_ckpt.storage.shard_plans import Claim, Entry, Write
+from mcore_ckpt.storage.shard_plans import Claim, PlannedTensor, Write
 from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Piece, Shard
@@ -64,7 +64,7 @@ class PlannedSave:
     """Taken by rank 0; the caller releases it."""
     claims: Sequence[Mapping[str, Claim]]
     """What each rank holds."""
-    outputs: Mapping[str, Sequence[Entry]]
+    outputs: Mapping[str, Sequence[PlannedTensor]]
     """This rank's files by name, and what they hold."""
     memory: list[Tensor]
     """The memory of each section of each entry, in order."""
@@ -178,7 +178,7 @@ def begin(
     folder = as_path(gather_json(made, world)[0])
     live = {one: _memory(one, shards[one.name]) for one in writes[world.rank]}
     rest = hf_plan.rest[world.rank] if hf_plan else writes[world.rank]
-    outputs: dict[str, Sequence[Entry]] = {}
+    outputs: dict[str, Sequence[PlannedTensor]] = {}
     if rest:
         outputs[f"rank_{world.rank:05d}.safetensors"] = [
             _entry(one, mine[one.name]) for one in rest
@@ -305,13 +305,13 @@ def piece_box(piece: Piece) -> Box:
     return tuple(piece.offsets), tuple(piece.lengths)
 
 
-def _entry(write: Write, claim: Claim) -> Entry:
+def _entry(write: Write, claim: Claim) -> PlannedTensor:
     offsets, lengths = write.box
     key = write.name
     if lengths != claim.shape:
         cuts = ",".join(f"{o}:{o + n}" for o, n in zip(offsets, lengths, strict=True))
         key = f"{write.name}[{cuts}]"
-    return Entry(key, claim.dtype, lengths, (write,))
+    return PlannedTensor(key, claim.dtype, lengths, (write,))
 
 
 def _memory(write: Write, shard: Shard) -> Tensor:
@@ -331,7 +331,7 @@ def _index(
     extra: Mapping[str, Any],
 ) -> Index:
     files: dict[str, FileEntry] = {}
-    chunks: dict[str, list[Chunk]] = {name: [] for mine in claims for name in mine}
+    chunks: dict[str, list[StoredBox]] = {name: [] for mine in claims for name in mine}
     for rank, answer in enumerate(reports):
         for name, (size, header) in answer["files"].items():
             path = folder / name
@@ -343,7 +343,7 @@ def _index(
             files[name] = FileEntry(size, header)
         for file, tensor, offsets, lengths, offset, checksums in answer["chunks"]:
             chunks[tensor].append(
-                Chunk(file, offset, tuple(offsets), tuple(lengths), tuple(checksums))
+                StoredBox(file, offset, tuple(offsets), tuple(lengths), tuple(checksums))
             )
     tensors = {
         name: TensorEntry(claim.shape, claim.dtype, tuple(chunks[name]))

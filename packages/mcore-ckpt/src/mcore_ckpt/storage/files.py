@@ -32,8 +32,8 @@ from mcore_ckpt.storage.index import (
     BLOCK_BYTES,
     DTYPE_BYTES,
     TORCH_WORDS,
-    Chunk,
     FileEntry,
+    StoredBox,
     TensorEntry,
     digest,
 )
@@ -79,12 +79,12 @@ class WrittenFile:
 
     entry: FileEntry
     """Its size and the digest of its header."""
-    sections: list[Written]
+    sections: list[WrittenTensor]
     """One an item, of an item with sections one a section, in file order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenTensor:
     """Where a tensor, or a section of one, went and what its bytes sum to."""
 
     offset: int
@@ -204,7 +204,7 @@ class Reader:
         self._files = {}
 
     def read(
-        self, name: str, entry: TensorEntry, chunk: Chunk, box: Box, target: Tensor
+        self, name: str, entry: TensorEntry, chunk: StoredBox, box: Box, target: Tensor
     ) -> None:
         """Read a region of a chunk into memory; casts if the target's dtype is another.
 
@@ -238,14 +238,16 @@ class Reader:
             flat = aside[first - start : stop - start].view(dtype)
             aim.copy_(flat.as_strided(part[1], strides(chunk.lengths)))
 
-    def _needs_no_more(self, entry: TensorEntry, chunk: Chunk, first: int, stop: int) -> bool:
+    def _needs_no_more(
+        self, entry: TensorEntry, chunk: StoredBox, first: int, stop: int
+    ) -> bool:
         """Whether a range of bytes is whole blocks, or nothing is checked anyway."""
         if not self._checksums or not chunk.checksums:
             return True
         total = prod(chunk.lengths) * DTYPE_BYTES[entry.dtype]
         return first % BLOCK_BYTES == 0 and (stop % BLOCK_BYTES == 0 or stop == total)
 
-    def _read_bytes(self, name: str, chunk: Chunk, start: int, target: memoryview) -> None:
+    def _read_bytes(self, name: str, chunk: StoredBox, start: int, target: memoryview) -> None:
         """Fill ``target`` from byte ``start`` of the chunk, a block boundary, and check it."""
         path = self._folder / chunk.file
         if isinstance(path, StorePath):
@@ -275,7 +277,7 @@ class Reader:
             return self._files[path]
 
     def _check(
-        self, name: str, chunk: Chunk, start: int, target: memoryview, path: Path
+        self, name: str, chunk: StoredBox, start: int, target: memoryview, path: Path
     ) -> None:
         if not self._checksums or not chunk.checksums:
             return
@@ -308,18 +310,18 @@ def _header(items: Sequence[Item], metadata: Mapping[str, str] | None) -> tuple[
 
 def _write_items(
     put: Callable[[memoryview], object], items: Sequence[Item], offset: int, path: Path
-) -> list[Written]:
+) -> list[WrittenTensor]:
     written = []
     for item in items:
         sections = item.sections or (item.num_bytes,)
-        done: list[Written] = []
+        done: list[WrittenTensor] = []
         checksums = Checksums()
         for slab in item.slabs():
             data = memory(slab)
             put(data)
             checksums.update(data)
             if len(done) < len(sections) and checksums.num_bytes == sections[len(done)]:
-                done.append(Written(offset, checksums.finish()))
+                done.append(WrittenTensor(offset, checksums.finish()))
                 offset += checksums.num_bytes
                 checksums = Checksums()
         if checksums.num_bytes or sum(sections[len(done) :]):
@@ -328,7 +330,7 @@ def _write_items(
                 f"bytes, not the {item.num_bytes} of its shape"
             )
         # What has no elements may have no slabs.
-        done += [Written(offset, ())] * (len(sections) - len(done))
+        done += [WrittenTensor(offset, ())] * (len(sections) - len(done))
         written += done
     return written
 

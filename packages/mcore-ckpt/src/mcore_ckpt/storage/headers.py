@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.storage.index import Chunk, TensorEntry
+from mcore_ckpt.storage.index import StoredBox, TensorEntry
 
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -58,7 +58,7 @@ def _check_gaps(entries: list[TensorEntry], first: int, size: int) -> None:
 def _header_entry(path: Path, row: dict[str, Any], first: int, size: int) -> TensorEntry:
     shape, (begin, end) = tuple(row["shape"]), row["data_offsets"]
     entry = TensorEntry(
-        shape, row["dtype"], (Chunk(path.name, first + begin, (0,) * len(shape), shape),)
+        shape, row["dtype"], (StoredBox(path.name, first + begin, (0,) * len(shape), shape),)
     )
     if end - begin != entry.num_bytes or begin < 0:
         raise ValueError(

@@ -61,7 +61,7 @@ DTYPE_BYTES: dict[str, int] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StoredBox:
     """A box of a tensor as it stands, row-major, in a file."""
 
     file: str
@@ -84,7 +84,7 @@ class TensorEntry:
     """Global shape."""
     dtype: str
     """Safetensors' name, ``BF16``."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredBox, ...]
     """Disjoint boxes that cover it."""
 
     @property
@@ -188,7 +188,7 @@ def _entry(row: list[Any]) -> TensorEntry:
         tuple(shape),
         dtype,
         tuple(
-            Chunk(file, offset, tuple(offsets), tuple(lengths), tuple(checksums))
+            StoredBox(file, offset, tuple(offsets), tuple(lengths), tuple(checksums))
             for file, offset, offsets, lengths, checksums in chunks
         ),
     )

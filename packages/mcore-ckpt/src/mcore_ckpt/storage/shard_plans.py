@@ -60,7 +60,7 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlannedTensor:
     """One tensor of a file, made of boxes of logical tensors."""
 
     key: str
@@ -164,7 +164,7 @@ def _key(write: Write) -> tuple[str, Box]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedBox:
     """A box that several ranks of one host need: one reads it, the others get it."""
 
     write: Write
@@ -179,7 +179,7 @@ class Shared:
 
 def plan_sharing(
     claims: Sequence[Mapping[str, Claim]], hosts: Sequence[str], names: Collection[str]
-) -> list[Shared]:
+) -> list[SharedBox]:
     """Let one rank of a host read what several of it need, so that all read as much. Pure.
 
     Returns:
@@ -204,7 +204,7 @@ def plan_sharing(
         num_bytes = write.num_elements * DTYPE_BYTES[dtype]
         load[reader] += num_bytes
         others = tuple(rank for rank in ranks if rank != reader)
-        plan.append(Shared(write, num_bytes, reader, others))
+        plan.append(SharedBox(write, num_bytes, reader, others))
     return plan
 
 

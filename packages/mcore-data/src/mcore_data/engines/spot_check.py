@@ -24,7 +24,7 @@ class EngineDifferenceError(RuntimeError):
 
 
 @dataclass(slots=True)
-class Checked:
+class CheckReport:
     """What was encoded twice.
 
     Attributes:
@@ -57,7 +57,7 @@ class Verifier:
         *,
         seed: Sequence[int],
         describe: Callable[[int], str],
-    ) -> Checked:
+    ) -> CheckReport:
         """Compare the ids of some texts with the reference's.
 
         Args:
@@ -73,7 +73,7 @@ class Verifier:
                 raise EngineDifferenceError(
                     _difference(self.engine, describe(i), texts[i], encoded[i], expected)
                 )
-        return Checked(len(chosen), sum(len(texts[i]) for i in chosen))
+        return CheckReport(len(chosen), sum(len(texts[i]) for i in chosen))
 
     def _choose(self, texts: Sequence[str], seed: Sequence[int]) -> list[int]:
         if self.mode == "off":

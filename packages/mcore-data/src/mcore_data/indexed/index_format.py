@@ -57,7 +57,7 @@ def origins_path(prefix: str | Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class IdxArrays:
     """The arrays of an ``.idx`` file, mapped, not copied.
 
     Attributes:
@@ -93,7 +93,7 @@ def is_pair(prefix: str | Path) -> bool:
     return bin_path(prefix).is_file() and idx_path(prefix).is_file()
 
 
-def read_index(path: str | Path) -> Index:
+def read_index(path: str | Path) -> IdxArrays:
     """Map an ``.idx`` file and check everything that it says about itself.
 
     Whether it is multimodal is read off the file's size.
@@ -136,7 +136,7 @@ def read_index(path: str | Path) -> Index:
         )
     pointers_at = HEADER.size + 4 * num_sequences
     documents_at = pointers_at + 8 * num_sequences
-    index = Index(
+    index = IdxArrays(
         dtype=DTYPES[code],
         lengths=np.frombuffer(buffer, "<i4", num_sequences, HEADER.size),
         pointers=np.frombuffer(buffer, "<i8", num_sequences, pointers_at),
@@ -159,7 +159,7 @@ def dtype_code(dtype: np.dtype) -> int:
     )
 
 
-def _check_index(path: Path, index: Index) -> None:
+def _check_index(path: Path, index: IdxArrays) -> None:
     """Check lengths, pointers and borders in chunks, so that memory stays bounded."""
     offset = 0
     for start in range(0, len(index.lengths), CHUNK_ROWS):

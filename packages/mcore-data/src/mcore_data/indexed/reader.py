@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mcore_data.indexed.index_format import (
     CorruptDatasetError,
-    Index,
+    IdxArrays,
     bin_path,
     hint_at_pairs,
     idx_path,
@@ -200,7 +200,7 @@ def _reopen(prefix: str, mmap: bool, cache_path: str) -> IndexedDataset:
     return IndexedDataset(prefix, mmap=mmap, cache_path=cache_path)
 
 
-def _check_pair(prefix: str, index: Index, actual: int) -> None:
+def _check_pair(prefix: str, index: IdxArrays, actual: int) -> None:
     """Check that the ``.bin`` has exactly the bytes that the index describes."""
     expected = 0
     if len(index.lengths):

@@ -24,7 +24,7 @@ GIVE_AGAIN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class InputSource:
     """One input.
 
     Attributes:
@@ -105,7 +105,7 @@ class Block:
         return parse_records(self.kind, data, json_keys)
 
 
-def open_raw(source: Source) -> BinaryIO:
+def open_raw(source: InputSource) -> BinaryIO:
     """Open the stored bytes of a source."""
     if source.path == STDIN:
         return sys.stdin.buffer

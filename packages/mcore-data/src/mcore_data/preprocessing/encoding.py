@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_data.engines.protocol import Engine
-from mcore_data.engines.spot_check import Checked, Verifier
+from mcore_data.engines.spot_check import CheckReport, Verifier
 from mcore_data.preprocessing.blocks import Block, describe
 from mcore_data.preprocessing.records import BadRecord, Text
 
@@ -49,7 +49,7 @@ class EncodedBlock:
     bad: list[BadRecord]
     num_texts: int = 0
     num_characters: int = 0
-    checked: Checked = field(default_factory=Checked)
+    checked: CheckReport = field(default_factory=CheckReport)
 
     def origins(self, source: int, before: int) -> NDArray[np.int64]:
         """Rows for ``IndexedWriter.add_origins``: one behind each bad record.
@@ -93,7 +93,7 @@ class Encoder:
         parsed = block.parse(self.json_keys)
         num_documents = len(parsed.columns[0])
         keys: dict[str, EncodedTexts] = {}
-        num_texts, num_characters, checked = 0, 0, Checked()
+        num_texts, num_characters, checked = 0, 0, CheckReport()
         for number, (key, column) in enumerate(
             zip(self.json_keys, parsed.columns, strict=True)
         ):

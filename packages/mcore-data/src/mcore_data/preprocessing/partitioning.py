@@ -13,7 +13,7 @@ from mcore_data.config import PreprocessConfig
 from mcore_data.indexed.manifest import has_files, read_manifest
 from mcore_data.indexed.merging import merge_pairs
 from mcore_data.indexed.output_lock import refuse_finished
-from mcore_data.preprocessing.blocks import Source
+from mcore_data.preprocessing.blocks import InputSource
 from mcore_data.preprocessing.sources import divide
 from mcore_data.preprocessing.tokenizing import (
     PreprocessReport,
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 def preprocess_parts(
     config: PreprocessConfig,
-    sources: Sequence[Source],
+    sources: Sequence[InputSource],
     tools: Tools,
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
@@ -65,7 +65,9 @@ def preprocess_parts(
     return whole
 
 
-def _refuse_finished(config: PreprocessConfig, sources: Sequence[Source], tools: Tools) -> None:
+def _refuse_finished(
+    config: PreprocessConfig, sources: Sequence[InputSource], tools: Tools
+) -> None:
     """Refuse to replace joined pairs whose parts are not those of this work."""
     for part in range(config.partitions):
         one, own = _part(config, sources, part)
@@ -74,8 +76,8 @@ def _refuse_finished(config: PreprocessConfig, sources: Sequence[Source], tools:
 
 
 def _part(
-    config: PreprocessConfig, sources: Sequence[Source], part: int
-) -> tuple[PreprocessConfig, list[Source]]:
+    config: PreprocessConfig, sources: Sequence[InputSource], part: int
+) -> tuple[PreprocessConfig, list[InputSource]]:
     """Options and inputs of one part."""
     prefix = f"{config.output_prefix}_{part}"
     one = replace(config, output_prefix=prefix, partitions=1, partition=-1)
@@ -83,7 +85,7 @@ def _part(
 
 
 def _finished(
-    config: PreprocessConfig, sources: Sequence[Source], tools: Tools
+    config: PreprocessConfig, sources: Sequence[InputSource], tools: Tools
 ) -> PreprocessReport | None:
     """The report of a part that an earlier run finished, if its manifests are of this work."""
     report = PreprocessReport(output_prefixes(config))

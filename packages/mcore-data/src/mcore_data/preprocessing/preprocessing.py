@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.indexed.output_lock import make_folder_of
-from mcore_data.preprocessing.blocks import BLOCK_BYTES, Source
+from mcore_data.preprocessing.blocks import BLOCK_BYTES, InputSource
 from mcore_data.preprocessing.partitioning import preprocess_parts
 from mcore_data.preprocessing.sources import find_inputs
 from mcore_data.preprocessing.tokenizing import (
@@ -54,7 +54,7 @@ def preprocess(
     return preprocess_sources(config, sources, tools, on_progress, block_bytes)
 
 
-def _check_keys(config: PreprocessConfig, sources: Sequence[Source]) -> None:
+def _check_keys(config: PreprocessConfig, sources: Sequence[InputSource]) -> None:
     texts = [source.path for source in sources if source.kind in ("text", "text_lines")]
     if texts and len(config.json_keys) > 1:
         raise ValueError(

@@ -14,7 +14,7 @@ from mcore_data.preprocessing.blocks import (
     GIVE_AGAIN,
     STDIN,
     Block,
-    Source,
+    InputSource,
     describe,
     open_local,
     open_raw,
@@ -28,7 +28,7 @@ _LINES = (".jsonl", ".json", ".ndjson")
 _TABLES = (".parquet", ".arrow", ".feather")
 
 
-def find_inputs(words: Sequence[str], *, text_lines: bool = False) -> list[Source]:
+def find_inputs(words: Sequence[str], *, text_lines: bool = False) -> list[InputSource]:
     """Sources that ``--input`` names, in the order given; each folder's and pattern's by name.
 
     Args:
@@ -40,14 +40,14 @@ def find_inputs(words: Sequence[str], *, text_lines: bool = False) -> list[Sourc
         FileNotFoundError: if a word names nothing.
         ImportError: if a URL needs an extra that is not installed.
     """
-    found: list[Source] = []
+    found: list[InputSource] = []
     for word in words:
         if word == STDIN:
             stamp = _stream_stamp()
-            sources = [Source(STDIN, "lines", 0, stamp, is_stream=True)]
+            sources = [InputSource(STDIN, "lines", 0, stamp, is_stream=True)]
         elif "://" in word:
             sources = [
-                Source(url, _kind(url, text_lines), size, stamp)
+                InputSource(url, _kind(url, text_lines), size, stamp)
                 for url, size, stamp in find_remote(word, data_files)
             ]
         else:
@@ -69,7 +69,10 @@ def data_files(paths: Sequence[str]) -> list[str]:
 
 
 def read_blocks(
-    source: Source, json_keys: Sequence[str], start: int = 0, block_bytes: int = BLOCK_BYTES
+    source: InputSource,
+    json_keys: Sequence[str],
+    start: int = 0,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[Block]:
     """Cut a source into blocks, from the start of one of them on.
 
@@ -97,7 +100,7 @@ def read_blocks(
             raise RuntimeError(f"{source.path} is truncated or damaged: {error}") from error
 
 
-def refuse_changed(sources: Sequence[Source]) -> None:
+def refuse_changed(sources: Sequence[InputSource]) -> None:
     """Hold files to the size and the time of change, or ETag, that they were found with."""
     for source in sources:
         if source.is_stream:
@@ -120,7 +123,7 @@ def refuse_changed(sources: Sequence[Source]) -> None:
             )
 
 
-def divide(sources: Sequence[Source], part: int, num_parts: int) -> list[Source]:
+def divide(sources: Sequence[InputSource], part: int, num_parts: int) -> list[InputSource]:
     """The share of the inputs that is part ``part`` of ``num_parts``, all near one size.
 
     Plain lines are cut anywhere, other files belong whole to the part in which they start.
@@ -157,7 +160,7 @@ def count_lines(path: str, stop: int) -> int:
     return lines
 
 
-def read_texts(source: Source, json_keys: Sequence[str]) -> Iterator[str]:
+def read_texts(source: InputSource, json_keys: Sequence[str]) -> Iterator[str]:
     """Stream the texts of a source, lists of sentences joined by a blank."""
     before = 0
     for block in read_blocks(source, json_keys):
@@ -173,7 +176,7 @@ def read_texts(source: Source, json_keys: Sequence[str]) -> Iterator[str]:
                 yield value if isinstance(value, str) else " ".join(value)
 
 
-def fingerprint(sources: Sequence[Source]) -> list[list[Any]]:
+def fingerprint(sources: Sequence[InputSource]) -> list[list[Any]]:
     """What of the sources decides the output, for a journal."""
     return [[s.path, s.kind, s.size, s.stamp, s.start, s.stop] for s in sources]
 
@@ -186,11 +189,11 @@ def _expand(word: str) -> list[Path]:
     return sorted(path for path in map(Path, glob(word, recursive=True)) if path.is_file())
 
 
-def _local(path: Path, text_lines: bool) -> Source:
+def _local(path: Path, text_lines: bool) -> InputSource:
     kind, info = _kind(str(path), text_lines), path.stat()
     if not stat.S_ISREG(info.st_mode):
-        return Source(str(path), kind, 0, _stream_stamp(), is_stream=True)
-    return Source(str(path), kind, info.st_size, str(info.st_mtime_ns))
+        return InputSource(str(path), kind, 0, _stream_stamp(), is_stream=True)
+    return InputSource(str(path), kind, info.st_size, str(info.st_mtime_ns))
 
 
 def _stream_stamp() -> str:
@@ -212,7 +215,7 @@ def _bare_suffix(path: str) -> str:
     return bare.suffix
 
 
-def _line_start(source: Source, at: int) -> int:
+def _line_start(source: InputSource, at: int) -> int:
     """First line start at or behind byte ``at``."""
     if at <= 0 or at >= source.size:
         return min(max(at, 0), source.size)
@@ -222,7 +225,7 @@ def _line_start(source: Source, at: int) -> int:
         return file.tell()
 
 
-def _plain_blocks(source: Source, start: int, block_bytes: int) -> Iterator[Block]:
+def _plain_blocks(source: InputSource, start: int, block_bytes: int) -> Iterator[Block]:
     stop = source.stop or source.size
     with open_local(source.path) as file:
         while start < stop:
@@ -234,7 +237,7 @@ def _plain_blocks(source: Source, start: int, block_bytes: int) -> Iterator[Bloc
 
 
 def _stream_blocks(
-    source: Source, raw: BinaryIO, start: int, block_bytes: int
+    source: InputSource, raw: BinaryIO, start: int, block_bytes: int
 ) -> Iterator[Block]:
     stream = open_compressed(raw, source.suffix)
     _skip(stream, start)

@@ -7,11 +7,11 @@ wanted columns; a file of any size takes the memory of one batch.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mcore_data.preprocessing.blocks import Block, Source, open_raw
+from mcore_data.preprocessing.blocks import Block, InputSource, open_raw
 
 
 def read_tables(
-    source: Source, json_keys: Sequence[str], start: int, block_bytes: int
+    source: InputSource, json_keys: Sequence[str], start: int, block_bytes: int
 ) -> Iterator[Block]:
     """Blocks of a table from row ``start`` on."""
     if source.is_stream:
@@ -44,7 +44,7 @@ def read_tables(
 
 
 def _open_table(
-    source: Source, raw: Any, json_keys: Sequence[str], block_bytes: int
+    source: InputSource, raw: Any, json_keys: Sequence[str], block_bytes: int
 ) -> tuple[Iterator[Any], int]:
     """Record batches of the wanted columns, and the rows in all (0 if not known)."""
     from pyarrow import parquet
@@ -89,7 +89,7 @@ def _cut(batch: Any, block_bytes: int) -> Iterator[Any]:
         yield batch.slice(first, rows)
 
 
-def _check_columns(source: Source, names: Sequence[str], json_keys: Sequence[str]) -> None:
+def _check_columns(source: InputSource, names: Sequence[str], json_keys: Sequence[str]) -> None:
     for key in json_keys:
         if key not in names:
             raise ValueError(

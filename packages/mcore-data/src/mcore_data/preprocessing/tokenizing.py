@@ -22,7 +22,7 @@ from mcore_data.indexed.index_format import idx_path, token_dtype
 from mcore_data.indexed.manifest import manifest_path, write_manifest
 from mcore_data.indexed.output_lock import naming_full_disks, only_writer, refuse_finished
 from mcore_data.indexed.writer import IndexedWriter
-from mcore_data.preprocessing.blocks import Block, Source, describe
+from mcore_data.preprocessing.blocks import Block, InputSource, describe
 from mcore_data.preprocessing.encoding import EncodedBlock, Encoder
 from mcore_data.preprocessing.journal import Journal, open_journal, write_journal
 from mcore_data.preprocessing.records import BadRecordError
@@ -130,7 +130,7 @@ def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> 
 
 def preprocess_sources(
     config: PreprocessConfig,
-    sources: Sequence[Source],
+    sources: Sequence[InputSource],
     tools: Tools,
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
@@ -142,7 +142,7 @@ def preprocess_sources(
 
 def _preprocess_alone(
     config: PreprocessConfig,
-    sources: Sequence[Source],
+    sources: Sequence[InputSource],
     tools: Tools,
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
@@ -202,7 +202,7 @@ class _Run:
     """The loop over blocks, and the bookkeeping after each."""
 
     config: PreprocessConfig
-    sources: Sequence[Source]
+    sources: Sequence[InputSource]
     writers: dict[str, IndexedWriter]
     journal: Journal
     journal_path: Path
@@ -320,7 +320,7 @@ def _num_workers(wanted: int) -> int:
     return min(wanted, most)
 
 
-def work_hash(config: PreprocessConfig, sources: Sequence[Source], tools: Tools) -> str:
+def work_hash(config: PreprocessConfig, sources: Sequence[InputSource], tools: Tools) -> str:
     """Hash of everything that decides the output's bytes.
 
     Engines give the same ids, and skipping may be decided late: neither is part of it.
@@ -339,7 +339,7 @@ def work_hash(config: PreprocessConfig, sources: Sequence[Source], tools: Tools)
 def _facts(
     key: str,
     config: PreprocessConfig,
-    sources: Sequence[Source],
+    sources: Sequence[InputSource],
     tools: Tools,
     journal: Journal,
 ) -> dict[str, object]:

@@ -27,11 +27,11 @@ from mcore_data.tracing.data_plan import (
     sample_at,
     samples_before,
 )
-from mcore_data.tracing.tracing import Source, find, prefixes, trace
+from mcore_data.tracing.tracing import SampleRange, find, prefixes, trace
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DocumentRange:
     """A range of a document in a sample.
 
     Attributes:
@@ -47,7 +47,7 @@ class Piece:
 
     prefix: str
     document: int
-    source: Source
+    source: SampleRange
     position: int
     first_byte: int
     last_byte: int
@@ -67,7 +67,7 @@ class Visit:
 
     step: int
     sample: int
-    source: Source
+    source: SampleRange
 
 
 class RunData:
@@ -88,7 +88,7 @@ class RunData:
         self._origins: dict[str, Origins] = {}
         self._lines_before: dict[tuple[str, int], int] = {}
 
-    def explain(self, step: int, sample: int) -> list[Piece]:
+    def explain(self, step: int, sample: int) -> list[DocumentRange]:
         """Say which documents made a sample.
 
         Args:
@@ -186,7 +186,7 @@ class RunData:
             if place < used:
                 yield place
 
-    def _piece(self, source: Source, position: int) -> Piece:
+    def _piece(self, source: SampleRange, position: int) -> DocumentRange:
         stored = self._stored[source.prefix]
         tokens = stored.get(source.sequence, source.offset, source.length).tolist()
         text = self.tokenizer.decode(tokens) if self.tokenizer else str(tokens)
@@ -198,7 +198,9 @@ class RunData:
             first = int(stored.index.pointers[source.sequence]) + source.offset * size
             last = first + source.length * size
             origin = self.origin(source.prefix, document)
-        return Piece(source.prefix, document, source, position, first, last, text, origin)
+        return DocumentRange(
+            source.prefix, document, source, position, first, last, text, origin
+        )
 
 
 def draw_explanation(data: RunData, step: int, sample: int, width: int = 400) -> list[str]:

@@ -15,7 +15,7 @@ from mcore_data.datasets.epochs import EpochsDataset
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SampleRange:
     """A range of a stored sequence that stands in a sample.
 
     Attributes:
@@ -31,7 +31,7 @@ class Source:
     length: int
 
 
-def trace(dataset: Any, sample: int) -> list[Source]:
+def trace(dataset: Any, sample: int) -> list[SampleRange]:
     """Say which ranges of which sequences make a sample, in their order in it."""
     if isinstance(dataset, OrderedBlend):
         number = int(dataset.dataset_index[sample])
@@ -40,7 +40,7 @@ def trace(dataset: Any, sample: int) -> list[Source]:
         epoch, inside = divmod(sample, dataset.per_epoch)
         return trace(dataset.epoch(epoch), inside)
     prefix = dataset_prefix(dataset)
-    return [Source(prefix, *part) for part in dataset.sources(sample) if part[2]]
+    return [SampleRange(prefix, *part) for part in dataset.sources(sample) if part[2]]
 
 
 def find(dataset: Any, prefix: str, sequence: int) -> Iterator[int]:

@@ -14,7 +14,7 @@ from mcore_infer.config import InferenceConfig, ServerConfig
 if TYPE_CHECKING:
     from mcore_infer.engine.engine import Engine
     from mcore_infer.server.app import Limits
-    from mcore_infer.server.job import Served
+    from mcore_infer.server.job import ServedModel
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -46,7 +46,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
     ):
         from mcore_data.datasets.chat import load_template
         from mcore_infer.engine.building import build_engine
-        from mcore_infer.server.job import Served
+        from mcore_infer.server.job import ServedModel
         from mcore_infer.server.worker import follow
         from mcore_infer.structured import Grammars
 
@@ -57,7 +57,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
                 follow(running, loaded.model.tp)
             return 0
         template = server.chat_template
-        served = Served(
+        served = ServedModel(
             name=server.served_model_name or Path(model.load).resolve().name,
             tokenizer=tokenizer,
             vocab_size=loaded.model.vocab_size,
@@ -73,7 +73,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
 
 def _run(
     engine: "Engine",
-    served: "Served",
+    served: "ServedModel",
     config: ServerConfig,
     limits: "Limits",
     listening: socket.socket,

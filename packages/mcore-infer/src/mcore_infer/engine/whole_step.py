@@ -363,13 +363,13 @@ def _to_codes(model: GPT, tall: int) -> None:
     """Hold the linears of a model in e4m3, in place."""
     from mcore_ckpt.formats.quantized_layouts import LAYOUTS
     from mcore_infer.engine.kernels.skinny_gemm import in_codes
-    from mcore_infer.quantization.gemms import QuantizedGemm, Rounding
+    from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm
 
     layout = next(one for one in LAYOUTS.values() if one.code == "e4m3")
     for block in _blocks(model):
         for linear in _linears(block):
             packed, scales, _ = in_codes(linear.weight, "e4m3", (tall, 0))
-            linear.gemm = QuantizedGemm(layout, packed, scales, (tall, 0), Rounding(""))
+            linear.gemm = QuantizedGemm(layout, packed, scales, (tall, 0), InputRounding(""))
 
 
 WHOLE_STEP_KERNEL = OptionalKernel(

@@ -122,7 +122,7 @@ def write_compressed_tensors(
         )
     form = _form_of(widened.plan.layout)
     shift = float(source.description["config"].get("apply_layernorm_1p", False))
-    stored = _Folded(widened.stored, folded_scales(widened, source.description), shift)
+    stored = _FoldedTensors(widened.stored, folded_scales(widened, source.description), shift)
     items: list[Item] = []
     left = ["lm_head"]
     for name, entry in stored.entries.items():
@@ -229,7 +229,7 @@ def _words(stored: Rows, name: str, shape: tuple[int, ...], code: Any) -> Iterat
         yield words.to(torch.uint32).view(torch.int32)
 
 
-class _Folded:
+class _FoldedTensors:
     """A folder's tensors, some with a factor for each row; gains may be stored less one."""
 
     def __init__(self, under: Rows, factors: Mapping[str, Tensor], shift: float) -> None:

@@ -1,6 +1,6 @@
 """Tensors for a rank of another engine, put together from ranges of logical tensors.
 
-A ``Part`` is a range of rows and columns of one logical tensor. Parts that follow each other
+A ``TensorRange`` is a range of rows and columns of one logical tensor. Ranges in a row
 in memory make a tensor: the queries, keys and values of a rank, or experts on a new first
 dimension. Bytes come by groups of rows, so no tensor is ever held whole.
 """
@@ -17,7 +17,7 @@ from mcore_ckpt.storage.files import DTYPES, Item
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorRange:
     """A range of a logical tensor."""
 
     name: str
@@ -32,7 +32,7 @@ class Part:
     """Multiplies each number, in float32."""
 
 
-class Noted:
+class NotedRows:
     """Rows that remember of which tensors some were read."""
 
     def __init__(self, under: Rows) -> None:
@@ -46,9 +46,9 @@ class Noted:
         return self._under.rows(name, begin, stop)
 
 
-def whole(rows: Rows, name: str, shift: float = 0.0) -> Part:
+def whole(rows: Rows, name: str, shift: float = 0.0) -> TensorRange:
     """Return the part that is all of a tensor."""
-    return Part(name, (0, rows.entries[name].shape[0]), shift=shift)
+    return TensorRange(name, (0, rows.entries[name].shape[0]), shift=shift)
 
 
 def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
@@ -58,13 +58,13 @@ def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def item_of(
-    name: str, dtype: str, shape: tuple[int, ...], parts: Sequence[Part], rows: Rows
+    name: str, dtype: str, shape: tuple[int, ...], parts: Sequence[TensorRange], rows: Rows
 ) -> Item:
     """Make a tensor to write out of parts that follow each other."""
     return Item(name, dtype, shape, partial(_slabs, tuple(parts), rows, DTYPES[dtype]))
 
 
-def _slabs(parts: Sequence[Part], rows: Rows, dtype: torch.dtype) -> Iterator[Tensor]:
+def _slabs(parts: Sequence[TensorRange], rows: Rows, dtype: torch.dtype) -> Iterator[Tensor]:
     for part in parts:
         entry = rows.entries[part.name]
         begin, stop = part.rows

@@ -16,7 +16,7 @@ from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.storage.files import Item, write_file
 from mcore_ckpt.storage.index import DTYPE_BYTES
 from mcore_ckpt.storage.paths import write_durably
-from mcore_infer.export.parts import Noted
+from mcore_infer.export.parts import NotedRows
 from mcore_infer.export.trtllm_model import (
     DTYPE_WORDS,
     RankGrid,
@@ -47,7 +47,7 @@ Watch = Callable[[Sequence[Item]], list[Item]]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class TrtllmReport:
     """What was written."""
 
     word: str
@@ -58,7 +58,7 @@ class Written:
 
 def write_trtllm(
     folder: Path, source: OpenCheckpoint, grid: RankGrid, dtype: str, watch: Watch
-) -> Written:
+) -> TrtllmReport:
     """Write a checkpoint for ``grid.tp * grid.pp`` ranks.
 
     Args:
@@ -81,7 +81,7 @@ def write_trtllm(
         raise ValueError(
             f"--format trtllm has no weights in {dtype}: give --dtype bf16, fp16 or fp32."
         )
-    rows = Noted(source.ours)
+    rows = NotedRows(source.ours)
     plain = PlainLinears(rows, dtype)
     linears: Linears = plain
     quantization = PLAIN
@@ -102,4 +102,4 @@ def write_trtllm(
     left = sorted(rows.entries.keys() - rows.read)
     assert not left, f"{len(left)} tensors went to no rank: {', '.join(left[:5])}"
     write_durably(folder / "config.json", json.dumps(config, indent=2).encode() + b"\n")
-    return Written(config["architecture"], notes_on(source.description))
+    return TrtllmReport(config["architecture"], notes_on(source.description))

@@ -47,7 +47,7 @@ INSTEAD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class RankSizes:
     """What the tensors of a rank are cut by."""
 
     num_layers: int
@@ -82,11 +82,11 @@ class RankGrid:
     """Pipeline stages."""
 
 
-def read_sizes(description: Mapping[str, Any]) -> Sizes:
+def read_sizes(description: Mapping[str, Any]) -> RankSizes:
     """Read the sizes of a model."""
     config = settings(description)
     experts = expert_setting(description, "num_experts")
-    return Sizes(
+    return RankSizes(
         num_layers=setting(description, "num_layers"),
         num_heads=config.num_attention_heads,
         num_kv_heads=num_kv_heads(config),
@@ -123,7 +123,7 @@ def check_model(model_type: str, description: Mapping[str, Any]) -> None:
         )
 
 
-def check_grid(sizes: Sizes, grid: RankGrid) -> None:
+def check_grid(sizes: RankSizes, grid: RankGrid) -> None:
     """Refuse a number of ranks that the model cannot be split over."""
     if grid.tp < 1 or grid.pp < 1:
         raise ValueError(
@@ -234,7 +234,7 @@ def notes_on(description: Mapping[str, Any]) -> list[str]:
     return [note]
 
 
-def _activation(description: Mapping[str, Any], sizes: Sizes) -> str:
+def _activation(description: Mapping[str, Any], sizes: RankSizes) -> str:
     config = settings(description)
     if config.swiglu:
         return "swiglu" if sizes.num_experts else "silu"

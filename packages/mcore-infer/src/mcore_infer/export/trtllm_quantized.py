@@ -22,8 +22,8 @@ from mcore_ckpt.formats.quantized_layouts import (
 )
 from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.storage.files import Item
-from mcore_infer.export.parts import Noted, Part, item_of
-from mcore_infer.export.trtllm_model import INSTEAD, RankGrid, Sizes
+from mcore_infer.export.parts import NotedRows, TensorRange, item_of
+from mcore_infer.export.trtllm_model import INSTEAD, RankGrid, RankSizes
 from mcore_infer.export.trtllm_tensors import PlainLinears, Share, num_inputs, num_outputs
 
 _ALWAYS = ("lm_head", "*router", "*vocab_embedding", "*position_embedding")
@@ -49,7 +49,7 @@ class QuantizedLinears:
     """The source's tensors, by their own names."""
     modules: Mapping[str, str]
     """Of each logical matrix, without ``.weight``, the source's name of it."""
-    noted: Noted
+    noted: NotedRows
     """Collects which logical tensors were written as codes."""
 
     def items(self, name: str, shares: Sequence[Share]) -> list[Item]:
@@ -105,7 +105,7 @@ class QuantizedLinears:
                     f"{one.rows}): use a smaller --tensor-parallel-size."
                 )
         parts = [
-            Part(
+            TensorRange(
                 self.modules[one.stem] + _WEIGHT,
                 (one.rows[0] // tall, one.rows[1] // tall),
                 one.columns,
@@ -118,7 +118,7 @@ class QuantizedLinears:
 
     def output_scales(self, name: str, shares: Sequence[Share]) -> Item:
         """List one scale an output."""
-        parts = [Part(f"{self.modules[s.stem]}.{WEIGHT_SCALE}", s.rows) for s in shares]
+        parts = [TensorRange(f"{self.modules[s.stem]}.{WEIGHT_SCALE}", s.rows) for s in shares]
         return item_of(name, "F32", (num_outputs(shares),), parts, self.widened.stored)
 
     def group_scales(self, name: str, shares: Sequence[Share]) -> Item:
@@ -134,7 +134,8 @@ class QuantizedLinears:
             )
         groups = (first // size, last // size)
         parts = [
-            Part(f"{self.modules[one.stem]}.{WEIGHT_SCALE}", one.rows, groups) for one in shares
+            TensorRange(f"{self.modules[one.stem]}.{WEIGHT_SCALE}", one.rows, groups)
+            for one in shares
         ]
         shape = (num_outputs(shares), groups[1] - groups[0])
         return item_of(name, "F32", shape, parts, self.widened.stored)
@@ -154,7 +155,7 @@ class QuantizedLinears:
                 f"them into one matrix. {INSTEAD}"
             )
         rows = shares[0].columns or (0, inputs)
-        return item_of(name, "F32", (width,), [Part(names[0], rows)], stored)
+        return item_of(name, "F32", (width,), [TensorRange(names[0], rows)], stored)
 
 
 def find_linears(
@@ -172,12 +173,12 @@ def find_linears(
         for link in links
         if link.theirs.endswith(_WEIGHT) and link.is_plain and len(link.ours) == 1
     }
-    assert isinstance(plain.rows, Noted)
+    assert isinstance(plain.rows, NotedRows)
     return QuantizedLinears(plain, widened, modules, plain.rows)
 
 
 def describe_quantization(
-    linears: QuantizedLinears, grid: RankGrid, sizes: Sizes
+    linears: QuantizedLinears, grid: RankGrid, sizes: RankSizes
 ) -> dict[str, Any]:
     """Build the entry ``quantization`` of config.json.
 

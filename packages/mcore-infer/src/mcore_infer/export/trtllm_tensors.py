@@ -11,8 +11,8 @@ from typing import Protocol, runtime_checkable
 
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.files import Item
-from mcore_infer.export.parts import Part, item_of, shard, whole
-from mcore_infer.export.trtllm_model import RankGrid, Sizes
+from mcore_infer.export.parts import TensorRange, item_of, shard, whole
+from mcore_infer.export.trtllm_model import RankGrid, RankSizes
 
 _NORMS = {
     "attention_norm": "input_layernorm",
@@ -65,7 +65,7 @@ class PlainLinears:
 
     def items(self, name: str, shares: Sequence[Share]) -> list[Item]:
         """List the one tensor ``name.weight``."""
-        parts = [Part(f"{one.stem}.weight", one.rows, one.columns) for one in shares]
+        parts = [TensorRange(f"{one.stem}.weight", one.rows, one.columns) for one in shares]
         shape = (num_outputs(shares), num_inputs(shares[0], self.rows))
         return [item_of(f"{name}.weight", self.dtype, shape, parts, self.rows)]
 
@@ -79,7 +79,7 @@ class PlainLinears:
 class Rank:
     """One file of a checkpoint, while its tensors are listed."""
 
-    sizes: Sizes
+    sizes: RankSizes
     """Of the whole model."""
     grid: RankGrid
     """All ranks."""
@@ -116,7 +116,7 @@ class Rank:
             self._mine(_padded(vocab, self.grid.tp)) if self.splits_vocabulary else (0, vocab)
         )
         shape = (rows[1] - rows[0], hidden)
-        parts = [Part("embedding.weight", rows)]
+        parts = [TensorRange("embedding.weight", rows)]
         yield item_of("transformer.vocab_embedding.weight", self.dtype, shape, parts, self.rows)
         if "position_embedding.weight" in self.rows.entries:
             yield self._copy(
@@ -129,7 +129,7 @@ class Rank:
         name = "embedding.weight" if tied else "head.weight"
         rows = self._mine(_padded(self.sizes.vocab_size, self.grid.tp))
         shape = (rows[1] - rows[0], self.sizes.hidden_size)
-        yield item_of("lm_head.weight", self.dtype, shape, [Part(name, rows)], self.rows)
+        yield item_of("lm_head.weight", self.dtype, shape, [TensorRange(name, rows)], self.rows)
 
     def _layer(self, theirs: str, ours: str) -> Iterator[Item]:
         sandwich = f"{ours}.mlp_post_norm.weight" in self.rows.entries
@@ -170,8 +170,10 @@ class Rank:
         first, second = [], []
         for expert in range(sizes.num_experts):
             stem = f"{ours}.experts.{expert}"
-            first += [Part(f"{stem}.fc1.{half}.weight", width) for half in ("up", "gate")]
-            second.append(Part(f"{stem}.fc2.weight", (0, sizes.hidden_size), width))
+            first += [
+                TensorRange(f"{stem}.fc1.{half}.weight", width) for half in ("up", "gate")
+            ]
+            second.append(TensorRange(f"{stem}.fc2.weight", (0, sizes.hidden_size), width))
         share, experts = width[1] - width[0], sizes.num_experts
         shape = (experts, sizes.hidden_size)
         router = [whole(self.rows, f"{ours}.router.weight")]
@@ -190,7 +192,7 @@ class Rank:
         """List a linear whose outputs are split, and its bias, split alike."""
         yield from self.linears.items(theirs, shares)
         if f"{shares[0].stem}.bias" in self.rows.entries:
-            parts = [Part(f"{one.stem}.bias", one.rows) for one in shares]
+            parts = [TensorRange(f"{one.stem}.bias", one.rows) for one in shares]
             shape = (num_outputs(shares),)
             yield item_of(f"{theirs}.bias", self.dtype, shape, parts, self.rows)
 

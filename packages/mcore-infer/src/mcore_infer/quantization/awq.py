@@ -20,7 +20,7 @@ from torch import Tensor
 from mcore_ckpt.formats.quantized_layouts import QuantLayout
 from mcore_infer.quantization.matrices import FusedMatrix
 from mcore_infer.quantization.observing import InputStatistics
-from mcore_infer.quantization.rounding import Rounded, round_to_nearest
+from mcore_infer.quantization.rounding import RoundedMatrix, round_to_nearest
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 
 _STEPS = 20
@@ -44,7 +44,9 @@ def search_strength(
     return best
 
 
-def scale_and_round(matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics) -> Rounded:
+def scale_and_round(
+    matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics
+) -> RoundedMatrix:
     """Find a matrix' strengths, fold their inverse into the norm before it, and round it.
 
     Changes the norm, where the matrix has one.
@@ -52,9 +54,9 @@ def scale_and_round(matrix: FusedMatrix, layout: QuantLayout, seen: InputStatist
     strength = search_strength(matrix, layout, seen)
     found = round_to_nearest(matrix, layout, matrix.weight.float() * strength)
     if matrix.norm is None:
-        return Rounded(found.packed, found.scales, found.wide, 1 / strength)
+        return RoundedMatrix(found.packed, found.scales, found.wide, 1 / strength)
     fold_(matrix.norm, strength)
-    return Rounded(found.packed, found.scales, found.wide, folded=strength)
+    return RoundedMatrix(found.packed, found.scales, found.wide, folded=strength)
 
 
 def fold_(norm: RMSNorm | LayerNorm, strength: Float[Tensor, " D"]) -> None:

@@ -31,7 +31,7 @@ _MULTIPLE = 16
 
 
 @dataclass(frozen=True)
-class Rounding:
+class InputRounding:
     """How a linear's inputs are rounded before its GEMM."""
 
     code: Code | Literal[""]
@@ -105,7 +105,7 @@ def _refuse() -> NoReturn:
 class RoundedInputs(_Forward):
     """Multiplies with a wide weight ``codes * scales * pre_quant_scale``, inputs rounded."""
 
-    rounding: Rounding
+    rounding: InputRounding
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Shaped[Tensor, "..."], bias: Tensor | None
@@ -129,7 +129,7 @@ class QuantizedGemm(_Forward):
     """Float32, one for each group."""
     group: tuple[int, int]
     """Outputs and inputs that share a scale; 0: all."""
-    rounding: Rounding
+    rounding: InputRounding
     """Of inputs."""
     choices: TileChoices = field(default_factory=TileChoices, compare=False)
     """How few rows are multiplied; linears of one model share it."""
@@ -235,7 +235,7 @@ def _try_kernels(
         x = wave(33, 768, device=device, dtype=dtype)
         for known in (None, torch.tensor(0.01, device=device)):
             codes, own = rounded_rows(x, code, known)
-            yield codes.float() * own[:, None], Rounding(code, known).rounded(x)
+            yield codes.float() * own[:, None], InputRounding(code, known).rounded(x)
 
 
 def _try_codes(
@@ -247,7 +247,7 @@ def _try_codes(
     weight = wave(160, 768, device=device, dtype=torch.float32)
     packed, scales, wide = in_codes(weight, code, (tall, 0))
     layout = next(one for one in LAYOUTS.values() if one.code == code)
-    rounding = Rounding(code, torch.tensor(0.01, device=device) if is_known else None)
+    rounding = InputRounding(code, torch.tensor(0.01, device=device) if is_known else None)
     gemm = QuantizedGemm(layout, packed, scales, (tall, 0), rounding)
     for num_rows in (33, 64):
         x = wave(num_rows, 768, device=device, dtype=dtype)

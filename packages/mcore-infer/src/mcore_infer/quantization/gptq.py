@@ -16,14 +16,14 @@ from torch import Tensor
 from mcore_ckpt.formats.quantized_layouts import QuantLayout, Scales
 from mcore_infer.quantization.matrices import FusedMatrix
 from mcore_infer.quantization.observing import InputStatistics
-from mcore_infer.quantization.rounding import Rounded
+from mcore_infer.quantization.rounding import RoundedMatrix
 
 _DAMPING = 0.01
 
 
 def compensate_and_round(
     matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics
-) -> Rounded:
+) -> RoundedMatrix:
     """Round a fused matrix column by column; rows do not depend on each other."""
     codes, scales = rounded_columns(matrix.weight, layout, seen.hessian)
     packed, chosen, wide = [], [], []
@@ -32,7 +32,7 @@ def compensate_and_round(
         packed.append(layout.packed(codes[begin:end]))
         chosen.append(own)
         wide.append(layout.dequantized(packed[-1], own))
-    return Rounded(tuple(packed), tuple(chosen), torch.cat(wide))
+    return RoundedMatrix(tuple(packed), tuple(chosen), torch.cat(wide))
 
 
 def rounded_columns(

@@ -20,7 +20,7 @@ from mcore_ckpt.formats.quantization import MatrixPart
 from mcore_ckpt.formats.quantized_layouts import QuantLayout
 from mcore_ckpt.mapping.low_bits import Code, encode
 from mcore_ckpt.save_load.foreign_loading import QuantizedFolder
-from mcore_infer.quantization.gemms import QuantizedGemm, RoundedInputs, Rounding
+from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm, RoundedInputs
 from mcore_infer.quantization.tile_choices import TileChoices
 from mcore_parallel.sharding import Part, Shard, named_shards
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -42,7 +42,7 @@ class RankScales:
     """Float32 ``[f, d]``, one for each group of outputs and inputs."""
     group: tuple[int, int]
     """Outputs and inputs that share a scale; 0: all."""
-    rounding: Rounding
+    rounding: InputRounding
     """Of inputs."""
 
 
@@ -120,7 +120,7 @@ def _of_rank(parts: list[Part], folder: QuantizedFolder) -> RankScales | None:
     return RankScales(layout, scales.contiguous(), (tall, wide), _rounding(found))
 
 
-def _rounding(parts: list[MatrixPart]) -> Rounding:
+def _rounding(parts: list[MatrixPart]) -> InputRounding:
     """Return how inputs are rounded, which all parts of a linear must agree on."""
     first = parts[0]
     for one in parts[1:]:
@@ -133,7 +133,7 @@ def _rounding(parts: list[MatrixPart]) -> Rounding:
                     f"matrices of one input have different {kind}s: engines multiply q, k, v "
                     "(gate, up) at once. Quantize with scales that they share."
                 )
-    return Rounding(_rounded_to(first.layout), first.input_scale, first.pre_quant_scale)
+    return InputRounding(_rounded_to(first.layout), first.input_scale, first.pre_quant_scale)
 
 
 def _rounded_to(layout: QuantLayout) -> Code | Literal[""]:
@@ -204,14 +204,14 @@ def round_to_nearest_(model: nn.Module, layout: QuantLayout) -> None:
         chosen = layout.scales(linear.weight.detach())
         code = _rounded_to(layout)
         scale = torch.tensor(0.05) if layout.input_scale and code else None
-        rounding = Rounding(code, scale)
+        rounding = InputRounding(code, scale)
         own = RankScales(layout, layout.wide_scales(chosen), layout.group, rounding)
         pack_(linear, own, choices)
 
 
-def _to(rounding: Rounding, device: torch.device) -> Rounding:
+def _to(rounding: InputRounding, device: torch.device) -> InputRounding:
     scale, pre = rounding.input_scale, rounding.pre_quant_scale
-    return Rounding(
+    return InputRounding(
         rounding.code,
         None if scale is None else scale.to(device),
         None if pre is None else pre.to(device),

@@ -66,7 +66,7 @@ class InputStatistics:
 
 
 @dataclass(frozen=True)
-class _Observed:
+class _ObservedGemm:
     """A GEMM that notes its inputs."""
 
     inner: Gemm
@@ -101,7 +101,7 @@ def _watching(model: nn.Module, seen: Mapping[str, InputStatistics]) -> Iterator
         for path, linear in linears(model).items():
             if path in seen:
                 plain = linear.gemm
-                linear.gemm = _Observed(plain, seen[path])
+                linear.gemm = _ObservedGemm(plain, seen[path])
                 stack.callback(setattr, linear, "gemm", plain)
         for path, module in model.named_modules():
             if isinstance(module, Experts) and any(p.startswith(f"{path}.") for p in seen):

@@ -39,13 +39,13 @@ from mcore_infer.quantization.observing import (
 from mcore_infer.quantization.options import QuantizeConfig
 from mcore_infer.quantization.receipt import MatrixReport, Receipt, write_receipt
 from mcore_infer.quantization.rounding import (
-    Rounded,
+    RoundedMatrix,
     input_scale,
     round_to_nearest,
     smooth_and_round,
 )
 from mcore_infer.quantization.timing import tokens_per_second
-from mcore_infer.quantization.writing import Quantized, excluded, find_links, write_folder
+from mcore_infer.quantization.writing import QuantizedTensor, excluded, find_links, write_folder
 from mcore_parallel.mesh import ParallelContext
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ _PAIRWISE = ("awq", "gptq")
 class _Work:
     """What has been rounded so far."""
 
-    done: dict[str, Quantized] = field(default_factory=dict)
+    done: dict[str, QuantizedTensor] = field(default_factory=dict)
     reports: list[MatrixReport] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
 
@@ -281,7 +281,7 @@ def _input_amaxes(
 def _finish(
     matrix: FusedMatrix,
     layout: QuantLayout,
-    found: Rounded,
+    found: RoundedMatrix,
     seen: InputStatistics,
     amax: Tensor,
     work: _Work,
@@ -296,7 +296,7 @@ def _finish(
     if layout.input_scale:
         scale = input_scale(layout, amax if found.input_amax is None else found.input_amax)
     for member, packed, scales in zip(matrix.members, found.packed, found.scales, strict=True):
-        work.done[member.module] = Quantized(packed, scales, scale, pre)
+        work.done[member.module] = QuantizedTensor(packed, scales, scale, pre)
     relative = (error.norm() / original.norm().clamp(min=1e-30)).item()
     work.reports.append(
         MatrixReport(
@@ -316,10 +316,10 @@ def _num_bytes(source: OpenCheckpoint) -> int:
     )
 
 
-_Method = Callable[[FusedMatrix, QuantLayout, InputStatistics], Rounded]
+_Method = Callable[[FusedMatrix, QuantLayout, InputStatistics], RoundedMatrix]
 
 
-def _nearest(matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics) -> Rounded:
+def _nearest(matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics) -> RoundedMatrix:
     del seen
     return round_to_nearest(matrix, layout)
 

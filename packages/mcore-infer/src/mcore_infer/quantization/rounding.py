@@ -20,7 +20,7 @@ _SMALLEST = 1e-5
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedMatrix:
     """A fused matrix in codes."""
 
     packed: tuple[Shaped[Tensor, "_ _"], ...]
@@ -41,7 +41,7 @@ def round_to_nearest(
     matrix: FusedMatrix,
     layout: QuantLayout,
     weight: Float[Tensor, "F D"] | None = None,
-) -> Rounded:
+) -> RoundedMatrix:
     """Round a fused matrix, whose members share the scale of the whole tensor.
 
     Args:
@@ -58,12 +58,12 @@ def round_to_nearest(
         packed.append(layout.packed(layout.quantized(own, chosen)))
         scales.append(chosen)
         wide.append(layout.dequantized(packed[-1], chosen))
-    return Rounded(tuple(packed), tuple(scales), torch.cat(wide))
+    return RoundedMatrix(tuple(packed), tuple(scales), torch.cat(wide))
 
 
 def smooth_and_round(
     matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics
-) -> Rounded:
+) -> RoundedMatrix:
     """Move half of the inputs' range into the weight, then round both.
 
     Reference:
@@ -75,7 +75,7 @@ def smooth_and_round(
     strength = torch.where(seen.amax > 0, strength, torch.ones_like(strength))
     found = round_to_nearest(matrix, layout, weight * strength)
     top = (seen.amax / strength).amax() if seen.num_rows else None
-    return Rounded(found.packed, found.scales, found.wide, 1 / strength, top)
+    return RoundedMatrix(found.packed, found.scales, found.wide, 1 / strength, top)
 
 
 def input_scale(layout: QuantLayout, amax: Tensor) -> Float[Tensor, ""]:

@@ -37,7 +37,7 @@ _MAX_FILE_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedTensor:
     """One tensor of the folder in codes, with its scales."""
 
     packed: Tensor
@@ -71,7 +71,7 @@ def write_folder(
     source: OpenCheckpoint,
     model: nn.Module,
     plan: QuantPlan,
-    done: Mapping[str, Quantized],
+    done: Mapping[str, QuantizedTensor],
     cache_tops: Mapping[int, Mapping[str, Tensor]],
 ) -> int:
     """Write quantized tensors, all others of the model, and what says so.

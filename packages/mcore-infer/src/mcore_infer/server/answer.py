@@ -28,7 +28,7 @@ class ScoredToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """What became certain with a token."""
 
     text: str
@@ -80,18 +80,18 @@ class Answer:
         """Token ids of what was written."""
         return [token.id for token in self.written]
 
-    def add(self, token: NewToken) -> Piece:
+    def add(self, token: NewToken) -> AnswerPiece:
         """Take a token; return what became certain."""
         assert self.finish_reason is None
         self.written.append(token)
         if token.id == self._eod:
-            return Piece("", ())
+            return AnswerPiece("", ())
         if self._is_scored:
             scored = scored_token(self._tokenizer, token, self._decoded)
             self._held_tokens.append(scored)
         return self._take(self._stream.add(token.id))
 
-    def finish(self, result: Generation) -> Piece:
+    def finish(self, result: Generation) -> AnswerPiece:
         """Take the end of the text; return what is left of it."""
         piece = self._take(self._stream.rest())
         if self.finish_reason:
@@ -99,9 +99,9 @@ class Answer:
         self.result, self.finish_reason = result, result.finish_reason
         text, self._held = piece.text + self._held, ""
         tokens, self._held_tokens = (*piece.tokens, *self._held_tokens), []
-        return Piece(text, tokens)
+        return AnswerPiece(text, tokens)
 
-    def _take(self, text: str) -> Piece:
+    def _take(self, text: str) -> AnswerPiece:
         self._held += text
         self._decoded += len(text)
         found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
@@ -112,12 +112,12 @@ class Answer:
         longest = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         return self._release(len(self._held) - longest)
 
-    def _release(self, length: int) -> Piece:
+    def _release(self, length: int) -> AnswerPiece:
         text, self._held = self._held[:length], self._held[length:]
         self._released += length
         count = sum(token.offset < self._released for token in self._held_tokens)
         tokens, self._held_tokens = self._held_tokens[:count], self._held_tokens[count:]
-        return Piece(text, tuple(tokens))
+        return AnswerPiece(text, tuple(tokens))
 
 
 def scored_token(tokenizer: Tokenizer, token: NewToken, offset: int) -> ScoredToken:

@@ -14,12 +14,12 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from mcore_infer.server.answer import Piece
+from mcore_infer.server.answer import AnswerPiece
 from mcore_infer.server.fields import RequestError
-from mcore_infer.server.front import Front, Running
+from mcore_infer.server.front import Front, RunningGroup
 from mcore_infer.server.job import Job
 from mcore_infer.server.metrics import Metrics
-from mcore_infer.server.worker import Event, Failed, Refused
+from mcore_infer.server.worker import EngineFailure, Event, RefusedGroup
 from mcore_infer.writing import NewToken
 
 _JSON = {"content-type": "application/json"}
@@ -37,7 +37,7 @@ class Patience:
     """For a client to send its body, and to read an event."""
 
 
-class Answering:
+class JobResponse:
     """An ASGI response: one job from its queue to its last byte.
 
     Attributes:
@@ -86,7 +86,7 @@ class Answering:
             await self._refuse(send, error)
 
     async def _send_all(self, send: Send) -> None:
-        pieces: list[list[Piece]] = [[] for _ in self.job.answers]
+        pieces: list[list[AnswerPiece]] = [[] for _ in self.job.answers]
         async for index, piece in run_job(self.job, self.running):
             pieces[index].append(piece)
             self._count(bool(piece.text))
@@ -144,7 +144,7 @@ class Answering:
         self._last = now
 
 
-async def run_job(job: Job, running: Running) -> AsyncIterator[tuple[int, Piece]]:
+async def run_job(job: Job, running: RunningGroup) -> AsyncIterator[tuple[int, AnswerPiece]]:
     """Follow the engine; yield each text's new pieces, and a last one with its end.
 
     What waits for a slow reader is joined to one piece a text.
@@ -153,13 +153,13 @@ async def run_job(job: Job, running: Running) -> AsyncIterator[tuple[int, Piece]
         RequestError: if the engine refuses the job, or fails.
     """
     while running.num_left:
-        pieces: dict[int, list[Piece]] = {}
+        pieces: dict[int, list[AnswerPiece]] = {}
         for event in await running.next():
             piece = _take(job, running, event)
             if piece:
                 pieces.setdefault(event.index, []).append(piece)
         for index, of_one in pieces.items():
-            joined = Piece(
+            joined = AnswerPiece(
                 "".join(piece.text for piece in of_one),
                 tuple(token for piece in of_one for token in piece.tokens),
             )
@@ -167,11 +167,11 @@ async def run_job(job: Job, running: Running) -> AsyncIterator[tuple[int, Piece]
                 yield index, joined
 
 
-def _take(job: Job, running: Running, event: Event) -> Piece | None:
-    if isinstance(event.what, Refused):
+def _take(job: Job, running: RunningGroup, event: Event) -> AnswerPiece | None:
+    if isinstance(event.what, RefusedGroup):
         running.num_left = 0
         raise RequestError(400, event.what.message)
-    if isinstance(event.what, Failed):
+    if isinstance(event.what, EngineFailure):
         raise RequestError(500, event.what.message)
     answer = job.answers[event.index]
     if isinstance(event.what, NewToken):

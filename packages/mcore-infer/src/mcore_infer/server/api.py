@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.server.answer import Answer, Piece
+from mcore_infer.server.answer import Answer, AnswerPiece
 from mcore_infer.server.fields import Fields, RequestError
-from mcore_infer.server.job import Job, Served, checked, encode, num_tokens_for
+from mcore_infer.server.job import Job, ServedModel, checked, encode, num_tokens_for
 from mcore_infer.server.worker import TextRequest
 from mcore_infer.streaming import TextStream
 from mcore_infer.writing import ScoreRequest, TokenRules
@@ -26,7 +26,7 @@ _GONE = {
 }
 
 
-def read_api(body: dict[str, Any], served: Served) -> Job:
+def read_api(body: dict[str, Any], served: ServedModel) -> Job:
     """Turn a body into a job.
 
     Raises:
@@ -91,7 +91,7 @@ class ApiReply:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         prompts: Sequence[str],
         requests: Sequence[TextRequest],
         answers: Sequence[Answer],
@@ -104,7 +104,7 @@ class ApiReply:
         """Return nothing."""
         return ()
 
-    def event(self, index: int, piece: Piece) -> Any:
+    def event(self, index: int, piece: AnswerPiece) -> Any:
         """Return nothing."""
         del index, piece
 
@@ -112,7 +112,7 @@ class ApiReply:
         """Return nothing."""
         return ()
 
-    def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
         """Return texts, tokens and segments, prompts included, and scores where wanted."""
         if self.requests[0].sampling.beam_width:
             return self._beams()
@@ -209,7 +209,7 @@ def _sampling(fields: Fields) -> SamplingConfig:
     )
 
 
-def _rules(served: Served) -> TokenRules:
+def _rules(served: ServedModel) -> TokenRules:
     colon, newline = (
         served.tokenizer.encode(text, add_special_tokens=False) for text in (":", "\n")
     )
@@ -218,7 +218,7 @@ def _rules(served: Served) -> TokenRules:
     return TokenRules(never_after=(colon[-1], newline[-1]))
 
 
-def _prompt_ids(served: Served, prompt: str, add_bos: bool) -> list[int]:
+def _prompt_ids(served: ServedModel, prompt: str, add_bos: bool) -> list[int]:
     if not prompt and not add_bos:
         raise RequestError(400, "Empty prompts require add_BOS=true", "prompts")
     ids = encode(served, prompt, "prompts")

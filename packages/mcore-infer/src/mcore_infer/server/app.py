@@ -15,13 +15,13 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mcore_infer.server.answering import Answering, Patience, as_json, openai_error
+from mcore_infer.server.answering import JobResponse, Patience, as_json, openai_error
 from mcore_infer.server.api import read_api
 from mcore_infer.server.chat import read_chat
 from mcore_infer.server.completions import read_completion
 from mcore_infer.server.fields import RequestError, read_body
 from mcore_infer.server.front import Front
-from mcore_infer.server.job import Job, Served
+from mcore_infer.server.job import Job, ServedModel
 from mcore_infer.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Server:
         metrics: what was done.
     """
 
-    def __init__(self, served: Served, front: Front, limits: Limits) -> None:
+    def __init__(self, served: ServedModel, front: Front, limits: Limits) -> None:
         """Prepare; the engine's thread starts with the application's lifespan."""
         self.served, self.front, self.limits = served, front, limits
         self.metrics = Metrics()
@@ -100,14 +100,14 @@ class Server:
         yield
         self.front.worker.stop()
 
-    def _writer(self, read: Callable[[dict[str, Any], Served], Job]) -> Callable[..., Any]:
+    def _writer(self, read: Callable[[dict[str, Any], ServedModel], Job]) -> Callable[..., Any]:
         async def write(request: Request) -> Any:
             raw = await self._body(request)
             if len(raw) > _LONG_BYTES:  # others go on while it is cut into tokens
                 job = await asyncio.to_thread(lambda: read(read_body(raw), self.served))
             else:
                 job = read(read_body(raw), self.served)
-            return Answering(job, self.front, self.metrics, self.limits.patience)
+            return JobResponse(job, self.front, self.metrics, self.limits.patience)
 
         return write
 

@@ -6,13 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_infer.server.answer import Answer, Piece, ScoredToken
+from mcore_infer.server.answer import Answer, AnswerPiece, ScoredToken
 from mcore_infer.server.completions import MAX_TOP, text_answer, text_request, usage
 from mcore_infer.server.fields import Fields, RequestError
 from mcore_infer.server.job import (
     WITHOUT_EFFECT,
     Job,
-    Served,
+    ServedModel,
     TextOptions,
     num_tokens_for,
     read_options,
@@ -22,7 +22,7 @@ from mcore_infer.writing import ScoreRequest
 _RESERVED = ("messages", "add_generation_prompt", "tools")
 
 
-def read_chat(body: dict[str, Any], served: Served) -> Job:
+def read_chat(body: dict[str, Any], served: ServedModel) -> Job:
     """Turn a body into a job.
 
     Raises:
@@ -131,7 +131,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def _rendered(
-    served: Served, messages: list[dict[str, Any]], variables: dict[str, Any]
+    served: ServedModel, messages: list[dict[str, Any]], variables: dict[str, Any]
 ) -> list[int]:
     if served.render is None:
         raise RequestError(
@@ -164,7 +164,7 @@ class ChatReply:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         prompt_tokens: int,
         answers: Sequence[Answer],
         options: TextOptions,
@@ -185,7 +185,7 @@ class ChatReply:
         delta = {"role": "assistant", "content": ""}
         return [self._event(index, delta, None, None) for index in range(len(self.answers))]
 
-    def event(self, index: int, piece: Piece) -> Any:
+    def event(self, index: int, piece: AnswerPiece) -> Any:
         """Return one choice with what is new."""
         delta = {"content": piece.text} if piece.text else {}
         reason = self.answers[index].finish_reason
@@ -197,7 +197,7 @@ class ChatReply:
             return ()
         return [{**self.head, "choices": [], "usage": self._usage()}]
 
-    def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
         """Return all messages and the counts."""
         choices = [
             {

@@ -5,13 +5,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_infer.server.answer import Answer, Piece, ScoredToken, prompt_tokens
+from mcore_infer.server.answer import Answer, AnswerPiece, ScoredToken, prompt_tokens
 from mcore_infer.server.fields import Fields, RequestError
 from mcore_infer.server.job import (
     MAX_TEXTS,
     WITHOUT_EFFECT,
     Job,
-    Served,
+    ServedModel,
     TextOptions,
     check_count,
     encode,
@@ -24,7 +24,7 @@ from mcore_infer.writing import ScoreRequest
 MAX_TOP = 20
 
 
-def read_completion(body: dict[str, Any], served: Served) -> Job:
+def read_completion(body: dict[str, Any], served: ServedModel) -> Job:
     """Turn a body into a job.
 
     Raises:
@@ -64,7 +64,7 @@ def read_completion(body: dict[str, Any], served: Served) -> Job:
 
 
 def text_request(
-    served: Served,
+    served: ServedModel,
     prompt: Sequence[int],
     num_tokens: int,
     options: TextOptions,
@@ -86,7 +86,7 @@ def text_request(
 
 
 def text_answer(
-    served: Served, options: TextOptions, is_scored: bool, offset: int = 0
+    served: ServedModel, options: TextOptions, is_scored: bool, offset: int = 0
 ) -> Answer:
     """Return what collects one text."""
     return Answer(
@@ -98,7 +98,7 @@ def text_answer(
     )
 
 
-def _prompts(fields: Fields, served: Served) -> list[tuple[str, list[int]]]:
+def _prompts(fields: Fields, served: ServedModel) -> list[tuple[str, list[int]]]:
     """Return texts and token ids of the prompts."""
     prompt = fields.take("prompt")
     if _is_ids(prompt) or isinstance(prompt, str):
@@ -140,7 +140,7 @@ class CompletionReply:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         prompts: Sequence[tuple[str, Sequence[int]]],
         requests: Sequence[TextRequest],
         answers: Sequence[Answer],
@@ -166,7 +166,7 @@ class CompletionReply:
             for index in range(len(self.answers))
         ]
 
-    def event(self, index: int, piece: Piece) -> Any:
+    def event(self, index: int, piece: AnswerPiece) -> Any:
         """Return one choice with what is new."""
         scores = self._scores(piece.tokens) if self.requests[index].scores.log_probs else None
         return self._event(index, piece.text, scores, self.answers[index].finish_reason)
@@ -177,7 +177,7 @@ class CompletionReply:
             return ()
         return [{**self.head, "choices": [], "usage": self._usage()}]
 
-    def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
         """Return all choices and the counts."""
         choices = []
         for index, of_one in enumerate(pieces):

@@ -22,7 +22,7 @@ class Front:
         self.worker, self.max_queued = worker, max_queued
         self.on_failure: Callable[[], None] = lambda: None
         self.num_open = 0
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningGroup] = {}
 
     def start(self) -> None:
         """Start the engine's thread; events come to the running loop."""
@@ -33,18 +33,18 @@ class Front:
 
         self.worker.start(deliver)
 
-    def open(self, requests: Sequence[TextRequest]) -> "Running":
+    def open(self, requests: Sequence[TextRequest]) -> "RunningGroup":
         """Queue a group; its owner closes what is returned."""
         if self.worker.has_failed:
             raise RequestError(500, "the engine has failed: start the server again.")
         if self.num_open + len(requests) > self.max_queued:
             raise RequestError(503, "the server is full: try again later.")
-        running = Running(self, self.worker.submit(requests), len(requests))
+        running = RunningGroup(self, self.worker.submit(requests), len(requests))
         self._running[running.number] = running
         self.num_open += len(requests)
         return running
 
-    def close(self, running: "Running") -> None:
+    def close(self, running: "RunningGroup") -> None:
         """Forget a group; what still runs of it is cancelled."""
         if self._running.pop(running.number, None):
             self.num_open -= running.size
@@ -61,7 +61,7 @@ class Front:
                 self._running[event.group].events.put_nowait(event)
 
 
-class Running:
+class RunningGroup:
     """A group that the engine runs.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from mcore_data.datasets.chat import Render
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import SamplingConfig
-from mcore_infer.server.answer import Answer, Piece
+from mcore_infer.server.answer import Answer, AnswerPiece
 from mcore_infer.server.fields import Fields, RequestError
 from mcore_infer.server.worker import TextRequest
 from mcore_infer.structured import Structure
@@ -23,7 +23,7 @@ _MAX_BIASES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedModel:
     """The model that a server runs, as its interfaces know it."""
 
     name: str
@@ -45,7 +45,7 @@ class Reply(Protocol):
         """Return the events before any text."""
         ...
 
-    def event(self, index: int, piece: Piece) -> Any:
+    def event(self, index: int, piece: AnswerPiece) -> Any:
         """Return the event of a new piece of text ``index``."""
         ...
 
@@ -53,7 +53,7 @@ class Reply(Protocol):
         """Return the events behind all texts."""
         ...
 
-    def whole(self, pieces: Sequence[Sequence[Piece]]) -> Any:
+    def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> Any:
         """Return the answer from the pieces of each text."""
         ...
 
@@ -100,7 +100,7 @@ WITHOUT_EFFECT = (
 """Fields of OpenAI's interfaces that say nothing about the text."""
 
 
-def read_options(fields: Fields, served: Served) -> TextOptions:
+def read_options(fields: Fields, served: ServedModel) -> TextOptions:
     """Read the fields that completions and chats share."""
     temperature = fields.number("temperature", 1.0, 0, 100)
     top_p = fields.number("top_p", 1.0, 0, 1, above=True)
@@ -171,7 +171,7 @@ def checked(build: Callable[[], SamplingConfig]) -> SamplingConfig:
         raise RequestError(400, str(error)) from None
 
 
-def num_tokens_for(served: Served, prompt: Sequence[int], wanted: int | None) -> int:
+def num_tokens_for(served: ServedModel, prompt: Sequence[int], wanted: int | None) -> int:
     """Return how many tokens a text gets: what is wanted, within the context.
 
     Args:
@@ -190,7 +190,7 @@ def num_tokens_for(served: Served, prompt: Sequence[int], wanted: int | None) ->
     return room if wanted is None else min(wanted, room)
 
 
-def encode(served: Served, text: str, field: str = "prompt") -> list[int]:
+def encode(served: ServedModel, text: str, field: str = "prompt") -> list[int]:
     """Turn a prompt into tokens; an empty one begins a document."""
     tokenizer = served.tokenizer
     try:

@@ -44,14 +44,14 @@ class TextRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedGroup:
     """A group could never run; nothing of it was queued."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class EngineFailure:
     """The engine failed, and with it every group."""
 
     message: str
@@ -64,7 +64,7 @@ class Event:
     group: int
     index: int
     """Of the request in its group."""
-    what: NewToken | Generation | Refused | Failed
+    what: NewToken | Generation | RefusedGroup | EngineFailure
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Requests:
             except ValueError as error:
                 for number in numbers:
                     self.engine.abort(number)
-                yield Event(group, 0, Refused(str(error)))
+                yield Event(group, 0, RefusedGroup(str(error)))
                 return
         self._groups[group] = dict(enumerate(numbers))
         self._places |= {number: (group, i) for i, number in enumerate(numbers)}
@@ -202,7 +202,7 @@ class EngineWorker:
             log.exception("the engine failed: every request ends")
             self.has_failed = True
             message = f"the engine failed: {type(error).__name__}"
-            deliver([Event(-1, 0, Failed(message))])
+            deliver([Event(-1, 0, EngineFailure(message))])
 
     def _orders(self) -> Orders:
         """Collect what came in; wait for it where there is nothing to do."""

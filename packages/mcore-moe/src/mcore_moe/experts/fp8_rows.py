@@ -29,7 +29,7 @@ from mcore_parallel.precision.fp8_fine_cast import cast_lines, scaled_by_tops
 FP8 = torch.float8_e4m3fn
 
 
-class Rows(NamedTuple):
+class Fp8Rows(NamedTuple):
     """Rows in fp8."""
 
     numbers: Shaped[Tensor, "*R D"]
@@ -41,13 +41,13 @@ class Rows(NamedTuple):
         """Return what the rows stand for, in the dtype of the scales."""
         return self.numbers.to(self.scales.dtype) * self.scales
 
-    def taken(self, index: Int[Tensor, " Q"]) -> "Rows":
+    def taken(self, index: Int[Tensor, " Q"]) -> "Fp8Rows":
         """Copy rows by index; a row is a multiple of 8 bytes."""
         words = self.numbers.view(torch.int64).index_select(0, index)
-        return Rows(words.view(self.numbers.dtype), self.scales.index_select(0, index))
+        return Fp8Rows(words.view(self.numbers.dtype), self.scales.index_select(0, index))
 
 
-def cast_rows(x: Float[Tensor, "*R D"]) -> Rows:
+def cast_rows(x: Float[Tensor, "*R D"]) -> Fp8Rows:
     """Cast rows by their largest magnitudes, in one kernel on a GPU.
 
     Numbers that are not finite become NaN, and so does all that shares a scale with infinity.
@@ -56,14 +56,14 @@ def cast_rows(x: Float[Tensor, "*R D"]) -> Rows:
     if x.is_cuda and x.dtype == torch.bfloat16 and works(ROW_KERNEL, x.device):
         from mcore_moe.kernels.fp8_rows import fused_cast_rows
 
-        return Rows(*fused_cast_rows(x))
+        return Fp8Rows(*fused_cast_rows(x))
     return cast_rows_plain(x)
 
 
-def cast_rows_plain(x: Float[Tensor, "*R D"]) -> Rows:
+def cast_rows_plain(x: Float[Tensor, "*R D"]) -> Fp8Rows:
     """Reference of ``kernels.fp8_rows.fused_cast_rows`` in plain torch."""
     tops = x.abs().to(torch.promote_types(x.dtype, torch.float32)).amax(-1, keepdim=True)
-    return Rows(*scaled_by_tops(x, tops, FP8, is_power=False))
+    return Fp8Rows(*scaled_by_tops(x, tops, FP8, is_power=False))
 
 
 def exchange_narrow(
@@ -93,7 +93,7 @@ def unpacked(data: Shaped[Tensor, "R B"], dtype: torch.dtype) -> Float[Tensor, "
     wide = torch.promote_types(dtype, torch.float32)
     numbers, scales = data.split([data.shape[1] - wide.itemsize, wide.itemsize], 1)
     scales = scales.clone(memory_format=torch.contiguous_format).reshape(-1).view(wide)[:, None]
-    return Rows(numbers.view(FP8), scales).wide().to(dtype)
+    return Fp8Rows(numbers.view(FP8), scales).wide().to(dtype)
 
 
 class _ExchangeNarrow(torch.autograd.Function):
@@ -153,18 +153,18 @@ class _Fp8Linear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def weight_casts(weight: Float[Tensor, "e N K"], casts: WeightCasts) -> tuple[Rows, Rows]:
+def weight_casts(weight: Float[Tensor, "e N K"], casts: WeightCasts) -> tuple[Fp8Rows, Fp8Rows]:
     """Cast stacked weights for forward, and their transposes for backward; or find both."""
 
-    def make() -> tuple[Rows, Rows]:
+    def make() -> tuple[Fp8Rows, Fp8Rows]:
         cast = cast_lines(weight, FP8)
-        return Rows(cast.rows, cast.row_scales), Rows(cast.columns, cast.column_scales)
+        return Fp8Rows(cast.rows, cast.row_scales), Fp8Rows(cast.columns, cast.column_scales)
 
     return casts.kept(weight, make)
 
 
 def multiply_rows(
-    a: Rows, b: Rows, offsets: Int[Tensor, " e1"], dtype: torch.dtype
+    a: Fp8Rows, b: Fp8Rows, offsets: Int[Tensor, " e1"], dtype: torch.dtype
 ) -> Float[Tensor, "R N"]:
     """Multiply each expert's rows of a with the rows of its own matrix in b.
 
@@ -189,7 +189,7 @@ def multiply_rows(
     ).to(dtype)
 
 
-def _has_grouped_kernel(a: Rows, b: Rows) -> bool:
+def _has_grouped_kernel(a: Fp8Rows, b: Fp8Rows) -> bool:
     """Return whether torch's grouped GEMM takes rows with a scale each: 2.11 on Hopper only."""
     device = a.numbers.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):

@@ -36,7 +36,7 @@ def gathered_linear(
         plan: dense.
         casts: as of ``fp8_rows.fp8_linear``; None: multiply in the dtype of the tokens.
     """
-    return _Gathered.apply(x, weight, plan.sources, plan.slots, plan.offsets, casts)
+    return _GatheredGemm.apply(x, weight, plan.sources, plan.slots, plan.offsets, casts)
 
 
 def summed_linear(
@@ -46,7 +46,7 @@ def summed_linear(
     casts: WeightCasts | None = None,
 ) -> Float[Tensor, "M N"]:
     """Multiply each row with its expert's weight, and sum the rows of each token."""
-    return _Summed.apply(rows, weight, plan.sources, plan.slots, plan.offsets, casts)
+    return _SummedGemm.apply(rows, weight, plan.sources, plan.slots, plan.offsets, casts)
 
 
 def _times_rows(
@@ -67,7 +67,7 @@ def _times_rows(
     return multiply_rows(rows, weight_casts(weight, casts)[transposed], offsets, x.dtype)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredGemm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -98,7 +98,7 @@ class _Gathered(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None
 
 
-class _Summed(torch.autograd.Function):
+class _SummedGemm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

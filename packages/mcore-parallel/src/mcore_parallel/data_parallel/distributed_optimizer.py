@@ -21,8 +21,8 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.gradient_sync import GradientSync, OwnedUnit, clipped
 from mcore_parallel.data_parallel.grads import grad_norm, owned_views, start_grad_norm
 from mcore_parallel.data_parallel.optimizer_segments import (
-    Run,
     Segment,
+    SegmentRun,
     build_runs,
     bytes_on_host,
     check_rounding,
@@ -232,7 +232,7 @@ class DistributedOptimizer:
                 host.apply(sum(run.on_host for run in self._runs[unit]), update_on_host)
 
     def _update(
-        self, run: Run, grad: Tensor, weights: Tensor, rates: _Rates, grad_scale: Any
+        self, run: SegmentRun, grad: Tensor, weights: Tensor, rates: _Rates, grad_scale: Any
     ) -> None:
         """Update one run by the rule; in bfloat16 in float32, and rounded stochastically."""
         constants: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """State of an update rule over what this rank owns of its units, in pieces.
 
 A unit's range is cut into what the host takes and the rest (``Segment``), and that into
-neighbouring parameters that are updated by one call (``Run``).
+neighbouring parameters that are updated by one call (``SegmentRun``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SegmentRun:
     """Views over neighbouring parameters of a segment with equal weight decay and width.
 
     The padding between them is included: its gradient is 0, so it stays 0.
@@ -140,7 +140,9 @@ def new_segment(
     return Segment(unit, begin, main, moments, weights, on_host)
 
 
-def build_runs(segment: Segment, step_width: Callable[[NamedParameter], float]) -> list[Run]:
+def build_runs(
+    segment: Segment, step_width: Callable[[NamedParameter], float]
+) -> list[SegmentRun]:
     """Merge neighbouring parameters with equal rates into as few runs as possible.
 
     Runs in host memory are no longer than a piece that travels at once.
@@ -161,7 +163,7 @@ def build_runs(segment: Segment, step_width: Callable[[NamedParameter], float]) 
         for first in range(begin, end, length):
             cut = slice(first, min(end, first + length))
             found.append(
-                Run(
+                SegmentRun(
                     main=segment.main[cut],
                     grad=grads[cut],
                     moments={n: moment[cut] for n, moment in segment.moments.items()},

@@ -53,7 +53,7 @@ folder's contents are a tour's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainingResult:
     """What training leaves behind."""
 
     run: Run
@@ -119,7 +119,7 @@ def _prepare(book: Book, output: Path) -> None:
     )
 
 
-def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained | None:
+def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> TrainingResult | None:
     """Train to the end; then do the last steps again from the checkpoint before them.
 
     Returns:
@@ -165,7 +165,7 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trained
         RESUMED_STEPS,
         "equal to the last bit" if is_exact else "DIFFERENT",
     )
-    return Trained(run, is_exact)
+    return TrainingResult(run, is_exact)
 
 
 def _losses(metrics_file: Path) -> list[float]:

@@ -48,7 +48,7 @@ def _nothing(*_: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class FieldRule:
     """Some of our fields, and how a config.json says them."""
 
     says: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Part:
     """Their fields that say something here, though nothing in other families."""
 
 
-def pair(ours: str, theirs: str, default: Any = None, kind: type | None = None) -> Part:
+def pair(ours: str, theirs: str, default: Any = None, kind: type | None = None) -> FieldRule:
     """Make the part of a field that differs in name only.
 
     Args:
@@ -79,7 +79,7 @@ def pair(ours: str, theirs: str, default: Any = None, kind: type | None = None) 
     def write(description: Description, _: Theirs) -> Theirs:
         return {theirs: setting(description, ours)}
 
-    return Part(says=(ours,), read=read, write=write)
+    return FieldRule(says=(ours,), read=read, write=write)
 
 
 ATTENTION_BIAS = pair("add_attention_bias", "attention_bias", False)
@@ -92,7 +92,7 @@ def _own_heads(_: Description, theirs: Theirs) -> Theirs:
     return {}
 
 
-OWN_HEADS = Part(write=_own_heads)
+OWN_HEADS = FieldRule(write=_own_heads)
 """Of families whose heads are as wide as the model divided by their number."""
 
 
@@ -105,7 +105,7 @@ def _own_groups(description: Description, theirs: Theirs) -> Theirs:
     return _own_heads(description, theirs)
 
 
-OWN_GROUPS = Part(says=("add_qkv_bias",), write=_own_groups)
+OWN_GROUPS = FieldRule(says=("add_qkv_bias",), write=_own_groups)
 """Of families whose every head has keys and values of its own, all linears biases or none."""
 
 
@@ -116,11 +116,11 @@ def _fixed_width(_: Description, theirs: Theirs) -> Theirs:
     return {}
 
 
-FIXED_WIDTH = Part(write=_fixed_width)
+FIXED_WIDTH = FieldRule(write=_fixed_width)
 """Of families whose feed-forward layers are four times as wide as the model."""
 
 
-def both_dropouts(first: str, second: str, default: float) -> Part:
+def both_dropouts(first: str, second: str, default: float) -> FieldRule:
     """Make the part of two dropouts of theirs for which one of ours stands."""
 
     def read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def both_dropouts(first: str, second: str, default: float) -> Part:
     def write(description: Description, _: Theirs) -> Theirs:
         return dict.fromkeys((first, second), setting(description, "hidden_dropout"))
 
-    return Part(says=("hidden_dropout",), read=read, write=write)
+    return FieldRule(says=("hidden_dropout",), read=read, write=write)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,9 +156,9 @@ class Decoder:
     """Their fields that may have one value, which goes without saying."""
     unread: tuple[str, ...] = ()
     """Their fields that nothing reads."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[FieldRule, ...] = ()
     """What it says beside sizes, norms, ties and rotary positions, in this order."""
-    experts: Part | None = None
+    experts: FieldRule | None = None
     """Reads and writes fields of a MoEConfig; None: it has no experts."""
     layers: tuple[str, ...] = ()
     """Kinds of layers that its ``--hybrid-override-pattern`` may have; empty: it has none."""
@@ -200,7 +200,7 @@ class Decoder:
         moe = self.experts.read(fields, ours) if self.experts else {}
         return fields.described(ours, moe)
 
-    def _all_parts(self) -> tuple[Part, ...]:
+    def _all_parts(self) -> tuple[FieldRule, ...]:
         return self.parts if self.experts is None else (*self.parts, self.experts)
 
     def _read_common(self, fields: Fields) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Description, Part, Theirs
+from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_parallel.layer_patterns import read_pattern
 
@@ -21,18 +21,18 @@ def _write_window(description: Description, _: Theirs) -> Theirs:
     return {"sliding_window": setting(description, "window_size")[0] + 1 or None}
 
 
-WINDOW = Part(says=("window_size",), read=_read_window, write=_write_window)
+WINDOW = FieldRule(says=("window_size",), read=_read_window, write=_write_window)
 """A window in all layers; null is none."""
 
 
-def windows(every: int, *, unused: bool = False) -> Part:
+def windows(every: int, *, unused: bool = False) -> FieldRule:
     """Make the part of a window that some layers have.
 
     Args:
         every: every so many-th layer has none where nothing is said; 0: all have one.
         unused: whether a window that no layer has still says something.
     """
-    return Part(
+    return FieldRule(
         says=("window_size", "window_attn_skip_freq"),
         read=partial(_read_windows, every=every, unused=unused),
         write=_write_windows,
@@ -104,7 +104,7 @@ def _write_upper_windows(description: Description, theirs: Theirs) -> Theirs:
     return {**found, "use_sliding_window": True, "max_window_layers": first}
 
 
-UPPER_WINDOWS = Part(
+UPPER_WINDOWS = FieldRule(
     says=("window_size", "window_attn_skip_freq"),
     read=_read_upper_windows,
     write=_write_upper_windows,
@@ -123,7 +123,7 @@ def _write_no_window(_: Description, _theirs: Theirs) -> Theirs:
     return {"use_sliding_window": False}
 
 
-NO_WINDOW = Part(read=_read_no_window, write=_write_no_window)
+NO_WINDOW = FieldRule(read=_read_no_window, write=_write_no_window)
 """A window that is switched off, whatever its size."""
 
 
@@ -146,7 +146,7 @@ def _write_rotation(description: Description, _: Theirs) -> Theirs:
     return {"no_rope_layers": [int(not skip) for skip in skipped]}
 
 
-ROTATED_LAYERS = Part(says=("rope_skip_freq",), read=_read_rotation, write=_write_rotation)
+ROTATED_LAYERS = FieldRule(says=("rope_skip_freq",), read=_read_rotation, write=_write_rotation)
 """Layers with and without rotary positions."""
 
 
@@ -168,7 +168,7 @@ def _write_rotation_by_window(description: Description, _: Theirs) -> Theirs:
     return {}
 
 
-ROTATED_WINDOWS = Part(
+ROTATED_WINDOWS = FieldRule(
     says=("rope_skip_freq",), read=_read_rotation_by_window, write=_write_rotation_by_window
 )
 """Rotation in layers with a window only; in all, if no window is said."""

@@ -8,7 +8,7 @@ from mcore_ckpt.families.common.decoder import (
     OWN_GROUPS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
     pair,
 )
@@ -76,7 +76,7 @@ FAMILY = Decoder(
     parts=(
         OWN_GROUPS,
         FIXED_WIDTH,
-        Part(write=_write_no_limit),
+        FieldRule(write=_write_no_limit),
         pair("hidden_dropout", "hidden_dropout", 0.0),
     ),
     activation=("", ""),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Description, Part, Theirs
+from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.common.layer_types import ROTATED_WINDOWS, windows
 from mcore_ckpt.families.dense import cohere
@@ -33,7 +33,7 @@ FAMILY = replace(
     parts=(
         *cohere.FAMILY.parts,
         windows(4),
-        Part(read=_read, write=_write),
+        FieldRule(read=_read, write=_write),
         ROTATED_WINDOWS,
     ),
     theta=1e4,

@@ -8,7 +8,7 @@ from mcore_ckpt.families.common.decoder import (
     ATTENTION_BIAS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
 )
 from mcore_ckpt.families.common.decoder_rules import decoder_table
@@ -35,7 +35,7 @@ def _write_width(description: Description, theirs: Theirs) -> Theirs:
     return {}
 
 
-EMBEDDING = Part(says=("embedding_multiplier",), read=_read_width, write=_write_width)
+EMBEDDING = FieldRule(says=("embedding_multiplier",), read=_read_width, write=_write_width)
 """The factor on embeddings, which goes without saying."""
 
 
@@ -55,7 +55,7 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
     }
 
 
-SCALES = Part(says=("softmax_scale", *_CAPS), read=_read, write=_write)
+SCALES = FieldRule(says=("softmax_scale", *_CAPS), read=_read, write=_write)
 """The factor on scores, and caps on scores and logits."""
 
 FAMILY = Decoder(

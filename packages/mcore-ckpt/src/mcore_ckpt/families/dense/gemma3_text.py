@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import ATTENTION_BIAS, Description, Part, Theirs
+from mcore_ckpt.families.common.decoder import ATTENTION_BIAS, Description, FieldRule, Theirs
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.common.layer_types import FULL, LOCAL, windows
 from mcore_ckpt.families.dense import gemma2
@@ -63,7 +63,7 @@ FAMILY = replace(
         gemma2.EMBEDDING,
         gemma2.SCALES,
         windows(6),
-        Part(says=("rotary_base_local",), read=_read, write=_write),
+        FieldRule(says=("rotary_base_local",), read=_read, write=_write),
     ),
     theta=1e6,
     stated=_stated,

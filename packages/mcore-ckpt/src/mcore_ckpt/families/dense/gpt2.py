@@ -7,7 +7,7 @@ from mcore_ckpt.families.common.decoder import (
     OWN_GROUPS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
     both_dropouts,
 )
@@ -90,7 +90,7 @@ FAMILY = Decoder(
         *("summary_proj_to_labels", "summary_first_dropout"),
     ),
     parts=(
-        Part(read=_read, write=_write),
+        FieldRule(read=_read, write=_write),
         OWN_GROUPS,
         both_dropouts("resid_pdrop", "embd_pdrop", 0.1),
     ),

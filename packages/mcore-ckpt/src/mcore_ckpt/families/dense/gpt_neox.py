@@ -7,7 +7,7 @@ from mcore_ckpt.families.common.decoder import (
     OWN_GROUPS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
     pair,
 )
@@ -100,7 +100,7 @@ FAMILY = Decoder(
     only={"attention_bias": True},
     unread=("classifier_dropout",),
     parts=(
-        Part(says=("openai_gelu", "parallel_residual"), read=_read, write=_write),
+        FieldRule(says=("openai_gelu", "parallel_residual"), read=_read, write=_write),
         OWN_GROUPS,
         pair("hidden_dropout", "hidden_dropout", 0.0),
     ),

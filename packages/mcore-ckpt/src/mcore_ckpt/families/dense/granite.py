@@ -9,7 +9,7 @@ from mcore_ckpt.families.common.decoder import (
     ATTENTION_BIAS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
 )
 from mcore_ckpt.families.common.defaults import MUP
@@ -40,7 +40,7 @@ def write_factors(description: Description, theirs: Theirs) -> Theirs:
     }
 
 
-PLAIN_FACTORS = Part(
+PLAIN_FACTORS = FieldRule(
     says=(*FACTORS, "logits_multiplier"), read=read_factors, write=write_factors
 )
 """Of families with experts."""
@@ -65,5 +65,5 @@ FAMILY = Decoder(
     model_type="granite",
     architecture="GraniteForCausalLM",
     only={"mlp_bias": False},
-    parts=(Part(says=_SAYS, read=read_factors, write=_write), ATTENTION_BIAS),
+    parts=(FieldRule(says=_SAYS, read=read_factors, write=_write), ATTENTION_BIAS),
 )

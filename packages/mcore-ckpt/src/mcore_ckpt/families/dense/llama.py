@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, Part, Theirs
+from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs
 from mcore_ckpt.families.common.fields import Fields, require, setting
 
 
@@ -35,5 +35,5 @@ _BIASES = ("add_bias_linear", "add_attention_bias", "add_qkv_bias")
 FAMILY = Decoder(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    parts=(Part(says=_BIASES, read=_read, write=_write),),
+    parts=(FieldRule(says=_BIASES, read=_read, write=_write),),
 )

@@ -8,7 +8,7 @@ from mcore_ckpt.families.common.decoder import (
     OWN_GROUPS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
 )
 from mcore_ckpt.families.common.decoder_rules import with_head
@@ -93,7 +93,11 @@ FAMILY = Decoder(
         *("attn_impl", "init_config", "init_device", "learned_pos_emb"),
         *("embedding_fraction", "norm_type", "verbose", "tokenizer_name"),
     ),
-    parts=(OWN_GROUPS, FIXED_WIDTH, Part(says=("softmax_scale",), read=_read, write=_write)),
+    parts=(
+        OWN_GROUPS,
+        FIXED_WIDTH,
+        FieldRule(says=("softmax_scale",), read=_read, write=_write),
+    ),
     activation=("", ""),
     epsilon="layer_norm_epsilon",
     stated=_stated,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Description, Part, Theirs
+from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.common.layer_types import FULL, LOCAL, windows
 from mcore_ckpt.families.dense import olmo2
@@ -51,7 +51,7 @@ FAMILY = replace(
     parts=(
         *olmo2.FAMILY.parts,
         windows(4),
-        Part(says=("rotary_base_local",), read=_read, write=_write),
+        FieldRule(says=("rotary_base_local",), read=_read, write=_write),
     ),
     theta=5e5,
     stated=_stated,

@@ -3,7 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import OWN_HEADS, Decoder, Description, Part, Theirs
+from mcore_ckpt.families.common.decoder import (
+    OWN_HEADS,
+    Decoder,
+    Description,
+    FieldRule,
+    Theirs,
+)
 from mcore_ckpt.families.common.decoder_rules import (
     ANGLES,
     around,
@@ -67,7 +73,7 @@ FAMILY = Decoder(
     absent={"rms_norm_eps": 1e-5},
     only={"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_bias": False},
     unread=(_CONTEXT,),
-    parts=(OWN_HEADS, Part(write=_write_context), WINDOW),
+    parts=(OWN_HEADS, FieldRule(write=_write_context), WINDOW),
     partial=1.0,
     stated=_stated,
     weights=_table,

@@ -6,7 +6,7 @@ from mcore_ckpt.families.common.decoder import (
     OWN_HEADS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
     pair,
 )
@@ -46,7 +46,7 @@ FAMILY = Decoder(
     only={"qk_layernorm": False, "hidden_dropout": 0.0},
     parts=(
         pair("add_qkv_bias", "use_qkv_bias", False),
-        Part(says=("parallel_residual",), read=_read, write=_write),
+        FieldRule(says=("parallel_residual",), read=_read, write=_write),
         OWN_HEADS,
     ),
     epsilon="layer_norm_eps",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, Part, Theirs, pair
+from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs, pair
 from mcore_ckpt.families.common.decoder_rules import decoder_table
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.common.layer_types import FULL, LOCAL, ROTATED_WINDOWS, windows
@@ -94,7 +94,7 @@ def _write_temperature(description: Description, theirs: Theirs) -> Theirs:
     return {"rope_parameters": {**theirs["rope_parameters"], _BETA: beta}}
 
 
-_TEMPERATURE = Part(
+_TEMPERATURE = FieldRule(
     says=tuple(f"attention_temperature_{what}" for what in ("span", "scale", "layers")),
     read=_read_temperature,
     write=_write_temperature,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Description, Part, Theirs
+from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
 from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules
 from mcore_ckpt.families.common.experts import (
     MOE_DEFAULTS,
@@ -110,6 +110,6 @@ FAMILY = replace(
     # transformers reads neither, and leaves the predictors' weights out as we do.
     unread=("moe_capacity", "moe_use_aux_free", "num_nextn_predict_layers"),
     parts=(),
-    experts=Part(read=_read, write=_write),
+    experts=FieldRule(read=_read, write=_write),
     weights=_table,
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, Part, Theirs, pair
+from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs, pair
 from mcore_ckpt.families.common.decoder_rules import (
     attention_rules,
     decoder_table,
@@ -101,7 +101,7 @@ FAMILY = Decoder(
         pair("qk_layernorm", "use_qk_norm", False),
         pair("add_qkv_bias", "attention_bias", False),
     ),
-    experts=Part(read=_read, write=_write),
+    experts=FieldRule(read=_read, write=_write),
     partial=0.5,
     weights=_table,
     as_stored=without_absent,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, Part, Theirs, pair
+from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs, pair
 from mcore_ckpt.families.common.decoder_rules import decoder_table
 from mcore_ckpt.families.common.experts import expert_setting, expert_size_of
 from mcore_ckpt.families.common.fields import Fields
@@ -90,7 +90,7 @@ FAMILY = Decoder(
     # Copies of other fields.
     unread=("initial_context_length", "experts_per_token"),
     parts=(pair("activation_func_clamp_value", "swiglu_limit", kind=float), windows(2)),
-    experts=Part(says=("add_qkv_bias",), read=_read, write=_write),
+    experts=FieldRule(says=("add_qkv_bias",), read=_read, write=_write),
     theta=150000.0,
     stated=_stated,
     weights=_table,

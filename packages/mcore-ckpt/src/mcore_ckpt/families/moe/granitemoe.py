@@ -8,7 +8,7 @@ from mcore_ckpt.families.common.decoder import (
     OWN_HEADS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
 )
 from mcore_ckpt.families.common.decoder_rules import decoder_table
@@ -103,14 +103,14 @@ _ALONE = Decoder(
         "router_aux_loss_coef": 0.001,
     },
     parts=(PLAIN_FACTORS, ATTENTION_BIAS, OWN_HEADS),
-    experts=Part(read=_read, write=_write_alone),
+    experts=FieldRule(read=_read, write=_write_alone),
     weights=_table,
 )
 _BESIDE = replace(
     _ALONE,
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
-    experts=Part(read=_read_shared, write=_write_shared),
+    experts=FieldRule(read=_read_shared, write=_write_shared),
 )
 
 FAMILIES = {family.model_type: family for family in (_ALONE, _BESIDE)}

@@ -6,7 +6,7 @@ from mcore_ckpt.families.common.decoder import (
     ATTENTION_BIAS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
     pair,
 )
@@ -131,13 +131,13 @@ def _table(description: Description) -> Table:
     return decoder_table(description, rules)
 
 
-_LAYERS = Part(
+_LAYERS = FieldRule(
     says=("rope_skip_freq", "attention_chunk_size", "window_attn_skip_freq"),
     read=_read_layers,
     write=_write_layers,
     keep=("layer_types",),
 )
-_TEMPERATURE = Part(
+_TEMPERATURE = FieldRule(
     says=("attention_temperature_span", "attention_temperature_scale"),
     read=_read_temperature,
     write=_write_temperature,
@@ -161,7 +161,7 @@ FAMILY = Decoder(
         "router_aux_loss_coef": 0.001,
     },
     parts=(_LAYERS, pair("qk_l2_norm", "use_qk_norm", True), ATTENTION_BIAS, _TEMPERATURE),
-    experts=Part(read=_read_experts, write=_write_experts),
+    experts=FieldRule(read=_read_experts, write=_write_experts),
     theta=5e5,
     weights=_table,
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, Part, Theirs
+from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs
 from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules
 from mcore_ckpt.families.common.experts import (
     expert_layers,
@@ -59,6 +59,6 @@ FAMILY = Decoder(
         "router_aux_loss_coef": 0.001,
     },
     parts=(WINDOW,),
-    experts=Part(read=_read, write=_write),
+    experts=FieldRule(read=_read, write=_write),
     weights=_table,
 )

@@ -7,7 +7,7 @@ from mcore_ckpt.families.common.decoder import (
     ATTENTION_BIAS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
 )
 from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules, mlp_rules
@@ -78,6 +78,6 @@ FAMILY = Decoder(
     fixed={"qk_layernorm": True},
     absent={"num_key_value_heads": 4, "router_aux_loss_coef": 0.001},
     parts=(NO_WINDOW, ATTENTION_BIAS),
-    experts=Part(read=read_experts, write=_write),
+    experts=FieldRule(read=read_experts, write=_write),
     weights=table,
 )

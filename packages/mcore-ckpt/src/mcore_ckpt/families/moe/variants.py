@@ -8,7 +8,7 @@ from mcore_ckpt.families.common.decoder import (
     ATTENTION_BIAS,
     OWN_HEADS,
     Description,
-    Part,
+    FieldRule,
     Theirs,
     pair,
 )
@@ -117,7 +117,7 @@ _ALL = (
         },
         refused={"clip_qkv": None},
         parts=(ATTENTION_BIAS, OWN_HEADS),
-        experts=Part(read=_read_olmoe, write=_write_olmoe),
+        experts=FieldRule(read=_read_olmoe, write=_write_olmoe),
     ),
     replace(
         qwen3_moe.FAMILY,
@@ -133,7 +133,7 @@ _ALL = (
             "router_aux_loss_coef": 0.001,
         },
         parts=(pair("add_qkv_bias", "qkv_bias", True), UPPER_WINDOWS),
-        experts=Part(read=_read_qwen2, write=_write_qwen2),
+        experts=FieldRule(read=_read_qwen2, write=_write_qwen2),
         weights=_qwen2_table,
     ),
 )

@@ -6,7 +6,7 @@ from mcore_ckpt.families.common.decoder import (
     ATTENTION_BIAS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
 )
 from mcore_ckpt.families.common.decoder_rules import gated_rules
@@ -50,7 +50,7 @@ FAMILY = Decoder(
         SQUARE_HEADS,
         MAMBA,
         ATTENTION_BIAS,
-        Part(keep=("layer_types",), read=_read_layers, write=_write_layers),
+        FieldRule(keep=("layer_types",), read=_read_layers, write=_write_layers),
     ),
     layers=("M-", "*-"),
     partial=1.0,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, Part, Theirs
+from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs
 from mcore_ckpt.families.common.decoder_rules import (
     around,
     attention_rules,
@@ -143,8 +143,8 @@ FAMILY = Decoder(
     refused={"attention_bias": False, "mlp_bias": False},
     unread=("num_logits_to_keep", "layers_block_type"),
     parts=(
-        Part(says=(*HYBRID, "mamba_norm"), read=_read_mamba, write=_write_mamba),
-        Part(says=_FACTORS_SAID, read=_read_factors, write=_write_factors),
+        FieldRule(says=(*HYBRID, "mamba_norm"), read=_read_mamba, write=_write_mamba),
+        FieldRule(says=_FACTORS_SAID, read=_read_factors, write=_write_factors),
     ),
     layers=("P-",),
     stated=_stated,

@@ -6,7 +6,7 @@ from mcore_ckpt.families.common.decoder import (
     ATTENTION_BIAS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
 )
 from mcore_ckpt.families.common.experts import (
@@ -91,7 +91,7 @@ def _table(description: Description) -> Table:
     return hybrid_table(description, norms, half_rules(description))
 
 
-_POSITIONS = Part(
+_POSITIONS = FieldRule(
     says=("position_embedding_type",), read=_read_positions, write=_write_positions
 )
 
@@ -110,7 +110,7 @@ FAMILY = Decoder(
         MAMBA,
         ATTENTION_BIAS,
     ),
-    experts=Part(keep=("layer_types",), read=_read_experts, write=_write_experts),
+    experts=FieldRule(keep=("layer_types",), read=_read_experts, write=_write_experts),
     layers=("ME", "*E", "M-", "*-"),
     weights=_table,
 )

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Description, Part, Theirs
+from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
 from mcore_ckpt.families.common.decoder_rules import around, attention_rules, tied_copies
 from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import expert_setting
@@ -65,7 +65,7 @@ def _write_mamba(description: Description, _: Theirs) -> Theirs:
     return {**write_sizes(description), "mamba_expand": expansion(description)}
 
 
-MAMBA = Part(says=tuple(HYBRID), read=read_sizes, write=_write_mamba)
+MAMBA = FieldRule(says=tuple(HYBRID), read=read_sizes, write=_write_mamba)
 """Mamba-2 layers whose heads are a multiple of the hidden size together."""
 
 
@@ -75,7 +75,7 @@ def _square_heads(_: Description, theirs: Theirs) -> Theirs:
     return {}
 
 
-SQUARE_HEADS = Part(write=_square_heads)
+SQUARE_HEADS = FieldRule(write=_square_heads)
 """Attention's heads are as wide as the model together."""
 
 

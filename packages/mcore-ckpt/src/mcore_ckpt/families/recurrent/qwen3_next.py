@@ -7,7 +7,7 @@ from mcore_ckpt.families.common.decoder import (
     ATTENTION_BIAS,
     Decoder,
     Description,
-    Part,
+    FieldRule,
     Theirs,
 )
 from mcore_ckpt.families.common.decoder_rules import (
@@ -159,7 +159,7 @@ def _attention_rules(description: Description, layers: tuple[int, ...]) -> list[
     return [replace(rule, layers=layers) for rule in rules + qk_norm_rules()]
 
 
-_LAYERS = Part(
+_LAYERS = FieldRule(
     says=(*HYBRID, *DELTA_NET), read=_read_layers, write=_write_layers, keep=("layer_types",)
 )
 
@@ -175,7 +175,7 @@ FAMILY = Decoder(
         "max_position_embeddings": 32768,
     },
     parts=(ATTENTION_BIAS, _LAYERS),
-    experts=Part(read=_read_experts, write=_write_experts),
+    experts=FieldRule(read=_read_experts, write=_write_experts),
     layers=("GE", "G-", "*E", "*-"),
     partial=0.25,
     weights=_table,

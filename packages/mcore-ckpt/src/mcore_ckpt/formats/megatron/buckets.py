@@ -16,11 +16,11 @@ from typing import Any
 
 from mcore_ckpt.formats.dcp import DcpFolder
 from mcore_ckpt.formats.megatron.layout import (
-    Bucket,
+    BucketPiece,
     Chunks,
+    Degrees,
     Order,
-    Piece,
-    Sizes,
+    StateBucket,
     Weight,
     laid_out,
     placed_weights,
@@ -30,7 +30,7 @@ from mcore_ckpt.mapping.row_streams import Rows, Source
 from mcore_ckpt.mapping.rules import Table, expand
 from mcore_ckpt.storage.boxes import cover_problems
 from mcore_ckpt.storage.files import Reader
-from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, TensorEntry
+from mcore_ckpt.storage.index import DTYPE_BYTES, StoredBox, TensorEntry
 from mcore_parallel.sharding import flat_boxes
 
 _BUCKET = re.compile(
@@ -100,7 +100,7 @@ def _listed(folder: DcpFolder) -> dict[int, dict[int, Chunks]]:
 
     Returns nothing where a bucket's kinds of state are not of one size.
     """
-    found: dict[tuple[int, ...], Bucket] = {}
+    found: dict[tuple[int, ...], StateBucket] = {}
     dtypes: dict[tuple[int, ...], str] = {}
     kinds = {word: kind for kind, word in _WORDS.items()}
     for name in folder.tensors:
@@ -109,7 +109,7 @@ def _listed(folder: DcpFolder) -> dict[int, dict[int, Chunks]]:
             numbers = ("optimizer", "rank", "buffer", "bucket")
             where = tuple(int(match[number] or 0) for number in numbers)
             size = folder.tensors[name].shape[0]
-            bucket = found.setdefault(where, Bucket(size, {}))
+            bucket = found.setdefault(where, StateBucket(size, {}))
             if bucket.size != size:
                 return {}
             bucket.names[kinds[match["word"]]] = name
@@ -139,7 +139,7 @@ def _names(held: Mapping[int, Mapping[int, Chunks]]) -> Iterator[str]:
 
 def _sizes(
     arguments: Mapping[str, Any], held: Mapping[int, Mapping[int, Chunks]]
-) -> Sizes | None:
+) -> Degrees | None:
     """Read the sizes of parallel groups; None if the buckets are not those of such groups."""
     tp = arguments.get("tensor_model_parallel_size")
     if not isinstance(tp, int) or not held.keys() <= {0, 1}:
@@ -148,12 +148,12 @@ def _sizes(
     ep = arguments.get("expert_model_parallel_size") or 1
     etp = arguments.get("expert_tensor_parallel_size") or tp
     is_whole = ranks > 0 and ranks % tp == 0 and set(held[0]) == set(range(ranks))
-    return Sizes(tp, ranks // tp, etp, ep) if is_whole else None
+    return Degrees(tp, ranks // tp, etp, ep) if is_whole else None
 
 
 def _entries(
     kind: str,
-    pieces: Mapping[str, Sequence[Piece]],
+    pieces: Mapping[str, Sequence[BucketPiece]],
     weights: Sequence[Weight],
     located: Mapping[str, TensorEntry],
 ) -> dict[str, TensorEntry]:
@@ -161,7 +161,7 @@ def _entries(
     firsts = {name: [_begin(c) for c in entry.chunks] for name, entry in located.items()}
     found = {}
     for weight in weights:
-        chunks: list[Chunk] = []
+        chunks: list[StoredBox] = []
         dtypes = set()
         for piece in pieces.get(weight.name, ()):
             name = piece.bucket.names.get(kind, "")
@@ -174,7 +174,7 @@ def _entries(
     return found
 
 
-def _cut(entry: TensorEntry, firsts: Sequence[int], piece: Piece) -> Iterator[Chunk]:
+def _cut(entry: TensorEntry, firsts: Sequence[int], piece: BucketPiece) -> Iterator[StoredBox]:
     """Give the boxes of a weight that lie in the chunks of a bucket."""
     begin = piece.start
     for origin, lengths in piece.boxes:
@@ -188,10 +188,10 @@ def _cut(entry: TensorEntry, firsts: Sequence[int], piece: Piece) -> Iterator[Ch
             skipped = (where[0] - first) * DTYPE_BYTES[entry.dtype]
             for box in flat_boxes(lengths, *inside):
                 offsets = tuple(o + b for o, b in zip(box[0], origin, strict=True))
-                yield Chunk(chunk.file, chunk.offset + skipped, offsets, box[1])
+                yield StoredBox(chunk.file, chunk.offset + skipped, offsets, box[1])
                 skipped += prod(box[1]) * DTYPE_BYTES[entry.dtype]
         begin = end
 
 
-def _begin(chunk: Chunk) -> int:
+def _begin(chunk: StoredBox) -> int:
     return chunk.offsets[0]

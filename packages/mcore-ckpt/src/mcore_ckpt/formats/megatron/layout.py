@@ -94,7 +94,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class Degrees:
     """Ranks along each direction."""
 
     tp: int
@@ -104,22 +104,22 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class StateBucket:
     """Flat tensors of one size, by kind of state."""
 
     size: int
     names: dict[str, str]
 
 
-Chunks = list[dict[str, list[Bucket]]]
+Chunks = list[dict[str, list[StateBucket]]]
 """A rank's model chunks, each a buffer a dtype."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BucketPiece:
     """A weight's part in a bucket."""
 
-    bucket: Bucket
+    bucket: StateBucket
     start: int
     boxes: tuple[Box, ...]
 
@@ -156,8 +156,8 @@ def laid_out(
     order: Order,
     weights: Sequence[Weight],
     held: Mapping[int, Mapping[int, Chunks]],
-    sizes: Sizes,
-) -> dict[str, list[Piece]] | None:
+    sizes: Degrees,
+) -> dict[str, list[BucketPiece]] | None:
     """Put every weight into the buckets; None if they do not fill them."""
     apart = 1 in held
     dense = sorted((w for w in weights if not apart or w.expert < 0), key=order.key)
@@ -165,7 +165,7 @@ def laid_out(
     stages = _stages(dense, held[0], sizes)
     if stages is None:
         return None
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[BucketPiece]] = {}
     for (chunk, stage), mine in stages.items():
         for rank in range(sizes.tp):
             chunks = held[0][stage * sizes.tp + rank]
@@ -193,7 +193,7 @@ def laid_out(
 
 
 def _stages(
-    weights: Sequence[Weight], ranks: Mapping[int, Chunks], sizes: Sizes
+    weights: Sequence[Weight], ranks: Mapping[int, Chunks], sizes: Degrees
 ) -> dict[tuple[int, int], list[Weight]] | None:
     """Find how many layers each chunk of each stage has: those that fill its buckets."""
     num_chunks = len(ranks[0])
@@ -220,11 +220,11 @@ def _stages(
 
 
 def _fill(
-    buffers: Mapping[str, list[Bucket]],
+    buffers: Mapping[str, list[StateBucket]],
     weights: Sequence[Weight],
     rank: int,
     count: int,
-    found: dict[str, list[Piece]],
+    found: dict[str, list[BucketPiece]],
 ) -> bool:
     """Lay weights into the buffers of a chunk, the last first; False if they do not fit."""
     if {w.dtype for w in weights} != buffers.keys():
@@ -240,7 +240,7 @@ def _fill(
             pieces = found.setdefault(weight.name, [])
             # What several ranks have is taken from the first.
             if own not in [piece.boxes for piece in pieces]:
-                pieces.append(Piece(buckets[number], start, own))
+                pieces.append(BucketPiece(buckets[number], start, own))
     return True
 
 

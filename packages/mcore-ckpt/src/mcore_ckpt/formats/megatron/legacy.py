@@ -20,7 +20,7 @@ from mcore_ckpt.formats.safe_pickle import Record
 from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_ckpt.storage.boxes import cover_problems
-from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, TensorEntry
+from mcore_ckpt.storage.index import DTYPE_BYTES, StoredBox, TensorEntry
 from mcore_parallel.logical_tensors import is_gated
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -221,12 +221,12 @@ def _joined(
     elif len(shape) == 2 and _COLUMNS.search(name):
         whole = (shape[0], shape[1] * count)
         chunks = [
-            Chunk(p.file, p.tensor.offset, (0, rank * shape[1]), shape)
+            StoredBox(p.file, p.tensor.offset, (0, rank * shape[1]), shape)
             for rank, p in enumerate(parts)
         ]
     else:
         whole, first = shape, parts[0]
-        chunks = [Chunk(first.file, first.tensor.offset, (0,) * len(shape), shape)]
+        chunks = [StoredBox(first.file, first.tensor.offset, (0,) * len(shape), shape)]
     problems = cover_problems(whole, [(c.offsets, c.lengths) for c in chunks])
     if problems:
         raise CheckpointError(f"{name}: {problems[0]}")
@@ -242,7 +242,7 @@ def _bands(name: str, description: Mapping[str, Any], version: float) -> int:
     return 0 if "layer_norm" in name else 1
 
 
-def _row_chunks(part: _Part, rank: int, count: int, bands: int) -> Iterator[Chunk]:
+def _row_chunks(part: _Part, rank: int, count: int, bands: int) -> Iterator[StoredBox]:
     shape = part.tensor.shape
     rows = shape[0] // bands
     row_bytes = DTYPE_BYTES[part.tensor.dtype] * prod(shape[1:])
@@ -250,7 +250,7 @@ def _row_chunks(part: _Part, rank: int, count: int, bands: int) -> Iterator[Chun
         begin = (band * count + rank) * rows
         offset = part.tensor.offset + band * rows * row_bytes
         zeros = (0,) * (len(shape) - 1)
-        yield Chunk(part.file, offset, (begin, *zeros), (rows, *shape[1:]))
+        yield StoredBox(part.file, offset, (begin, *zeros), (rows, *shape[1:]))
 
 
 def _copied_heads(description: Mapping[str, Any], names: set[str]) -> set[str]:

@@ -22,7 +22,7 @@ from mcore_ckpt.mapping.optimizer_state import (
     MAIN,
     MOMENTS,
     OptimizerState,
-    Part,
+    StateKind,
     check_parts,
     has_state,
     is_main,
@@ -33,7 +33,7 @@ from mcore_ckpt.mapping.row_streams import Rows, Source, compare_copy
 from mcore_ckpt.mapping.rules import Table, expand, match_theirs, unstacked
 from mcore_ckpt.mapping.views import their_items
 from mcore_ckpt.storage.files import Item, Reader
-from mcore_ckpt.storage.index import DTYPE_BYTES, Chunk, TensorEntry
+from mcore_ckpt.storage.index import DTYPE_BYTES, StoredBox, TensorEntry
 from mcore_parallel.sharding import flat_boxes
 
 _PREFIX = "optimizer.state."
@@ -154,13 +154,13 @@ def unflattened(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> Tensor
             f"{name} of shape {list(entry.shape)} is no flat form of its weight of shape "
             f"{list(shape)}."
         )
-    chunks: list[Chunk] = []
+    chunks: list[StoredBox] = []
     for chunk in entry.chunks:
         chunks += _boxed(chunk, block, DTYPE_BYTES[entry.dtype])
     return TensorEntry(shape, entry.dtype, tuple(chunks))
 
 
-def _boxed(chunk: Chunk, block: list[int], item_bytes: int) -> Iterator[Chunk]:
+def _boxed(chunk: StoredBox, block: list[int], item_bytes: int) -> Iterator[StoredBox]:
     """Give the boxes that a chunk of one block's, or of several blocks', elements holds."""
     *grid, first = chunk.offsets
     *blocks, count = chunk.lengths
@@ -170,11 +170,13 @@ def _boxed(chunk: Chunk, block: list[int], item_bytes: int) -> Iterator[Chunk]:
     done = 0
     for offsets, lengths in flat_boxes(tuple(block), first, first + count):
         where = tuple(o + b for o, b in zip(offsets, origin, strict=True))
-        yield Chunk(chunk.file, chunk.offset + done * item_bytes, where, lengths)
+        yield StoredBox(chunk.file, chunk.offset + done * item_bytes, where, lengths)
         done += prod(lengths)
 
 
-def _part(kind: str, entries: Mapping[str, TensorEntry], reader: Reader, table: Table) -> Part:
+def _part(
+    kind: str, entries: Mapping[str, TensorEntry], reader: Reader, table: Table
+) -> StateKind:
     """Match one kind of state with the weights' table, and turn it."""
     links = expand(table) if entries or kind != MAIN else []
     theirs = Source(reader, entries)
@@ -189,7 +191,7 @@ def _main_part(
     table: Table,
     weights: Rows,
     is_proven: bool,
-) -> Part:
+) -> StateKind:
     """Match main weights, which must be the weights, and turn those that are needed here."""
     part = _part(MAIN, entries, reader, table)
     for link in () if is_proven else part.links:
