@@ -27,7 +27,7 @@ import torch
 from reporting import add_options, keep, versions
 from torch import Tensor
 
-from mcore_ckpt.families import family_of
+from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.sources import native_table
 from mcore_ckpt.mapping.row_streams import Rows, slabs
@@ -119,8 +119,8 @@ def main() -> None:
 def from_memory(config: dict, _: Path) -> dict:
     """Turn generated weights into ours, and ours into theirs; sum them, two blocks at once."""
     theirs = Generated(shapes_of(config))
-    description = family_of("llama").to_ours({"model_type": "llama", **config})
-    links = expand(family_of("llama").table(description))
+    description = find_family("llama").to_ours({"model_type": "llama", **config})
+    links = expand(find_family("llama").table(description))
     turned: Rows = RenamedRows(links, theirs)
     ours = Generated({name: entry.shape for name, entry in turned.entries.items()})
     row: dict[str, float] = {}

@@ -5,7 +5,7 @@ import torch
 
 from mcore_infer import SamplingConfig, generate, generate_text, load_model, sample, stream
 from mcore_infer.generation import next_logits, prompt_ids
-from mcore_infer.sampling import log_probs_of
+from mcore_infer.sampling import token_log_probs
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
@@ -28,7 +28,7 @@ def recomputed(model, prompt, sampling, seed):
         logits = next_logits(model, torch.tensor([text]))
         draws = torch.rand(1, generator=random, dtype=torch.float64)
         chosen = sample(logits, sampling, draws)
-        log_probs.append(log_probs_of(logits, chosen).item())
+        log_probs.append(token_log_probs(logits, chosen).item())
         text.append(chosen.item())
     return text[len(prompt) :], log_probs
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_infer import NewToken, SamplingConfig, TokenRules, filtered, sample
-from mcore_infer.sampling import log_probs_of, penalized
+from mcore_infer.sampling import penalized, token_log_probs
 from mcore_infer.writing import Writing
 
 # The expected numbers were obtained by running the reference (Megatron-LM, August 2026).
@@ -105,7 +105,7 @@ def test_a_repetition_penalty_near_zero_and_a_nan_name_a_token():
 
 def test_log_probs_are_those_of_the_model_before_temperature():
     ids = torch.tensor([2])
-    assert log_probs_of(PROBS.log(), ids).item() == pytest.approx(torch.tensor(0.15).log())
+    assert token_log_probs(PROBS.log(), ids).item() == pytest.approx(torch.tensor(0.15).log())
 
 
 def test_min_p_leaves_out_what_is_less_likely_than_a_share_of_the_likeliest():

@@ -14,7 +14,7 @@ from mcore_models.kernels.flash4_attention import FLASH4_KERNEL
 from mcore_models.layers.rope import NORM_ROTARY_KERNEL
 from mcore_moe.config import MoEConfig
 from mcore_parallel import optional_kernels as mechanism
-from mcore_parallel.optional_kernels import failure_of
+from mcore_parallel.optional_kernels import kernel_failure
 
 CPU = torch.device("cpu")
 INTERFACE = """
@@ -72,7 +72,7 @@ PASSES = ("forward", "backward")
 
 @pytest.mark.parametrize("package", ["none", *PASSES], indirect=True)
 def test_flash4_is_tried_in_both_passes(package, caplog):
-    failure = failure_of(FLASH4_KERNEL, CPU, torch.bfloat16, 64, 2)
+    failure = kernel_failure(FLASH4_KERNEL, CPU, torch.bfloat16, 64, 2)
     assert ("TypeError: epilogue fn" in failure) == (package != "none")
     assert ("flash-attn-4 9.9" in failure) == (package != "none")
     assert len(caplog.records) == (package != "none")
@@ -146,5 +146,5 @@ def test_every_kernel_that_a_model_may_choose_works_on_this_gpu(dtype):
         moe = MoEConfig(num_experts=4)
         wanted += optional_kernels(config, KernelConfig(), device, dtype, moe=moe)
     assert len(wanted) >= 3 * 8
-    failures = {kernel.name: failure_of(kernel, device, *kind) for kernel, kind in wanted}
+    failures = {kernel.name: kernel_failure(kernel, device, *kind) for kernel, kind in wanted}
     assert not any(failures.values()), failures

@@ -326,7 +326,7 @@ def test_a_preset_is_what_its_published_config_says(name):
     """Fields of config.json as released; what is left out is the class's default there."""
     families = pytest.importorskip("mcore_ckpt.families")
     config = PUBLISHED[name]
-    description = families.family_of(config["model_type"]).to_ours(config)
+    description = families.find_family(config["model_type"]).to_ours(config)
     read, preset = ModelDescription.from_dict(description), load_preset(name)
     assert read.vocab_size == preset.vocab_size
     there, mine = (config_to_dict(one.config) for one in (read, preset))

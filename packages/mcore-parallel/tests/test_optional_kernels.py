@@ -13,8 +13,8 @@ from mcore_parallel.optional_kernels import (
     OptionalKernel,
     agree_on_kernels,
     both_passes,
-    failure_of,
     give_up,
+    kernel_failure,
     wave,
     works,
 )
@@ -84,7 +84,7 @@ def test_what_a_kernel_raises_is_one_warning_with_versions(kernel, caplog, reque
         assert message.startswith(f"{kernel.name} cannot be used here")
         assert words in message
         assert f"(made_up_{name} 4.2, torch {version('torch')})" in message
-    assert words in failure_of(kernel, CPU, torch.float32)
+    assert words in kernel_failure(kernel, CPU, torch.float32)
 
 
 @pytest.mark.parametrize("kernel", ["none"], indirect=True)
@@ -134,7 +134,7 @@ def check_agreement():
     broken = OptionalKernel("broken on one", ("torch",), _fails_on_one(ctx.world.rank))
     sound = OptionalKernel("sound", ("torch",), _fails_on_one(0))
     agree_on_kernels([(broken, ()), (sound, ())], ctx.device, ctx.world)
-    return failure_of(broken, ctx.device), works(sound, ctx.device)
+    return kernel_failure(broken, ctx.device), works(sound, ctx.device)
 
 
 def test_ranks_leave_out_alike_what_fails_on_one_of_them():

@@ -102,7 +102,7 @@ def test_a_schedule_is_built_once_for_each_size_of_a_ramp():
     collect(run, until=5)
     assert run.schedule_samples == 4 * 2 + 4
     assert list(run.built_actions) == [("train", 1), ("evaluate", 2), ("train", 2)]
-    assert run.actions_of(1) is run.actions_of(1)
+    assert run.step_actions(1) is run.step_actions(1)
 
 
 def test_validation_scores_the_same_samples_each_time_and_changes_nothing(tmp_path):

@@ -59,7 +59,7 @@ class StrictnessConfig:
         return "ignore" if kind == "ignore" else "raise"
 
     @property
-    def on_unasked(self) -> Literal["raise", "log", "ignore"]:
+    def on_unexpected(self) -> Literal["raise", "log", "ignore"]:
         """What to do about tensors of the checkpoint that are not loaded."""
         if self.dist_ckpt_strictness == "raise_all":
             return "raise"

@@ -15,7 +15,7 @@ from mcore_ckpt.conversion.inspection import check, differences
 from mcore_ckpt.conversion.logit_check import LogitCheck
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.families import family_for, family_of
+from mcore_ckpt.families import family_for, find_family
 from mcore_ckpt.families.common.fields import CARRIED, GENERATION_WORDS
 from mcore_ckpt.save_load.loading import load, read_tensor
 from mcore_ckpt.storage.files import narrowed
@@ -288,7 +288,7 @@ def config_of(name):
 def test_a_description_read_from_what_it_wrote_is_the_same():
     for name in MODELS:
         config = config_of(name)
-        family = family_of(config["model_type"])
+        family = find_family(config["model_type"])
         description = family.to_ours(config)
         again = family.to_ours(family.to_theirs(description))
         assert again == description, name
@@ -307,7 +307,7 @@ def test_old_and_new_spellings_of_config_json_mean_the_same(tmp_path):
     make(tmp_path / "hf", "llama tied, llama3 scaling")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert "rope_parameters" in config
-    llama = family_of("llama")
+    llama = find_family("llama")
     new = llama.to_ours(config)
     assert llama.to_ours(old_spellings(config)) == new
     assert new["config"]["rotary_base"] == 500000.0
@@ -329,7 +329,7 @@ def test_a_field_that_is_absent_means_what_transformers_takes_for_it(name):
     kind = getattr(transformers, f"{MODELS[name][0]}Config")
     whole = config_of(name)
     whole.pop("time_step_limit", None)  # JSON has no infinity.
-    family = family_of(whole["model_type"])
+    family = find_family(whole["model_type"])
     num_read = 0
     for field in whole.keys() - {"model_type", *NO_MATTER, *SAID_BY_WEIGHTS}:
         config = {n: value for n, value in whole.items() if n != field}
@@ -348,7 +348,7 @@ def test_a_field_that_is_absent_means_what_transformers_takes_for_it(name):
 
 
 def test_a_cap_that_null_switches_off_stays_off():
-    gemma2 = family_of("gemma2")
+    gemma2 = find_family("gemma2")
     config = transformers.Gemma2Config(attn_logit_softcapping=None).to_dict()
     theirs = gemma2.to_theirs(gemma2.to_ours(config))
     assert theirs["attn_logit_softcapping"] is None
@@ -358,7 +358,7 @@ def test_a_cap_that_null_switches_off_stays_off():
 def test_what_transformers_notes_for_itself_is_no_unknown_field():
     config = transformers.LlamaConfig(**ODD, **HEADS).to_dict()
     notes = {"_attn_implementation_autoset": True, "_attn_implementation": "sdpa"}
-    llama = family_of("llama")
+    llama = find_family("llama")
     assert llama.to_ours(config | notes | {"torchscript": True}) == llama.to_ours(config)
 
 
@@ -745,7 +745,7 @@ def test_the_proof_sees_a_byte_that_went_wrong(tmp_path, monkeypatch):
 def test_a_family_is_found_for_a_model_that_was_trained_here():
     for name in MODELS:
         config = config_of(name)
-        description = family_of(config["model_type"]).to_ours(config)
+        description = find_family(config["model_type"]).to_ours(config)
         found = family_for(description)
         # A Mistral without window is a Llama; a Phi-3 is a Mistral whose matrices are fused.
         alike = {"mistral without window": "llama", "phi3": "mistral"}

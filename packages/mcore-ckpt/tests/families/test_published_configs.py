@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import transformers
 
-from mcore_ckpt.families import family_of
+from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.text_towers import text_tower
 
 EXAONE = {"model_type": "exaone4", "vocab_size": 37, "hidden_size": 16}
@@ -15,14 +15,14 @@ FULL = {"layer_types": ["full_attention"] * 3}
 
 
 def described(config):
-    return family_of(config["model_type"]).to_ours(config)
+    return find_family(config["model_type"]).to_ours(config)
 
 
 @pytest.mark.parametrize(("window", "skipped"), [(8, "1"), (None, "0")])
 def test_no_layer_of_exaone4_rotates_where_a_window_is_said_and_none_has_it(window, skipped):
     description = described(EXAONE | FULL | {"sliding_window": window})
     assert description["config"].get("rope_skip_freq", "0") == skipped
-    theirs = family_of("exaone4").to_theirs(description)
+    theirs = find_family("exaone4").to_theirs(description)
     assert theirs["sliding_window"] == window
     assert theirs["layer_types"] == FULL["layer_types"]
     assert described(theirs) == description
@@ -97,7 +97,7 @@ def test_experts_of_ernie4_5_end_where_transformers_ends_them(end, step, layers)
     sizes |= {"max_position_embeddings": 64}
     description = described(sizes | {"moe_layer_end_index": end, "moe_layer_interval": step})
     assert description["moe"]["moe_layer_freq"] == f"[{','.join(layers)}]"
-    assert described(family_of("ernie4_5_moe").to_theirs(description)) == description
+    assert described(find_family("ernie4_5_moe").to_theirs(description)) == description
     with pytest.raises(ValueError, match="moe_layer_interval=0: it must be 1 or more"):
         described(sizes | {"moe_layer_interval": 0})
 
@@ -109,8 +109,8 @@ def test_biases_of_internlm3_are_in_all_linears_or_in_none():
             with pytest.raises(ValueError, match=r"qkv_bias=.* and bias=.*all linears or in n"):
                 described(sizes | {one: True})
         both = described(sizes | dict.fromkeys(words, True))
-        assert described(family_of("internlm3").to_theirs(both)) == both
+        assert described(find_family("internlm3").to_theirs(both)) == both
         assert both["config"]["add_bias_linear"]
     config = both["config"] | {"add_bias_linear": False, "add_attention_bias": True}
     with pytest.raises(ValueError, match="cannot express --add-attention-bias True"):
-        family_of("internlm3").to_theirs(both | {"config": config})
+        find_family("internlm3").to_theirs(both | {"config": config})

@@ -4,7 +4,7 @@ from math import prod
 
 import pytest
 
-from mcore_ckpt.families import MODEL_TYPES, family_of, shapes_of
+from mcore_ckpt.families import MODEL_TYPES, find_family, shapes_of
 from mcore_ckpt.families.common.shape_check import check_shapes, expected_shape
 from mcore_ckpt.formats.megatron.names import to_arguments
 from mcore_ckpt.mapping.rules import expand
@@ -176,13 +176,13 @@ SHAPELESS = {
 
 def described(name, **changes):
     config = {"model_type": name, **CONFIGS[name], **changes}
-    return family_of(name).to_ours({k: v for k, v in config.items() if v is not None})
+    return find_family(name).to_ours({k: v for k, v in config.items() if v is not None})
 
 
 def entries_of(description, name):
     """List a model's weights, each of the shape that its family says."""
     shapes = shapes_of(description)
-    links = expand(family_of(name).table(description))
+    links = expand(find_family(name).table(description))
     found = {n: expected_shape(n, shapes) for link in links for n in link.ours}
     assert all(shape is not None and prod(shape) for shape in found.values()), found
     return {n: TensorEntry(shape, "F32", ()) for n, shape in found.items()}

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from mcore_ckpt.formats.quantized_layouts import (
     LAYOUTS,
     METHODS,
-    layout_of,
+    find_layout,
 )
 from mcore_ckpt.formats.quantized_plans import QuantPlan, read_plan
 from mcore_ckpt.mapping.low_bits import decode, encode, pack, unpack
@@ -131,14 +131,14 @@ def test_members_of_a_group_share_the_scale_of_the_whole_tensor():
 
 
 def test_a_layout_says_what_it_cannot_hold():
-    assert "odd" in layout_of("W4A16_AWQ").problem((3, 128))
-    assert "no multiple of the group of 64" in layout_of("W4A16_GPTQ", 64).problem((4, 96))
+    assert "odd" in find_layout("W4A16_AWQ").problem((3, 128))
+    assert "no multiple of the group of 64" in find_layout("W4A16_GPTQ", 64).problem((4, 96))
     assert "no multiple of the group of 16" in LAYOUTS["NVFP4"].problem((4, 24))
     assert not LAYOUTS["FP8_BLOCK_SCALES"].problem((129, 1000))
     with pytest.raises(ValueError, match="FP9"):
-        layout_of("FP9")
+        find_layout("FP9")
     with pytest.raises(ValueError, match="groups of 16, not 32"):
-        layout_of("NVFP4", 32)
+        find_layout("NVFP4", 32)
 
 
 @pytest.mark.parametrize("algo", LAYOUTS)

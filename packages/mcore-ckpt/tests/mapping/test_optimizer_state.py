@@ -185,7 +185,7 @@ def megatrons(folder, plain, common, change=lambda state: None, flat=()):
     for name, tensor in state.items():
         grid = flat[name.count("decoder.layers")] if flat and "optimizer" in name else None
         if grid is None or tensor.dim() != len(grid):
-            items.append(item_of(name, [tensor]))
+            items.append(build_item(name, [tensor]))
             continue
         steps = [n // count for n, count in zip(tensor.shape, grid, strict=True)]
         for block in torch.cartesian_prod(*(torch.arange(count) for count in grid)).tolist():
@@ -194,13 +194,13 @@ def megatrons(folder, plain, common, change=lambda state: None, flat=()):
                 part = part.narrow(dim, number * step, step)
             # Three data ranks' ranges, which end in the middle of rows.
             ranges = part.reshape(-1).tensor_split((7, 20))
-            items.append(item_of(f"{name}{block}".replace(" ", ""), ranges))
+            items.append(build_item(f"{name}{block}".replace(" ", ""), ranges))
     (folder / "there").mkdir()
     write_dcp_folder(folder / "there", items, {"common_state/shard_0_1": [common]})
     return before, folder / "there"
 
 
-def item_of(name, parts):
+def build_item(name, parts):
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     dtype = "BF16" if parts[0].dtype == torch.bfloat16 else "F32"
     return Item(name, dtype, shape, partial(iter, [part for part in parts if part.numel()]))
@@ -323,7 +323,7 @@ def test_the_state_of_experts_comes_in_from_an_optimizer_of_their_own(tmp_path):
             is_state = number > 0 and "expert_bias" not in name
             if number == 0 or is_state:
                 there = f"{chained}{word}{name}" if is_state else name
-                items.append(item_of(there, [tensor]))
+                items.append(build_item(there, [tensor]))
         has = {n: t for n, t in mine.items() if number == 0 or "expert_bias" not in n}
         before |= {f"{kind}.{name}": tensor for name, tensor in has.items()}
     arguments = megatron_names.to_arguments(config, 128) | {"consumed_train_samples": 56}

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mcore_ckpt.families import MODEL_TYPES, family_for, family_of
+from mcore_ckpt.families import MODEL_TYPES, family_for, find_family
 from mcore_ckpt.families.common import defaults, experts
 from mcore_ckpt.mapping.rules import Link, Rule, Table, expand, match_ours, match_theirs
 from mcore_ckpt.storage.index import TensorEntry
@@ -110,20 +110,20 @@ def test_each_family_refuses_flags_that_it_cannot_say():
     # Llama 4 has all of what others refuse.
     names = [name for name in MODEL_TYPES if name != "llama4_text"]
     for name in names[: names.index("deepseek_v2")]:
-        family = family_of(name)
+        family = find_family(name)
         described = {
             "family": "gpt",
             "vocab_size": 9,
             "config": plain | family.fixed | more.get(name, {}),
             "moe": {"num_experts": 2} | routers.get(name, {}) if family.experts else {},
         }
-        family_of(name).to_theirs(described)
+        find_family(name).to_theirs(described)
         for flag, value in (("qk_l2_norm", True), ("attention_chunk_size", 4)):
             odd = {**described, "config": described["config"] | {flag: value}}
             with pytest.raises(
                 ValueError, match=f"cannot express --{flag.replace('_', '-')} {value}"
             ):
-                family_of(name).to_theirs(odd)
+                find_family(name).to_theirs(odd)
         if family.experts:
             odd = {**described, "moe": described["moe"] | {"moe_expert_capacity_factor": 1.5}}
             with pytest.raises(ValueError, match="cannot express --moe-expert-capacity-factor"):
@@ -135,9 +135,9 @@ def test_each_family_refuses_flags_that_it_cannot_say():
         if name in PATTERNS:
             message = "cannot express .*--hybrid-override-pattern"
         with pytest.raises(ValueError, match=message):
-            family_of(name).to_theirs(described | {"moe": {}})
+            find_family(name).to_theirs(described | {"moe": {}})
     with pytest.raises(ValueError, match="blocks are shared by several layers"):
-        family_of("zamba2")
+        find_family("zamba2")
 
 
 def test_a_model_of_mup_is_written_with_the_factors_of_its_width():
@@ -145,7 +145,7 @@ def test_a_model_of_mup_is_written_with_the_factors_of_its_width():
     config |= {"mup_base_hidden_size": 8, "mup_base_head_dim": 4, "mup_embedding_mult": 3.0}
     described = {"family": "gpt", "vocab_size": 9, "config": config, "moe": {}}
     assert family_for(described) == "granite"
-    theirs = family_of("granite").to_theirs(described)
+    theirs = find_family("granite").to_theirs(described)
     assert (theirs["embedding_multiplier"], theirs["logits_scaling"]) == (3.0, 4.0)
     assert theirs["attention_multiplier"] == 4**-0.5 * 4 / 16
 
@@ -154,7 +154,7 @@ PATTERNS = {*("mamba2", "nemotron_h", "qwen3_next", "bamba", "granitemoehybrid",
 
 
 def test_predictors_of_deepseek_v3_stand_after_the_last_layer_and_share_the_embedding():
-    family = family_of("deepseek_v3")
+    family = find_family("deepseek_v3")
     config = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
     config |= {"intermediate_size": 6, "kv_lora_rank": 4, "qk_nope_head_dim": 4}
     config |= {"qk_rope_head_dim": 2, "v_head_dim": 4, "n_routed_experts": 16, "vocab_size": 9}

@@ -111,13 +111,13 @@ and whether something is logged."""
 
 @pytest.mark.parametrize("level", list(LEVELS))
 def test_each_level_of_strictness_answers_names_in_its_way(step, caplog, level):
-    on_missing, on_unasked, is_logged = LEVELS[level]
+    on_missing, on_unexpected, is_logged = LEVELS[level]
     strictness = StrictnessConfig(dist_ckpt_strictness=level)
     lacking = targets() | {"model.new": whole(torch.full((2,), 9.0))}
     unasked = targets()
     del unasked["model.norm"]
     with caplog.at_level(logging.WARNING):
-        for shards, is_error in ((lacking, on_missing), (unasked, on_unasked)):
+        for shards, is_error in ((lacking, on_missing), (unasked, on_unexpected)):
             if is_error:
                 with pytest.raises(ValueError, match=r"model\.n"):
                     load(step, shards, strictness=strictness)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import SamplingConfig
 from mcore_infer.kv_cache import StaticCache
-from mcore_infer.sampling import choose, log_probs_of
+from mcore_infer.sampling import choose, token_log_probs
 from mcore_infer.writing import Generation, NewToken, Writing
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_gather, all_reduce
@@ -224,7 +224,7 @@ class _Writer:
         while True:
             logits = next_logits(self.model, tokens, self.cache)
             chosen = self._choose(logits)
-            yield from self._take(chosen, log_probs_of(logits, chosen))
+            yield from self._take(chosen, token_log_probs(logits, chosen))
             if all(row.finish_reason for row in self.rows):
                 return
             tokens = self._next_tokens(chosen)[:, None]

@@ -194,7 +194,9 @@ def tops(found: Float[Tensor, "2 B k"]) -> list[Top]:
     ]
 
 
-def log_probs_of(logits: Float[Tensor, "B V"], ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+def token_log_probs(
+    logits: Float[Tensor, "B V"], ids: Int[Tensor, " B"]
+) -> Float[Tensor, " B"]:
     """Log probability that the model gives to tokens, before temperature and cut-off."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return scores.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)

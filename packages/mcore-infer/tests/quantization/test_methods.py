@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_ckpt.formats.quantized_layouts import LAYOUTS, layout_of
+from mcore_ckpt.formats.quantized_layouts import LAYOUTS, find_layout
 from mcore_infer.quantization.awq import fold_, scale_and_round, search_strength
 from mcore_infer.quantization.budget import allocate
 from mcore_infer.quantization.gptq import compensate_and_round, rounded_columns
@@ -12,7 +12,7 @@ from mcore_infer.quantization.observing import InputStatistics
 from mcore_infer.quantization.rounding import input_scale, round_to_nearest, smooth_and_round
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 
-GROUPS_OF_8 = layout_of("W4A16_GPTQ", 8)
+GROUPS_OF_8 = find_layout("W4A16_GPTQ", 8)
 
 
 def matrix(weight, norm=None, rows=None):
@@ -94,7 +94,7 @@ def test_before_rounding_a_folded_norm_and_weight_are_what_they_were(kind):
 
 def test_awq_finds_a_smaller_error_than_the_nearest_and_folds_it_only_into_a_norm():
     torch.manual_seed(3)
-    layout = layout_of("W4A16_AWQ", 16)
+    layout = find_layout("W4A16_AWQ", 16)
     x = torch.randn(200, 32)
     x[:, 3] *= 40  # a channel that matters
     weight, seen = torch.randn(12, 32), seen_of(x)

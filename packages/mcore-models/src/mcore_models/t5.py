@@ -281,7 +281,7 @@ class T5(StageModel):
         return shapes
 
     def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
-        """Real tokens of the decoder."""
+        """Return the mask of the decoder's real tokens."""
         return {LM_LOSS: batch[LOSS_MASK]}
 
     def unreduced_losses(

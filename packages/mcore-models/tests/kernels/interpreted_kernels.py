@@ -1,4 +1,4 @@
-"""Every Triton kernel against its plain twin on the CPU, by Triton's interpreter.
+"""Every Triton kernel against its reference in plain torch on the CPU, by Triton's interpreter.
 
 Started by test_kernels_interpreted.py with TRITON_INTERPRET=1, which Triton reads when it is
 imported, and with the hook that checks shapes, as tests on a GPU have it. Shapes are tiny:
@@ -58,7 +58,7 @@ from mcore_parallel.kernels.fp8_cast import cast_by, largest
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.optimizers.adamw import adamw_plain
-from mcore_parallel.optional_kernels import failure_of
+from mcore_parallel.optional_kernels import kernel_failure
 from mcore_parallel.precision.fp8_cast import cast_plain
 from mcore_parallel.precision.fp8_fine_cast import cast_blocks_plain, cast_lines_plain
 from mcore_parallel.tensor_parallel.embedding import add_rows_plain
@@ -405,7 +405,7 @@ def check_trials():
     wanted = optional_kernels(config, KernelConfig(), device, torch.float32)
     wanted.append((SSD_KERNELS, (torch.float32, 16, 16)))
     wanted += [(ROWS_KERNELS, ()), (TOP_KERNEL, ()), (WEIGHT_GRAD_KERNEL, (torch.float32,))]
-    failures = {kernel.name: failure_of(kernel, device, *kind) for kernel, kind in wanted}
+    failures = {kernel.name: kernel_failure(kernel, device, *kind) for kernel, kind in wanted}
     assert len(failures) == 11
     assert not any(failures.values()), failures
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_parallel.grad_slot import grad_slot
-from mcore_parallel.optional_kernels import failure_of
+from mcore_parallel.optional_kernels import kernel_failure
 
 pytestmark = pytest.mark.gpu
 
@@ -190,7 +190,7 @@ def test_the_gated_delta_rule_equals_plain_torch(packed, width, channels):
     )
 
     device, kind = torch.device("cuda"), (torch.bfloat16, *kernel_widths(width, channels))
-    assert failure_of(DELTA_KERNELS, device, *kind) == ""
+    assert kernel_failure(DELTA_KERNELS, device, *kind) == ""
     torch.manual_seed(0)
     length, rows, groups, heads = 333, 2, 2, 4
     there = {"device": "cuda", "dtype": torch.bfloat16}

@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: interpreted, against their plain twins."""
+"""Triton kernels without a GPU: interpreted, against their references."""
 
 import os
 import subprocess

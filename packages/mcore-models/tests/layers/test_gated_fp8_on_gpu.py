@@ -7,7 +7,7 @@ from mcore_models.layers.gated_fp8 import GATED_CAST_KERNEL, GatedCast
 from mcore_models.layers.mlp import MLP
 from mcore_parallel import optional_kernels
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.optional_kernels import failure_of
+from mcore_parallel.optional_kernels import kernel_failure
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import WeightCasts, delayed_scales, fp8_gemms
 from mcore_parallel.precision.fp8_cast import cast_plain
@@ -66,7 +66,7 @@ def test_a_layer_in_16_bits_does_not_try_the_kernel():
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_layer_computes_what_it_computes_by_single_kernels(recipe):
     device = torch.device("cuda")
-    assert failure_of(GATED_CAST_KERNEL, device, torch.bfloat16) == ""
+    assert kernel_failure(GATED_CAST_KERNEL, device, torch.bfloat16) == ""
     config, ctx = (
         Fp8Config(fp8_format="hybrid", fp8_recipe=recipe),
         ParallelContext.single(device),

@@ -17,7 +17,7 @@ def config(**changes):
 
 
 def turn_by_complex_numbers(x, positions, frequencies, interleaved):
-    """The slow twin: pair channels into complex numbers and multiply by e^(i angle)."""
+    """The reference: pair channels into complex numbers and multiply by e^(i angle)."""
     size = 2 * len(frequencies)
     out = x.clone()
     for i, frequency in enumerate(frequencies.tolist()):

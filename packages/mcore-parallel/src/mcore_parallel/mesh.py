@@ -93,8 +93,8 @@ class ParallelContext:
         expert_optimizer_shard, expert_optimizer_replica: the same cut of ``expert_dp``.
         embedding_ends: pipeline ranks that hold copies of one embedding, the first and the
             last unless ``build`` is given others; an axis of one rank elsewhere.
-        background: the world over a group of its own, for what no message should wait for;
-            of one rank unless ``build`` makes it.
+        background: the world over a second group, for collectives that must not delay
+            others; of one rank unless ``build`` makes it.
     """
 
     def __init__(

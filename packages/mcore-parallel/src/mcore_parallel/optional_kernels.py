@@ -60,10 +60,10 @@ def works(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> bool
         device: of the tensors; a GPU without an index is the current one.
         kind: passed to the trial: what else the kernel is compiled for.
     """
-    return not failure_of(kernel, device, *kind)
+    return not kernel_failure(kernel, device, *kind)
 
 
-def failure_of(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> str:
+def kernel_failure(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> str:
     """Say why a kernel must not be chosen; empty: it may. See ``works``."""
     key = kernel, _with_index(device), kind
     if key not in _FAILURES:
@@ -106,7 +106,7 @@ def agree_on_kernels(
         axis: ranks that must use the same kernels; all of them call it.
     """
     device = _with_index(device)
-    failed = [bool(failure_of(kernel, device, *kind)) for kernel, kind in wanted]
+    failed = [bool(kernel_failure(kernel, device, *kind)) for kernel, kind in wanted]
     counts = all_reduce(torch.tensor(failed, dtype=torch.int32, device=device), axis)
     for (kernel, kind), count in zip(wanted, counts.tolist(), strict=True):
         if count and not _FAILURES[kernel, device, kind]:

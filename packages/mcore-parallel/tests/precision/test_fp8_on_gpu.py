@@ -5,7 +5,7 @@ import torch
 
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.kernels.fp8_cast import cast_by, largest
-from mcore_parallel.optional_kernels import failure_of
+from mcore_parallel.optional_kernels import kernel_failure
 from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8 import Fp8Gemm, WeightCasts
 from mcore_parallel.precision.fp8_accumulation import ADDING_KERNEL, add_scaled_matmul
@@ -50,10 +50,10 @@ def same_bits(got, want):
 def test_no_kernel_is_refused_by_its_trial():
     cuda = torch.device("cuda")
     for dtype in (torch.bfloat16, torch.float32):
-        assert failure_of(CAST_KERNEL, cuda, dtype) == ""
+        assert kernel_failure(CAST_KERNEL, cuda, dtype) == ""
         for grad_dtype in (E4M3, E5M2):
-            assert failure_of(ADDING_KERNEL, cuda, dtype, grad_dtype) == ""
-    assert failure_of(FINE_CAST_KERNEL, cuda, torch.bfloat16) == ""
+            assert kernel_failure(ADDING_KERNEL, cuda, dtype, grad_dtype) == ""
+    assert kernel_failure(FINE_CAST_KERNEL, cuda, torch.bfloat16) == ""
 
 
 @pytest.mark.parametrize("narrow", [E4M3, E5M2])

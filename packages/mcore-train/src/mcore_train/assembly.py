@@ -114,7 +114,7 @@ class Run:
     stretches: list[Stretch] = field(default_factory=list)
     """Batch sizes that the run has had, over all its continuations."""
     built_actions: dict[tuple[str, int], Sequence[Action]] = field(default_factory=dict)
-    """What ``actions_of`` and ``forward_actions_of`` have given, by kind and micro-batches:
+    """What ``step_actions`` and ``forward_actions`` have given, by kind and micro-batches:
     thousands of actions are not built in every step."""
 
     @property
@@ -122,12 +122,12 @@ class Run:
         """Entries of batches that this rank reads: of a GPT a middle stage none."""
         return frozenset().union(*(chunk.read_entries for chunk in self.chunks))
 
-    def actions_of(self, num_microbatches: int) -> Sequence[Action]:
+    def step_actions(self, num_microbatches: int) -> Sequence[Action]:
         """This rank's part of the schedule of a step of so many micro-batches."""
         pipeline = self.plan.config.pipeline
         return self._built("train", partial(build_schedule, pipeline), num_microbatches)
 
-    def forward_actions_of(self, num_microbatches: int) -> Sequence[Action]:
+    def forward_actions(self, num_microbatches: int) -> Sequence[Action]:
         """This rank's part of a schedule without backward."""
         v_shaped = self.plan.config.pipeline.v_shaped
         forwards = partial(forward_only, vpp=len(self.chunks), v_shaped=v_shaped)

@@ -119,7 +119,7 @@ def forward_pass(
         return forward
 
     run_schedule(
-        run.forward_actions_of(len(batches)),
+        run.forward_actions(len(batches)),
         {number: build(number) for number in range(len(run.chunks))},
         axis=run.ctx.pp,
         shape=partial(payload_shape, run, batches),

@@ -157,7 +157,7 @@ def _backward(
     noting = nullcontext() if run.fp8_scales is None else run.fp8_scales.noting()
     with run.data_parallel.no_sync(), run.keeping_casts(), noting:
         run_schedule(
-            run.actions_of(len(batches)),
+            run.step_actions(len(batches)),
             stage_functions(run, batches, num_valid, losses),
             axis=run.ctx.pp,
             shape=partial(payload_shape, run, batches),

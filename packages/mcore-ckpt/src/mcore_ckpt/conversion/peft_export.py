@@ -10,9 +10,9 @@ from torch import Tensor
 from mcore_ckpt.conversion.conversion import Report
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.options import ConvertOptions
-from mcore_ckpt.conversion.targets import model_type_of
+from mcore_ckpt.conversion.targets import target_model_type
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.families import family_of
+from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.peft_folder import read_adapters, write_adapters
 from mcore_ckpt.formats.sources import PREFIX, opened
 from mcore_ckpt.mapping.adapters import A, B, find_base, group_adapters, is_adapter
@@ -95,10 +95,10 @@ def _links(step: Path) -> tuple[list[Link], str]:
     base = as_path(find_base(step, config)) if config["base"] else step
     form = "hf" if is_hf_folder(base) else "mcore"
     with opened(form, base) as found:
-        model_type = model_type_of(found, "")
+        model_type = target_model_type(found, "")
         if form == "hf":
             return list(found.links), model_type
-        return expand(family_of(model_type).table(found.description)), model_type
+        return expand(find_family(model_type).table(found.description)), model_type
 
 
 def _compare(wanted: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.conversion.options import ConvertOptions
-from mcore_ckpt.families import family_for, family_of
+from mcore_ckpt.families import family_for, find_family
 from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.optimizer import state_items, to_common
@@ -68,7 +68,7 @@ def our_items(source: OpenCheckpoint) -> list[Item]:
     return items
 
 
-def model_type_of(source: OpenCheckpoint, wanted: str = "") -> str:
+def target_model_type(source: OpenCheckpoint, wanted: str = "") -> str:
     """Return the Hugging Face family to write.
 
     Raises:
@@ -81,8 +81,8 @@ def write_hf(
     folder: Path, source: OpenCheckpoint, options: ConvertOptions, watch: Watch
 ) -> str:
     """Write a Hugging Face folder; return its ``model_type``."""
-    model_type = model_type_of(source, options.model_type)
-    family = family_of(model_type)
+    model_type = target_model_type(source, options.model_type)
+    family = find_family(model_type)
     # Words that went along say nothing about weights; those of a family win.
     try:
         config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
@@ -123,8 +123,8 @@ def write_dcp(
     if options.dcp_names == "mcore":
         items = our_items(source)
     elif options.dcp_names == "hf":
-        model_type = model_type_of(source, options.model_type)
-        items = _items(family_of(model_type).table(source.description), source)
+        model_type = target_model_type(source, options.model_type)
+        items = _items(find_family(model_type).table(source.description), source)
     else:
         raise ValueError(f"--dcp-names {options.dcp_names} is not known: use mcore or hf.")
     from mcore_ckpt.formats.dcp_writing import write_dcp_folder

@@ -86,7 +86,7 @@ _REFUSED = {
 """Why families that are known by name cannot run here."""
 
 
-def family_of(model_type: str) -> Any:
+def find_family(model_type: str) -> Any:
     """Return a family."""
     if model_type in _REFUSED:
         raise ValueError(f"model_type {model_type!r} cannot run here: {_REFUSED[model_type]}.")
@@ -113,14 +113,14 @@ def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     model_types = {model_type.replace("-", "_"): model_type for model_type in MODEL_TYPES}
     if name not in model_types:
         return {}
-    return family_of(model_types[name]).shapes(description)
+    return find_family(model_types[name]).shapes(description)
 
 
 def stored_model(
     config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     """Read which model a folder holds, and its tensors under the names of its table."""
-    family = family_of(config.get("model_type", ""))
+    family = find_family(config.get("model_type", ""))
     check_architectures(config)
     renames = getattr(family, "renames", None)
     news = renames(tensors.keys()) if renames else {}
@@ -140,7 +140,7 @@ def unknown_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: if the family cannot express the model for another reason.
     """
     try:
-        family_of(config.get("model_type", "")).to_ours(config)
+        find_family(config.get("model_type", "")).to_ours(config)
     except UnknownFieldsError as error:
         return {name: config[name] for name in error.names if name in config}
     return {}
@@ -149,7 +149,7 @@ def unknown_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def check_architectures(config: Mapping[str, Any]) -> None:
     """Compare the class that a config.json names with its ``model_type``."""
     model_type, named = config.get("model_type", ""), config.get("architectures") or []
-    known = family_of(model_type) if model_type in MODEL_TYPES else None
+    known = find_family(model_type) if model_type in MODEL_TYPES else None
     built = str(getattr(known, "architecture", "")).lower()
     stem = getattr(known, "ARCHITECTURE", re.sub(r"[_-]|text$", "", model_type)).lower()
     is_one = isinstance(named, list) and len(named) <= 1
@@ -166,7 +166,7 @@ def family_for(description: dict[str, Any]) -> str:
     reasons = []
     for model_type in MODEL_TYPES:
         try:
-            family_of(model_type).to_theirs(description)
+            find_family(model_type).to_theirs(description)
         except ValueError as error:
             reasons.append(f"\n  {model_type}: {error}")
         else:
@@ -176,4 +176,4 @@ def family_for(description: dict[str, Any]) -> str:
 
 def table_for(description: dict[str, Any]) -> Table:
     """List the weights of a model of ours as the first family names them that can say it."""
-    return family_of(family_for(description)).table(description)
+    return find_family(family_for(description)).table(description)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.families import family_of
+from mcore_ckpt.families import find_family
 from mcore_ckpt.mapping.optimizer_state import OptimizerState
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.mapping.rules import Link
@@ -55,7 +55,7 @@ def description_in(config: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"--config {config} is no JSON: {error}") from None
     if "model_type" in found:
-        return family_of(found["model_type"]).to_ours(found)
+        return find_family(found["model_type"]).to_ours(found)
     if "family" in found and "config" in found:
         return found
     raise ValueError(f"--config {config} has neither model_type nor family: it names no model.")

@@ -235,7 +235,7 @@ METHODS: Mapping[str, str] = {
 """Words of ``mcore-infer quantize --method``, and what they write."""
 
 
-def layout_of(algo: str, group_size: int = 0) -> QuantLayout:
+def find_layout(algo: str, group_size: int = 0) -> QuantLayout:
     """Return the layout that a config names.
 
     Args:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mcore_ckpt.formats.quantized_layouts import QuantLayout, layout_of
+from mcore_ckpt.formats.quantized_layouts import QuantLayout, find_layout
 
 MIXED = "MIXED_PRECISION"
 """``quant_algo`` of a folder whose modules differ, which ``quantized_layers`` lists."""
@@ -121,7 +121,7 @@ def _layers(said: Mapping[str, Any]) -> dict[str, QuantLayout]:
     if not listed:
         raise ValueError(f"quant_algo {MIXED} needs quantized_layers, which lists modules.")
     return {
-        module: layout_of(str(one.get("quant_algo")), one.get("group_size") or 0)
+        module: find_layout(str(one.get("quant_algo")), one.get("group_size") or 0)
         for module, one in listed.items()
     }
 
@@ -131,7 +131,7 @@ def _main_layout(
 ) -> QuantLayout:
     if layers:
         return next(iter(layers.values()))
-    return layout_of(str(said.get("quant_algo")), group_size)
+    return find_layout(str(said.get("quant_algo")), group_size)
 
 
 def _is_fp8_cache(algo: object) -> bool:

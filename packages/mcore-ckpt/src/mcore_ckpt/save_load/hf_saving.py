@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_ckpt.families import family_for, family_of
+from mcore_ckpt.families import family_for, find_family
 from mcore_ckpt.formats.hf_folder import small_files
 from mcore_ckpt.mapping.rules import Link, expand, match_ours, split_index
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange
@@ -55,7 +55,7 @@ def hf_view(description: dict[str, Any], model_type: str = "") -> HFView:
             bytes cannot be ours too.
     """
     model_type = model_type or family_for(description)
-    family = family_of(model_type)
+    family = find_family(model_type)
     config = family.to_theirs(description)
     links = tuple(expand(family.table(description)))
     turned = [

@@ -184,7 +184,7 @@ def _is_far(
 
 
 class _Gap:
-    """How far two boxes lie apart at most, and the largest number in them."""
+    """The largest difference between two boxes, and their largest magnitude."""
 
     def __init__(self) -> None:
         self._apart = self._largest = 0.0

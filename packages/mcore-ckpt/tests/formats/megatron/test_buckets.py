@@ -80,7 +80,7 @@ def flat_buckets(parts, limit):
     return buckets
 
 
-def item_of(name, parts):
+def build_item(name, parts):
     dtype = "BF16" if parts[0].dtype == torch.bfloat16 else "F32"
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     return Item(name, dtype, shape, partial(iter, [part for part in parts if part.numel()]))
@@ -123,7 +123,7 @@ def write(folder, state, items, objects, tp, ep=1):
     common = {"args": arguments, "iteration": 3, "optimizer": {}}
     if not objects:
         common["optimizer"] = {"optimizer": {"param_groups": [{"step": 3}]}}
-    weights = [item_of(name, [t.bfloat16()]) for name, t in state["param"].items()]
+    weights = [build_item(name, [t.bfloat16()]) for name, t in state["param"].items()]
     folder.mkdir(parents=True)
     everything = {"common_state/shard_0_1": [common], **objects}
     write_dcp_folder(folder, [*weights, *items], everything)
@@ -132,7 +132,7 @@ def write(folder, state, items, objects, tp, ep=1):
 
 def write_named(folder, state, **more):
     items = [
-        item_of(f"optimizer.state.{word}.{name}", [tensor])
+        build_item(f"optimizer.state.{word}.{name}", [tensor])
         for word, tensors in state.items()
         for name, tensor in tensors.items()
     ]
@@ -153,7 +153,9 @@ def write_buckets(folder, state, memory=None, *, tp=1, stages=((0, 1),), **more)
         for number, bucket in enumerate(flat_buckets(parts, limit)):
             # Three data ranks, which end anywhere.
             cuts = bucket.tensor_split((bucket.numel() // 3 + 1, bucket.numel() // 2))
-            items.append(item_of(f"{at}.gbuf_idx_0.{dtype}.bucket_idx_{number}.{word}", cuts))
+            items.append(
+                build_item(f"{at}.gbuf_idx_0.{dtype}.bucket_idx_{number}.{word}", cuts)
+            )
         objects[f"{at}.optimizer/shard_0_1"] = [{"param_groups": [{"step": 3}]}]
 
     for stage, layers in enumerate(stages):

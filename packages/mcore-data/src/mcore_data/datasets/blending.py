@@ -67,7 +67,7 @@ def blend_all(sizes: Sequence[int]) -> tuple[NDArray[np.int16], NDArray[np.int64
 def draw_slowly(
     shares: NDArray[np.float64], size: int, available: NDArray[np.int64] | None = None
 ) -> NDArray[np.int16]:
-    """The rule, one step at a time: the plain twin of what ``blend_by_weight`` does.
+    """The rule, one step at a time: the reference of ``blend_by_weight``.
 
     Args:
         shares: of each dataset, sum 1.

@@ -15,7 +15,7 @@ from typing import Any
 
 from mcore_data.datasets.packing import PackedDataset, TooLong
 from mcore_data.indexed.index_format import token_dtype
-from mcore_data.indexed.output_lock import make_folder_of
+from mcore_data.indexed.output_lock import make_parent_folder
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.indexed.writer import IndexedWriter
 from mcore_data.tokenizers.protocol import Tokenizer
@@ -175,7 +175,7 @@ def prepare_chats(
         ValueError: for a chat without a turn of the assistant, with its number, or if the
             outputs cannot be written.
     """
-    make_folder_of(output_prefix)
+    make_parent_folder(output_prefix)
     render = load_template(template, tokenizer)
     num_chats = num_tokens = num_learnt = 0
     dtype = token_dtype(tokenizer.vocab_size).name

@@ -80,7 +80,7 @@ def build_splits(
 
 
 def build_own_splits(
-    words_of: Sequence[Sequence[str] | None],
+    split_words: Sequence[Sequence[str] | None],
     config: DataConfig,
     builds: Sequence[Any],
     num_samples: Sequence[int],
@@ -89,7 +89,7 @@ def build_own_splits(
 ) -> Datasets:
     """Datasets of splits that have paths of their own."""
     found = []
-    for i, words in enumerate(words_of):
+    for i, words in enumerate(split_words):
         apart = i == SPLITS.index("valid") and config.multiple_validation_sets
         share = _Share("1", 0, num_samples[i], by_documents=by_documents)
         blend = _of_split(parse_blend(words), i, config, num_samples) if words else None

@@ -14,7 +14,7 @@ from mcore_data.indexed.manifest import (
     write_manifest,
 )
 from mcore_data.indexed.origins import UNKNOWN, read_origins
-from mcore_data.indexed.output_lock import make_folder_of, naming_full_disks, only_writer
+from mcore_data.indexed.output_lock import make_parent_folder, naming_full_disks, only_writer
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.indexed.writer import IndexedWriter
 
@@ -38,7 +38,7 @@ def merge_pairs(
     """
     if not prefixes:
         raise ValueError(f"there are no pairs to join into {output_prefix}.")
-    make_folder_of(output_prefix)
+    make_parent_folder(output_prefix)
     manifests = [read_manifest(prefix) for prefix in prefixes]
     hashes = {
         facts["tokenizer"]["sha256"]: str(prefix)

@@ -37,7 +37,7 @@ def make_folder(folder: Path, flag: str) -> None:
         ) from error
 
 
-def make_folder_of(output_prefix: str | Path) -> None:
+def make_parent_folder(output_prefix: str | Path) -> None:
     """Make the folder of a pair, and try it out; of ``corpus/`` that is the folder corpus."""
     make_folder(Path(os.path.dirname(output_prefix)), f"--output-prefix {output_prefix}")
 

@@ -167,5 +167,5 @@ def _as_stored(tokens: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
 
 
 def _cut(text: Text, split: Callable[[str], list[str]] | None) -> Text:
-    """Sentences of a text; a list already is its sentences."""
+    """Return the sentences of a text; a list is cut already."""
     return split(text) if split and isinstance(text, str) else text

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
-from mcore_data.indexed.output_lock import make_folder_of
+from mcore_data.indexed.output_lock import make_parent_folder
 from mcore_data.preprocessing.blocks import BLOCK_BYTES, InputSource
 from mcore_data.preprocessing.partitioning import preprocess_parts
 from mcore_data.preprocessing.sources import find_inputs
@@ -47,7 +47,7 @@ def preprocess(
     """
     sources = find_inputs(config.input, text_lines=config.text_lines)
     _check_keys(config, sources)
-    make_folder_of(config.output_prefix)
+    make_parent_folder(config.output_prefix)
     tools = build_tools(config, tokenizer_config)
     if config.partitions > 1:
         return preprocess_parts(config, sources, tools, on_progress, block_bytes)

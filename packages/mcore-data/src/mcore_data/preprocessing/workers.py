@@ -202,7 +202,7 @@ def _without_tokens(result: EncodedBlock, slot: mmap) -> EncodedBlock:
 
 
 def _with_tokens(result: EncodedBlock, slot: mmap | None) -> EncodedBlock:
-    """Put the tokens back that lie in the slot."""
+    """Return the block with the tokens that its worker left in the slot."""
     if slot is None:
         return result
     at = 0

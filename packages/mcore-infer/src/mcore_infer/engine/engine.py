@@ -31,7 +31,7 @@ from mcore_infer.engine.speculative import SpeculationCounts, decided
 from mcore_infer.engine.step_layout import step_tensors
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
 from mcore_infer.host_to_device import on_device
-from mcore_infer.sampling import log_probs_of, top_log_probs, tops
+from mcore_infer.sampling import token_log_probs, top_log_probs, tops
 from mcore_infer.structured import Grammars, Matcher, Structure
 from mcore_infer.writing import (
     Generation,
@@ -283,7 +283,7 @@ class Engine:
         wanted = [self._scores[request] for request in requests]
         flight = _Flight(step, requests, chosen, chosen.to("cpu", non_blocking=True))
         if any(scores.log_probs for scores in wanted):
-            found = log_probs_of(logits, chosen).double()
+            found = token_log_probs(logits, chosen).double()
             flight.log_probs = found.to("cpu", non_blocking=True)
         if most := max(scores.num_top for scores in wanted):
             rows = [i for i, scores in enumerate(wanted) if scores.num_top]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_infer.engine.decoding import whole_logits
 from mcore_infer.host_to_device import on_device
-from mcore_infer.sampling import log_probs_of, top_log_probs, tops
+from mcore_infer.sampling import token_log_probs, top_log_probs, tops
 from mcore_infer.writing import Generation, Top
 from mcore_models.protocol import LanguageModel
 
@@ -43,7 +43,7 @@ class PromptScores:
             last = min(first + _ROWS, end)
             logits = whole_logits(model, hidden[first - begin : last - begin])
             following = on_device(self.prompt[first + 1 : last + 1], logits.device)
-            self._log_probs[first:last] = log_probs_of(logits, following).tolist()
+            self._log_probs[first:last] = token_log_probs(logits, following).tolist()
             if self.num_top:
                 self._top[first:last] = tops(top_log_probs(logits, self.num_top))
 

@@ -1,11 +1,11 @@
 """Speculative decoding: several tokens a step, the same text.
 
-A drafter proposes what may follow, and one forward scores the text after every proposal. The
-engine chooses each token as it always does, by the draw of its place, and goes on behind the
-first proposal that is another: a text is that of writing without drafts, token for token, and
-so is its distribution, whatever is proposed. For a fixed proposal this accepts as often as
-rejection sampling does, with the probability that the model gives to it; a draft model draws
-by the numbers that the model will draw by, so that both agree where their scores are close.
+A drafter proposes the next tokens, and one forward scores all of them. The engine samples each
+position with that position's own random number, as without drafts, and keeps proposals up to
+the first that differs from its sample: the text is the same token for token, and so is its
+distribution, whatever is proposed. A fixed proposal is accepted with the probability that the
+model gives to it, as by rejection sampling; a draft model samples with the same random numbers
+as the model, so that both agree where their scores are close.
 
 Reference:
     Leviathan et al. 2023, arXiv:2211.17192. Chen et al. 2023, arXiv:2302.01318. Daliri et al.

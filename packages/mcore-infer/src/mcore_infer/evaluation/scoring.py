@@ -189,7 +189,7 @@ def _loss_sum(
     shape: tuple[int, int],
     begin_token: int,
 ) -> Tensor:
-    """Sum the losses that count of one batch; short windows are filled up on the right."""
+    """Sum the losses of one batch that count; short windows are padded on the right."""
     tokens = torch.full(shape, begin_token)
     labels = torch.full(shape, begin_token)
     counted = torch.zeros(shape, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""A trained model as a folder for another engine: opened, written, and there as a whole."""
+"""Exports a trained model as a folder for another engine, which appears once it is complete."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

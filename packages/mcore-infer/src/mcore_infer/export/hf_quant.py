@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.conversion.targets import Watch, model_type_of
-from mcore_ckpt.families import family_of
+from mcore_ckpt.conversion.targets import Watch, target_model_type
+from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.mapping.row_streams import slabs
@@ -56,7 +56,7 @@ def write_hf_quant(
 
 def hf_config(source: OpenCheckpoint) -> dict[str, Any]:
     """Return the config.json of a model, without its quantization."""
-    family = family_of(model_type_of(source))
+    family = find_family(target_model_type(source))
     carried: Mapping[str, Any] = source.hf.get("config", {})
     word = _DTYPE_WORDS.get(source.ours.entries["embedding.weight"].dtype, "float32")
     return {

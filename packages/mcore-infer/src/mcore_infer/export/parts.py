@@ -1,8 +1,8 @@
 """Tensors for a rank of another engine, put together from ranges of logical tensors.
 
-A ``TensorRange`` is a range of rows and columns of one logical tensor. Ranges in a row
-in memory make a tensor: the queries, keys and values of a rank, or experts on a new first
-dimension. Bytes come by groups of rows, so no tensor is ever held whole.
+A ``TensorRange`` is a range of rows and columns of one logical tensor. Ranges
+that follow each other in memory make a tensor: the queries, keys and values of a rank, or
+experts on a new first dimension. Bytes come by groups of rows, so no tensor is ever held whole.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def shard(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     return rank * share, (rank + 1) * share
 
 
-def item_of(
+def build_item(
     name: str, dtype: str, shape: tuple[int, ...], parts: Sequence[TensorRange], rows: Rows
 ) -> Item:
     """Make a tensor to write out of parts that follow each other."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.conversion.targets import model_type_of
+from mcore_ckpt.conversion.targets import target_model_type
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.storage.files import Item, write_file
@@ -72,7 +72,7 @@ def write_trtllm(
         ValueError: if the format has no layout for the model or its dtype, or the ranks do not
             fit.
     """
-    model_type = model_type_of(source)
+    model_type = target_model_type(source)
     check_model(model_type, source.description)
     sizes = read_sizes(source.description)
     check_grid(sizes, grid)

@@ -8,8 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt.families import family_of
-from mcore_ckpt.families.common.experts import expert_layers, expert_setting, expert_size_of
+from mcore_ckpt.families import find_family
+from mcore_ckpt.families.common.experts import (
+    described_expert_size,
+    expert_layers,
+    expert_setting,
+)
 from mcore_ckpt.families.common.fields import setting, settings
 from mcore_ckpt.families.common.rope import rope_scaling
 from mcore_parallel.logical_tensors import (
@@ -92,7 +96,7 @@ def read_sizes(description: Mapping[str, Any]) -> RankSizes:
         num_kv_heads=num_kv_heads(config),
         head_dim=head_dim(config),
         hidden_size=config.hidden_size,
-        ffn_size=expert_size_of(description) if experts else ffn_size(config),
+        ffn_size=described_expert_size(description) if experts else ffn_size(config),
         vocab_size=description["vocab_size"],
         num_experts=experts,
         is_gated=is_gated(config),
@@ -107,7 +111,7 @@ def check_model(model_type: str, description: Mapping[str, Any]) -> None:
             f"--format trtllm has no layout for {model_type} here: it writes "
             f"{', '.join(ARCHITECTURES)}. {INSTEAD}"
         )
-    family_of(model_type).to_theirs(dict(description))
+    find_family(model_type).to_theirs(dict(description))
     kind = setting(description, "rope_type")
     if kind != "rope":
         raise ValueError(f"--format trtllm cannot express --rope-type {kind}. {INSTEAD}")
@@ -246,7 +250,7 @@ def _activation(description: Mapping[str, Any], sizes: RankSizes) -> str:
 def _gemma_fields(model_type: str, description: Mapping[str, Any]) -> dict[str, Any]:
     if model_type == "gemma":
         return {"inter_layernorms": False}
-    theirs = family_of(model_type).to_theirs(dict(description))
+    theirs = find_family(model_type).to_theirs(dict(description))
     names: Sequence[str] = ("query_pre_attn_scalar", "final_logit_softcapping")
     fields = {name: theirs[name] for name in names} | {"inter_layernorms": True}
     if model_type == "gemma2":

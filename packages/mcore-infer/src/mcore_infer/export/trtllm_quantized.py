@@ -22,7 +22,7 @@ from mcore_ckpt.formats.quantized_layouts import (
 )
 from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.storage.files import Item
-from mcore_infer.export.parts import NotedRows, TensorRange, item_of
+from mcore_infer.export.parts import NotedRows, TensorRange, build_item
 from mcore_infer.export.trtllm_model import INSTEAD, RankGrid, RankSizes
 from mcore_infer.export.trtllm_tensors import PlainLinears, Share, num_inputs, num_outputs
 
@@ -114,12 +114,12 @@ class QuantizedLinears:
             for one, factor in zip(shares, factors or [1.0] * len(shares), strict=True)
         ]
         shape = (num_outputs(shares) // tall, num_inputs(shares[0], self.plain.rows))
-        return item_of(name + _WEIGHT, dtype, shape, parts, self.widened.stored)
+        return build_item(name + _WEIGHT, dtype, shape, parts, self.widened.stored)
 
     def output_scales(self, name: str, shares: Sequence[Share]) -> Item:
         """List one scale an output."""
         parts = [TensorRange(f"{self.modules[s.stem]}.{WEIGHT_SCALE}", s.rows) for s in shares]
-        return item_of(name, "F32", (num_outputs(shares),), parts, self.widened.stored)
+        return build_item(name, "F32", (num_outputs(shares),), parts, self.widened.stored)
 
     def group_scales(self, name: str, shares: Sequence[Share]) -> Item:
         """List one scale an output and group of inputs."""
@@ -138,7 +138,7 @@ class QuantizedLinears:
             for one in shares
         ]
         shape = (num_outputs(shares), groups[1] - groups[0])
-        return item_of(name, "F32", shape, parts, self.widened.stored)
+        return build_item(name, "F32", shape, parts, self.widened.stored)
 
     def input_scales(self, name: str, shares: Sequence[Share]) -> Item:
         """List what multiplies each input first; ones where it is folded into a norm."""
@@ -155,7 +155,7 @@ class QuantizedLinears:
                 f"them into one matrix. {INSTEAD}"
             )
         rows = shares[0].columns or (0, inputs)
-        return item_of(name, "F32", (width,), [TensorRange(names[0], rows)], stored)
+        return build_item(name, "F32", (width,), [TensorRange(names[0], rows)], stored)
 
 
 def find_linears(

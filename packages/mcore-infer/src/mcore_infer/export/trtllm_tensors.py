@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.files import Item
-from mcore_infer.export.parts import TensorRange, item_of, shard, whole
+from mcore_infer.export.parts import TensorRange, build_item, shard, whole
 from mcore_infer.export.trtllm_model import RankGrid, RankSizes
 
 _NORMS = {
@@ -67,7 +67,7 @@ class PlainLinears:
         """List the one tensor ``name.weight``."""
         parts = [TensorRange(f"{one.stem}.weight", one.rows, one.columns) for one in shares]
         shape = (num_outputs(shares), num_inputs(shares[0], self.rows))
-        return [item_of(f"{name}.weight", self.dtype, shape, parts, self.rows)]
+        return [build_item(f"{name}.weight", self.dtype, shape, parts, self.rows)]
 
     def cache_items(self, name: str, stem: str) -> list[Item]:
         """List none: a plain model keeps its keys and values as they are."""
@@ -117,7 +117,9 @@ class Rank:
         )
         shape = (rows[1] - rows[0], hidden)
         parts = [TensorRange("embedding.weight", rows)]
-        yield item_of("transformer.vocab_embedding.weight", self.dtype, shape, parts, self.rows)
+        yield build_item(
+            "transformer.vocab_embedding.weight", self.dtype, shape, parts, self.rows
+        )
         if "position_embedding.weight" in self.rows.entries:
             yield self._copy(
                 "transformer.position_embedding.weight", "position_embedding.weight"
@@ -129,7 +131,9 @@ class Rank:
         name = "embedding.weight" if tied else "head.weight"
         rows = self._mine(_padded(self.sizes.vocab_size, self.grid.tp))
         shape = (rows[1] - rows[0], self.sizes.hidden_size)
-        yield item_of("lm_head.weight", self.dtype, shape, [TensorRange(name, rows)], self.rows)
+        yield build_item(
+            "lm_head.weight", self.dtype, shape, [TensorRange(name, rows)], self.rows
+        )
 
     def _layer(self, theirs: str, ours: str) -> Iterator[Item]:
         sandwich = f"{ours}.mlp_post_norm.weight" in self.rows.entries
@@ -177,11 +181,11 @@ class Rank:
         share, experts = width[1] - width[0], sizes.num_experts
         shape = (experts, sizes.hidden_size)
         router = [whole(self.rows, f"{ours}.router.weight")]
-        yield item_of(f"{theirs}.router.weight", _ROUTER_DTYPE, shape, router, self.rows)
+        yield build_item(f"{theirs}.router.weight", _ROUTER_DTYPE, shape, router, self.rows)
         shape = (experts, 2 * share, sizes.hidden_size)
-        yield item_of(f"{theirs}.fc.weight", self.dtype, shape, first, self.rows)
+        yield build_item(f"{theirs}.fc.weight", self.dtype, shape, first, self.rows)
         shape = (experts, sizes.hidden_size, share)
-        yield item_of(f"{theirs}.proj.weight", self.dtype, shape, second, self.rows)
+        yield build_item(f"{theirs}.proj.weight", self.dtype, shape, second, self.rows)
 
     def _norm(self, theirs: str, ours: str) -> Iterator[Item]:
         yield self._copy(f"{theirs}.weight", f"{ours}.weight", self.sizes.shift)
@@ -194,7 +198,7 @@ class Rank:
         if f"{shares[0].stem}.bias" in self.rows.entries:
             parts = [TensorRange(f"{one.stem}.bias", one.rows) for one in shares]
             shape = (num_outputs(shares),)
-            yield item_of(f"{theirs}.bias", self.dtype, shape, parts, self.rows)
+            yield build_item(f"{theirs}.bias", self.dtype, shape, parts, self.rows)
 
     def _by_inputs(self, theirs: str, ours: str, columns: tuple[int, int]) -> Iterator[Item]:
         """List a linear whose inputs are split; its bias is whole, the engine adds it once."""
@@ -206,7 +210,7 @@ class Rank:
 
     def _copy(self, theirs: str, ours: str, shift: float = 0.0) -> Item:
         shape = self.rows.entries[ours].shape
-        return item_of(theirs, self.dtype, shape, [whole(self.rows, ours, shift)], self.rows)
+        return build_item(theirs, self.dtype, shape, [whole(self.rows, ours, shift)], self.rows)
 
 
 def num_outputs(shares: Sequence[Share]) -> int:

@@ -6,8 +6,8 @@ magnitude, and the power is searched for the least error of the output. The inpu
 goes into the norm before it, where that norm feeds nothing else; else it stays with the matrix
 as ``pre_quant_scale``.
 
-Differs from the paper in that the error is that of the matrix' own output, exactly, from the
-products of its inputs; weights are not clipped.
+Differs from the paper: the error is that of the matrix's own output, computed exactly from the
+second moments of its inputs, and weights are not clipped.
 
 Reference:
     Lin et al. 2023, AWQ. arXiv:2306.00978, section 3.2.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mcore_ckpt.formats.quantized_layouts import QuantLayout, layout_of
+from mcore_ckpt.formats.quantized_layouts import QuantLayout, find_layout
 from mcore_infer.quantization.matrices import FusedMatrix
 from mcore_infer.quantization.observing import InputStatistics
 from mcore_infer.quantization.rounding import round_to_nearest
@@ -72,7 +72,7 @@ def ways_within(
 
 def _choices(group_size: int) -> tuple[list[Way], list[float]]:
     """Return the ways to round, and the bits of a number by each and by none."""
-    ways = [Way("gptq", layout_of("W4A16_AWQ", group_size)), Way("fp8", layout_of("FP8"))]
+    ways = [Way("gptq", find_layout("W4A16_AWQ", group_size)), Way("fp8", find_layout("FP8"))]
     bits = [4 + 32 / ways[0].layout.group[1], 8.0, _WIDE_BITS]
     if bits[0] >= bits[1]:
         raise ValueError(

@@ -96,7 +96,7 @@ class _ObservedGemm:
 
 @contextmanager
 def _watching(model: nn.Module, seen: Mapping[str, InputStatistics]) -> Iterator[None]:
-    """Note the inputs of matrices by path, inside."""
+    """Record the inputs of matrices, by path, while the context is open."""
     with ExitStack() as stack:
         for path, linear in linears(model).items():
             if path in seen:

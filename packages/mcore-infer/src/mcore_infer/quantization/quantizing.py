@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.formats.quantization import WidenedRows
-from mcore_ckpt.formats.quantized_layouts import METHODS, QuantLayout, layout_of
+from mcore_ckpt.formats.quantized_layouts import METHODS, QuantLayout, find_layout
 from mcore_ckpt.formats.quantized_plans import QuantPlan
 from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.formats.sources import OpenCheckpoint, opened
@@ -194,7 +194,7 @@ def _chosen(
 ) -> tuple[Selection, dict[str, Way]]:
     """Choose what is rounded, and how."""
     method = "fp8" if config.method == MIXED_METHOD else config.method
-    layout = layout_of(METHODS[method], config.group_size if method == config.method else 0)
+    layout = find_layout(METHODS[method], config.group_size if method == config.method else 0)
     found = select(loaded.model, links, layout, config.exclude_modules)
     if not found.matrices:
         reasons = "; ".join(sorted(set(found.left.values())))

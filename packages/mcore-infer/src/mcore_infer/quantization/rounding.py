@@ -1,7 +1,7 @@
 """A fused matrix before and after: what every method of quantization takes and gives.
 
-Here is the plainest one, rounding to the nearest; SmoothQuant, which is that after a change of
-scale between weights and inputs; and what a method must know of its inputs.
+Holds rounding to nearest, SmoothQuant (the same after a change of scale between weights and
+inputs), and the statistics of inputs that a method needs.
 """
 
 from dataclasses import dataclass

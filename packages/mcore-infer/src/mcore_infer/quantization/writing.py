@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_ckpt.conversion.targets import hf_small_files, model_type_of
-from mcore_ckpt.families import family_of
+from mcore_ckpt.conversion.targets import hf_small_files, target_model_type
+from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.quantized_layouts import (
     INPUT_SCALE,
@@ -63,7 +63,7 @@ def find_links(source: OpenCheckpoint) -> list[Link]:
     Raises:
         ValueError: if no family can say the model.
     """
-    return expand(family_of(model_type_of(source)).table(source.description))
+    return expand(find_family(target_model_type(source)).table(source.description))
 
 
 def write_folder(
@@ -90,7 +90,7 @@ def write_folder(
     Raises:
         ValueError: if the family has no place for scales of the cache.
     """
-    family = family_of(model_type_of(source))
+    family = find_family(target_model_type(source))
     links = find_links(source)
     items: list[Item] = []
     # One process holds every tensor whole.

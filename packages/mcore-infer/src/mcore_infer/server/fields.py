@@ -123,7 +123,7 @@ class Fields:
         """Refuse what nothing has taken.
 
         Args:
-            without_effect: fields that say nothing about the text.
+            without_effect: fields that are accepted and change nothing.
         """
         left = sorted(set(self._left) - set(without_effect))
         if left:

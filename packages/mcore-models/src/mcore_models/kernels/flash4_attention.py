@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_models.kernels import availability
 from mcore_models.kernels.availability import without_compiler_noise
-from mcore_parallel.optional_kernels import OptionalKernel, both_passes, failure_of, wave
+from mcore_parallel.optional_kernels import OptionalKernel, both_passes, kernel_failure, wave
 
 _PACKAGE = "flash-attn-4"
 EXTRA = 'flash-attn-4 is not installed: pip install "mcore-models[flash4]"'
@@ -37,7 +37,7 @@ def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
     The kernels are tried the first time that nothing else excludes them.
     """
     why_not = misfit(q, v, dropout_prob)
-    return why_not or failure_of(FLASH4_KERNEL, q.device, *kind(q, v))
+    return why_not or kernel_failure(FLASH4_KERNEL, q.device, *kind(q, v))
 
 
 def misfit(q: Tensor, v: Tensor, dropout_prob: float) -> str:

@@ -4,8 +4,8 @@ A block adds a branch to the residual stream and norms the sum. Forward reads th
 and writes the sum and the normed value; backward reads the sum, the normed value's gradient
 and the stream's own, and writes one gradient, that of stream and branch alike. A program of
 backward walks over many rows and keeps its part of the weight's gradient in registers; the
-parts are summed in a fixed order, straight into the main gradient where there is one. The plain
-twins are the ``forward`` methods of ``norm``; imported only where tensors are on a GPU.
+parts are summed in a fixed order, straight into the main gradient where there is one. The
+references are the ``forward`` methods of ``norm``; imported only where tensors are on a GPU.
 """
 
 from typing import Any, no_type_check

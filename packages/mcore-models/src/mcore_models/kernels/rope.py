@@ -1,7 +1,7 @@
 """Triton kernel that splits a fused q·k·v into heads and turns them by their positions.
 
 One read and one write, forward and backward, at the memory limit; a compiled region reaches
-a third of it here, because the gradient is a concatenation. The plain twin is
+a third of it here, because the gradient is a concatenation. The reference is
 ``rope.rotate``; imported only where tensors are on a GPU.
 """
 

@@ -90,7 +90,7 @@ def input_gradients(
     CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one chunk's x and dt, and of A and D by it; some heads of a group."""
+    """Compute a chunk's gradients of x and dt, and its part of A's and D's; some heads."""
     chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
     inside = token < length

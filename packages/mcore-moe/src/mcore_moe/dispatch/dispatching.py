@@ -240,7 +240,7 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def _casts(config: MoEConfig, x: Tensor) -> dict[str, Any]:
-    """Return how tokens become what travels, and that tokens."""
+    """Return the cast of tokens to what travels, and the cast back."""
     is_narrow = bool(config.moe_dispatch_dtype)
     return {"encode": packed, "decode": partial(unpacked, dtype=x.dtype)} if is_narrow else {}
 

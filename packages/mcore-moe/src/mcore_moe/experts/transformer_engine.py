@@ -61,7 +61,7 @@ def _multiply(
     out: Float[Tensor, "R _"],
     layout: str,
 ) -> None:
-    """Write each expert's product to its rows of ``out``."""
+    """Write the result of each expert's GEMM to its rows of ``out``."""
     chosen = [expert for expert, size in enumerate(sizes) if size]
     if not chosen:
         return

@@ -153,7 +153,7 @@ Key = tuple[int, int]
 
 
 class _Runner:
-    """What is on its way through this rank's stages."""
+    """One execution of a schedule: the activations and messages in flight on this rank."""
 
     def __init__(
         self,

@@ -146,7 +146,7 @@ class Fp8Gemm:
         weight: Float[Tensor, "F D"],
         bias: Tensor | None,
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return the product, and the input's transpose with its scales."""
+        """Return the output, and the input's transpose with its scales."""
         if isinstance(x, Tensor) and not self.fits(x):
             return PLAIN_GEMM.forward(x, weight, bias)
         own = self.recipe.cast("x", _flat(x), FORWARD_DTYPE, self.x_cut)
@@ -178,8 +178,8 @@ class Fp8Gemm:
             return PLAIN_GEMM.input_grad(grad, weight)
         rows, scales, *_ = grad
         flat, wide = Factor(rows.flatten(0, -2), scales), self._cast_of(weight)
-        product = self.recipe.multiply(flat, wide.columns, weight.dtype)
-        return product.view(*rows.shape[:-1], weight.shape[1])
+        dx = self.recipe.multiply(flat, wide.columns, weight.dtype)
+        return dx.view(*rows.shape[:-1], weight.shape[1])
 
     def weight_grad(
         self, grad: Operands, kept: Operands, slot: GradSlot | None

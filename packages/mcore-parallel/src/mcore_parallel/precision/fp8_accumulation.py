@@ -77,7 +77,7 @@ class _Plan:
     """A GEMM's description and the algorithm that cublasLt proposes for it.
 
     cublasLt reads memory column by column, so a row-major matrix is its own transpose there:
-    the product is computed as ``total' = b a'``, and b, which comes first, is the transposed
+    the GEMM is computed as ``total' = b a'``, and b, which comes first, is the transposed
     one. Both factors are then contiguous along the summed dimension, as fp8 must be.
     """
 
@@ -219,7 +219,7 @@ def _handle(device: int) -> c_void_p:
 def _try_adding(
     device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Add an fp8 product to a matrix by the library and in torch; a trial of the kernel."""
+    """Add an fp8 GEMM to a matrix by the library and in torch; a trial of the kernel."""
     rows, columns, inner = 64, 96, 128
     a = wave(rows, inner, device=device, dtype=torch.float32).to(grad_dtype)
     b = wave(columns, inner, device=device, dtype=torch.float32).to(torch.float8_e4m3fn)

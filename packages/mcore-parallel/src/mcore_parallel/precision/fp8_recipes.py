@@ -129,7 +129,7 @@ class Recipe(ABC):
             return (self._dequantized(*a) @ self._dequantized(*b).t()).to(dtype)
 
     def add(self, slot: GradSlot, a: Factor, b: Factor) -> None:
-        """Add that product to the slot's main gradient, or write it over a stale one.
+        """Add that GEMM to the slot's main gradient, or write it over a stale one.
 
         Rounded to bfloat16 on a GPU, whose GEMM gives no more for many scales.
         """
@@ -155,7 +155,7 @@ class Tensorwise(Recipe):
     takes_uncast = True
 
     def add(self, slot: GradSlot, a: Factor, b: Factor) -> None:
-        """Add that product to the slot's main gradient, in the GEMM's epilogue if it can."""
+        """Add that GEMM to the slot's main gradient, in its epilogue if it can."""
         assert slot.main is not None
         if _on_tensor_cores(a) and slot.take_stale():
             _one_scale_matmul(a, b, slot.main.dtype, out=slot.main)

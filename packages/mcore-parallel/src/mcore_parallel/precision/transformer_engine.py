@@ -69,7 +69,7 @@ class TransformerEngineGemm:
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return the product, and the input as ``keep`` does."""
+        """Return the output, and the input as ``keep`` does."""
         own, wide = self._cast("x", x), self._weight(x, weight)
         y = _gemm(wide, own, layout="TN", out_dtype=weight.dtype).view(*x.shape[:-1], -1)
         if isinstance(own, _quantized()):

@@ -171,7 +171,7 @@ def _base_folder(config: TrainConfig, folder: Path | None) -> Path | None:
 
 
 def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
-    """Compare what decides shapes and numbers; say every difference at once."""
+    """Compare what decides shapes and numbers; report every difference at once."""
     here = model_description(plan)
     if (family := saved.get("family", "gpt")) != here["family"]:
         raise ValueError(

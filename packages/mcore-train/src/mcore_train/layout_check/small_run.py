@@ -56,7 +56,7 @@ MOST_LAYERS = 8  # of a small run, unless there are more stages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmallRun:
-    """A run small enough to compute twice, and in what it differs from the real one."""
+    """A run small enough to compute twice, and how it differs from the real one."""
 
     config: TrainConfig
     family: Family

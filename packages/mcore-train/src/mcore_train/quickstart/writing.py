@@ -60,13 +60,13 @@ def write(
 
 def originality(text: str, book: Iterable[str], train: Iterable[str]) -> Originality:
     """Compare a text with the words of a book and with the runs of words trained on."""
-    known = {word for chapter in book for word in words_of(chapter)}
+    known = {word for chapter in book for word in split_words(chapter)}
     runs = {
         tuple(words[i : i + COPY_WORDS])
-        for words in map(words_of, train)
+        for words in map(split_words, train)
         for i in range(len(words) - COPY_WORDS + 1)
     }
-    words = words_of(text)
+    words = split_words(text)
     copied = any(
         tuple(words[i : i + COPY_WORDS]) in runs for i in range(len(words) - COPY_WORDS + 1)
     )
@@ -85,6 +85,6 @@ def _decode(tokens: list[int], tokenizer: Tokenizer) -> str:
     return "\n".join(tokenizer.decode(part) for part in parts if part)
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Split a text into words in small letters, without punctuation."""
     return [word.lower() for word in _WORD.findall(text)]

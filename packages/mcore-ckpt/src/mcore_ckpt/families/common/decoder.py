@@ -62,13 +62,13 @@ class FieldRule:
 
 
 def pair(ours: str, theirs: str, default: Any = None, kind: type | None = None) -> FieldRule:
-    """Make the part of a field that differs in name only.
+    """Return the rule of a field that has another name in config.json, and the same values.
 
     Args:
         ours: our name; left out of a description where it has our default.
         theirs: their name.
         default: what its absence means there; None: it must be there.
-        kind: that numbers are turned into.
+        kind: type that numbers become.
     """
 
     def read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class Decoder:
         """Write a description as a config.json."""
         require_family(description, "gpt")
         if self.layers:
-            layers_of(description, *self.layers)
+            checked_layers(description, *self.layers)
         if self.experts is None:
             no_experts(description)
         said = {name for part in self._all_parts() for name in part.says}
@@ -287,7 +287,7 @@ class Decoder:
         return self.weights(description)
 
 
-def layers_of(description: Description, *known: str) -> tuple[str, ...]:
+def checked_layers(description: Description, *known: str) -> tuple[str, ...]:
     """Return the layers of a pattern, each of them of a kind that a family has."""
     require_family(description, "gpt")
     pattern = setting(description, "hybrid_override_pattern")

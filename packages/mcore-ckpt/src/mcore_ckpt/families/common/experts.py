@@ -57,7 +57,7 @@ def expert_setting(description: Mapping[str, Any], name: str) -> Any:
     return description.get("moe", {}).get(name, MOE_DEFAULTS[name])
 
 
-def expert_size_of(description: Mapping[str, Any]) -> int:
+def described_expert_size(description: Mapping[str, Any]) -> int:
     """Width inside one routed expert."""
     return expert_size(settings(description), expert_settings(description))
 

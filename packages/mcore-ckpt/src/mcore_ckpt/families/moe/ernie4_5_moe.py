@@ -7,9 +7,9 @@ from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
 from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules
 from mcore_ckpt.families.common.experts import (
     MOE_DEFAULTS,
+    described_expert_size,
     expert_layers,
     expert_setting,
-    expert_size_of,
     require_routing,
     sparse_and_dense,
     write_layers,
@@ -52,7 +52,7 @@ def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 
 def _write(description: Description, _: Theirs) -> Theirs:
     require_routing(description, _ROUTING)
-    pattern, width = expert_layers(description), expert_size_of(description)
+    pattern, width = expert_layers(description), described_expert_size(description)
     sparse, _dense = sparse_and_dense(description)
     ends = (sparse[0], sparse[-1]) if sparse else (1, 0)
     steps = range(1, len(pattern) + 1)

@@ -10,9 +10,9 @@ from mcore_ckpt.families.common.decoder_rules import (
     gated_rules,
 )
 from mcore_ckpt.families.common.experts import (
+    described_expert_size,
     expert_layers,
     expert_setting,
-    expert_size_of,
     require_routing,
     sparse_and_dense,
 )
@@ -54,7 +54,7 @@ def _write(description: Description, _: Theirs) -> Theirs:
     dense = pattern.count(0)
     if any(pattern[:dense]):
         raise ValueError("it cannot express --moe-layer-freq: dense layers come first")
-    width = expert_size_of(description)
+    width = described_expert_size(description)
     shared = expert_setting(description, "moe_shared_expert_intermediate_size")
     scale = expert_setting(description, "moe_router_topk_scaling_factor")
     return {

@@ -5,7 +5,7 @@ from typing import Any
 
 from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs, pair
 from mcore_ckpt.families.common.decoder_rules import decoder_table
-from mcore_ckpt.families.common.experts import expert_setting, expert_size_of
+from mcore_ckpt.families.common.experts import described_expert_size, expert_setting
 from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.families.common.layer_types import windows
 from mcore_ckpt.mapping.rules import Rule, Table
@@ -41,7 +41,7 @@ def _write(description: Description, _: Theirs) -> Theirs:
     if not expert_setting(description, "moe_router_bias"):
         raise ValueError("it cannot express a model without --moe-router-bias")
     return {
-        "intermediate_size": expert_size_of(description),
+        "intermediate_size": described_expert_size(description),
         "num_local_experts": expert_setting(description, "num_experts"),
         "num_experts_per_tok": expert_setting(description, "moe_router_topk"),
         "router_aux_loss_coef": expert_setting(description, "moe_aux_loss_coeff"),
@@ -50,7 +50,7 @@ def _write(description: Description, _: Theirs) -> Theirs:
 
 def _table(description: Description) -> Table:
     """List the weights: experts lie stacked, a gate beside its up-projection, inputs first."""
-    mlp, width = "model.layers.*.mlp.", expert_size_of(description)
+    mlp, width = "model.layers.*.mlp.", described_expert_size(description)
     expert = "blocks.*.moe.experts.*."
     rules = [Rule("blocks.*.attention.sinks", "model.layers.*.self_attn.sinks")]
     for kind in ("weight", "bias"):

@@ -14,9 +14,9 @@ from mcore_ckpt.families.common.decoder import (
 from mcore_ckpt.families.common.decoder_rules import decoder_table
 from mcore_ckpt.families.common.experts import (
     PLAIN_ROUTING,
+    described_expert_size,
     expert_layers,
     expert_setting,
-    expert_size_of,
     require_routing,
 )
 from mcore_ckpt.families.common.fields import Fields
@@ -67,7 +67,7 @@ def _write(description: Description, _: Theirs) -> Theirs:
         raise ValueError("it cannot express layers without experts")
     require_routing(description, _ROUTING)
     return {
-        "intermediate_size": expert_size_of(description),
+        "intermediate_size": described_expert_size(description),
         "num_local_experts": expert_setting(description, "num_experts"),
         "num_experts_per_tok": expert_setting(description, "moe_router_topk"),
         "router_aux_loss_coef": expert_setting(description, "moe_aux_loss_coeff"),

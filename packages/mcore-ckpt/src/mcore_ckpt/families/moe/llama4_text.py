@@ -12,8 +12,8 @@ from mcore_ckpt.families.common.decoder import (
 )
 from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules
 from mcore_ckpt.families.common.experts import (
+    described_expert_size,
     expert_setting,
-    expert_size_of,
     require_routing,
     sparse_and_dense,
     write_layers,
@@ -94,7 +94,7 @@ def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_experts(description: Description, theirs: Theirs) -> Theirs:
-    width = expert_size_of(description)
+    width = described_expert_size(description)
     routing = {
         "moe_router_score_function": "sigmoid",
         "moe_apply_probs_on_input": True,

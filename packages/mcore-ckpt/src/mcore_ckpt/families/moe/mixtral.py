@@ -5,9 +5,9 @@ from typing import Any
 from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs
 from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules
 from mcore_ckpt.families.common.experts import (
+    described_expert_size,
     expert_layers,
     expert_setting,
-    expert_size_of,
     require_experts,
 )
 from mcore_ckpt.families.common.fields import Fields
@@ -32,7 +32,7 @@ def _write(description: Description, _: Theirs) -> Theirs:
     if 0 in expert_layers(description):
         raise ValueError("it cannot express --moe-layer-freq: every layer has experts")
     return {
-        "intermediate_size": expert_size_of(description),
+        "intermediate_size": described_expert_size(description),
         "num_local_experts": expert_setting(description, "num_experts"),
         "num_experts_per_tok": expert_setting(description, "moe_router_topk"),
         "router_aux_loss_coef": expert_setting(description, "moe_aux_loss_coeff"),

@@ -12,8 +12,8 @@ from mcore_ckpt.families.common.decoder import (
 )
 from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules, mlp_rules
 from mcore_ckpt.families.common.experts import (
+    described_expert_size,
     expert_setting,
-    expert_size_of,
     require_experts,
     sparse_and_dense,
     write_layers,
@@ -50,7 +50,7 @@ def write_experts(description: Description, _: Theirs) -> Theirs:
         raise ValueError("it cannot express --moe-input-jitter-eps")
     experts = expert_setting(description, "num_experts")
     return {
-        "moe_intermediate_size": expert_size_of(description),
+        "moe_intermediate_size": described_expert_size(description),
         "num_experts": experts,
         "num_local_experts": experts,
         "num_experts_per_tok": expert_setting(description, "moe_router_topk"),

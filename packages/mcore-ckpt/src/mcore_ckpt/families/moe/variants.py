@@ -15,9 +15,9 @@ from mcore_ckpt.families.common.decoder import (
 from mcore_ckpt.families.common.decoder_rules import gated_rules
 from mcore_ckpt.families.common.experts import (
     PLAIN_ROUTING,
+    described_expert_size,
     expert_layers,
     expert_setting,
-    expert_size_of,
     require_experts,
     require_routing,
     sparse_and_dense,
@@ -55,7 +55,7 @@ def _write_olmoe(description: Description, theirs: Theirs) -> Theirs:
     found = qwen3_moe.write_experts(description, theirs)
     names = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
     own = {name: found[name] for name in names}
-    return own | {"intermediate_size": expert_size_of(description)}
+    return own | {"intermediate_size": described_expert_size(description)}
 
 
 def _read_qwen2(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:

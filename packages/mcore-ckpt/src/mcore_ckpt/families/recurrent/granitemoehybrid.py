@@ -11,8 +11,8 @@ from mcore_ckpt.families.common.decoder import (
 )
 from mcore_ckpt.families.common.experts import (
     PLAIN_ROUTING,
+    described_expert_size,
     expert_setting,
-    expert_size_of,
     require_routing,
 )
 from mcore_ckpt.families.common.fields import Fields, setting
@@ -78,7 +78,7 @@ def _write_experts(description: Description, theirs: Theirs) -> Theirs:
     words = {letter: word for word, letter in reversed(_WORDS.items())}
     return {
         "layer_types": [words[layer[0]] for layer in layers],
-        "intermediate_size": expert_size_of(description) if experts else width,
+        "intermediate_size": described_expert_size(description) if experts else width,
         "num_local_experts": experts,
         "num_experts_per_tok": expert_setting(description, "moe_router_topk"),
         "router_aux_loss_coef": expert_setting(description, "moe_aux_loss_coeff"),

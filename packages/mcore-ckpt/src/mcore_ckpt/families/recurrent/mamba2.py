@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import layers_of
+from mcore_ckpt.families.common.decoder import checked_layers
 from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import (
@@ -102,7 +102,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     """Write a description as a config.json; see ``families``."""
-    layers_of(description, "M")
+    checked_layers(description, "M")
     no_experts(description)
     refuse_variants(description, *HYBRID)
     require(description, **_FIXED, hidden_dropout=0.0)

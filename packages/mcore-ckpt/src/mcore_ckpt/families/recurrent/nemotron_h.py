@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import layers_of
+from mcore_ckpt.families.common.decoder import checked_layers
 from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import expert_setting, require_routing
 from mcore_ckpt.families.common.fields import (
@@ -108,7 +108,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     """Write a description as a config.json; see ``families``."""
-    config, letters = settings(description), layers_of(description, *"M*-E")
+    config, letters = settings(description), checked_layers(description, *"M*-E")
     refuse_variants(description, *HYBRID)
     require(description, **_FIXED, add_bias_linear=False, add_qkv_bias=False)
     require(description, qk_layernorm=False, window_size=(-1, 0), hidden_dropout=0.0)

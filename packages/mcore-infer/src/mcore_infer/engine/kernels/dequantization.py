@@ -111,7 +111,7 @@ def small_e4m3_words(word, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
 @triton.jit
 @no_type_check
 def e4m3_factor(dtype: tl.constexpr):
-    """Return what multiplies numbers of ``small_e4m3``; float16 has no room for them."""
+    """Return the factor on numbers of ``small_e4m3``: 1 in float16, which cannot hold it."""
     return 1.0 if dtype == tl.float16 else E4M3_FACTOR
 
 

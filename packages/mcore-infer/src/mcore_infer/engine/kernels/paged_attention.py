@@ -104,7 +104,7 @@ def _loaded(
 @triton.jit
 @no_type_check
 def _scaled(x, scale, dtype: tl.constexpr, IS_FP8: tl.constexpr):
-    # What products with numbers of ``_loaded`` stand for.
+    # Scales a GEMM with numbers of ``_loaded`` to what the codes stand for.
     if IS_FP8:
         x = x * e4m3_factor(dtype) * scale
     return x
