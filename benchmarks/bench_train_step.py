@@ -30,7 +30,6 @@ from mcore_parallel.launch import launcher
 from mcore_train.assembly import Run, assemble
 from mcore_train.batches import train_batches
 from mcore_train.checkpoints.adapter_bases import quantize_weights
-from mcore_train.cli import MAMBA_FLAGS
 from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.options.parsing import parse
 from mcore_train.resolution import resolve
@@ -43,8 +42,7 @@ def main() -> None:
     own, _, flags = _partition(sys.argv[1:])
     options = _options(own)
     command = FAMILY_COMMANDS[options.program]
-    beginning = MAMBA_FLAGS if options.program == "mamba" else ()
-    config = parse(flags, f"mcore-train {options.program}", command.run, beginning)
+    config = parse(flags, f"mcore-train {options.program}", command.run, command.beginning)
     plan = resolve(config, launcher.read_environment().world_size, family=command.family)
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx)

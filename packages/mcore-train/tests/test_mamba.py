@@ -7,7 +7,8 @@ import pytest
 from mcore_infer import SamplingConfig, generate, load_model
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.stages import build_stages
-from mcore_train.cli import MAMBA_FLAGS, main
+from mcore_train.cli import main
+from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.layout_check.path_signature import differences
 from mcore_train.layout_check.small_run import build_small_run
 from mcore_train.options.parsing import parse
@@ -18,7 +19,7 @@ RUN = "--mock-data --mock-vocab-size 40 --seq-length 16 --lr 1e-2 --log-interval
 
 
 def parsed(text):
-    return parse(text.split(), beginning=MAMBA_FLAGS)
+    return parse(text.split(), beginning=FAMILY_COMMANDS["mamba"].beginning)
 
 
 def test_a_pattern_says_layers_heads_and_stages():

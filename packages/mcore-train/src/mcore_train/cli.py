@@ -3,10 +3,12 @@
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from mcore_parallel.command_line import HELP_FLAGS
 from mcore_parallel.command_line import parse as parse_options
 from mcore_parallel.entry_point import run_program
+from mcore_train.composition import FAMILY_COMMANDS
 
 ABOUT = """Train large language models: one program from a laptop CPU to a cluster.
 
@@ -35,34 +37,12 @@ def _call(function: Callable[[list[str]], int], _: str, words: list[str]) -> int
     return function(words)
 
 
-def gpt(words: Sequence[str]) -> int:
-    """Train a GPT."""
-    return _train("gpt", words)
-
-
-def mamba(words: Sequence[str]) -> int:
-    """Train Mamba-2 layers, alone or in a hybrid stack."""
-    return _train("mamba", words)
-
-
-def bert(words: Sequence[str]) -> int:
-    """Train a BERT."""
-    return _train("bert", words)
-
-
-def t5(words: Sequence[str]) -> int:
-    """Train a T5."""
-    return _train("t5", words)
-
-
 def _train(name: str, words: Sequence[str]) -> int:
     """Train a model of the family that has the command ``name``."""
-    from mcore_train.composition import FAMILY_COMMANDS
     from mcore_train.options.parsing import parse
 
     command = FAMILY_COMMANDS[name]
-    beginning = MAMBA_FLAGS if name == "mamba" else ()
-    config = parse(words, f"mcore-train {name}", command.run, beginning)
+    config = parse(words, f"mcore-train {name}", command.run, command.beginning)
     if name == "mamba" and not config.model.hybrid_override_pattern:
         raise ValueError(
             "mcore-train mamba needs --hybrid-override-pattern, one letter a layer, such as "
@@ -101,13 +81,12 @@ def quickstart(words: Sequence[str]) -> int:
 
 def verify(words: Sequence[str]) -> int:
     """Check that a run's layout computes what one rank computes."""
-    from mcore_train.composition import FAMILY_COMMANDS
     from mcore_train.options.parsing import parse
 
     name = words[0] if words and words[0] in FAMILY_COMMANDS else "gpt"
     own = words[1:] if words[:1] == [name] else words
-    command, beginning = FAMILY_COMMANDS[name], MAMBA_FLAGS if name == "mamba" else ()
-    config = parse(own, f"mcore-train verify {name}", command.verified, beginning)
+    command = FAMILY_COMMANDS[name]
+    config = parse(own, f"mcore-train verify {name}", command.verified, command.beginning)
     from mcore_train.layout_check.small_run_degrees import smallest_world
     from mcore_train.layout_check.verification import run_verification
 
@@ -165,14 +144,11 @@ def is_of_machines(error: RuntimeError) -> bool:
     return isinstance(error, theirs)
 
 
-MAMBA_FLAGS = ("--position-embedding-type", "none")
-"""What mcore-train mamba begins from: layers with a state need no positions."""
-
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "gpt": ("train a GPT: dense or mixture of experts, any layout", gpt),
-    "mamba": ("train Mamba-2 layers, alone or in a hybrid stack", mamba),
-    "bert": ("train a BERT on hidden tokens and the order of sentences", bert),
-    "t5": ("train a T5 on spans cut out of texts", t5),
+    **{
+        name: (command.summary, partial(_train, name))
+        for name, command in FAMILY_COMMANDS.items()
+    },
     "quickstart": ("train on a book, from its text to a paragraph, in minutes", quickstart),
     "verify": (
         "verify gpt FLAGS (bert, t5): does this layout compute what one rank does?",

@@ -123,19 +123,41 @@ Verified = VerifiedConfig | VerifiedBertConfig | VerifiedT5Config
 class Command:
     """What ``mcore-train NAME`` trains, and by which options."""
 
+    summary: str
+    """For the program's help."""
     family: Family
     run: type[TrainConfig]
     verified: type[VerifiedConfig | VerifiedBertConfig | VerifiedT5Config]
     """The same options, and a verification's."""
+    beginning: tuple[str, ...] = ()
+    """Flags that it begins from; all others win over them."""
 
 
 FAMILY_COMMANDS: Mapping[str, Command] = {
-    "gpt": Command(GPT_FAMILY, TrainConfig, VerifiedConfig),
-    "mamba": Command(GPT_FAMILY, TrainConfig, VerifiedConfig),
-    "bert": Command(BERT_FAMILY, BertTrainConfig, VerifiedBertConfig),
-    "t5": Command(T5_FAMILY, T5TrainConfig, VerifiedT5Config),
+    "gpt": Command(
+        "train a GPT: dense or mixture of experts, any layout",
+        GPT_FAMILY,
+        TrainConfig,
+        VerifiedConfig,
+    ),
+    "mamba": Command(
+        "train Mamba-2 layers, alone or in a hybrid stack",
+        GPT_FAMILY,
+        TrainConfig,
+        VerifiedConfig,
+        ("--position-embedding-type", "none"),  # layers with a state need no positions
+    ),
+    "bert": Command(
+        "train a BERT on hidden tokens and the order of sentences",
+        BERT_FAMILY,
+        BertTrainConfig,
+        VerifiedBertConfig,
+    ),
+    "t5": Command(
+        "train a T5 on spans cut out of texts", T5_FAMILY, T5TrainConfig, VerifiedT5Config
+    ),
 }
-"""What commands train, by their names; mamba is a GPT of other layers."""
+"""Commands that train, by their names; mamba is a GPT of other layers."""
 
 
 def field_types(config_type: type = TrainConfig) -> dict[str, Any]:
