@@ -18,7 +18,7 @@ from mcore_data.tokenizers.building import load_tokenizer
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
-from mcore_train.checkpoints.bases import check_model, model_description
+from mcore_train.checkpoints.adapter_bases import check_model, model_description
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.checkpoints.origin import carried_files
 from mcore_train.checkpoints.resuming import load_run, take_snapshot
