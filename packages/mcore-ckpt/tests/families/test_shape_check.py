@@ -223,3 +223,18 @@ def test_a_width_that_no_one_gave_is_the_one_the_model_derives(hidden, gate, wid
 def test_more_dense_layers_than_there_are_is_said_by_its_own_field():
     with pytest.raises(ValueError, match="first_k_dense_replace=3: it must be from 0 to num_h"):
         described("deepseek_v2", first_k_dense_replace=3)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_groups_of_sigmoid_experts_are_chosen_by_their_two_best(name):
+    config = {"n_group": 1, "topk_group": 1, "n_routed_experts": 12, "num_experts_per_tok": 4}
+    family = find_family(name)
+    assert "moe_router_num_groups" not in described(name, **config)["moe"]
+    for kept, scores in ((2, 0), (3, 2)):  # 0: as many as each kept group gives
+        description = described(name, **config | {"n_group": 4, "topk_group": kept})
+        assert description["moe"].get("moe_router_group_score_topk", 0) == scores
+        assert family.to_theirs(description)["topk_group"] == kept
+    with pytest.raises(ValueError, match="whose weight is then always 1"):
+        described(name, **config | {"num_experts_per_tok": 1})
+    del description["moe"]["moe_router_topk_scaling_factor"]
+    assert family.to_theirs(description)["routed_scaling_factor"] == 1.0

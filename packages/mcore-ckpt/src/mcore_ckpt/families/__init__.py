@@ -60,7 +60,7 @@ _FLOORS = {
     "llama4_text": "moe",
     "deepseek_v2": "moe",
     "deepseek_v3": "moe",
-    "kimi_k2": "moe",
+    "kimi_k2": "moe.variants",
     "mamba2": "recurrent",
     "t5": "encoders",
     "bert": "encoders",

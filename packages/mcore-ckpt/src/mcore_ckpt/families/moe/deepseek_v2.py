@@ -3,26 +3,27 @@
 Where experts are chosen by groups, a group counts by its best one.
 """
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.experts import expert_setting
-from mcore_ckpt.families.common.fields import Fields, require
+from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
+from mcore_ckpt.families.common.experts import expert_setting, require_routing
+from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.families.moe import deepseek_v3
-from mcore_ckpt.families.moe.deepseek_v3 import read, write
+from mcore_ckpt.families.moe.deepseek_v3 import LATENT, read_experts, write_experts
 
-_ABSENT = {"n_shared_experts": 2, "q_lora_rank": 1536}
 _BY_GROUPS = "group_limited_greedy"
+_ROUTING = {
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": True,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_bias": False,
+    "moe_apply_probs_on_input": False,
+    "moe_shared_expert_gate": False,
+}
 
-table = deepseek_v3.table
 
-
-def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as a description; see ``families``."""
-    fields = Fields(config, absent=_ABSENT)
-    fields.must_be("scoring_func", "softmax")
-    # Their model does not look at it, whatever it says.
-    fields.must_be("norm_topk_prob", False)
+def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     method = fields.take("topk_method", "greedy")
     groups = {
         "moe_router_num_groups": fields.take("n_group", 0),
@@ -34,36 +35,33 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has topk_method={method!r}, which mcore cannot represent here: only "
             f"'greedy' and {_BY_GROUPS!r}."
         )
-    ours, moe = read(fields, interleaved=True)
-    moe |= {
+    return {
+        **read_experts(fields, ours),
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": True,
         **(groups if method == _BY_GROUPS else {}),
     }
-    return fields.described(ours, moe)
 
 
-def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a description as a config.json; see ``families``."""
-    theirs = write(description, "deepseek_v2", "DeepseekV2ForCausalLM")
-    require(description, rotary_interleaved=True, mtp_num_layers=0)
-    topk, groups, kept, scored, score, is_before = (
-        expert_setting(description, f"moe_router_{name}")
-        for name in (
-            *("topk", "num_groups", "group_topk", "group_score_topk", "score_function"),
-            "pre_softmax",
-        )
-    )
-    if score != "softmax" or not is_before:
-        raise ValueError("it cannot express experts but with --moe-router-pre-softmax")
-    if kept and (scored or topk // kept) != 1:
-        raise ValueError(
-            "it cannot express groups of experts but with --moe-router-group-score-topk 1"
-        )
-    return theirs | {
-        "scoring_func": "softmax",
+def _write(description: Description, _: Theirs) -> Theirs:
+    require_routing(description, _ROUTING)
+    kept = expert_setting(description, "moe_router_group_topk")
+    return write_experts(description, 1) | {
         "topk_method": _BY_GROUPS if kept else "greedy",
-        "norm_topk_prob": False,
-        "n_group": groups or None,
+        "n_group": expert_setting(description, "moe_router_num_groups") or None,
         "topk_group": kept or None,
     }
+
+
+FAMILY = replace(
+    deepseek_v3.FAMILY,
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    fixed={**deepseek_v3.FAMILY.fixed, "rotary_interleaved": True},
+    absent={"max_position_embeddings": 4096, "n_shared_experts": 2, "q_lora_rank": 1536},
+    # Their model does not look at norm_topk_prob, whatever it says.
+    only={"scoring_func": "softmax", "norm_topk_prob": False, "attention_bias": False},
+    parts=LATENT,
+    experts=FieldRule(read=_read, write=_write),
+    as_stored=None,
+)

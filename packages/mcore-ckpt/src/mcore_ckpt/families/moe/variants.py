@@ -24,7 +24,7 @@ from mcore_ckpt.families.common.experts import (
 )
 from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.families.common.layer_types import FULL, LOCAL, UPPER_WINDOWS, windows
-from mcore_ckpt.families.moe import glm4_moe, qwen3_moe
+from mcore_ckpt.families.moe import deepseek_v3, glm4_moe, qwen3_moe
 from mcore_ckpt.mapping.rules import Rule, Table
 
 _SHARED = PLAIN_ROUTING | {"moe_shared_expert_gate": True}
@@ -85,6 +85,7 @@ def _qwen2_table(description: Description) -> Table:
 
 
 _ALL = (
+    replace(deepseek_v3.FAMILY, model_type="kimi_k2"),
     replace(
         glm4_moe.FAMILY,
         model_type="dots1",
