@@ -161,6 +161,7 @@ def with_head(
     return Table(
         (*rules, *last),
         setting(description, "num_layers"),
+        expert_setting(description, "num_experts"),
         droppable=droppable,
         copies={} if is_untied else {head: embedding},
     )

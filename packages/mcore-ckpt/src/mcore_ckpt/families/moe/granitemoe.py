@@ -23,11 +23,12 @@ from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.families.dense.granite import PLAIN_FACTORS
 from mcore_ckpt.mapping.rules import Rule, Table
 
-_ROUTING = PLAIN_ROUTING | {
+ROUTING = PLAIN_ROUTING | {
     "moe_router_pre_softmax": False,
     "moe_shared_expert_gate": False,
     "moe_input_jitter_eps": 0.0,
 }
+"""What only some of the Granites' fields could say otherwise: nothing does."""
 _SHARED = "moe_shared_expert_intermediate_size"
 
 
@@ -65,7 +66,7 @@ def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 def _write(description: Description, _: Theirs) -> Theirs:
     if not expert_setting(description, "num_experts") or 0 in expert_layers(description):
         raise ValueError("it cannot express layers without experts")
-    require_routing(description, _ROUTING)
+    require_routing(description, ROUTING)
     return {
         "intermediate_size": described_expert_size(description),
         "num_local_experts": expert_setting(description, "num_experts"),

@@ -10,24 +10,18 @@ from mcore_ckpt.families.common.decoder import (
     Theirs,
 )
 from mcore_ckpt.families.common.experts import (
-    PLAIN_ROUTING,
     described_expert_size,
     expert_setting,
     require_routing,
 )
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.dense.granite import PLAIN_FACTORS
-from mcore_ckpt.families.moe.granitemoe import half_rules
+from mcore_ckpt.families.moe.granitemoe import ROUTING, half_rules
 from mcore_ckpt.families.recurrent.mamba_parts import MAMBA, SQUARE_HEADS, hybrid_table
 from mcore_ckpt.mapping.rules import Table
 from mcore_parallel.layer_patterns import pattern_layers
 
 _WORDS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
-_ROUTING = PLAIN_ROUTING | {
-    "moe_router_pre_softmax": False,
-    "moe_shared_expert_gate": False,
-    "moe_input_jitter_eps": 0.0,
-}
 
 
 def _read_positions(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +61,7 @@ def _write_experts(description: Description, theirs: Theirs) -> Theirs:
     layers = pattern_layers(setting(description, "hybrid_override_pattern"))
     if len({layer[1] for layer in layers}) > 1:
         raise ValueError("it cannot express experts in some layers and none in others")
-    require_routing(description, _ROUTING)
+    require_routing(description, ROUTING)
     experts = expert_setting(description, "num_experts")
     shared = expert_setting(description, "moe_shared_expert_intermediate_size")
     if experts and not shared:

@@ -18,6 +18,7 @@ from mcore_ckpt.families.common.fields import (
 )
 from mcore_ckpt.families.recurrent.mamba_parts import (
     MAMBA_PAIRS,
+    below_backbone,
     expansion,
     mamba_rules,
     read_limit,
@@ -117,23 +118,13 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         "time_step_limit": write_limit(setting(description, "mamba_dt_limit")),
         "hidden_act": "silu",
         "rms_norm": True,
-        "tie_word_embeddings": _is_tied(description),
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
     }
 
 
 def table(description: Mapping[str, Any]) -> Table:
     """List the weights."""
-    tied = _is_tied(description)
-    rules = (
-        Rule("embedding.weight", "backbone.embeddings.weight"),
-        Rule("blocks.*.mamba_norm.weight", "backbone.layers.*.norm.weight"),
-        *mamba_rules(description, "backbone.layers.*.mixer."),
-        Rule("final_norm.weight", "backbone.norm_f.weight"),
-        *([] if tied else [Rule("head.weight", "lm_head.weight")]),
+    norm = Rule("blocks.*.mamba_norm.weight", "backbone.layers.*.norm.weight")
+    return below_backbone(
+        description, [norm, *mamba_rules(description, "backbone.layers.*.mixer.")]
     )
-    copies = {"lm_head.weight": "backbone.embeddings.weight"} if tied else {}
-    return Table(rules, setting(description, "num_layers"), copies=copies)
-
-
-def _is_tied(description: Mapping[str, Any]) -> bool:
-    return not setting(description, "untie_embeddings_and_output_weights")

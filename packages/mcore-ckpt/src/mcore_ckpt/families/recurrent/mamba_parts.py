@@ -6,7 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
-from mcore_ckpt.families.common.decoder_rules import around, attention_rules, tied_copies
+from mcore_ckpt.families.common.decoder_rules import (
+    around,
+    attention_rules,
+    tied_copies,
+    with_head,
+)
 from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import expert_setting
 from mcore_ckpt.families.common.fields import Fields, read_pairs, setting, settings
@@ -136,6 +141,16 @@ def mamba_rules(
     for name in vectors:
         rules.append(Rule(f"{ours}{name}", f"{there}{name}", layers=layers))
     return rules
+
+
+def below_backbone(
+    description: Mapping[str, Any], rules: Iterable[Rule], droppable: tuple[str, ...] = ()
+) -> Table:
+    """Put embedding, final norm and head around rules, as Mamba-2 and Nemotron-H name them."""
+    embedding = "backbone.embeddings.weight"
+    first = Rule("embedding.weight", embedding)
+    last = Rule("final_norm.weight", "backbone.norm_f.weight")
+    return with_head(description, (first, *rules, last), embedding, droppable=droppable)
 
 
 def hybrid_table(

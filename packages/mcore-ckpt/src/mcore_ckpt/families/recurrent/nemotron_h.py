@@ -15,7 +15,7 @@ from mcore_ckpt.families.common.fields import (
     setting,
     settings,
 )
-from mcore_ckpt.families.recurrent.mamba_parts import MAMBA_PAIRS, mamba_rules
+from mcore_ckpt.families.recurrent.mamba_parts import MAMBA_PAIRS, below_backbone, mamba_rules
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.layer_patterns import pattern_layers
 from mcore_parallel.logical_tensors import head_dim, mamba_sizes, num_kv_heads
@@ -183,17 +183,4 @@ def table(description: Mapping[str, Any]) -> Table:
     rules.append(
         Rule(f"blocks.*.{bias}", f"{there}gate.e_score_correction_bias", layers=places["E"])
     )
-    tied = not setting(description, "untie_embeddings_and_output_weights")
-    ends = (
-        Rule("embedding.weight", "backbone.embeddings.weight"),
-        *rules,
-        Rule("final_norm.weight", "backbone.norm_f.weight"),
-        *([] if tied else [Rule("head.weight", "lm_head.weight")]),
-    )
-    return Table(
-        ends,
-        len(letters),
-        expert_setting(description, "num_experts"),
-        droppable=("mtp.*",),
-        copies={"lm_head.weight": "backbone.embeddings.weight"} if tied else {},
-    )
+    return below_backbone(description, rules, droppable=("mtp.*",))
