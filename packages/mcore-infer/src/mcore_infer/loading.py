@@ -53,7 +53,9 @@ class LoadedModel:
     folder: Path
     """The step folder that was read."""
     data: Axis = SINGLE
-    """Ranks that hold the same model and may share work."""
+    """Ranks that hold the same model and may share work: this one's in each replica."""
+    world: Axis = SINGLE
+    """All ranks that hold it or a part of it."""
     draft: LanguageModel | None = None
     """A smaller one that proposes tokens to it."""
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -155,7 +157,8 @@ def load_model(
             pack_weights_(model, {p: scales[p] for p in packed}, fill, ctx.device)
     model.eval()
     tokenizer = _tokenizer_of(folder)
-    return LoadedModel(model, description, tokenizer, folder, ctx.dp, kv_scales=kv_scales)
+    ranks = {"data": ctx.dp, "world": ctx.world}
+    return LoadedModel(model, description, tokenizer, folder, kv_scales=kv_scales, **ranks)
 
 
 def empty_model(

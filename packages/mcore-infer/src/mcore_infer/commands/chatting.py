@@ -40,7 +40,7 @@ def chat(
         from mcore_data.datasets.chat import load_template
         from mcore_infer.conversation import Conversation
 
-        if loaded.model.tp.size > 1:
+        if loaded.world.size > 1:
             raise ValueError("chat reads a terminal and runs in one process, without torchrun.")
         conversation = Conversation(
             loaded.model,

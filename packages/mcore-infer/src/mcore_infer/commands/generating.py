@@ -27,6 +27,8 @@ def generate(
 ) -> int:
     """Write on after a prompt; the text streams to standard output. A T5 writes an answer.
 
+    Replicas, ranks beyond those of one model, share several texts.
+
     Args:
         model: which one.
         sampling: how tokens are drawn.
@@ -44,6 +46,7 @@ def generate(
     if num_samples > 1 and sampling.beam_width:
         raise ValueError(f"--num-samples {num_samples}: a --beam-width finds one text.")
     with opened(model, draft=engine.draft_load, takes_t5=True) as (loaded, tokenizer, is_first):
+        from mcore_ckpt.save_load.rank_agreement import gather_json
         from mcore_infer.generation import prompt_ids
         from mcore_infer.streaming import TextStream
 
@@ -54,7 +57,8 @@ def generate(
         if loaded.description.family == "t5":
             beginnings = [""] * len(beginnings)  # read, not gone on from
         pieces: list[list[str]] = [[] for _ in beginnings]
-        is_streamed = is_first and len(beginnings) == 1
+        is_one = len(beginnings) == 1
+        is_streamed = is_first and is_one
         for number, token in enumerate(tokens):
             if is_streamed and not number:
                 print(beginnings[0], end="", flush=True)  # once nothing can be refused
@@ -64,9 +68,12 @@ def generate(
                 print(piece, end="", flush=True)
         if is_streamed:
             print(texts[0].rest() if any(pieces) else beginnings[0])
-        elif is_first:
-            for beginning, text, parts in zip(beginnings, texts, pieces, strict=True):
-                print(f"{beginning}{''.join(parts)}{text.rest()}\n")
+        if is_one:
+            return 0
+        own = ["".join(parts) + text.rest() for text, parts in zip(texts, pieces, strict=True)]
+        by_replica = gather_json(own, loaded.data)
+        for i, beginning in enumerate(beginnings if is_first else ()):
+            print(f"{beginning}{by_replica[i % len(by_replica)][i]}\n")
     return 0
 
 
@@ -93,6 +100,11 @@ def _written(
             raise ValueError(
                 "a T5 takes no --json-schema, --regex, --beam-width and --draft-load."
             )
+        if loaded.data.size > 1:
+            raise ValueError(
+                f"a T5 has no engine, by which {loaded.data.size} replicas share texts: start "
+                "only the ranks of one."
+            )
         start = loaded.start
         return answered(loaded.model, prompts, sampling, start=start, seed=seed, **ends)
     return stream_texts(
@@ -105,6 +117,7 @@ def _written(
         structure=structure,
         grammars=Grammars(tokenizer, loaded.model.vocab_size, loaded.ends),
         kv_scales=loaded.kv_scales,
+        replicas=loaded.data,
         **ends,
     )
 

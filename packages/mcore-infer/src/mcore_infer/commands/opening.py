@@ -27,7 +27,7 @@ class ModelOptions:
     """Where to compute; auto: cuda where it is present."""
 
     tensor_model_parallel_size: int = 0
-    """Ranks that split each matrix; 0: all that were started."""
+    """Ranks that split each matrix; 0: all that were started. Ranks beyond are replicas."""
 
 
 @contextmanager

@@ -50,6 +50,11 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         from mcore_infer.server.worker import follow
         from mcore_infer.structured import Grammars
 
+        if loaded.data.size > 1:
+            raise ValueError(
+                f"serve runs one replica, and these ranks make {loaded.data.size}: raise "
+                "--tensor-model-parallel-size, or serve each by a command of its own."
+            )
         running = build_engine(loaded.model, engine, loaded.draft, loaded.kv_scales)
         running.grammars = Grammars(tokenizer, loaded.model.vocab_size, loaded.ends)
         if listening is None:

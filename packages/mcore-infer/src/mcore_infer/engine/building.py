@@ -18,6 +18,7 @@ from mcore_infer.structured import Grammars, Structure
 from mcore_infer.writing import NewToken
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import SINGLE, Axis
 
 _LONGEST = 8192
 _GPU_SHARE = 0.8
@@ -30,16 +31,18 @@ def build_engine(
     config: InferenceConfig,
     draft: LanguageModel | None = None,
     kv_scales: Mapping[int, Scales] = MappingProxyType({}),
+    replicas: Axis = SINGLE,
 ) -> Engine:
-    """Build an engine whose cache fits; all ranks of ``tp`` get the same number of pages.
+    """Build an engine whose cache fits; all its ranks get the same number of pages.
 
-    Runs the model on one token to measure a page, and all-reduces over ``tp``.
+    Runs the model on one token to measure a page, and all-reduces over ``tp`` and replicas.
 
     Args:
         model: whole, in eval mode; on a GPU its plain GEMMs are replaced, see ``Engine``.
         config: limits and memory.
         draft: model that proposes tokens, of the same tokenizer and over the same ranks.
         kv_scales: of an fp8 cache, that the checkpoint holds.
+        replicas: ranks with the same model, whose engines refuse the same requests.
 
     Raises:
         ValueError: if an engine cannot run the model so, or not two pages fit.
@@ -65,7 +68,9 @@ def build_engine(
             memory = int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
         wanted = config.inference_max_requests * pages_of_one
         num_pages = min((memory - states_bytes) // page_bytes - 1, wanted)
-    fewest = all_reduce(torch.tensor(num_pages, device=device), model.tp, "min")
+    fewest = torch.tensor(num_pages, device=device)
+    for axis in (model.tp, replicas):
+        fewest = all_reduce(fewest, axis, "min")
     num_pages = int(fewest.item())
     if num_pages < 1:
         raise ValueError(
@@ -133,12 +138,14 @@ def stream_texts(
     structure: Structure | None = None,
     grammars: Grammars | None = None,
     kv_scales: Mapping[int, Scales] = MappingProxyType({}),
+    replicas: Axis = SINGLE,
 ) -> Iterator[NewToken]:
     """Write after prompts on an engine, or as ``stream`` does where no engine can.
 
     See ``stream`` for the arguments; ``config`` has the limits of the engine, ``draft``
     proposes tokens, texts are held to ``structure`` by ``grammars``, and ``kv_scales`` are
-    those of an fp8 cache that the checkpoint holds.
+    those of an fp8 cache that the checkpoint holds. Each of ``replicas`` is given all prompts
+    and writes after every so many-th, from its own rank on.
 
     Raises:
         ValueError: if a prompt is empty, too long, or does not fit the cache, or if an option
@@ -147,10 +154,10 @@ def stream_texts(
     if reason := engine_refusal(model.config):
         if structure is not None:
             raise ValueError(f"{reason}: texts cannot be held to a structure.")
-        check_without_engine(reason, config, kv_scales)
+        check_without_engine(reason, config, kv_scales, replicas)
         yield from stream(model, prompts, sampling, seed=seed, eod=eod, stop=stop)
         return
-    engine = build_engine(model, config, draft, kv_scales)
+    engine = build_engine(model, config, draft, kv_scales, replicas)
     engine.grammars = grammars
     limit = engine.config.max_sequence_tokens
     rows: dict[int, int] = {}  # by request: a search takes further numbers for its steps
@@ -166,6 +173,8 @@ def stream_texts(
             structure=structure,
         )
         rows[request] = i
+        if i % replicas.size != replicas.rank:
+            engine.abort(request)  # another's; each replica refuses what any would
     for event in engine.run():
         if isinstance(event, NewToken):
             yield replace(event, row=rows[event.row])

@@ -9,6 +9,7 @@ from mcore_infer.writing import ScoreRequest, Writing
 from mcore_models.config import TransformerConfig
 from mcore_models.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
+from mcore_parallel.mesh import SINGLE, Axis
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,10 @@ def engine_refusal(config: TransformerConfig) -> str:
 
 
 def check_without_engine(
-    reason: str, config: InferenceConfig, kv_scales: Mapping[int, Scales]
+    reason: str,
+    config: InferenceConfig,
+    kv_scales: Mapping[int, Scales],
+    replicas: Axis = SINGLE,
 ) -> None:
     """Refuse options that would have no effect on a model that no engine can run.
 
@@ -121,7 +125,13 @@ def check_without_engine(
         config: limits of the engine.
         kv_scales: of a cache in fp8, that the checkpoint holds; a warning says that they are
             not used.
+        replicas: ranks that share texts.
     """
+    if replicas.size > 1:
+        raise ValueError(
+            f"{replicas.size} replicas share texts by an engine, and {reason}: start only the "
+            "ranks of one."
+        )
     if config.kv_cache_dtype == "fp8":
         raise ValueError(f"--kv-cache-dtype fp8 needs an engine, and {reason}: leave it out.")
     if config.num_speculative_tokens:
