@@ -56,6 +56,8 @@ class LoadedModel:
     """Ranks that hold the same model and may share work: this one's in each replica."""
     world: Axis = SINGLE
     """All ranks that hold it or a part of it."""
+    in_step: Axis = SINGLE
+    """All these where replicas share experts, see ``Engine``; else one."""
     draft: LanguageModel | None = None
     """A smaller one that proposes tokens to it."""
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -127,6 +129,11 @@ def load_model(
             "checkpoint that mcore-train or mcore-ckpt convert wrote."
         )
     description = ModelDescription.from_dict(index.extra["model"], families)
+    if ctx.ep.size > 1 and not description.moe.num_experts:
+        raise ValueError(
+            f"--expert-model-parallel-size {ctx.ep.size}: {folder} holds a model without "
+            "experts. Leave it out."
+        )
     adapter = index.extra.get(ADAPTER, {})
     peft = config_from_dict(PeftConfig, {n: v for n, v in adapter.items() if n != "base"})
     computes_in = dtype or _dtype_for(ctx.device, index)
@@ -157,7 +164,8 @@ def load_model(
             pack_weights_(model, {p: scales[p] for p in packed}, fill, ctx.device)
     model.eval()
     tokenizer = _tokenizer_of(folder)
-    ranks = {"data": ctx.dp, "world": ctx.world}
+    is_shared = description.moe.num_experts and ctx.expert_tp.size * ctx.ep.size > ctx.tp.size
+    ranks = {"data": ctx.dp, "world": ctx.world, "in_step": ctx.world if is_shared else SINGLE}
     return LoadedModel(model, description, tokenizer, folder, kv_scales=kv_scales, **ranks)
 
 

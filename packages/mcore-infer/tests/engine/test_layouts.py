@@ -4,12 +4,28 @@ import os
 from contextlib import redirect_stdout
 from io import StringIO
 
+import pytest
+import torch
 import torch.distributed as dist
 
-from mcore_infer import InferenceConfig, SamplingConfig
+from mcore_infer import (
+    InferenceConfig,
+    SamplingConfig,
+    ScoreRequest,
+    build_engine,
+    load_model,
+)
 from mcore_infer.commands import generating
 from mcore_infer.commands.opening import ModelOptions
+from mcore_infer.engine.building import stream_texts
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
+
+PROMPTS = [[10, 20, 30, 80, 90, 100, 110, 120, 130], [40], [10, 20, 30, 80, 95]]
+SAMPLING = SamplingConfig(num_tokens=7, top_p=0.8)
+SCORES = (ScoreRequest(num_top=2, prompt=True), ScoreRequest(num_top=1))
+FLOAT64 = {"dtype": torch.float64}
 
 
 def printed(folder, tp=0):
@@ -40,3 +56,69 @@ def test_replicas_share_texts_and_the_first_rank_prints_all(run_folder, tmp_path
     expected = printed(run_folder)
     assert len(expected) > 40
     assert run_ranks(printed_by_ranks, 2, run_folder, tmp_path / "store") == [expected, ""]
+
+
+def written_by(ctx, folder):
+    """What requests get, which replicas share; where they share experts they step together."""
+    loaded = load_model(folder, ctx, **FLOAT64)
+    config = InferenceConfig(
+        inference_max_requests=2,
+        inference_dynamic_batching_max_tokens=4,
+        inference_dynamic_batching_block_size=2,
+    )
+    engine = build_engine(loaded.model, config, replicas=loaded.data, in_step=loaded.in_step)
+    results = {}
+    for scores in SCORES:  # without those of prompts the last one shares pages of the first
+        numbers = {
+            engine.add(prompt, SAMPLING, seed=3 + i, scores=scores): i
+            for i, prompt in enumerate(PROMPTS)
+            if i % loaded.data.size == loaded.data.rank
+        }
+        for event in engine.run():
+            if isinstance(event, tuple):
+                results.setdefault(numbers[event[0]], []).append(event[1])
+    assert engine.scheduler.pool.num_free == engine.config.num_pages
+    return results
+
+
+def written_by_experts(folder):
+    """On tensor ranks that each have half of the experts, and on two replicas that do."""
+    found = []
+    for tp in (2, 1):
+        config = ParallelConfig(
+            tensor_model_parallel_size=tp,
+            expert_model_parallel_size=2,
+            expert_tensor_parallel_size=1,
+        )
+        ctx = ParallelContext.build(config)
+        found.append(written_by(ctx, folder))
+    loaded = load_model(folder, ctx)
+    replicas = {"replicas": loaded.data, "in_step": loaded.in_step}
+    proposing = InferenceConfig(num_speculative_tokens=1, speculative_drafts="mtp")
+    with pytest.raises(ValueError, match="runs forwards of its own"):
+        build_engine(loaded.model, proposing, **replicas)
+    prompts, limits = [[1], [1] * 50], InferenceConfig()  # the second rank's
+    with pytest.raises(ValueError, match="prompt 1 has 50 tokens"):
+        next(stream_texts(loaded.model, prompts, SAMPLING, limits, **replicas))
+    return found
+
+
+def assert_same(results, expected):
+    for i, rounds in results.items():
+        for result, other in zip(rounds, expected[i], strict=True):
+            assert (result.ids, result.finish_reason) == (other.ids, other.finish_reason)
+            assert result.log_probs == pytest.approx(other.log_probs, abs=1e-9)
+            assert result.prompt_log_probs == pytest.approx(other.prompt_log_probs, abs=1e-9)
+            for found, wanted in zip(result.top, other.top, strict=True):
+                assert dict(found) == pytest.approx(dict(wanted), abs=1e-9)
+
+
+def test_experts_on_several_ranks_write_what_those_of_one_rank_do(expert_folder):
+    expected = written_by(ParallelContext.single(), expert_folder)
+    assert len(expected) == len(PROMPTS)
+    for rank, (within, between) in enumerate(run_ranks(written_by_experts, 2, expert_folder)):
+        assert len(within) == len(PROMPTS)
+        assert_same(within, expected)
+        # The second has one short text, and computes padding until those of the first end.
+        assert sorted(between) == [i for i in range(len(PROMPTS)) if i % 2 == rank]
+        assert_same(between, expected)

@@ -118,6 +118,7 @@ def _written(
         grammars=Grammars(tokenizer, loaded.model.vocab_size, loaded.ends),
         kv_scales=loaded.kv_scales,
         replicas=loaded.data,
+        in_step=loaded.in_step,
         **ends,
     )
 

@@ -29,6 +29,14 @@ class ModelOptions:
     tensor_model_parallel_size: int = 0
     """Ranks that split each matrix; 0: all that were started. Ranks beyond are replicas."""
 
+    expert_model_parallel_size: int = 1
+    """Ranks that split the experts: those that split matrices first, then whole replicas, which
+    then compute their steps together."""
+
+    expert_tensor_parallel_size: int = 0
+    """Ranks that split each expert's matrices; 0: the tensor-parallel size over the
+    expert-parallel one, at least 1."""
+
 
 @contextmanager
 def opened(
@@ -53,9 +61,15 @@ def opened(
     draft_folder = resolve_folder(draft, takes_any=True) if draft else None
     environment = read_environment()
     tp = options.tensor_model_parallel_size or environment.world_size
+    ep = options.expert_model_parallel_size
+    config = ParallelConfig(
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=options.expert_tensor_parallel_size or max(1, tp // ep),
+    )
     try:
         device = initialize(options.device)
-        ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=tp), device)
+        ctx = ParallelContext.build(config, device)
         loaded = load_model(folder, ctx, takes_t5=takes_t5)
         if draft_folder is not None:
             loaded = replace(loaded, draft=load_model(draft_folder, ctx).model)

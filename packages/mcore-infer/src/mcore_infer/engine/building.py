@@ -32,6 +32,7 @@ def build_engine(
     draft: LanguageModel | None = None,
     kv_scales: Mapping[int, Scales] = MappingProxyType({}),
     replicas: Axis = SINGLE,
+    in_step: Axis = SINGLE,
 ) -> Engine:
     """Build an engine whose cache fits; all its ranks get the same number of pages.
 
@@ -43,6 +44,7 @@ def build_engine(
         draft: model that proposes tokens, of the same tokenizer and over the same ranks.
         kv_scales: of an fp8 cache, that the checkpoint holds.
         replicas: ranks with the same model, whose engines refuse the same requests.
+        in_step: all ranks of replicas that share experts, see ``Engine``.
 
     Raises:
         ValueError: if an engine cannot run the model so, or not two pages fit.
@@ -95,6 +97,7 @@ def build_engine(
             fp8_cache=fp8,
         ),
         draft,
+        in_step,
     )
 
 
@@ -139,13 +142,14 @@ def stream_texts(
     grammars: Grammars | None = None,
     kv_scales: Mapping[int, Scales] = MappingProxyType({}),
     replicas: Axis = SINGLE,
+    in_step: Axis = SINGLE,
 ) -> Iterator[NewToken]:
     """Write after prompts on an engine, or as ``stream`` does where no engine can.
 
     See ``stream`` for the arguments; ``config`` has the limits of the engine, ``draft``
     proposes tokens, texts are held to ``structure`` by ``grammars``, and ``kv_scales`` are
     those of an fp8 cache that the checkpoint holds. Each of ``replicas`` is given all prompts
-    and writes after every so many-th, from its own rank on.
+    and writes after every so many-th, from its own rank on; ``in_step`` is as in ``Engine``.
 
     Raises:
         ValueError: if a prompt is empty, too long, or does not fit the cache, or if an option
@@ -157,7 +161,7 @@ def stream_texts(
         check_without_engine(reason, config, kv_scales, replicas)
         yield from stream(model, prompts, sampling, seed=seed, eod=eod, stop=stop)
         return
-    engine = build_engine(model, config, draft, kv_scales, replicas)
+    engine = build_engine(model, config, draft, kv_scales, replicas, in_step)
     engine.grammars = grammars
     limit = engine.config.max_sequence_tokens
     rows: dict[int, int] = {}  # by request: a search takes further numbers for its steps

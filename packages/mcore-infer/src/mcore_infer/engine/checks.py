@@ -62,9 +62,18 @@ def check_beams(writing: Writing, scores: ScoreRequest, vocab_size: int) -> None
 
 
 def check_speculation(
-    model: LanguageModel, drafts: Drafts, draft: LanguageModel | None
+    model: LanguageModel,
+    drafts: Drafts,
+    draft: LanguageModel | None,
+    in_step: Axis = SINGLE,
 ) -> None:
     """Refuse proposals that a model cannot check, or that nothing can make."""
+    if in_step.size > 1 and drafts != "ngram":
+        raise ValueError(
+            f"--speculative-drafts {drafts} runs forwards of its own, in which replicas that "
+            "share experts do not meet: use ngram, or an --expert-model-parallel-size within "
+            "--tensor-model-parallel-size."
+        )
     if has_recurrent_layers(model.config):
         raise ValueError(
             "a recurrent state cannot go back behind a wrong proposal: set "

@@ -153,14 +153,15 @@ class Decoder:
         """Return what computes the inputs, recorded where it can be."""
         # What it returns knows nothing of this object, whose memory is free once it is dropped.
         forward = partial(_forward, self.model, self.cache, inputs)
-        if inputs.tokens.is_cuda:
-            if not self.cache.num_bytes:
-                forward()  # takes it
-            from mcore_infer.engine.whole_step import whole_step
+        if not self.is_recorded:
+            return forward
+        if not self.cache.num_bytes:
+            forward()  # takes it
+        from mcore_infer.engine.whole_step import whole_step
 
-            if (whole := whole_step(self.model, self.cache, inputs)) is not None:
-                forward = partial(_by_kernel, whole)
-        return self._recorded(forward) if self.is_recorded else forward
+        if (whole := whole_step(self.model, self.cache, inputs)) is not None:
+            forward = partial(_by_kernel, whole)
+        return self._recorded(forward)
 
     def _recorded(self, forward: Run) -> Run:
         # Outside of the graph first: kernels are compiled and tried, workspaces allocated.

@@ -42,6 +42,8 @@ from mcore_infer.writing import (
 )
 from mcore_models.config import window
 from mcore_models.protocol import LanguageModel
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import SINGLE, Axis
 
 
 @dataclass(slots=True)
@@ -72,6 +74,7 @@ class Engine:
         model: whole, in eval mode.
         config: limits; ``prefix_cache`` is off where layers are recurrent, whose state is kept
             for the last token alone, and with proposals of the model's own layer.
+        in_step: ranks that compute every step together.
         scheduler: what is waiting and running.
         cache: keys and values, and recurrent states.
         decoder: runs the steps in which every request writes.
@@ -83,7 +86,11 @@ class Engine:
     """
 
     def __init__(
-        self, model: LanguageModel, config: EngineConfig, draft: LanguageModel | None = None
+        self,
+        model: LanguageModel,
+        config: EngineConfig,
+        draft: LanguageModel | None = None,
+        in_step: Axis = SINGLE,
     ) -> None:
         """Take no memory yet.
 
@@ -93,6 +100,8 @@ class Engine:
                 is.
             config: limits.
             draft: smaller model that proposes tokens, on the same ranks.
+            in_step: all ranks of replicas that share experts. Each has requests of its own, and
+                they call ``step`` together, as ``run`` does: one without work computes padding.
 
         Raises:
             ValueError: if the model is in training mode, or an engine cannot run it so.
@@ -104,11 +113,11 @@ class Engine:
         if config.fp8_cache:
             check_fp8_cache(model.config)
         if config.num_speculative_tokens:
-            check_speculation(model, config.speculative_drafts, draft)
+            check_speculation(model, config.speculative_drafts, draft, in_step)
         is_whole = has_recurrent_layers(model.config) or config.speculative_drafts == "mtp"
         if is_whole:
             config = replace(config, prefix_cache=False)
-        self.model, self.config = model, config
+        self.model, self.config, self.in_step = model, config, in_step
         self.device = next(model.parameters()).device
         windows = [window(model.config, layer) for layer in range(model.config.num_layers)]
         sizes = config.num_pages, config.page_tokens, config.max_requests
@@ -135,7 +144,8 @@ class Engine:
         self._beams = Beams()
         self._num_requests = 0
         self._flight: _Flight | None = None  # a step started before its predecessor was read
-        self.runs_ahead = self.device.type == "cuda" and self.drafter is None
+        is_alone = self.drafter is None and in_step.size == 1
+        self.runs_ahead = self.device.type == "cuda" and is_alone
 
     def add(
         self,
@@ -243,6 +253,8 @@ class Engine:
         flight = self._flight or self._launch(self._plan())
         self._flight = None
         if flight is None:
+            if self.in_step.size > 1:
+                self.decoder.run(Step(()))
             return []
         if self.runs_ahead:
             self._flight = self._launch(self._plan_ahead(flight), flight.chosen)
@@ -254,8 +266,11 @@ class Engine:
         return list(self._take(new))
 
     def run(self) -> Iterator[NewToken | tuple[int, Generation]]:
-        """Step until no request is left; requests may be added meanwhile."""
-        while self.has_work:
+        """Step until no request is left; requests may be added meanwhile.
+
+        All-reduces over ``in_step`` whether any is.
+        """
+        while all_reduce(torch.tensor(int(self.has_work)), self.in_step, "max"):
             yield from self.step()
 
     def _plan(self) -> Step | None:
