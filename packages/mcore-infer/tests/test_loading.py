@@ -85,7 +85,6 @@ def refused(folder, fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         (
             {"tensor_model_parallel_size": 2, "sequence_parallel": True},

@@ -1,4 +1,4 @@
-"""Text generation and evaluation for mcore models, under any tensor-parallel size.
+"""Text generation and evaluation for mcore models, over one rank or several.
 
 The front is lazy (PEP 562): importing it imports no room, so a command that only
 needs help text never loads torch.

@@ -17,9 +17,9 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import SamplingConfig
 from mcore_infer.kv_cache import StaticCache
 from mcore_infer.sampling import choose, token_log_probs
+from mcore_infer.stages import agreed, from_last_stage, last_stage_logits, run_stages
 from mcore_infer.writing import Generation, NewToken, Writing
 from mcore_models.protocol import LanguageModel
-from mcore_parallel.collectives import all_gather, all_reduce
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def stream(
 ) -> Iterator[NewToken]:
     """Write after each prompt, token by token.
 
-    Communicates over the model's ``tp`` (and the axes of its experts): all its ranks call it
+    Communicates over ``tp`` and ``pp`` (and the axes of its experts): all its ranks call it
     with equal arguments and all see the same tokens.
 
     Args:
@@ -129,19 +129,18 @@ def next_logits(
 ) -> Float[Tensor, "B V"]:
     """Score the token after the last of each row, whole vocabulary without padding.
 
-    All-gathers the vocabulary over ``tp``.
+    All-gathers the vocabulary over ``tp``; see ``last_stage_logits`` for stages.
 
     Args:
-        model: whole, in eval mode.
+        model: whole or a stage, in eval mode.
         tokens: ``[B, S]``; with a cache those that it does not hold yet.
         cache: is extended by the tokens.
     """
     with torch.no_grad():
-        hidden, _ = model(tokens, state=cache)
-        logits = model.logits(hidden[-1:])[0]  # [S, B, D] -> [B, V/tp]
+        hidden = run_stages(model, tokens, state=cache)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
+        return last_stage_logits(model, hidden[-1].unsqueeze(1))  # [S, B, D] -> [B, 1, D]
 
 
 def room(
@@ -224,7 +223,8 @@ class _Writer:
         while True:
             logits = next_logits(self.model, tokens, self.cache)
             chosen = self._choose(logits)
-            yield from self._take(chosen, token_log_probs(logits, chosen))
+            log_probs = from_last_stage(token_log_probs(logits, chosen), self.model.pp)
+            yield from self._take(chosen, log_probs)
             if all(row.finish_reason for row in self.rows):
                 return
             tokens = self._next_tokens(chosen)[:, None]
@@ -239,9 +239,7 @@ class _Writer:
         index = torch.tensor(rows, device=self.device)
         if rows:
             chosen[index] = choose(logits[index], [self.rows[i] for i in rows])
-        # One rank decides: kernels that round differently must not part the ranks' texts.
-        tp = self.model.tp
-        return all_reduce(chosen if tp.rank == 0 else torch.zeros_like(chosen), tp)
+        return agreed(chosen, self.model)
 
     def _take(self, chosen: Tensor, log_probs: Tensor) -> Iterator[NewToken]:
         pairs = zip(self.rows, chosen.tolist(), log_probs.tolist(), strict=True)

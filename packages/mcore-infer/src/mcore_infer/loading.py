@@ -17,6 +17,7 @@ from torch import nn
 from mcore_ckpt.mapping.adapters import find_base
 from mcore_ckpt.save_load.foreign_loading import opened_quantized
 from mcore_ckpt.save_load.loading import describe_checkpoint, load
+from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_ckpt.storage.index import ADAPTER, Index
 from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
 from mcore_data.tokenizers.building import load_tokenizer
@@ -28,6 +29,7 @@ from mcore_infer.quantization.loading import (
     quantized_linears,
     round_inputs_,
 )
+from mcore_infer.stages import own_stage
 from mcore_models.config import config_from_dict
 from mcore_models.description import ModelDescription
 from mcore_models.families import FAMILIES, Family
@@ -104,7 +106,7 @@ def load_model(
 
     Args:
         path: a run folder, a step folder of one, a Hugging Face or a Megatron folder.
-        ctx: the rank grid, without pipeline and context parallelism.
+        ctx: the rank grid, without context parallelism; each pipeline rank gets its stage.
         step: which of a run folder's; 0: the latest.
         dtype: to compute in; None: bfloat16 on a GPU, else as it was saved but float32 for
             bfloat16, which CPUs are slow at.
@@ -149,8 +151,11 @@ def load_model(
         packed = packed_paths(scales) if keeps else frozenset()
         _allocate(model, ctx.device, packed)
         shards = {f"model.{n}": s for n, s in named_shards(model, ctx.data_axes()).items()}
-        apart = {name for name, shard in shards.items() if _is_meta(shard)}
-        rest = {name: shard for name, shard in shards.items() if name not in apart}
+        rest = {name: shard for name, shard in shards.items() if not _is_meta(shard)}
+        # Other stages' too, which no rank loads yet.
+        apart = {
+            name for names in gather_json([*shards.keys() - rest], ctx.pp) for name in names
+        }
         if adapter.get("base"):
             rest = _without_base(folder, adapter, rest, reading)
         load(folder, rest, ignore=("optimizer.", "rng.", *apart), **reading)
@@ -158,7 +163,9 @@ def load_model(
 
             def fill(weights: Mapping[str, Shard]) -> None:
                 named = {f"model.{name}": shard for name, shard in weights.items()}
-                load(folder, named, ignore=("model.",), **reading)
+                # Stages have different numbers of linears: each rank reads its own.
+                alone: dict[str, Any] = {"world": SINGLE} if ctx.pp.size > 1 else {}
+                load(folder, named, ignore=("model.",), **reading | alone)
 
             round_inputs_(model, {p: s for p, s in scales.items() if p not in packed})
             pack_weights_(model, {p: scales[p] for p in packed}, fill, ctx.device)
@@ -180,7 +187,7 @@ def empty_model(
 
     Args:
         description: which model.
-        ctx: the rank grid, without pipeline and context parallelism.
+        ctx: the rank grid, without context parallelism.
         dtype: to compute in.
         families: of models that there may be.
         peft: adapters beside its linears; none by default.
@@ -201,6 +208,9 @@ def _on_meta(
     peft: PeftConfig,
     takes_t5: bool = False,
 ) -> LanguageModel:
+    is_t5 = description.family == "t5"
+    if is_t5 and ctx.pp.size > 1:
+        raise ValueError("a T5 writes on one stage: use --pipeline-model-parallel-size 1.")
     model: Any = families[description.family].build(
         description.config,
         ctx,
@@ -208,8 +218,8 @@ def _on_meta(
         moe=description.moe,
         device="meta",  # weights are read, not drawn
         dtype=dtype,
+        stage=own_stage(description.config.num_layers, ctx.pp),
     )
-    is_t5 = description.family == "t5"
     if not isinstance(model, LanguageModel) and not (is_t5 and takes_t5):
         why = "reads one text and writes another" if is_t5 else "predicts no next token"
         use = "only mcore-infer generate runs it" if is_t5 else "it cannot generate"
@@ -249,13 +259,12 @@ def _without_base(
 
 def check_context(ctx: ParallelContext) -> None:
     """Refuse rank grids under which text cannot be generated token by token."""
-    config = ctx.config
-    if config.pipeline_model_parallel_size > 1 or config.context_parallel_size > 1:
+    if ctx.config.context_parallel_size > 1:
         raise ValueError(
-            "generation runs without --pipeline-model-parallel-size and "
-            "--context-parallel-size: set both to 1. Any checkpoint loads so."
+            "generation runs without --context-parallel-size: set it to 1. Any checkpoint "
+            "loads so."
         )
-    if config.sequence_parallel:
+    if ctx.config.sequence_parallel:
         raise ValueError("--sequence-parallel cannot cut single tokens: leave it out.")
 
 

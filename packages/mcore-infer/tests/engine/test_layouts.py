@@ -13,13 +13,19 @@ from mcore_infer import (
     SamplingConfig,
     ScoreRequest,
     build_engine,
+    generate,
+    judge,
     load_model,
+    score_documents,
 )
 from mcore_infer.commands import generating
 from mcore_infer.commands.opening import ModelOptions
 from mcore_infer.engine.building import stream_texts
+from mcore_infer.engine.checks import check_speculation
+from mcore_infer.evaluation.continuations import Continuation
+from mcore_infer.stages import own_stage
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 
 PROMPTS = [[10, 20, 30, 80, 90, 100, 110, 120, 130], [40], [10, 20, 30, 80, 95]]
@@ -122,3 +128,50 @@ def test_experts_on_several_ranks_write_what_those_of_one_rank_do(expert_folder)
         # The second has one short text, and computes padding until those of the first end.
         assert sorted(between) == [i for i in range(len(PROMPTS)) if i % 2 == rank]
         assert_same(between, expected)
+
+
+def written_by_stages(folder, hybrid_folder):
+    """On two stages: in an engine, plain, with recurrent layers and with a draft model."""
+    ctx = ParallelContext.build(ParallelConfig(pipeline_model_parallel_size=2))
+    model = load_model(folder, ctx).model
+    assert list(model.blocks) == [str(ctx.pp.rank)]
+    proposing = InferenceConfig(
+        num_speculative_tokens=2, speculative_drafts="model", draft_load="model"
+    )
+    texts = [[] for _ in PROMPTS]
+    for token in stream_texts(model, PROMPTS, SAMPLING, proposing, seed=3, draft=model):
+        texts[token.row].append(token.id)
+    with pytest.raises(ValueError, match="only the last stage has"):
+        check_speculation(model, "mtp", None)
+    engines = written_by(ctx, folder), written_by(ctx, hybrid_folder)
+    return *engines, texts, *judged(model)
+
+
+def judged(model):
+    """What needs no engine."""
+    texts = generate(model, PROMPTS, SAMPLING, seed=3)
+    rows = [Continuation(tuple(prompt), 1) for prompt in PROMPTS[::2]]
+    score = score_documents(model, PROMPTS, begin_token=256, context_tokens=6, batch=2)
+    return texts, judge(model, rows), score
+
+
+def test_stages_write_and_judge_what_one_rank_does(run_folder, hybrid_folder):
+    single = ParallelContext.single()
+    expected = [written_by(single, folder) for folder in (run_folder, hybrid_folder)]
+    texts, answers, score = judged(load_model(run_folder, single).model)
+    for plain, recurrent, drafted, *others in run_ranks(
+        written_by_stages, 2, run_folder, hybrid_folder
+    ):
+        assert len(plain) == len(recurrent) == len(PROMPTS)
+        assert_same(plain, expected[0])
+        assert_same(recurrent, expected[1])
+        assert drafted == [list(expected[0][i][0].ids) for i in range(len(PROMPTS))]
+        assert_same(dict(enumerate([text] for text in others[0])), [[text] for text in texts])
+        for answer, other in zip(others[1], answers, strict=True):
+            assert answer.log_prob == pytest.approx(other.log_prob, abs=1e-9)
+        assert others[2].loss_sum == pytest.approx(score.loss_sum, abs=1e-9)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ValueError, match="exceeds the 1 layers"):
+        own_stage(1, Axis("pp", 2, 0, None, (0, 1)))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mcore_models.config import AttentionBackend, TransformerConfig
 from mcore_parallel.context_parallel.packed_sequences import Documents
-from mcore_parallel.mesh import Axis
+from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
 from mcore_parallel.pipeline_parallel.stages import Stage
 
@@ -146,6 +146,7 @@ class TrainableModel(nn.Module, ABC):
         vocab_size: true number of tokens.
         stage: which layers are here, and whether embedding and loss are.
         tp: ranks that share a head's rows.
+        pp: ranks that hold the stages.
         entries: of a batch; the first of each ``length`` says how long the rows are.
         loss_coefficients: by name of the loss, the main one first; the same on all stages.
     """
@@ -154,6 +155,7 @@ class TrainableModel(nn.Module, ABC):
     vocab_size: int
     stage: Stage
     tp: Axis
+    pp: Axis = SINGLE
     entries: Mapping[str, Entry] = TEXT
     loss_coefficients: Mapping[str, float] = MappingProxyType({LM_LOSS: 1.0})
 

@@ -27,7 +27,11 @@ class ModelOptions:
     """Where to compute; auto: cuda where it is present."""
 
     tensor_model_parallel_size: int = 0
-    """Ranks that split each matrix; 0: all that were started. Ranks beyond are replicas."""
+    """Ranks that split each matrix; 0: all that were started, over the pipeline-parallel size.
+    Ranks beyond those of one model are replicas."""
+
+    pipeline_model_parallel_size: int = 1
+    """Ranks that split the layers; a step goes through them one after the other."""
 
     expert_model_parallel_size: int = 1
     """Ranks that split the experts: those that split matrices first, then whole replicas, which
@@ -60,12 +64,15 @@ def opened(
     folder = resolve_folder(options.load, options.ckpt_step, takes_any=True)
     draft_folder = resolve_folder(draft, takes_any=True) if draft else None
     environment = read_environment()
-    tp = options.tensor_model_parallel_size or environment.world_size
+    pp = options.pipeline_model_parallel_size
+    tp = options.tensor_model_parallel_size or max(1, environment.world_size // max(1, pp))
     ep = options.expert_model_parallel_size
     config = ParallelConfig(
         tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=options.expert_tensor_parallel_size or max(1, tp // ep),
+        expert_tensor_parallel_size=options.expert_tensor_parallel_size
+        or max(1, tp // max(1, ep)),
     )
     try:
         device = initialize(options.device)

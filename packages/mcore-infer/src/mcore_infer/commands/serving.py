@@ -12,9 +12,9 @@ from mcore_infer.commands.opening import ModelOptions, opened
 from mcore_infer.config import InferenceConfig, ServerConfig
 
 if TYPE_CHECKING:
-    from mcore_infer.engine.engine import Engine
     from mcore_infer.server.app import Limits
     from mcore_infer.server.job import ServedModel
+    from mcore_infer.server.worker import EngineWorker
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -47,7 +47,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         from mcore_data.datasets.chat import load_template
         from mcore_infer.engine.building import build_engine
         from mcore_infer.server.job import ServedModel
-        from mcore_infer.server.worker import follow
+        from mcore_infer.server.worker import EngineWorker, follow
         from mcore_infer.structured import Grammars
 
         if loaded.data.size > 1:
@@ -59,7 +59,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         running.grammars = Grammars(tokenizer, loaded.model.vocab_size, loaded.ends)
         if listening is None:
             with _no_exit_on_signals():
-                follow(running, loaded.model.tp)
+                follow(running, loaded.world)
             return 0
         template = server.chat_template
         served = ServedModel(
@@ -73,11 +73,12 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
             ),
         )
         with _no_exit_on_signals():
-            return _run(running, served, server, limits, listening)
+            worker = EngineWorker(running, loaded.world)
+            return _run(worker, served, server, limits, listening)
 
 
 def _run(
-    engine: "Engine",
+    worker: "EngineWorker",
     served: "ServedModel",
     config: ServerConfig,
     limits: "Limits",
@@ -87,9 +88,8 @@ def _run(
 
     from mcore_infer.server.app import Server
     from mcore_infer.server.front import Front
-    from mcore_infer.server.worker import EngineWorker
 
-    front = Front(EngineWorker(engine, engine.model.tp), config.max_queued_requests)
+    front = Front(worker, config.max_queued_requests)
     http = uvicorn.Server(
         uvicorn.Config(
             Server(served, front, limits).app(),

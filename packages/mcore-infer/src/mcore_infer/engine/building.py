@@ -14,6 +14,7 @@ from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.step_layout import step_tensors
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Fp8Cache, Scales, Step
 from mcore_infer.generation import room, stream
+from mcore_infer.stages import run_stages
 from mcore_infer.structured import Grammars, Structure
 from mcore_infer.writing import NewToken
 from mcore_models.protocol import LanguageModel
@@ -36,7 +37,8 @@ def build_engine(
 ) -> Engine:
     """Build an engine whose cache fits; all its ranks get the same number of pages.
 
-    Runs the model on one token to measure a page, and all-reduces over ``tp`` and replicas.
+    Runs the model on one token to measure a page, and all-reduces over ``tp``, ``pp`` and
+    replicas.
 
     Args:
         model: whole, in eval mode; on a GPU its plain GEMMs are replaced, see ``Engine``.
@@ -71,7 +73,7 @@ def build_engine(
         wanted = config.inference_max_requests * pages_of_one
         num_pages = min((memory - states_bytes) // page_bytes - 1, wanted)
     fewest = torch.tensor(num_pages, device=device)
-    for axis in (model.tp, replicas):
+    for axis in (model.tp, model.pp, replicas):
         fewest = all_reduce(fewest, axis, "min")
     num_pages = int(fewest.item())
     if num_pages < 1:
@@ -115,7 +117,7 @@ def measured_bytes(
     """Bytes that a page and a request's recurrent state take on this rank, in all layers.
 
     A page of a model without attention takes 1. Runs the model on one token; communicates over
-    ``tp`` as the model does.
+    ``tp`` as the model does, and over ``pp``.
     """
     if reason := engine_refusal(model.config):
         raise ValueError(f"{reason}: write with generate().")
@@ -123,7 +125,7 @@ def measured_bytes(
     chunk = Chunk(0, 0, 0, (0,), (0,), wants_token=True)
     step = step_tensors(Step((chunk,)), page_tokens, next(model.parameters()).device)
     cache.step = step
-    model(step.tokens, step.positions, cache)
+    run_stages(model, step.tokens, step.positions, cache)
     # The page and the slot, and those for padding.
     return max(1, cache.num_bytes // 2), cache.num_state_bytes // 2
 

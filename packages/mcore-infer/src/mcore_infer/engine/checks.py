@@ -68,6 +68,11 @@ def check_speculation(
     in_step: Axis = SINGLE,
 ) -> None:
     """Refuse proposals that a model cannot check, or that nothing can make."""
+    if drafts == "mtp" and model.pp.size > 1:
+        raise ValueError(
+            "--speculative-drafts mtp reads hidden states that only the last stage has: use "
+            "--pipeline-model-parallel-size 1, ngram, or a draft model."
+        )
     if in_step.size > 1 and drafts != "ngram":
         raise ValueError(
             f"--speculative-drafts {drafts} runs forwards of its own, in which replicas that "

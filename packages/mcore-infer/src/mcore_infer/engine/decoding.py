@@ -17,9 +17,9 @@ from torch import Tensor
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.step_layout import DecodeTensors
 from mcore_infer.engine.step_plans import Step
+from mcore_infer.stages import last_stage_logits, run_stages
 from mcore_models.protocol import LanguageModel
 from mcore_moe.layer import MoELayer
-from mcore_parallel.collectives import all_gather
 from mcore_parallel.optional_kernels import works
 from mcore_parallel.precision.gemm import Operands, PlainGemm
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -112,7 +112,8 @@ class Decoder:
         device = next(model.parameters()).device
         # Experts read the sizes of their inputs on the host.
         has_experts = any(isinstance(module, MoELayer) for module in model.modules())
-        self.is_recorded = device.type == "cuda" and not has_experts
+        # And stages send to each other, which was never recorded.
+        self.is_recorded = device.type == "cuda" and not has_experts and model.pp.size == 1
         if device.type == "cuda":
             read_few_rows_fast(model)
         self._inputs = {
@@ -183,13 +184,13 @@ def _forward(
     model: LanguageModel, cache: PagedCache, inputs: DecodeTensors
 ) -> tuple[Tensor, Tensor]:
     cache.step = inputs
-    hidden, _ = model(inputs.tokens, inputs.positions, cache)
-    return hidden, whole_logits(model, hidden)
+    hidden = run_stages(model, inputs.tokens, inputs.positions, cache)
+    return hidden, last_stage_logits(model, hidden)
 
 
 def _by_kernel(whole: "WholeStep") -> tuple[Tensor, Tensor]:
     hidden = whole.hidden()
-    return hidden, whole_logits(whole.model, hidden)
+    return hidden, last_stage_logits(whole.model, hidden)
 
 
 def _replay(
@@ -199,9 +200,3 @@ def _replay(
 ) -> tuple[Tensor, Tensor]:
     graph.replay()
     return out
-
-
-def whole_logits(model: LanguageModel, hidden: Float[Tensor, "R 1 D"]) -> Float[Tensor, "R V"]:
-    """Score the whole vocabulary; all-gathers it over ``tp``."""
-    logits = model.logits(hidden)[:, 0]  # [R, 1, V/tp]
-    return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]

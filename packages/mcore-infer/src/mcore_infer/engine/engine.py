@@ -20,7 +20,7 @@ from mcore_infer.engine.checks import (
     engine_refusal,
     has_recurrent_layers,
 )
-from mcore_infer.engine.decoding import Decoder, whole_logits
+from mcore_infer.engine.decoding import Decoder
 from mcore_infer.engine.fp8_cache import check_fp8_cache
 from mcore_infer.engine.mtp_drafts import build_drafter
 from mcore_infer.engine.paged_cache import PagedCache
@@ -32,6 +32,7 @@ from mcore_infer.engine.step_layout import step_tensors
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
 from mcore_infer.host_to_device import on_device
 from mcore_infer.sampling import token_log_probs, top_log_probs, tops
+from mcore_infer.stages import from_last_stage, last_stage_logits, run_stages
 from mcore_infer.structured import Grammars, Matcher, Structure
 from mcore_infer.writing import (
     Generation,
@@ -68,7 +69,7 @@ class _Flight:
 class Engine:
     """Runs requests against one model.
 
-    All ranks of the model's ``tp`` (and of its experts) hold one and make the same calls.
+    All ranks of ``tp`` and ``pp`` (and of its experts) hold one and make the same calls.
 
     Attributes:
         model: whole, in eval mode.
@@ -244,7 +245,7 @@ class Engine:
     def step(self) -> list[NewToken | tuple[int, Generation]]:
         """Compute one step.
 
-        Communicates over ``tp`` as the model does, and all-reduces the chosen tokens.
+        Communicates over ``tp`` and ``pp`` as the model does, and all-reduces what is chosen.
 
         Returns:
             Tokens that nothing will take back (``row`` is the request), and each request that
@@ -298,11 +299,12 @@ class Engine:
         wanted = [self._scores[request] for request in requests]
         flight = _Flight(step, requests, chosen, chosen.to("cpu", non_blocking=True))
         if any(scores.log_probs for scores in wanted):
-            found = token_log_probs(logits, chosen).double()
+            found = from_last_stage(token_log_probs(logits, chosen).double(), self.model.pp)
             flight.log_probs = found.to("cpu", non_blocking=True)
         if most := max(scores.num_top for scores in wanted):
             rows = [i for i, scores in enumerate(wanted) if scores.num_top]
             best = top_log_probs(logits[on_device(rows, self.device)], most)
+            best = from_last_stage(best, self.model.pp)
             flight.top = rows, best.to("cpu", non_blocking=True)
         if chosen.is_cuda:  # the host waits for the device one time a step
             flight.landing = torch.cuda.Event()
@@ -331,14 +333,14 @@ class Engine:
             return logits
         inputs = step_tensors(step, self.config.page_tokens, self.device)
         self.cache.step = inputs
-        hidden, _ = self.model(inputs.tokens, inputs.positions, self.cache)
+        hidden = run_stages(self.model, inputs.tokens, inputs.positions, self.cache)
         if self.drafter is not None:
             self.drafter.follow(step, hidden)
         for chunk, view in zip(step.chunks, inputs.chunks, strict=True):
             if chunk.request in self._prompt_scores:
                 own = hidden[view.begin : view.end]
                 self._prompt_scores[chunk.request].add(self.model, chunk.begin, own)
-        return whole_logits(self.model, hidden[inputs.last])
+        return last_stage_logits(self.model, hidden[inputs.last])
 
     def _landed(self, flight: "_Flight") -> list[NewToken]:
         """Wait for a step's tokens; return those of requests that go on."""

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_infer.engine.decoding import whole_logits
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.speculative import (
     Drafter,
@@ -25,6 +24,7 @@ from mcore_infer.engine.speculative import (
 )
 from mcore_infer.engine.step_layout import step_tensors
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
+from mcore_infer.stages import last_stage_logits
 from mcore_infer.writing import Writing
 from mcore_models.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
@@ -74,7 +74,7 @@ class MTPDrafter:
                 for chunk in chunks
             ]
             hidden = self._run(single, hidden, tokens)
-            logits = whole_logits(self.model, hidden)
+            logits = last_stage_logits(self.model, hidden)
             tokens = decided(logits, texts, [place] * len(texts), self.model)
             found.append(tokens)
         return with_drafts(step, chunks, torch.stack(found, 1).tolist())

@@ -10,9 +10,9 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_infer.engine.decoding import whole_logits
 from mcore_infer.host_to_device import on_device
 from mcore_infer.sampling import token_log_probs, top_log_probs, tops
+from mcore_infer.stages import from_last_stage, last_stage_logits
 from mcore_infer.writing import Generation, Top
 from mcore_models.protocol import LanguageModel
 
@@ -36,16 +36,19 @@ class PromptScores:
     def add(self, model: LanguageModel, begin: int, hidden: Float[Tensor, "S 1 D"]) -> None:
         """Score the tokens behind those of a chunk, as far as the prompt goes.
 
-        All-gathers the vocabulary over ``tp``. Computing a chunk again changes nothing.
+        All-gathers the vocabulary over ``tp``, all-reduces over ``pp``. Computing a chunk again
+        changes nothing.
         """
         end = min(begin + len(hidden), len(self.prompt) - 1)
         for first in range(begin, end, _ROWS):
             last = min(first + _ROWS, end)
-            logits = whole_logits(model, hidden[first - begin : last - begin])
+            logits = last_stage_logits(model, hidden[first - begin : last - begin])
             following = on_device(self.prompt[first + 1 : last + 1], logits.device)
-            self._log_probs[first:last] = token_log_probs(logits, following).tolist()
+            found = from_last_stage(token_log_probs(logits, following), model.pp)
+            self._log_probs[first:last] = found.tolist()
             if self.num_top:
-                self._top[first:last] = tops(top_log_probs(logits, self.num_top))
+                best = from_last_stage(top_log_probs(logits, self.num_top), model.pp)
+                self._top[first:last] = tops(best)
 
     def added_to(self, result: Generation) -> Generation:
         """Return a result with the prompt's scores."""

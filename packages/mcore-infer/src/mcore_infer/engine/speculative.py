@@ -25,9 +25,9 @@ from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.step_layout import step_tensors
 from mcore_infer.engine.step_plans import Chunk, Step
 from mcore_infer.sampling import choose
+from mcore_infer.stages import agreed, run_stages
 from mcore_infer.writing import Writing
 from mcore_models.protocol import LanguageModel
-from mcore_parallel.collectives import all_reduce
 
 _LONGEST, _SHORTEST = 4, 2
 """Tokens at the end of a text that are looked up in it."""
@@ -195,7 +195,7 @@ class ModelDrafter:
             return
         inputs = step_tensors(step, self.cache.page_tokens, hidden.device)
         self.cache.step = inputs
-        self.model(inputs.tokens, inputs.positions, self.cache)
+        run_stages(self.model, inputs.tokens, inputs.positions, self.cache)
 
     def forget(self, request: int) -> None:
         """Keep nothing by request."""
@@ -229,9 +229,5 @@ def decided(
     places: Sequence[int] | None,
     model: LanguageModel,
 ) -> Int[Tensor, " R"]:
-    """Choose tokens on one rank for all: kernels that round differently must not part them.
-
-    All-reduces over ``tp``.
-    """
-    chosen = choose(logits, writings, places)
-    return all_reduce(chosen if model.tp.rank == 0 else torch.zeros_like(chosen), model.tp)
+    """Choose tokens on one rank for all, see ``agreed``."""
+    return agreed(choose(logits, writings, places), model)

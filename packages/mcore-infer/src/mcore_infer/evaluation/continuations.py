@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mcore_infer.evaluation.scoring import check_eval_mode
+from mcore_infer.stages import from_last_stage, last_stage_logits, run_stages
 from mcore_models.protocol import LanguageModel
-from mcore_parallel.collectives import all_gather, all_reduce
+from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
 _MOST_TARGETS = 512
@@ -97,12 +98,11 @@ def _judged(
             for place in range(length - row.num_targets, length)
         ]
     with torch.no_grad():
-        hidden, _ = model(tokens.to(device))
+        hidden = run_stages(model, tokens.to(device))
         log_probs, hits = [], []
         index = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 3)
         for part in index.split(_MOST_TARGETS):
-            logits = model.logits(hidden[part[:, 1], part[:, 0]].unsqueeze(1))[:, 0]
-            logits = all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
+            logits = last_stage_logits(model, hidden[part[:, 1], part[:, 0]].unsqueeze(1))
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             chosen = logits.log_softmax(-1).gather(1, part[:, 2:])[:, 0]
             log_probs.append(chosen.double())
@@ -113,4 +113,4 @@ def _judged(
         if places:
             out[:, 0].index_add_(0, owner, torch.cat(log_probs))
             out[:, 1].scatter_reduce_(0, owner, torch.cat(hits), "amin")
-    return out
+        return from_last_stage(out, model.pp)

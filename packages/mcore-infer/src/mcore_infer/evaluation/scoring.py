@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.stages import from_last_stage, run_stages
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
@@ -94,7 +95,7 @@ def score_documents(
 ) -> TextScore:
     """Sum the loss of all tokens of documents.
 
-    Communicates over the model's ``tp``, and sums over ``axis`` at the end.
+    Communicates over the model's ``tp`` and ``pp``, and sums over ``axis`` at the end.
 
     Args:
         model: whole, in eval mode.
@@ -141,7 +142,7 @@ def score_windows(
         group = windows[begin : begin + batch]
         shape = (batch, windows[first].end - windows[first].begin)
         total += _loss_sum(model, documents, group, shape, begin_token)
-    return all_reduce(total, axis).item()
+    return all_reduce(from_last_stage(total, model.pp), axis).item()
 
 
 def check_eval_mode(model: LanguageModel) -> None:
@@ -203,6 +204,8 @@ def _loss_sum(
         counted[row, window.first_counted - window.begin : length] = True
     device = next(model.parameters()).device
     with torch.no_grad():
-        hidden, _ = model(tokens.to(device))
+        hidden = run_stages(model, tokens.to(device))
+        if not model.stage.has_loss:
+            return torch.zeros((), dtype=torch.float64, device=device)
         losses = model.token_losses(hidden, labels.to(device))
         return losses.double().where(counted.to(device), 0).sum()

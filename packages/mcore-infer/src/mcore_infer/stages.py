@@ -1,0 +1,96 @@
+"""A model whose layers lie on several ranks, the stages of ``--pipeline-model-parallel-size``.
+
+All ranks of a pipeline make the same calls. A forward goes from stage to stage, one after the
+other, and what the last one finds comes back to all. Each stage keeps the keys and values of
+its own layers: memory is split, a step takes as long as on one rank.
+"""
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from mcore_models.protocol import LanguageModel, ModelState
+from mcore_parallel.collectives import all_gather, all_reduce
+from mcore_parallel.mesh import Axis
+from mcore_parallel.pipeline_parallel.p2p import Message, post
+from mcore_parallel.pipeline_parallel.stages import Stage
+
+
+def own_stage(num_layers: int, pp: Axis) -> Stage | None:
+    """Return this rank's layers, as many as on the others or one more; None: one rank has all.
+
+    Raises:
+        ValueError: if there are fewer layers than ranks.
+    """
+    if pp.size == 1:
+        return None
+    if num_layers < pp.size:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {pp.size} exceeds the {num_layers} layers of the "
+            "model: use fewer stages."
+        )
+    begin, end = (num_layers * rank // pp.size for rank in (pp.rank, pp.rank + 1))
+    is_last = pp.rank == pp.size - 1
+    return Stage(pp.rank, range(begin, end), pp.rank == 0, is_last, rank=pp.rank)
+
+
+def run_stages(
+    model: LanguageModel,
+    tokens: Int[Tensor, "B S"],
+    positions: Int[Tensor, "*B S"] | None = None,
+    state: ModelState | None = None,
+) -> Float[Tensor, "S B D"]:
+    """Run a model on tokens; its ranks of ``pp`` call it together.
+
+    Receives from the stage before and sends to the next one.
+
+    Args:
+        model: whole or a stage, in eval mode.
+        tokens: the same on all stages.
+        positions: of the tokens; None: counted.
+        state: what this stage's layers remember; extended by the tokens.
+
+    Returns:
+        The hidden state behind this stage's layers; of use to ``last_stage_logits``.
+    """
+    x: Tensor = tokens
+    pp, (num_rows, length) = model.pp, tokens.shape
+    if pp.rank:
+        # Codes of quantized weights are one byte each.
+        wide = (p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1)
+        shape = length, num_rows, model.config.hidden_size
+        x = torch.empty(shape, dtype=next(wide).dtype, device=tokens.device)
+        post([Message(x, pp.rank - 1, is_send=False)], pp).wait()
+    hidden, _ = model(x, positions, state)
+    if pp.rank < pp.size - 1:
+        post([Message(hidden.contiguous(), pp.rank + 1, is_send=True)], pp).wait()
+    return hidden
+
+
+def last_stage_logits(
+    model: LanguageModel, hidden: Float[Tensor, "R 1 D"]
+) -> Float[Tensor, "R V"]:
+    """Score the whole vocabulary; all-gathers it over ``tp``.
+
+    Stages before the last return zeros: they choose tokens as the last one does, so that draws
+    go on alike, and ``from_last_stage`` replaces what they found.
+    """
+    if not model.stage.has_loss:
+        return hidden.new_zeros(()).expand(hidden.shape[0], model.vocab_size)
+    logits = model.logits(hidden)[:, 0]  # [R, 1, V/tp]
+    return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
+
+
+def from_last_stage(x: Shaped[Tensor, "..."], pp: Axis) -> Shaped[Tensor, "..."]:
+    """Return the last stage's tensor on all; all-reduces over ``pp``."""
+    return all_reduce(x if pp.rank == pp.size - 1 else torch.zeros_like(x), pp)
+
+
+def agreed(chosen: Int[Tensor, " R"], model: LanguageModel) -> Int[Tensor, " R"]:
+    """Return what one rank chose on all: kernels that round differently must not part them.
+
+    All-reduces over ``tp``, then over ``pp``.
+    """
+    tp = model.tp
+    chosen = all_reduce(chosen if tp.rank == 0 else torch.zeros_like(chosen), tp)
+    return from_last_stage(chosen, model.pp)
