@@ -3,6 +3,7 @@
 import os
 from contextlib import redirect_stdout
 from io import StringIO
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from mcore_infer import (
     InferenceConfig,
+    NewToken,
     SamplingConfig,
     ScoreRequest,
     build_engine,
@@ -23,6 +25,7 @@ from mcore_infer.commands.opening import ModelOptions
 from mcore_infer.engine.building import stream_texts
 from mcore_infer.engine.checks import check_speculation
 from mcore_infer.evaluation.continuations import Continuation
+from mcore_infer.server.worker import EngineWorker, TextRequest, follow
 from mcore_infer.stages import own_stage
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import Axis, ParallelContext
@@ -175,3 +178,34 @@ def test_stages_write_and_judge_what_one_rank_does(run_folder, hybrid_folder):
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ValueError, match="exceeds the 1 layers"):
         own_stage(1, Axis("pp", 2, 0, None, (0, 1)))
+
+
+def served_by_replicas(folder):
+    """What groups get from a worker, whose two replicas have half of the experts each."""
+    ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=2))
+    loaded = load_model(folder, ctx, **FLOAT64)
+    limits, replicas = InferenceConfig(), loaded.data
+    engine = build_engine(loaded.model, limits, replicas=replicas, in_step=loaded.in_step)
+    if ctx.world.rank:
+        follow(engine, loaded.world, replicas)
+        return engine.scheduler.pool.num_free == engine.config.num_pages
+    worker, events, over = EngineWorker(engine, loaded.world, replicas), SimpleQueue(), {}
+    worker.start(lambda found: [events.put(event) for event in found])
+    for i, prompt in enumerate([*PROMPTS, [300]]):
+        fields = {"sampling": SAMPLING, "num_tokens": SAMPLING.num_tokens, "seed": 3 + i}
+        worker.submit([TextRequest(prompt=prompt, scores=SCORES[0], **fields)])
+    while len(over) < len(PROMPTS) + 1:
+        event = events.get(timeout=60)
+        if not isinstance(event.what, NewToken):
+            over[event.group - 1] = [event.what]
+    worker.stop()
+    return over
+
+
+def test_a_worker_hands_requests_to_replicas_that_share_experts(expert_folder):
+    expected = written_by(ParallelContext.single(), expert_folder)
+    found, is_free = run_ranks(served_by_replicas, 2, expert_folder)
+    assert is_free
+    assert "leave the vocabulary" in found.pop(len(PROMPTS))[0].message
+    assert len(found) == len(PROMPTS)
+    assert_same(found, {i: rounds[:1] for i, rounds in expected.items()})

@@ -50,16 +50,14 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         from mcore_infer.server.worker import EngineWorker, follow
         from mcore_infer.structured import Grammars
 
-        if loaded.data.size > 1:
-            raise ValueError(
-                f"serve runs one replica, and these ranks make {loaded.data.size}: raise "
-                "--tensor-model-parallel-size, or serve each by a command of its own."
-            )
-        running = build_engine(loaded.model, engine, loaded.draft, loaded.kv_scales)
+        replicas, in_step = loaded.data, loaded.in_step
+        running = build_engine(
+            loaded.model, engine, loaded.draft, loaded.kv_scales, replicas, in_step
+        )
         running.grammars = Grammars(tokenizer, loaded.model.vocab_size, loaded.ends)
         if listening is None:
             with _no_exit_on_signals():
-                follow(running, loaded.world)
+                follow(running, loaded.world, replicas)
             return 0
         template = server.chat_template
         served = ServedModel(
@@ -73,7 +71,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
             ),
         )
         with _no_exit_on_signals():
-            worker = EngineWorker(running, loaded.world)
+            worker = EngineWorker(running, loaded.world, replicas)
             return _run(worker, served, server, limits, listening)
 
 

@@ -2,7 +2,8 @@
 
 Clients hand in groups of requests; a group is taken whole or refused whole. Rank 0 broadcasts
 what came and what was cancelled before every step, so that all ranks hold the same requests in
-the same order. What a step wrote is delivered in one call.
+the same order. What a step wrote is delivered in one call. Replicas take groups in turn and
+make their steps together, behind which all events go to rank 0.
 """
 
 import json
@@ -15,12 +16,13 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.engine import Engine
 from mcore_infer.structured import Structure
-from mcore_infer.writing import Generation, NewToken, ScoreRequest, TokenRules
+from mcore_infer.writing import Beam, Generation, NewToken, ScoreRequest, TokenRules
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.mesh import Axis
+from mcore_parallel.mesh import SINGLE, Axis
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +81,17 @@ class Orders:
 
 
 class Requests:
-    """The groups that an engine runs; the same calls on every rank."""
+    """The groups that an engine runs; the same calls on every rank.
 
-    def __init__(self, engine: Engine) -> None:
+    Attributes:
+        engine: of this rank's replica.
+        replicas: ranks with the same model that share groups.
+        has_work: whether any of them has some.
+    """
+
+    def __init__(self, engine: Engine, replicas: Axis = SINGLE) -> None:
         """Begin without any."""
-        self.engine = engine
+        self.engine, self.replicas, self.has_work = engine, replicas, False
         self._places: dict[int, tuple[int, int]] = {}  # engine's number -> group, index
         self._groups: dict[int, dict[int, int]] = {}  # group -> index -> engine's number
 
@@ -93,8 +101,12 @@ class Requests:
         return list(self._groups)
 
     def step(self, orders: Orders) -> list[Event]:
-        """Follow orders, compute one step and return what happened."""
-        events = [event for number, group in orders.new for event in self._add(number, group)]
+        """Follow orders, compute one step and return what happened in all replicas.
+
+        Communicates as ``Engine.step``; all-gathers over ``replicas``.
+        """
+        own = [new for new in orders.new if new[0] % self.replicas.size == self.replicas.rank]
+        events = [event for number, group in own for event in self._add(number, group)]
         for group, index in orders.cancelled:
             self._cancel(group, index)
         for found in self.engine.step():
@@ -103,7 +115,13 @@ class Requests:
             events.append(Event(group, index, what))
             if isinstance(what, Generation):
                 self._forget(number)
-        return events
+        self.has_work = self.engine.has_work
+        if self.replicas.size == 1:
+            return events
+        sent = [(type(event.what).__name__, asdict(event)) for event in events]
+        found = gather_json((self.has_work, sent), self.replicas)
+        self.has_work = any(has_work for has_work, _ in found)
+        return [_event_from(*event) for _, events in found for event in events]
 
     def _add(self, group: int, requests: Sequence[TextRequest]) -> Iterator[Event]:
         numbers: list[int] = []
@@ -151,9 +169,15 @@ class EngineWorker:
         has_failed: whether the engine raised, after which nothing runs.
     """
 
-    def __init__(self, engine: Engine, axis: Axis) -> None:
-        """Prepare; nothing runs yet."""
-        self.requests, self.axis = Requests(engine), axis
+    def __init__(self, engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
+        """Prepare; nothing runs yet.
+
+        Args:
+            engine: of rank 0.
+            axis: all ranks that follow this one, and itself.
+            replicas: those of them that share groups, see ``Requests``.
+        """
+        self.requests, self.axis = Requests(engine, replicas), axis
         self.device = engine.device
         self.has_failed = False
         self._inbox: queue.SimpleQueue[Callable[[Orders], Any]] = queue.SimpleQueue()
@@ -209,7 +233,7 @@ class EngineWorker:
         orders = Orders()
         timeout = HEARTBEAT_S if self.axis.size > 1 else None
         try:
-            if not self.requests.engine.has_work:
+            if not self.requests.has_work:
                 self._inbox.get(timeout=timeout)(orders)
             while True:
                 self._inbox.get_nowait()(orders)
@@ -217,9 +241,9 @@ class EngineWorker:
             return orders
 
 
-def follow(engine: Engine, axis: Axis) -> None:
+def follow(engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
     """Run the same steps as rank 0 until its worker stops; for all other ranks."""
-    requests = Requests(engine)
+    requests = Requests(engine, replicas)
     while not (orders := share_orders(Orders(), axis)).is_last:
         requests.step(orders)
 
@@ -251,6 +275,21 @@ def _orders_from(fields: dict[str, Any]) -> Orders:
     ]
     cancelled = [(group, index) for group, index in fields["cancelled"]]
     return Orders(new, cancelled, fields["is_last"])
+
+
+def _event_from(kind: str, fields: dict[str, Any]) -> Event:
+    kinds = {one.__name__: one for one in (NewToken, Generation, RefusedGroup)}
+    what = {name: _frozen(value) for name, value in fields["what"].items()}
+    if beams := what.get("beams"):
+        what["beams"] = tuple(Beam(**beam) for beam in beams)
+    return Event(fields["group"], fields["index"], kinds[kind](**what))
+
+
+def _frozen(value: Any) -> Any:
+    """Return tuples for JSON's lists, at every depth."""
+    if isinstance(value, dict):
+        return {name: _frozen(one) for name, one in value.items()}
+    return tuple(_frozen(one) for one in value) if isinstance(value, list) else value
 
 
 def _request_from(fields: dict[str, Any]) -> TextRequest:
