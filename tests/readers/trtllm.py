@@ -22,6 +22,12 @@ class Ranks:
         folder = Path(folder)
         self.config = json.loads((folder / "config.json").read_text())
         self.inputs = {}
+        self.layers = {}
+        if self.config["quantization"]["quant_algo"] == "MIXED_PRECISION":
+            said = json.loads((folder / "quant_cfg.json").read_text())
+            for key in ("quant_algo", "kv_cache_quant_algo"):
+                assert said[key] == self.config["quantization"][key]
+            self.layers = said["quantized_layers"]
         mapping = self.config["mapping"]
         self.tp, self.pp = mapping["tp_size"], mapping["pp_size"]
         assert mapping["world_size"] == self.tp * self.pp
@@ -51,16 +57,18 @@ class Ranks:
 
     def wide(self, stage, name):
         """Return each rank's matrix of a linear, codes times their scales."""
-        how = self.config["quantization"]["quant_algo"]
         excluded = self.config["quantization"]["exclude_modules"] or []
+        said = self.layers.get(name, self.config["quantization"])
+        assert not self.layers or (name in self.layers) != (name in excluded), name
+        how = said["quant_algo"]
         return [
             rank.pop(f"{name}.weight")
             if how in (None, "W8A16") or name in excluded
-            else self._dequantized(rank, name, how)
+            else self._dequantized(rank, name, how, said["group_size"])
             for rank in self.held[stage]
         ]
 
-    def _dequantized(self, rank, name, how):
+    def _dequantized(self, rank, name, how, group):
         codes = rank.pop(f"{name}.weight")
         if how == "FP8_PER_CHANNEL_PER_TOKEN":
             assert codes.dtype == torch.float8_e4m3fn
@@ -82,7 +90,6 @@ class Ranks:
         assert how == "W4A16_AWQ"
         low, high = (codes << 4) >> 4, codes >> 4  # of signed bytes, so that signs spread
         four = torch.stack((low, high), 1).reshape(2 * len(codes), -1)
-        group = self.config["quantization"]["group_size"]
         return four.float() * scale.repeat_interleave(group, 1) * before
 
     def finish(self):

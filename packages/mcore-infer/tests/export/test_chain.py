@@ -54,8 +54,9 @@ def test_readers_of_every_format_get_the_quantized_model(
     assert 1e-4 < (want - source).norm() / source.norm() < 0.3
     for form in ("trtllm", "hf-quant", "compressed-tensors"):
         words = ["--load", str(tmp_path / "q"), "--output", str(tmp_path / form)]
-        more = ["--dtype", "fp32", "--tensor-parallel-size", "2"] if form == "trtllm" else []
-        if method == "mixed" and form != "hf-quant":
+        ranks = "1" if method == "mixed" else "2"  # its groups are too wide to be cut
+        more = ["--dtype", "fp32", "--tensor-parallel-size", ranks] if form == "trtllm" else []
+        if method == "mixed" and form == "compressed-tensors":
             assert main(["export", *words, "--format", form, *more]) == 2
             assert "MIXED_PRECISION" in capsys.readouterr().err
             continue

@@ -5,10 +5,9 @@ Hugging Face folders only.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mcore_ckpt.conversion.targets import target_model_type
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
@@ -27,20 +26,8 @@ from mcore_infer.export.trtllm_model import (
     read_sizes,
     shares_vocabulary,
 )
-from mcore_infer.export.trtllm_quantized import describe_quantization, find_linears
+from mcore_infer.export.trtllm_quantized import PLAIN, describe_quantization, find_linears
 from mcore_infer.export.trtllm_tensors import Linears, PlainLinears, Rank
-
-PLAIN: Mapping[str, Any] = {
-    "quant_algo": None,
-    "kv_cache_quant_algo": None,
-    "group_size": 128,
-    "smoothquant_val": 0.5,
-    "clamp_val": None,
-    "has_zero_point": False,
-    "pre_quant_scale": False,
-    "exclude_modules": None,
-}
-"""The entry ``quantization`` of a checkpoint that is not quantized."""
 
 Watch = Callable[[Sequence[Item]], list[Item]]
 """Wraps items, so that what passes can be seen."""
@@ -84,10 +71,10 @@ def write_trtllm(
     rows = NotedRows(source.ours)
     plain = PlainLinears(rows, dtype)
     linears: Linears = plain
-    quantization = PLAIN
+    quantization, layers = PLAIN, {}
     if isinstance(source.theirs, WidenedRows):
         linears = find_linears(plain, source.theirs, source.links)
-        quantization = describe_quantization(linears, grid, sizes)
+        quantization, layers = describe_quantization(linears, grid, sizes)
     config = build_config(model_type, source.description, dtype, grid, quantization)
     splits = shares_vocabulary(model_type, grid)
     ranks = [
@@ -101,5 +88,9 @@ def write_trtllm(
         write_file(folder / f"rank{number}.safetensors", mine)
     left = sorted(rows.entries.keys() - rows.read)
     assert not left, f"{len(left)} tensors went to no rank: {', '.join(left[:5])}"
+    if layers:
+        own = {key: quantization[key] for key in ("quant_algo", "kv_cache_quant_algo")}
+        text = json.dumps({**own, "quantized_layers": layers}, indent=2)
+        write_durably(folder / "quant_cfg.json", text.encode() + b"\n")
     write_durably(folder / "config.json", json.dumps(config, indent=2).encode() + b"\n")
     return TrtllmReport(config["architecture"], notes_on(source.description))

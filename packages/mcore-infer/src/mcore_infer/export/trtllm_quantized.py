@@ -19,12 +19,25 @@ from mcore_ckpt.formats.quantized_layouts import (
     KV_SCALES,
     PRE_QUANT_SCALE,
     WEIGHT_SCALE,
+    QuantLayout,
 )
 from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.storage.files import Item
 from mcore_infer.export.parts import NotedRows, TensorRange, build_item
 from mcore_infer.export.trtllm_model import INSTEAD, RankGrid, RankSizes
 from mcore_infer.export.trtllm_tensors import PlainLinears, Share, num_inputs, num_outputs
+
+PLAIN: Mapping[str, Any] = {
+    "quant_algo": None,
+    "kv_cache_quant_algo": None,
+    "group_size": 128,
+    "smoothquant_val": 0.5,
+    "clamp_val": None,
+    "has_zero_point": False,
+    "pre_quant_scale": False,
+    "exclude_modules": None,
+}
+"""The entry ``quantization`` of a checkpoint that is not quantized."""
 
 _ALWAYS = ("lm_head", "*router", "*vocab_embedding", "*position_embedding")
 _WEIGHT = ".weight"
@@ -56,20 +69,21 @@ class QuantizedLinears:
         """List the codes and scales of a linear.
 
         Raises:
-            ValueError: if a part of a fused matrix is quantized and another is not, or the
-                ranks cut a group of inputs.
+            ValueError: if parts of a fused matrix are quantized in different ways, or the ranks
+                cut a group of inputs.
         """
         is_rounded = [self.is_rounded(one.stem) for one in shares]
         if not any(is_rounded) or self.widened.plan.layout.algo == "W8A16":
             return self.plain.items(name, shares)
-        if not all(is_rounded):
+        ways = {self.layout(one.stem).algo for one in shares}
+        if not all(is_rounded) or len(ways) > 1:
             names = [one.stem for one, is_one in zip(shares, is_rounded, strict=True) if is_one]
             raise ValueError(
                 f"{name} is one matrix for --format trtllm, and the source quantized only "
-                f"{', '.join(names)} of it. {INSTEAD}"
+                f"{', '.join(names)} of it, by {', '.join(sorted(ways))}. {INSTEAD}"
             )
         self.noted.read.update(one.stem + _WEIGHT for one in shares)
-        return _WRITERS[self.widened.plan.layout.algo](self, name, shares)
+        return _WRITERS[ways.pop()](self, name, shares)
 
     def cache_items(self, name: str, stem: str) -> list[Item]:
         """List the one scale of keys and values: the larger of the two."""
@@ -86,6 +100,10 @@ class QuantizedLinears:
         """Whether a logical matrix is one of codes."""
         return self.widened.is_quantized(self.modules[stem] + _WEIGHT)
 
+    def layout(self, stem: str) -> QuantLayout:
+        """Return how a logical matrix is stored where it is one of codes."""
+        return self.widened.plan.of(self.modules[stem])
+
     def number(self, stem: str, kind: str) -> float:
         """Read a scale that is one number."""
         return self._number(f"{self.modules[stem]}.{kind}")
@@ -97,7 +115,7 @@ class QuantizedLinears:
         self, name: str, dtype: str, shares: Sequence[Share], factors: Sequence[float] = ()
     ) -> Item:
         """List the codes; two outputs share a byte where the layout packs them."""
-        tall = 2 if self.widened.plan.layout.code == "int4" else 1
+        tall = 2 if self.layout(shares[0].stem).code == "int4" else 1
         for one in shares:
             if one.rows[0] % tall or one.rows[1] % tall:
                 raise ValueError(
@@ -123,7 +141,7 @@ class QuantizedLinears:
 
     def group_scales(self, name: str, shares: Sequence[Share]) -> Item:
         """List one scale an output and group of inputs."""
-        size = self.widened.plan.layout.group[1]
+        size = self.layout(shares[0].stem).group[1]
         inputs = self.plain.rows.entries[shares[0].stem + _WEIGHT].shape[1]
         first, last = shares[0].columns or (0, inputs)
         if first % size or last % size:
@@ -162,10 +180,12 @@ def find_linears(
     plain: PlainLinears, widened: WidenedRows, links: Sequence[Link]
 ) -> QuantizedLinears:
     """Look at a quantized source as the linears of a checkpoint."""
-    algo = widened.plan.algo
-    if algo not in (*_WRITERS, "W8A16"):
+    plan = widened.plan
+    known = _WRITERS if plan.layers else (*_WRITERS, "W8A16")
+    found = {layout.algo for layout in plan.layers.values() or (plan.layout,)}
+    if unknown := sorted(found.difference(known)):
         raise ValueError(
-            f"--format trtllm has no layout for {algo}: it writes W8A16 and "
+            f"--format trtllm has no layout for {', '.join(unknown)}: it writes W8A16 and "
             f"{', '.join(_WRITERS)}. {INSTEAD}"
         )
     modules = {
@@ -179,42 +199,51 @@ def find_linears(
 
 def describe_quantization(
     linears: QuantizedLinears, grid: RankGrid, sizes: RankSizes
-) -> dict[str, Any]:
-    """Build the entry ``quantization`` of config.json.
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Build the entry ``quantization`` of config.json, and the layers of quant_cfg.json.
+
+    The latter are those of a source whose matrices differ; else there is none.
 
     Raises:
         ValueError: if experts are quantized, for which the format has no layout here, or stages
             differ in what is not: names count layers from 0 on each.
     """
     plan, stage = linears.widened.plan, sizes.num_layers // grid.pp
-    excluded: list[set[str]] = [set() for _ in range(grid.pp)]
+    stages: list[dict[str, Any]] = [{} for _ in range(grid.pp)]
     for stem in linears.modules:
         match = _IN_LAYER.match(stem)
         if match is None:
             continue
         layer, inside = int(match[1]), match[2]
-        if inside in _NAMES and not linears.is_rounded(stem):
-            excluded[layer // stage].add(f"transformer.layers.{layer % stage}.{_NAMES[inside]}")
+        if inside in _NAMES:
+            name = f"transformer.layers.{layer % stage}.{_NAMES[inside]}"
+            is_rounded = linears.is_rounded(stem)
+            stages[layer // stage][name] = _said(linears.layout(stem)) if is_rounded else None
         elif ".experts." in inside and linears.is_rounded(stem) and plan.layout.algo != "W8A16":
             raise ValueError(f"--format trtllm has no quantized experts here. {INSTEAD}")
-    if any(one != excluded[0] for one in excluded):
+    if any(one != stages[0] for one in stages):
         raise ValueError(
-            "--format trtllm names layers from 0 on each stage, and the source leaves other "
-            f"layers unquantized on some of --pipeline-parallel-size {grid.pp} stages than on "
-            "the others: use 1."
+            "--format trtllm names layers from 0 on each stage, and the source quantizes them "
+            f"otherwise on some of --pipeline-parallel-size {grid.pp} stages than on the "
+            "others: use 1."
         )
-    layout = plan.layout
+    excluded = sorted(name for name, said in stages[0].items() if said is None)
+    entry = {**PLAIN, "exclude_modules": [*_ALWAYS, *excluded]}
+    entry["kv_cache_quant_algo"] = "FP8" if plan.kv_cache else None
+    if not plan.layers:
+        return entry | _said(plan.layout), {}
+    entry["quant_algo"] = plan.algo
+    return entry, {name: said for name, said in stages[0].items() if said}
+
+
+def _said(layout: QuantLayout) -> dict[str, Any]:
+    """Return the fields of a layout; groups of four bits are AWQ's, with scales of one."""
     is_int4 = layout.code == "int4"
     return {
-        # Groups without a scale of the inputs are AWQ's layout, with ones.
         "quant_algo": "W4A16_AWQ" if is_int4 else layout.algo,
-        "kv_cache_quant_algo": "FP8" if plan.kv_cache else None,
         "group_size": layout.group[1] if is_int4 else 128,
-        "smoothquant_val": 0.5,
-        "clamp_val": None,
         "has_zero_point": False,
         "pre_quant_scale": is_int4 or bool(layout.pre_quant_scale),
-        "exclude_modules": [*_ALWAYS, *sorted(excluded[0])],
     }
 
 
