@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mcore_infer import StaticCache
+from mcore_infer import StaticCache, cache_bytes
 from mcore_models import LayerState, ModelState, attend
 
 
@@ -19,8 +19,9 @@ def test_each_layer_attends_to_all_its_keys():
         cache.advance(end - begin)
     assert isinstance(cache, ModelState)
     assert isinstance(cache.layer(0), LayerState)
-    layers, capacity, batch, heads, head_dim = 2, 4, 2, 1, 3
-    assert cache.num_bytes == 2 * 4 * layers * capacity * batch * heads * head_dim
+    assert cache.num_bytes == cache_bytes(
+        4, 2, num_layers=2, num_kv_heads=1, head_dim=3, dtype=torch.float32
+    )
 
 
 def test_too_many_tokens_are_refused():

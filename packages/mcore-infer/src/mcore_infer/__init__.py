@@ -24,6 +24,7 @@ _EXPORTS: dict[str, str] = {
     "TextStream": "streaming",
     "TokenRules": "writing",
     "build_engine": "engine.building",
+    "cache_bytes": "kv_cache",
     "export_model": "export.exporting",
     "filtered": "sampling",
     "generate": "generation",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
@@ -42,6 +43,19 @@ class StaticCache:
     def num_bytes(self) -> int:
         """Memory taken so far."""
         return sum(held.num_bytes for held in self._memories.values())
+
+
+def cache_bytes(
+    capacity: int,
+    batch: int,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> int:
+    """Memory of a full cache of this rank: keys and values of all its layers and heads."""
+    return 2 * num_layers * capacity * batch * num_kv_heads * head_dim * dtype.itemsize
 
 
 @dataclass(slots=True)

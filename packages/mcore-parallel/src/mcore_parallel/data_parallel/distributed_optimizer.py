@@ -34,6 +34,8 @@ from mcore_parallel.data_parallel.optimizer_segments import (
 from mcore_parallel.data_parallel.row_scaling import NO_FACTORS, RowFactors, scale_rows
 from mcore_parallel.offloading.host_updates import HostPiece, HostUpdates
 from mcore_parallel.offloading.state_file import StateFile
+from mcore_parallel.optimizers.adamw import AdamW
+from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.optimizers.rounding import round_stochastically_
 from mcore_parallel.optimizers.update_rule import UpdateRule
 from mcore_parallel.sharding import NamedParameter, Shard
@@ -339,3 +341,11 @@ class DistributedOptimizer:
     def _check_finished(self) -> None:
         if not self.data_parallel.is_finished:
             raise RuntimeError("gradients are not summed yet: call finish() after backward")
+
+
+class ShardedAdamW(DistributedOptimizer):
+    """``DistributedOptimizer`` with ``AdamW``, by the name of the front before."""
+
+    def __init__(self, data_parallel: GradientSync, config: AdamConfig) -> None:
+        """Allocate the state; see ``DistributedOptimizer``."""
+        super().__init__(data_parallel, AdamW(config))
