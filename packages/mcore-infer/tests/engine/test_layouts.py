@@ -67,7 +67,7 @@ def test_replicas_share_texts_and_the_first_rank_prints_all(run_folder, tmp_path
     assert run_ranks(printed_by_ranks, 2, run_folder, tmp_path / "store") == [expected, ""]
 
 
-def written_by(ctx, folder):
+def written_by(ctx, folder, rounds=SCORES):
     """What requests get, which replicas share; where they share experts they step together."""
     loaded = load_model(folder, ctx, **FLOAT64)
     config = InferenceConfig(
@@ -77,7 +77,7 @@ def written_by(ctx, folder):
     )
     engine = build_engine(loaded.model, config, replicas=loaded.data, in_step=loaded.in_step)
     results = {}
-    for scores in SCORES:  # without those of prompts the last one shares pages of the first
+    for scores in rounds:  # without those of prompts the last one shares pages of the first
         numbers = {
             engine.add(prompt, SAMPLING, seed=3 + i, scores=scores): i
             for i, prompt in enumerate(PROMPTS)
@@ -146,7 +146,7 @@ def written_by_stages(folder, hybrid_folder):
         texts[token.row].append(token.id)
     with pytest.raises(ValueError, match="only the last stage has"):
         check_speculation(model, "mtp", None)
-    engines = written_by(ctx, folder), written_by(ctx, hybrid_folder)
+    engines = written_by(ctx, folder), written_by(ctx, hybrid_folder, SCORES[1:])
     return *engines, texts, *judged(model)
 
 
@@ -160,7 +160,7 @@ def judged(model):
 
 def test_stages_write_and_judge_what_one_rank_does(run_folder, hybrid_folder):
     single = ParallelContext.single()
-    expected = [written_by(single, folder) for folder in (run_folder, hybrid_folder)]
+    expected = written_by(single, run_folder), written_by(single, hybrid_folder, SCORES[1:])
     texts, answers, score = judged(load_model(run_folder, single).model)
     for plain, recurrent, drafted, *others in run_ranks(
         written_by_stages, 2, run_folder, hybrid_folder
