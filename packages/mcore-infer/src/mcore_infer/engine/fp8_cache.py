@@ -77,7 +77,8 @@ def rounded_cache(model: nn.Module, cache: Fp8Cache) -> Iterator[None]:
         module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         del module
-        return arguments, options | {"state": _RoundedCache(arguments[0].shape[1], cache)}
+        state = _RoundedCache(arguments[0].shape[1], cache)
+        return arguments[:2], options | {"state": state}  # tokens, positions
 
     hook = model.register_forward_pre_hook(add, with_kwargs=True)
     try:
