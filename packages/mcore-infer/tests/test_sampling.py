@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -127,6 +129,16 @@ def test_penalties_and_rules_change_the_scores_of_their_tokens_alone():
     rules = TokenRules(never_after=(0, 3))
     assert penalized(logits, [0], [], SamplingConfig(), rules)[3] == -torch.inf
     assert penalized(logits, [0], [1], SamplingConfig(), rules)[3] == 3
+
+
+def test_a_text_keeps_no_object_for_each_token():
+    """Python would look for cycles among all of them while the device waits."""
+    writing = Writing([1], SamplingConfig(), num_tokens=9999, seed=1)
+    before = len(gc.get_objects())
+    for token in range(1000):
+        writing.add(NewToken(0, token, -0.5))
+    assert len(gc.get_objects()) < before + 100
+    assert len(writing.ids) == 1000
 
 
 def test_top_p_decays_to_its_bound():

@@ -1,5 +1,6 @@
 """The engine against writing one prompt alone, read anew for every token."""
 
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -112,6 +113,35 @@ def test_requests_write_together_what_each_would_alone(model, config):
     assert_same(written(engine), expected)  # from pages of the first round
     pool = engine.scheduler.pool
     assert pool.num_free == pool.num_pages
+
+
+def test_neighbours_that_come_and_go_change_no_text(model):
+    """Requests in any order, at any step, some aborted, under limits of all kinds."""
+    expected, draw = alone(model), random.Random(0)
+    for runs_ahead in (False, True, True):
+        page_tokens, max_requests = draw.choice([1, 3, 4]), draw.randint(1, 5)
+        limits = EngineConfig(
+            max_sequence_tokens=40,
+            page_tokens=page_tokens,
+            num_pages=draw.randint(16, 30) // page_tokens + 1,
+            max_requests=max_requests,
+            max_tokens=max_requests + draw.randint(0, 6),
+            prefix_cache=draw.random() < 0.5,
+        )
+        engine, numbers, results = Engine(model, limits), {}, {}
+        engine.runs_ahead = runs_ahead
+        waiting = [draw.randrange(len(PROMPTS)) for _ in range(9)]
+        while waiting or engine.has_work:
+            while waiting and draw.random() < 0.4:
+                i = waiting.pop()
+                numbers[engine.add(PROMPTS[i], SAMPLINGS[i], seed=3 + i)] = i
+            results |= dict(event for event in engine.step() if isinstance(event, tuple))
+            if draw.random() < 0.1 and (going := sorted(numbers.keys() - results.keys())):
+                gone = draw.choice(going)
+                engine.abort(gone)
+                del numbers[gone]
+        assert_same([results[n] for n in numbers], [expected[i] for i in numbers.values()])
+        assert engine.scheduler.pool.num_free == limits.num_pages
 
 
 def test_rows_of_padding_change_no_page_but_their_own(model):
