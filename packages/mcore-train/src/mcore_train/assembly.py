@@ -43,8 +43,9 @@ from mcore_parallel.precision.fp8 import (
 from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
-from mcore_train.cuda_graph import BackwardRecorder
 from mcore_train.datasets import Datasets, load_datasets
+from mcore_train.graphs.layers import CudaRecorder, LayerRecorder
+from mcore_train.graphs.whole_step import BackwardRecorder
 from mcore_train.guards.post_validation import PostValidation
 from mcore_train.loss_scaling import LossScaler
 from mcore_train.optimizers import OPTIMIZERS, BuildRule, build_optimizer
@@ -95,8 +96,8 @@ class Run:
     """By which forwards and backwards of pairs take turns; None where there are none."""
     post_validation: PostValidation | None = None
     """The step that is validated by the next one; None where each waits for its norm."""
-    recorder: BackwardRecorder | None = None
-    """What makes a CUDA graph of forward and backward; None where they are launched singly."""
+    recorder: BackwardRecorder | LayerRecorder | None = None
+    """What makes CUDA graphs of forward and backward; None where they are launched singly."""
     warmed_up: set[str] = field(default_factory=set)
     """Passes that have run once in this process, ``train`` and ``evaluate``: a pipeline's
     first pass waits for each message on the host (see ``run_schedule``)."""
@@ -207,9 +208,8 @@ def assemble(
         for layers in chain.from_iterable(map(layer_stacks, chunks)):
             ActivationOffload(layers, config.offloading.cpu_offloading_num_layers, ctx.device)
     recorder = None
-    if config.run.cuda_graph_impl == "full_iteration" and ctx.device.type == "cuda":
-        warmup_steps = config.run.cuda_graph_warmup_steps
-        recorder = BackwardRecorder(data_parallel, streams, warmup_steps)
+    if config.run.cuda_graph_impl != "none" and ctx.device.type == "cuda":
+        recorder = _build_recorder(plan, chunks, data_parallel, streams, casts)
     optimizer = build_optimizer(config, ctx, data_parallel, tables.optimizers)
     post_validation = None
     if config.pipeline.enable_optimizer_post_validation:
@@ -232,6 +232,21 @@ def assemble(
         post_validation=post_validation,
         recorder=recorder,
     )
+
+
+def _build_recorder(
+    plan: Plan,
+    chunks: Sequence[TrainableModel],
+    data_parallel: GradientSync,
+    streams: RngStreams,
+    casts: WeightCasts,
+) -> BackwardRecorder | LayerRecorder:
+    options = plan.config.run
+    steps = options.cuda_graph_warmup_steps
+    if options.cuda_graph_impl == "full_iteration":
+        return BackwardRecorder(data_parallel, streams, steps)
+    stacks = list(chain.from_iterable(map(layer_stacks, chunks)))
+    return LayerRecorder(stacks, data_parallel, partial(CudaRecorder, streams), steps, casts)
 
 
 def _build_chunks(

@@ -294,9 +294,11 @@ class RunConfig:
     check_weight_hash_across_dp_replicas_interval: int = 0
     """Steps after which the copies of weights on data-parallel ranks, and tied ones, are
     compared to the last bit, and a run whose copies differ ends; 0: in the first step only."""
-    cuda_graph_impl: Literal["none", "full_iteration"] = "none"
+    cuda_graph_impl: Literal["none", "full_iteration", "local"] = "none"
     """Launch forward and backward of a whole step as one CUDA graph (full_iteration): faster
-    where kernels are shorter than their launches, as in small models. The same bits."""
+    where kernels are shorter than their launches, as in small models. Or a graph for each layer
+    and micro-batch in flight (local), for pipelines and recomputed norms too; not timed yet.
+    The same bits."""
     cuda_graph_warmup_steps: int = 3
     """Steps before the graph is recorded, and again after the batch size changes."""
     manual_gc_interval: int = 100

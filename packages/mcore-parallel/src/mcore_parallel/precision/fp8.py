@@ -85,6 +85,10 @@ class WeightCasts:
         finally:
             self._kept = None
 
+    def held(self) -> list[Any]:
+        """Return what is kept now, for those who must keep its memory."""
+        return list((self._kept or {}).values())
+
     def of(self, weight: Float[Tensor, "F D"], recipe: Recipe, cut: Cut) -> Scaled:
         """Return a weight's cast, made now or earlier; the first time reduces over ``cut``."""
         return self.kept(weight, lambda: recipe.cast("weight", weight, FORWARD_DTYPE, cut))

@@ -129,7 +129,7 @@ SWITCHES = (
         ("optimizer_offload_fraction",),
     ),
     Switch(
-        "--cuda-graph-impl full_iteration",
+        "--cuda-graph-impl full_iteration or local",
         lambda c: c.run.cuda_graph_impl != "none",
         ("cuda_graph_warmup_steps",),
     ),

@@ -324,16 +324,19 @@ def _recompute_conflicts(config: TrainConfig) -> Iterator[str]:
 
 
 def _graph_conflicts(config: TrainConfig) -> Iterator[str]:
-    """What a recorded step cannot hold: see ``cuda_graph``."""
+    """What a recorded step cannot hold: see ``graphs``."""
     name = f"--cuda-graph-impl {config.run.cuda_graph_impl}"
-    if config.experts.num_experts:
+    is_local = config.run.cuda_graph_impl == "local"
+    if config.experts.num_experts and not is_local:
         yield from expert_graph_conflicts(config, name)
-    if config.parallelism.pipeline_model_parallel_size > 1:
+    if is_local:
+        yield from _layer_graph_conflicts(config, name)
+    elif config.parallelism.pipeline_model_parallel_size > 1:
         yield (
             f"{name} cannot record pipeline stages, whose hosts wait for messages: leave it "
             "out, or use --pipeline-model-parallel-size 1."
         )
-    if config.recomputation.recompute_granularity:
+    if not is_local and config.recomputation.recompute_granularity:
         yield (
             f"{name} cannot record recomputation, which reads random states on the host: leave "
             "out one of the two. Graphs pay for small models, which need no recomputation."
@@ -342,6 +345,28 @@ def _graph_conflicts(config: TrainConfig) -> Iterator[str]:
         yield (
             f"{name} cannot record packed documents, whose borders change from step to step: "
             "leave it out."
+        )
+
+
+def _layer_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
+    """What graphs of single layers cannot hold."""
+    if type(config.model) is not TransformerConfig:
+        yield f"{name} records layers of mcore-train gpt, mamba and hybrid alone: leave it out."
+    if config.experts.num_experts:
+        yield f"{name} was not tried with --num-experts: use full_iteration, or leave it out."
+    if config.pipeline.splits_backward or config.pipeline.overlap_moe_expert_parallel_comm:
+        yield (
+            f"{name} cannot cut a layer's backward: use --pipeline-schedule 1f1b or "
+            "interleaved, without --overlap-moe-expert-parallel-comm."
+        )
+    modules = config.recomputation.recompute_modules
+    cheap = {"layernorm", "mlp_act", "moe_act"}
+    granularity = config.recomputation.recompute_granularity
+    if granularity == "full" or (granularity and not set(modules) <= cheap):
+        yield (
+            f"{name} cannot record recomputation that reads random states on the host: use "
+            "--recompute-granularity selective with --recompute-modules layernorm, mlp_act or "
+            "moe_act."
         )
 
 

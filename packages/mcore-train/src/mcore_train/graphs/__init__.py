@@ -1,0 +1,1 @@
+"""CUDA graphs: of a whole step, or of each layer."""

@@ -1,0 +1,127 @@
+"""Layers by recordings give the bits of layers launched singly, with a recorder for CPUs."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from mcore_parallel.layer_stacks import layer_stacks
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing.ranks import run_ranks
+from mcore_train.assembly import assemble
+from mcore_train.composition import compose
+from mcore_train.graphs.layers import LayerRecorder
+from mcore_train.loop import train
+from mcore_train.reporting.log import Reporter
+from mcore_train.resolution import ConflictError, resolve
+
+FLAGS = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "train_iters": 3,
+    "lr": 1e-2,
+    "mock_data": True,
+    "vocab_size": 40,
+    "num_workers": 0,
+    "log_interval": 1,
+}
+PIPELINE = {
+    "pipeline_model_parallel_size": 2,
+    "num_virtual_stages_per_pipeline_rank": 2,
+    "hidden_dropout": 0.1,
+    "fp8_format": "hybrid",
+    "fp8_recipe": "delayed",
+    "recompute_granularity": "selective",
+    "recompute_modules": ("layernorm", "mlp_act"),
+}
+DATA = {
+    "num_layers": 2,
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
+
+
+class Closures:
+    """A recorder that calls a function again and copies what it returns to one place."""
+
+    def __init__(self, streams):
+        self.streams = streams
+
+    def record(self, function):
+        state = self.streams.state()
+        outputs = function()
+        self.streams.set_state(state)  # a graph that is recorded does not run
+
+        def replay():
+            for own, x in zip(outputs, function(), strict=True):
+                if own is not None:
+                    own.copy_(x)
+
+        return outputs, replay
+
+    def forget(self):
+        pass
+
+
+class Recording(LayerRecorder):
+    """Says at its end how many micro-batches each stack has recorded."""
+
+    def __exit__(self, *exception):
+        self.counts = [stack.num_recorded for stack in self.stacks]
+        super().__exit__(*exception)
+
+
+def trained(flags, *, is_local):
+    """Losses and norms, weights and state of this rank, micro-batches that were recorded."""
+    config = compose(FLAGS | flags)
+    ctx = ParallelContext.build(config.parallelism)
+    run = assemble(resolve(config, 2), ctx)
+    stacks = [stack for chunk in run.chunks for stack in layer_stacks(chunk)]
+    if is_local:
+        recorders = partial(Closures, run.streams)
+        run.recorder = Recording(stacks, run.data_parallel, recorders, 1, run.weight_casts)
+    reports = []
+    train(run, Reporter(None), on_report=reports.append)
+    shards = run.data_parallel.weight_shards() | run.optimizer.named_shards()
+    tensors = {n: [p.data.clone() for p in s.pieces] for n, s in shards.items()}
+    ctx.destroy()
+    counts = run.recorder.counts if is_local else []
+    return [(r.loss, r.grad_norm) for r in reports], tensors, counts
+
+
+def both():
+    """Train by layers launched singly, and by recordings, over stages and over data ranks."""
+    return [
+        (trained(flags, is_local=False), trained(flags, is_local=True))
+        for flags in (PIPELINE, DATA)
+    ]
+
+
+def test_layers_by_recordings_train_to_the_bits_of_layers_launched_singly():
+    for rank, found in enumerate(run_ranks(both, 2)):
+        for plain, local in found:
+            assert local[0] == plain[0]
+            for tensor, pieces in plain[1].items():
+                assert all(map(torch.equal, pieces, local[1][tensor])), tensor
+        # As many micro-batches as each of a rank's chunks holds at once.
+        assert [local[2] for _, local in found] == [[[4, 2], [3, 1]][rank], [1]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"pipeline_schedule": "zb-h1"}, "cannot cut a layer's backward"),
+        ({"recompute_granularity": "full"}, "recompute-modules layernorm, mlp_act or moe_act"),
+        ({"num_experts": 2}, "was not tried with --num-experts"),
+        ({"reset_attention_mask": True}, "cannot record packed documents"),
+    ],
+)
+def test_what_graphs_of_layers_cannot_hold_is_refused(flags, expected):
+    local = {"cuda_graph_impl": "local", "pipeline_model_parallel_size": 2}
+    with pytest.raises(ConflictError, match=expected):
+        resolve(compose(FLAGS | local | flags), 2)
