@@ -41,13 +41,15 @@ def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto")
             cuDNN than torch was built for.
         ImportError: if it is not installed, or its libraries cannot be loaded.
     """
-    import_module("transformer_engine.pytorch")
     try:
+        import_module("transformer_engine.pytorch")
         torch.backends.cudnn.version()
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
+        if "cudnn" not in str(error).lower():
+            raise
         raise ValueError(
-            "Transformer Engine loads the cuDNN of the system before torch's, and it is older: "
-            "set CUDNN_HOME to the folder nvidia/cudnn beside torch's own."
+            "Transformer Engine loads the cuDNN of the system, which is not torch's: begin "
+            "LD_LIBRARY_PATH with the folder nvidia/cudnn/lib beside torch's own."
         ) from error
     attend = TransformerEngineAttention()
     for module in model.modules():
