@@ -310,3 +310,18 @@ def test_a_recipe_that_the_library_has_not_is_refused_and_so_is_its_absence():
     with pytest.raises(ValueError, match="no --fp8-recipe rowwise"):
         by_transformer_engine(gemm)
     assert refusal() == EXTRA
+
+
+def test_another_cudnn_than_torchs_is_answered_with_what_mends_it(monkeypatch, tmp_path):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for said, kind, found in (
+        ("/lib/libcudnn_heuristic.so.9: undefined symbol", ValueError, "LD_LIBRARY_PATH"),
+        ("/lib/libnccl.so.2: no such file", OSError, "libnccl"),
+    ):
+        (package / "pytorch.py").write_text(f"raise OSError({said!r})")
+        with pytest.raises(kind, match=found):
+            use_transformer_engine(torch.nn.Identity())
+    monkeypatch.delitem(sys.modules, "transformer_engine")
