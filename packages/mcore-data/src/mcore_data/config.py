@@ -16,7 +16,9 @@ TokenizerType = Literal[
     "GPTSentencePieceTokenizer",
     "Llama2Tokenizer",
     "TikTokenizer",
+    "MultimodalTokenizer",
     "NullTokenizer",
+    "NullMultimodalTokenizer",
     "ByteTokenizer",
 ]
 EngineName = Literal["auto", "gigatoken", "words", "reference"]
@@ -29,9 +31,9 @@ class TokenizerConfig:
 
     tokenizer_type: TokenizerType = "HuggingFaceTokenizer"
     """Kind of tokenizer, by Megatron's names. SFTTokenizer is a Hugging Face folder whose chat
-    template counts, for prepare-chats. Left out, --vocab-file with --merge-file is
-    GPT2BPETokenizer, and a SentencePiece model is known by its content. Megatron's default:
-    none."""
+    template counts, for prepare-chats; MultimodalTokenizer one with a token for an image. Left
+    out, --vocab-file with --merge-file is GPT2BPETokenizer, and a SentencePiece model is known
+    by its content. Megatron's default: none."""
     tokenizer_model: str = ""
     """Model file or folder: a Hugging Face folder, a tokenizer.json, a SentencePiece model,
     or mergeable ranks for TikTokenizer."""
@@ -46,7 +48,11 @@ class TokenizerConfig:
     """Sentinels <extra_id_0>, <extra_id_1>, ... to add, for T5. 0 means 100 for
     BertWordPieceCase and none for the others."""
     tokenizer_special_tokens: tuple[str, ...] = ()
-    """Further special tokens to add behind the vocabulary."""
+    """Further special tokens to add behind the vocabulary. MultimodalTokenizer adds <image>
+    if none is given."""
+    image_tag_type: Literal["", "nvlm", "internvl"] = ""
+    """Tags that MultimodalTokenizer puts around each <image> of a text: <Image> and </Image>,
+    or <img> and </img>. Empty puts none."""
     tiktoken_pattern: Literal["v1", "v2", "gpt4"] = "v2"
     """How TikTokenizer splits text: Megatron's two patterns, or that of GPT-4 and Llama 3,
     which takes digits by threes."""
@@ -58,6 +64,11 @@ class TokenizerConfig:
         for name in ("vocab_size", "vocab_extra_ids", "tiktoken_num_special_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative.")
+        if self.image_tag_type and self.tokenizer_type != "MultimodalTokenizer":
+            raise ValueError(
+                f"--image-tag-type {self.image_tag_type} has no effect with --tokenizer-type "
+                f"{self.tokenizer_type}: leave it out, or use MultimodalTokenizer."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

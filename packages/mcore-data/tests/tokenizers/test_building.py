@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
+from mcore_data.engines.building import build_engine
 from mcore_data.preprocessing.tokenizing import build_tools
 from mcore_data.tokenizers.building import build_tokenizer, load_tokenizer
+from mcore_data.tokenizers.multimodal import TAGS
 
 BERT_VOCAB = [
     "[PAD]",
@@ -70,7 +72,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.fixture(
-    params=["HuggingFaceTokenizer", "SFTTokenizer", "GPT2BPETokenizer",
+    params=["HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer", "GPT2BPETokenizer",
             "BertWordPieceLowerCase",
             "BertWordPieceCase", "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
             "Llama2Tokenizer", "TikTokenizer", "NullTokenizer", "ByteTokenizer"]
@@ -80,6 +82,7 @@ def any_tokenizer(request, bpe_folder, gpt2_files, sentencepiece_model, bert_voc
         "TikTokenizer": {"tokenizer_model": ranks},
         "HuggingFaceTokenizer": {"tokenizer_model": bpe_folder},
         "SFTTokenizer": {"tokenizer_model": bpe_folder},
+        "MultimodalTokenizer": {"tokenizer_model": bpe_folder, "image_tag_type": "nvlm"},
         "GPT2BPETokenizer": {
             "vocab_file": gpt2_files / "vocab.json",
             "merge_file": gpt2_files / "merges.txt",
@@ -296,6 +299,33 @@ def test_missing_or_foreign_files_are_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_an_image_is_one_token_with_tags_around_it(bpe_folder):
+    plain = load_tokenizer("HuggingFaceTokenizer", tokenizer_model=bpe_folder)
+    bare = load_tokenizer("MultimodalTokenizer", tokenizer_model=bpe_folder)
+    assert (plain.token_id("<image>"), bare.token_id("<image>")) == (None, plain.vocab_size)
+    for kind, (before, behind) in TAGS.items():
+        tokenizer = load_tokenizer(
+            "MultimodalTokenizer", tokenizer_model=bpe_folder, image_tag_type=kind
+        )
+        assert tokenizer.encode("in <image><image> the") == bare.encode(
+            f"in {before}<image>{behind}{before}<image>{behind} the"
+        )
+        assert tokenizer.encode("in the") == plain.encode("in the")
+        assert build_engine(tokenizer).encode(["<image>"])[0].tolist() == tokenizer.encode(
+            "<image>"
+        )
+        assert (tokenizer.fingerprint() == bare.fingerprint()) == (not kind)
+    with pytest.raises(ValueError, match="needs the token <image>"):
+        load_tokenizer(
+            "MultimodalTokenizer",
+            tokenizer_model=bpe_folder,
+            image_tag_type="nvlm",
+            tokenizer_special_tokens=["<|picture|>"],
+        )
+    with pytest.raises(ValueError, match="--image-tag-type nvlm has no effect"):
+        load_tokenizer("ByteTokenizer", image_tag_type="nvlm")
+
+
 @pytest.mark.parametrize("kind", ["ByteTokenizer", "NullTokenizer"])
 def test_tokenizers_of_bytes_and_numbers_refuse_tokens_they_would_not_add(kind, tmp_path):
     sizes = {"vocab_size": 9} if kind == "NullTokenizer" else {}
@@ -306,6 +336,11 @@ def test_tokenizers_of_bytes_and_numbers_refuse_tokens_they_would_not_add(kind, 
             build_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path), **more))
     with pytest.raises(ValueError, match=f"--vocab-extra-ids .*no effect .*{kind}"):
         load_tokenizer(kind, vocab_extra_ids=2, **sizes)
+
+
+def test_numbers_are_read_by_the_multimodal_null_tokenizer_too():
+    tokenizer = load_tokenizer("NullMultimodalTokenizer", vocab_size=9)
+    assert (tokenizer.encode("3 8"), tokenizer.eod) == ([3, 8], 9)
 
 
 def test_null_tokenizer_refuses_words_and_foreign_ids():

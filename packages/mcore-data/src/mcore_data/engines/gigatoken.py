@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from mcore_data.engines.character_check import CharacterCheck, Encode, border_vocabulary
 from mcore_data.engines.protocol import special_ids, surrounded
 from mcore_data.tokenizers.hf import HFTokenizer
+from mcore_data.tokenizers.multimodal import MultimodalTokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tokenizers.sentencepiece import SentencePieceTokenizer
 
@@ -112,6 +113,11 @@ def _open(tokenizer: Tokenizer) -> tuple[Any, list[str]]:
         raise ImportError(
             "--engine gigatoken needs the extra: pip install 'mcore-data[fast]'."
         ) from None
+    if isinstance(tokenizer, MultimodalTokenizer) and tokenizer.image_tag_type:
+        raise ValueError(
+            f"--engine gigatoken puts no tags around images (--image-tag-type "
+            f"{tokenizer.image_tag_type}). Use --engine reference."
+        )
     try:
         if isinstance(tokenizer, HFTokenizer):
             return gigatoken.Tokenizer.from_json(tokenizer.text).backend, []

@@ -63,12 +63,14 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if kind == "HuggingFaceTokenizer":
         config = _as_files_say(config)
         kind = config.tokenizer_type
-    if kind in ("NullTokenizer", "ByteTokenizer"):
+    if kind in ("NullTokenizer", "NullMultimodalTokenizer", "ByteTokenizer"):
         return _build_plain(config)
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         return _build_sentencepiece(config)
     if kind == "TikTokenizer":
         return _build_tiktoken(config)
+    if kind == "MultimodalTokenizer":
+        return _build_multimodal(config)
     if kind in TOKENIZER_TYPES:
         return _build_hf(config)
     raise ValueError(
@@ -165,6 +167,14 @@ def _build_tiktoken(config: TokenizerConfig) -> Tokenizer:
         vocab_size=config.vocab_size,
         special_tokens=_extra_tokens(config),
     )
+
+
+def _build_multimodal(config: TokenizerConfig) -> Tokenizer:
+    from mcore_data.tokenizers.multimodal import IMAGE, MultimodalTokenizer
+
+    source = _needed_file(config, "tokenizer_model", may_be_folder=True)
+    special_tokens = _extra_tokens(config) or [IMAGE]
+    return MultimodalTokenizer.open(source, special_tokens, config.image_tag_type)
 
 
 def _build_hf(config: TokenizerConfig) -> Tokenizer:
