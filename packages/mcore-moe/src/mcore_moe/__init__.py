@@ -9,7 +9,7 @@ from mcore_parallel.lazy_front import lazy_front
 _EXPORTS: dict[str, str] = {
     "AllGatherDispatcher": "dispatch.dispatching",
     "AllToAllDispatcher": "dispatch.dispatching",
-    "Departure": "dispatch.protocol",
+    "DispatchOptions": "dispatch.protocol",
     "Dispatched": "dispatch.protocol",
     "Dispatcher": "dispatch.protocol",
     "Experts": "experts.experts",

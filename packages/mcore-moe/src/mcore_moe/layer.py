@@ -20,7 +20,7 @@ from mcore_moe.dispatch.dispatching import (
     AllToAllDispatcher,
     build_dispatcher,
 )
-from mcore_moe.dispatch.protocol import Departure
+from mcore_moe.dispatch.protocol import DispatchOptions
 from mcore_moe.expert_parallel import check_same
 from mcore_moe.experts.chunked import run_in_parts, run_with_fixed_rows
 from mcore_moe.experts.experts import Experts
@@ -201,17 +201,17 @@ class MoELayer(nn.Module):
         own_mask = mask if mask is None else mask[begin:end]
 
         is_cut_evenly = not self.splits_tokens or x.shape[0] % self.tp.size == 0
-        is_even = self.equal_tokens and self.training and is_cut_evenly
+        equal_tokens = self.equal_tokens and self.training and is_cut_evenly
         sent = cast_factor(own)
         if self.latent_down is not None:
             sent = self.latent_down(sent)
-        begun = self.dispatcher.begin(sent, is_even=is_even)
+        in_flight = self.dispatcher.begin(sent, equal_tokens=equal_tokens)
         routing, aux = self.router(own, sequences, num_sequences, own_mask)
         shared: list[Tensor] = []
-        beside = None
+        overlap = None
         if self.router.config.moe_shared_expert_overlap:
-            beside = lambda: shared.append(self._shared_output(x))  # noqa: E731
-        y = self._exchanged(sent, routing, Departure(is_even, begun, beside))
+            overlap = lambda: shared.append(self._shared_output(x))  # noqa: E731
+        y = self._exchanged(sent, routing, DispatchOptions(equal_tokens, in_flight, overlap))
         if self.latent_up is not None:
             y = self.latent_up(y)
         if self.splits_tokens:
@@ -234,16 +234,16 @@ class MoELayer(nn.Module):
         again = self.recompute_shared and self.training
         return recompute(self.shared, x) if again else self.shared(x)
 
-    def _exchanged(self, x: Tensor, routing: Routing, departure: Departure) -> Tensor:
+    def _exchanged(self, x: Tensor, routing: Routing, options: DispatchOptions) -> Tensor:
         """Send tokens to their experts, and sum what these say of each."""
         config, dispatcher = self.router.config, self.dispatcher
-        limit, overlaps = config.moe_expert_rows_limit, config.moe_split_batch_overlap
-        if (limit or overlaps) and isinstance(dispatcher, AllToAllDispatcher):
-            how = {"overlaps": overlaps, "beside": departure.beside}
+        limit, splits = config.moe_expert_rows_limit, config.moe_split_batch_overlap
+        if (limit or splits) and isinstance(dispatcher, AllToAllDispatcher):
+            how = {"splits": splits, "overlap": options.overlap}
             return run_in_parts(dispatcher, x, routing, self.experts, limit, **how)
         if limit and isinstance(dispatcher, AllGatherDispatcher):
-            return run_with_fixed_rows(dispatcher, x, routing, self.experts, limit, departure)
-        sent = dispatcher.dispatch(x, routing, departure)
+            return run_with_fixed_rows(dispatcher, x, routing, self.experts, limit, options)
+        sent = dispatcher.dispatch(x, routing, options)
         return dispatcher.combine(self.experts(sent.x, sent.probs, sent.plan), sent.handle)
 
     def _check_routers(self) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher, limited
 from mcore_moe.dispatch.permutation import permute, permute_probs, unpermute
-from mcore_moe.dispatch.protocol import Departure
+from mcore_moe.dispatch.protocol import DispatchOptions
 from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
 from mcore_moe.kernels.deepep import DeepEPDispatcher
 from mcore_parallel.collectives import all_reduce
@@ -42,10 +42,12 @@ def routed_tokens(rank, kind, dtype=torch.float64):
     return x, Routing(ids, probs.to(dtype).requires_grad_())
 
 
-def through(config, dispatcher, x, routing, first_expert=0, is_even=False):
+def through(config, dispatcher, x, routing, first_expert=0, equal_tokens=False):
     """Expert e multiplies by its weight and by e + 1; tokens come home summed."""
-    begun = dispatcher.begin(x, is_even=is_even)
-    sent = dispatcher.dispatch(x, limited(routing, config), Departure(is_even, begun))
+    in_flight = dispatcher.begin(x, equal_tokens=equal_tokens)
+    sent = dispatcher.dispatch(
+        x, limited(routing, config), DispatchOptions(equal_tokens, in_flight)
+    )
     counts = sent.plan.counts
     rows, probs = permute(sent.x, sent.plan), permute_probs(sent.probs, sent.plan)
     assert int(counts.sum()) == rows.shape[0] == probs.shape[0]
@@ -80,7 +82,7 @@ def check_against_local(kind, dispatcher_type, etp):
             _summed_over_expert_tp(dispatcher, etp),
             *routed_tokens(ctx.global_rank, kind, dtype),
             first_expert=ctx.ep.rank * E // 2,
-            is_even=kind == "equal",
+            equal_tokens=kind == "equal",
         )
         expected = through(config, local, *routed_tokens(ctx.global_rank, kind))
         for a, b in zip(result[:3], expected[:3], strict=True):
@@ -246,7 +248,7 @@ def test_every_run_gives_the_same_bits():
     assert all(run_ranks(check_same_bits, 4, 3))
 
 
-def check_turns(numbers, is_even):
+def check_turns(numbers, equal_tokens):
     ctx = ParallelContext.build(
         ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
     )
@@ -256,7 +258,7 @@ def check_turns(numbers, is_even):
     x = torch.ones(numbers[ctx.global_rank], D, requires_grad=True)
     ids = torch.arange(E)[:K].expand(len(x), K)
     routing = Routing(ids, torch.ones(ids.shape, requires_grad=True))
-    through(config, dispatcher, x, routing, ctx.ep.rank * E // 2, is_even)
+    through(config, dispatcher, x, routing, ctx.ep.rank * E // 2, equal_tokens)
     ctx.destroy()
     return len(turns)
 

@@ -26,7 +26,13 @@ from mcore_moe.dispatch.permutation import (
     trimmed,
     unpermute,
 )
-from mcore_moe.dispatch.protocol import AT_ONCE, Beside, Departure, Dispatched, Dispatcher
+from mcore_moe.dispatch.protocol import (
+    DEFAULT_OPTIONS,
+    Dispatched,
+    Dispatcher,
+    DispatchOptions,
+    Overlap,
+)
 from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
 from mcore_moe.experts.fp8_rows import exchange_narrow, packed, unpacked
 from mcore_moe.routing.topk import Routing
@@ -86,7 +92,7 @@ class LocalDispatcher(Dispatcher):
         self,
         x: Float[Tensor, "T D"],
         routing: Routing,
-        departure: Departure = AT_ONCE,  # noqa: ARG002
+        options: DispatchOptions = DEFAULT_OPTIONS,  # noqa: ARG002
     ) -> Dispatched:
         """Plan the rows; on a GPU the host does not wait for it.
 
@@ -131,7 +137,10 @@ class AllToAllDispatcher(Dispatcher):
         self.meanwhile: Meanwhile = None
 
     def dispatch(
-        self, x: Float[Tensor, "T D"], routing: Routing, departure: Departure = AT_ONCE
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        options: DispatchOptions = DEFAULT_OPTIONS,
     ) -> Dispatched:
         """Exchange counts, then rows and weights, over ``ep``; gather them over ``expert_tp``.
 
@@ -141,7 +150,7 @@ class AllToAllDispatcher(Dispatcher):
         trip, _ = self.agree(plan.counts)
         plan = trimmed(plan, sum(trip.send))
         rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
-        return replace(self.there(rows, probs, trip, departure.beside), handle=(plan, trip))
+        return replace(self.there(rows, probs, trip, options.overlap), handle=(plan, trip))
 
     def combine(
         self, y: Float[Tensor, "M D"], handle: tuple[RowPlan, Trip]
@@ -176,7 +185,7 @@ class AllToAllDispatcher(Dispatcher):
         rows: Float[Tensor, "R D"],
         probs: Float[Tensor, " R"],
         trip: Trip,
-        beside: Beside | None = None,
+        overlap: Overlap | None = None,
     ) -> Dispatched:
         """Send rows, sorted by expert, to the ranks of their experts.
 
@@ -184,11 +193,11 @@ class AllToAllDispatcher(Dispatcher):
             rows: of this rank's tokens.
             probs: weight of each.
             trip: their numbers.
-            beside: called while they travel, if no ``expert_tp`` gathers them after.
+            overlap: called while they travel, if no ``expert_tp`` gathers them after.
         """
         arrive = self.begin_there(rows, probs, trip)
-        if beside is not None and self._flies():
-            beside()
+        if overlap is not None and self._flies():
+            overlap()
         return arrive()
 
     def begin_there(
@@ -263,59 +272,64 @@ class AllGatherDispatcher(Dispatcher):
         self.config, self.ep, self.expert_tp = config, ep, expert_tp
         self.meanwhile: Meanwhile = None
 
-    def begin(self, x: Float[Tensor, "T D"], *, is_even: bool = False) -> InFlight | None:
+    def begin(self, x: Float[Tensor, "T D"], *, equal_tokens: bool = False) -> InFlight | None:
         """Begin to gather tokens over ``ep``, if the ranks bring equally many."""
-        if not is_even or self.expert_tp.size > 1 or torch.compiler.is_compiling():
+        if not equal_tokens or self.expert_tp.size > 1 or torch.compiler.is_compiling():
             return None
         cast = _casts(self.config, x)
         return begin_gather_partial(x, self.ep, self.meanwhile, **cast)
 
     def dispatch(
-        self, x: Float[Tensor, "T D"], routing: Routing, departure: Departure = AT_ONCE
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        options: DispatchOptions = DEFAULT_OPTIONS,
     ) -> Dispatched:
         """Gather tokens, choices and weights over ``ep`` and ``expert_tp``; keep own rows.
 
         The host waits for its number of rows, while tokens are gathered, and before that for
         the numbers of tokens of all ranks, unless these are even.
         """
-        plan, sizes = self.plan(routing, departure)
+        plan, sizes = self.plan(routing, options)
         num_rows = _to_host(plan.offsets[-1])
-        x = self.tokens(x, sizes, departure.begun)
+        x = self.tokens(x, sizes, options.in_flight)
         probs = self.there(routing.probs, sizes)
-        return Dispatched(x, probs, trimmed(plan, num_rows()), (sizes, departure.is_even))
+        return Dispatched(x, probs, trimmed(plan, num_rows()), (sizes, options.equal_tokens))
 
     def combine(
         self, y: Float[Tensor, "M D"], handle: tuple[list[list[int]], bool]
     ) -> Float[Tensor, "T D"]:
         """Sum what ranks have for each token over ``expert_tp`` and ``ep``, on its own rank."""
-        sizes, is_even = handle
+        sizes, equal_tokens = handle
         y = reduce_scatter_uneven(y, self.expert_tp, [sum(part) for part in sizes])
         # Not by the sizes: other ranks may have even ones where these do not.
-        if self.meanwhile is None or self.ep.size == 1 or not is_even:
+        if self.meanwhile is None or self.ep.size == 1 or not equal_tokens:
             return reduce_scatter_uneven(y, self.ep, sizes[self.expert_tp.rank])
         return begin_reduce_scatter(y, self.ep, self.meanwhile).land()
 
-    def plan(self, routing: Routing, departure: Departure) -> tuple[RowPlan, list[list[int]]]:
+    def plan(
+        self, routing: Routing, options: DispatchOptions
+    ) -> tuple[RowPlan, list[list[int]]]:
         """Gather the choices of all ranks, and plan the rows of those that are computed here.
 
         Args:
             routing: of this rank's tokens.
-            departure: of these. What runs beside tokens that have begun to travel begins
-                here. The host waits unless their numbers are even.
+            options: of these. What overlaps with tokens in flight begins here. The host
+                waits unless all ranks bring equally many.
 
         Returns:
             The plan, in which rows may follow that belong to no expert, and the number of
             tokens of each rank, ``[expert_tp][ep]``.
         """
-        if departure.begun is not None:
-            if departure.beside is not None:
-                departure.beside()
-            departure.begun.pause()
+        if options.in_flight is not None:
+            if options.overlap is not None:
+                options.overlap()
+            options.in_flight.pause()
         ids, config = routing.ids, self.config
         if routing.keep is not None:
             ids = ids.where(routing.keep, config.num_experts)
         sizes = [[ids.shape[0]] * self.ep.size] * self.expert_tp.size
-        if not departure.is_even:
+        if not options.equal_tokens:
             size = torch.tensor([[ids.shape[0]]], device=ids.device)
             sizes = all_gather(all_gather(size, self.ep, dim=1), self.expert_tp).tolist()
         num_local = config.num_experts // self.ep.size
@@ -324,11 +338,11 @@ class AllGatherDispatcher(Dispatcher):
         return plan_rows(own.where(keep, 0), num_local, keep), sizes
 
     def tokens(
-        self, x: Float[Tensor, "T D"], sizes: list[list[int]], begun: InFlight | None
+        self, x: Float[Tensor, "T D"], sizes: list[list[int]], in_flight: InFlight | None
     ) -> Float[Tensor, "M D"]:
-        """Gather tokens, in the dtype in which they travel, or wait for what has begun."""
-        if begun is not None:
-            return begun.land()
+        """Gather tokens, in the dtype in which they travel, or wait for those that travel."""
+        if in_flight is not None:
+            return in_flight.land()
         if not self.config.moe_dispatch_dtype:
             return self.there(x, sizes)
         gather = partial(self.there, sizes=sizes)

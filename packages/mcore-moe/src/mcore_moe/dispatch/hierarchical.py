@@ -20,7 +20,7 @@ from torch import Tensor
 from mcore_moe.config import MoEConfig, one_step_option
 from mcore_moe.dispatch.dispatching import AllToAllDispatcher
 from mcore_moe.dispatch.permutation import permute, plan_rows, trimmed, unpermute
-from mcore_moe.dispatch.protocol import AT_ONCE, Departure, Dispatched, Dispatcher
+from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher, DispatchOptions
 from mcore_moe.routing.topk import Routing
 from mcore_parallel.collectives import all_to_all
 from mcore_parallel.mesh import Axis
@@ -45,7 +45,10 @@ class HierarchicalDispatcher(Dispatcher):
         self.within = AllToAllDispatcher(replace(inside, moe_dispatch_dtype=""), node)
 
     def dispatch(
-        self, x: Float[Tensor, "T D"], routing: Routing, departure: Departure = AT_ONCE
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        options: DispatchOptions = DEFAULT_OPTIONS,
     ) -> Dispatched:
         """Exchange tokens, choices and weights between nodes, then rows within this one.
 
@@ -68,7 +71,7 @@ class HierarchicalDispatcher(Dispatcher):
         own = own - self.nodes.rank * self.num_experts
         keep = (own >= 0) & (own < self.num_experts)
         here = Routing(own.where(keep, 0), probs, keep)
-        sent = self.within.dispatch(arrive(), here, departure)
+        sent = self.within.dispatch(arrive(), here, options)
         return replace(sent, handle=(sent.handle, plan, trip))
 
     def combine(self, y: Float[Tensor, "M D"], handle: Any) -> Float[Tensor, "T D"]:

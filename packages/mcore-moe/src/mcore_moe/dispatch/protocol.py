@@ -17,7 +17,7 @@ from mcore_moe.dispatch.permutation import RowPlan
 from mcore_moe.routing.topk import Routing
 from mcore_parallel.async_collectives import InFlight
 
-Beside = Callable[[], object]
+Overlap = Callable[[], object]
 """Launches work that does not need the tokens which travel meanwhile."""
 
 
@@ -36,20 +36,20 @@ class Dispatched:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
-    """What is known of tokens that set out, and what runs beside them."""
+class DispatchOptions:
+    """What is known of tokens that are dispatched, and what overlaps with that."""
 
-    is_even: bool = False
+    equal_tokens: bool = False
     """Whether all ranks bring equally many tokens, so that none has to say how many; only
     ``AllGatherDispatcher`` reads it."""
-    begun: InFlight | None = None
-    """What ``Dispatcher.begin`` returned for them."""
-    beside: Beside | None = None
-    """May be called, once, while they travel."""
+    in_flight: InFlight | None = None
+    """What ``Dispatcher.begin`` returned for them; None: none of them travels yet."""
+    overlap: Overlap | None = None
+    """Called once, or not at all, while they travel."""
 
 
-AT_ONCE = Departure()
-"""Any numbers of tokens, of which nothing travels yet, and nothing beside them."""
+DEFAULT_OPTIONS = DispatchOptions()
+"""Any numbers of tokens, none of which travels yet, and nothing that overlaps."""
 
 
 @runtime_checkable
@@ -60,13 +60,16 @@ class Dispatcher(Protocol):
         self,
         x: Float[Tensor, "T D"],  # noqa: ARG002
         *,
-        is_even: bool = False,  # noqa: ARG002
+        equal_tokens: bool = False,  # noqa: ARG002
     ) -> InFlight | None:
         """Begin to send what travels wherever it is routed; None, as here: nothing does."""
         return None
 
     def dispatch(
-        self, x: Float[Tensor, "T D"], routing: Routing, departure: Departure = AT_ONCE
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        options: DispatchOptions = DEFAULT_OPTIONS,
     ) -> Dispatched:
         """Collect what this rank's experts compute, of its tokens and their routing."""
         ...

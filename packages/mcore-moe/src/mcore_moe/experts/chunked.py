@@ -35,7 +35,7 @@ from mcore_moe.dispatch.permutation import (
     trimmed,
     unpermute,
 )
-from mcore_moe.dispatch.protocol import Beside, Departure
+from mcore_moe.dispatch.protocol import DispatchOptions, Overlap
 from mcore_moe.routing.topk import Routing
 from mcore_parallel.recomputing import recompute
 
@@ -50,8 +50,8 @@ def run_in_parts(
     experts: Compute,
     limit: float,
     *,
-    overlaps: bool = False,
-    beside: Beside | None = None,
+    splits: bool = False,
+    overlap: Overlap | None = None,
 ) -> Float[Tensor, "T D"]:
     """Dispatch, compute and combine with no more rows at once than a limit.
 
@@ -65,8 +65,8 @@ def run_in_parts(
         experts: of this rank.
         limit: rows that a rank computes at once, in units of the mean over the ranks; 0: any
             number. One row more for each rank that sends is possible, by rounding.
-        overlaps: whether rows within the limit are cut in two halves that overlap.
-        beside: called while rows travel, if they are within the limit.
+        splits: whether rows within the limit are cut in two halves that overlap.
+        overlap: called while rows travel, if they are within the limit.
     """
     plan = plan_kept(routing, dispatcher.config)
     trip, totals = dispatcher.agree(plan.counts)
@@ -75,15 +75,15 @@ def run_in_parts(
     mean = max(1.0, sum(totals) / len(totals))
     num_parts = max(1, ceil(max(totals) / (limit * mean))) if limit else 1
     is_within = num_parts == 1
-    if is_within and not overlaps:
-        return unpermute(_exchange(dispatcher, experts, trip, rows, probs, beside), plan)
+    if is_within and not splits:
+        return unpermute(_exchange(dispatcher, experts, trip, rows, probs, overlap), plan)
 
     num_parts = 2 if is_within else num_parts
     trips = [_part_of(trip, part, num_parts) for part in range(num_parts)]
     row_parts, prob_parts = (_cut(x, trip.send, num_parts) for x in (rows, probs))
     parts = list(zip(trips, row_parts, prob_parts, strict=True))
     if is_within:
-        outputs = _overlapped(dispatcher, experts, parts, beside)
+        outputs = _overlapped(dispatcher, experts, parts, overlap)
     else:
         run = partial(_exchange, dispatcher, experts)
         outputs = [recompute(run, *part) for part in parts]
@@ -97,12 +97,12 @@ def _overlapped(
     dispatcher: AllToAllDispatcher,
     experts: Compute,
     parts: list[tuple[Trip, Tensor, Tensor]],
-    beside: Beside | None,
+    overlap: Overlap | None,
 ) -> list[Tensor]:
     """Compute one part while others travel; backward runs the same way, last part first."""
     arriving = [dispatcher.begin_there(rows, probs, trip) for trip, rows, probs in parts]
-    if beside is not None:
-        beside()
+    if overlap is not None:
+        overlap()
     returning = []
     for arrive in arriving:
         sent = arrive()
@@ -117,7 +117,7 @@ def run_with_fixed_rows(
     routing: Routing,
     experts: Compute,
     limit: float,
-    departure: Departure,
+    options: DispatchOptions,
 ) -> Float[Tensor, "T D"]:
     """Gather, compute and reduce-scatter with tensors whose sizes do not depend on routing.
 
@@ -131,10 +131,10 @@ def run_with_fixed_rows(
         experts: of this rank.
         limit: rows that a rank computes at once, in units of the mean over the ranks; as many
             as there are ranks of ``ep``: one part.
-        departure: of the tokens; what runs beside them does so if they have begun to travel.
+        options: of the tokens; ``overlap`` is called if they are in flight.
     """
-    plan, sizes = dispatcher.plan(routing, departure)
-    x = dispatcher.tokens(x, sizes, departure.begun)
+    plan, sizes = dispatcher.plan(routing, options)
+    x = dispatcher.tokens(x, sizes, options.in_flight)
     probs = dispatcher.there(routing.probs, sizes)
     num_tokens, topk = plan.slots.shape
     ranks = dispatcher.ep.size
@@ -147,7 +147,7 @@ def run_with_fixed_rows(
             return experts(x, probs, plan_slice(plan, begin, min(size, worst - begin)))
 
         y = y + recompute(run, x, probs)
-    return dispatcher.combine(y, (sizes, departure.is_even))
+    return dispatcher.combine(y, (sizes, options.equal_tokens))
 
 
 def _exchange(
@@ -156,9 +156,9 @@ def _exchange(
     trip: Trip,
     rows: Tensor,
     probs: Tensor,
-    beside: Beside | None = None,
+    overlap: Overlap | None = None,
 ) -> Tensor:
-    sent = dispatcher.there(rows, probs, trip, beside)
+    sent = dispatcher.there(rows, probs, trip, overlap)
     return dispatcher.back(experts(sent.x, sent.probs, sent.plan), trip)
 
 

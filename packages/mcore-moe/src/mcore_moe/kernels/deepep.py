@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import plan_rows, trimmed
-from mcore_moe.dispatch.protocol import AT_ONCE, Departure, Dispatched, Dispatcher
+from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher, DispatchOptions
 from mcore_moe.routing.topk import Routing
 from mcore_parallel.mesh import Axis
 
@@ -54,7 +54,7 @@ class DeepEPDispatcher(Dispatcher):
         self,
         x: Float[Tensor, "T D"],
         routing: Routing,
-        departure: Departure = AT_ONCE,  # noqa: ARG002
+        options: DispatchOptions = DEFAULT_OPTIONS,  # noqa: ARG002
     ) -> Dispatched:
         """Send tokens with their choices and weights over ``ep``.
 
