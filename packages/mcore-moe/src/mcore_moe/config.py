@@ -77,8 +77,9 @@ class MoEConfig:
     """Weight of the loss on large router logits; 1e-3 is a usual start."""
 
     moe_router_force_load_balancing: bool = False
-    """Give every expert as many tokens, and each token experts of several ranks, whatever the
-    scores, for benchmarks: the router then learns weights only."""
+    """Give every expert as many tokens, and each token experts of several ranks (with 2, 3, 4
+    or 6 experts: neighbours, which may be of one rank), whatever the scores, for benchmarks:
+    the router then learns weights only."""
 
     moe_input_jitter_eps: float = 0.0
     """Multiply the router's input by uniform noise in [1-eps, 1+eps] in training."""

@@ -1,10 +1,12 @@
 """Choices that do not follow from the scores: recorded, balanced, and those of padding."""
 
+from math import gcd
+
 import pytest
 import torch
 
 from mcore_moe import MoEConfig, MoELayer, finish_step, record_routing, replay_routing
-from mcore_moe.routing.topk import balanced_ids
+from mcore_moe.routing.topk import balanced_ids, balanced_stride
 from mcore_parallel.recomputing import recompute
 
 
@@ -82,6 +84,12 @@ def test_forced_balance_gives_every_expert_as_many_tokens(kind):
     # On four ranks no token's two experts, of eight, are neighbours.
     ids = balanced_ids(16, MoEConfig(num_experts=8), torch.device("cpu"))
     assert (ids[:, 0] // 2 != ids[:, 1] // 2).all()
+    for num_experts in (1, 2, 3, 4, 6):  # only neighbours' strides reach all of these
+        assert balanced_stride(num_experts) == max(1, num_experts - 1)
+    for num_experts in (5, 7, 8, 9, 10, 12, 60, 256):
+        stride = balanced_stride(num_experts)
+        assert gcd(stride, num_experts) == 1
+        assert 1 < stride < num_experts - 1
 
 
 def test_padding_gets_no_expert_and_takes_no_room():

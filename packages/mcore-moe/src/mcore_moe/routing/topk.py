@@ -93,14 +93,23 @@ def balanced_ids(
 ) -> Int[Tensor, "T k"]:
     """Return choices that give every expert as many tokens, whatever the tokens are.
 
-    Experts come in the order of a stride near the golden section, so that those of a token lie
-    on as many ranks as experts that were chosen at random, and more.
+    Experts come in the order of ``balanced_stride``, so that those of a token lie on as many
+    ranks as experts that were chosen at random, and more.
     """
     topk, num_experts = config.moe_router_topk, config.num_experts
-    strides = range(max(1, round(0.618 * num_experts)), num_experts + 2)
-    stride = next(n for n in strides if gcd(n, num_experts) == 1)
     choices = torch.arange(num_tokens * topk, device=device).view(num_tokens, topk)
-    return choices * stride % num_experts
+    return choices * balanced_stride(num_experts) % num_experts
+
+
+def balanced_stride(num_experts: int) -> int:
+    """Return the stride nearest to the golden section that reaches all experts.
+
+    Not one to a neighbour, except with 2, 3, 4 or 6 experts, which no other reaches.
+    """
+    near = round(0.618 * num_experts)
+    around = (near + step * side for step in range(num_experts) for side in (1, -1))
+    others = (n for n in around if 1 < n < num_experts - 1 and gcd(n, num_experts) == 1)
+    return next(others, max(1, num_experts - 1))
 
 
 def limited(
