@@ -53,6 +53,8 @@ def opened(
         draft: folder of the model that proposes tokens; empty: none.
         takes_t5: see ``load_model``.
     """
+    from torch import distributed as dist
+
     from mcore_ckpt.storage.paths import resolve_folder
     from mcore_data.tokenizers.building import load_tokenizer
     from mcore_infer.loading import load_model
@@ -74,6 +76,7 @@ def opened(
         expert_tensor_parallel_size=options.expert_tensor_parallel_size
         or max(1, tp // max(1, ep)),
     )
+    joins = not dist.is_initialized()  # the world of a caller stays
     try:
         device = initialize(options.device)
         ctx = ParallelContext.build(config, device)
@@ -86,4 +89,5 @@ def opened(
             raise ValueError(f"{folder} holds no tokenizer: give its folder with --tokenizer.")
         yield loaded, loaded.tokenizer, environment.rank == 0
     finally:
-        shut_down()
+        if joins:
+            shut_down()
