@@ -2,6 +2,7 @@
 
 import os
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from queue import SimpleQueue
 
@@ -182,21 +183,33 @@ def served_by_replicas(folder):
     """What groups get from a worker, whose two replicas have half of the experts each."""
     ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=2))
     loaded = load_model(folder, ctx, **FLOAT64)
-    limits, replicas = InferenceConfig(), loaded.data
-    engine = build_engine(loaded.model, limits, replicas=replicas, in_step=loaded.in_step)
+    engine = build_engine(
+        loaded.model, InferenceConfig(), replicas=loaded.data, in_step=loaded.in_step
+    )
+    replicas = replace(loaded.data, group=None)  # on GPUs it runs behind the model's steps
     if ctx.world.rank:
         follow(engine, loaded.world, replicas)
         return engine.scheduler.pool.num_free == engine.config.num_pages
     worker, events, over = EngineWorker(engine, loaded.world, replicas), SimpleQueue(), {}
-    worker.start(lambda found: [events.put(event) for event in found])
     for i, prompt in enumerate([*PROMPTS, [300]]):
         fields = {"sampling": SAMPLING, "num_tokens": SAMPLING.num_tokens, "seed": 3 + i}
         worker.submit([TextRequest(prompt=prompt, scores=SCORES[0], **fields)])
+    counts = []
+
+    def deliver(found):
+        counts.append(worker.requests.counts)
+        for event in found:
+            events.put(event)
+
+    worker.start(deliver)
     while len(over) < len(PROMPTS) + 1:
         event = events.get(timeout=60)
         if not isinstance(event.what, NewToken):
             over[event.group - 1] = [event.what]
     worker.stop()
+    assert counts[0]["requests_running"] == len(PROMPTS)
+    assert worker.requests.counts["requests_running"] == 0
+    assert counts[0]["pages"] == 2 * engine.config.num_pages
     return over
 
 

@@ -29,6 +29,16 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = ("/health", "/v1/health", "/")
 """What needs no key."""
 _LONG_BYTES = 1 << 16
+_GAUGES = {
+    "requests_running": "Requests that hold pages.",
+    "requests_waiting": "Requests that hold none.",
+    "pages_free": "Pages of the cache to give.",
+    "pages": "Pages of the cache.",
+    "speculative_steps": "Checks of proposed tokens.",
+    "speculative_drafted": "Tokens that were proposed.",
+    "speculative_accepted": "Of these, right.",
+}
+"""What ``/metrics`` says of all replicas' engines."""
 _PATHS = (*OPEN_PATHS, "/api", "/v1/completions", "/v1/chat/completions", "/v1/models",
           "/completions", "/chat/completions", "/metrics")  # fmt: skip
 
@@ -152,19 +162,8 @@ class Server:
 
     async def measures(self, _request: Request) -> Response:
         """Return what was done, for Prometheus."""
-        engine = self.front.worker.requests.engine
-        scheduler, speculation = engine.scheduler, engine.speculation
-        text = self.metrics.text(
-            {
-                "requests_running": ("Requests that hold pages.", scheduler.num_running),
-                "requests_waiting": ("Requests that hold none.", scheduler.num_waiting),
-                "pages_free": ("Pages of the cache to give.", scheduler.pool.num_free),
-                "pages": ("Pages of the cache.", scheduler.pool.num_pages),
-                "speculative_steps": ("Checks of proposed tokens.", speculation.steps),
-                "speculative_drafted": ("Tokens that were proposed.", speculation.drafted),
-                "speculative_accepted": ("Of these, right.", speculation.accepted),
-            }
-        )
+        counts = self.front.worker.requests.counts
+        text = self.metrics.text({name: (_GAUGES[name], counts[name]) for name in _GAUGES})
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def page(self, _request: Request) -> Response:

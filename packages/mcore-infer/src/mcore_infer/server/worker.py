@@ -3,7 +3,7 @@
 Clients hand in groups of requests; a group is taken whole or refused whole. Rank 0 broadcasts
 what came and what was cancelled before every step, so that all ranks hold the same requests in
 the same order. What a step wrote is delivered in one call. Replicas take groups in turn and
-make their steps together, behind which all events go to rank 0.
+make their steps together, behind which all events go to rank 0, on the host.
 """
 
 import json
@@ -85,13 +85,16 @@ class Requests:
 
     Attributes:
         engine: of this rank's replica.
-        replicas: ranks with the same model that share groups.
-        has_work: whether any of them has some.
+        axis: all ranks that make these calls.
+        replicas: those of them with the same part of the model, which share groups.
+        has_work: whether any replica has some.
+        counts: requests, pages and proposals of all replicas behind the last step, by name.
     """
 
-    def __init__(self, engine: Engine, replicas: Axis = SINGLE) -> None:
+    def __init__(self, engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
         """Begin without any."""
-        self.engine, self.replicas, self.has_work = engine, replicas, False
+        self.engine, self.axis, self.replicas = engine, axis, replicas
+        self.has_work, self.counts = False, _counts(engine)
         self._places: dict[int, tuple[int, int]] = {}  # engine's number -> group, index
         self._groups: dict[int, dict[int, int]] = {}  # group -> index -> engine's number
 
@@ -103,7 +106,8 @@ class Requests:
     def step(self, orders: Orders) -> list[Event]:
         """Follow orders, compute one step and return what happened in all replicas.
 
-        Communicates as ``Engine.step``; all-gathers over ``replicas``.
+        Communicates as ``Engine.step``; with several replicas it all-gathers over ``axis`` on
+        the host, as ``share_orders`` does.
         """
         own = [new for new in orders.new if new[0] % self.replicas.size == self.replicas.rank]
         events = [event for number, group in own for event in self._add(number, group)]
@@ -115,13 +119,17 @@ class Requests:
             events.append(Event(group, index, what))
             if isinstance(what, Generation):
                 self._forget(number)
-        self.has_work = self.engine.has_work
+        self.has_work, self.counts = self.engine.has_work, _counts(self.engine)
         if self.replicas.size == 1:
             return events
-        sent = [(type(event.what).__name__, asdict(event)) for event in events]
-        found = gather_json((self.has_work, sent), self.replicas)
-        self.has_work = any(has_work for has_work, _ in found)
-        return [_event_from(*event) for _, events in found for event in events]
+        own_part = None
+        if self.replicas.ranks[0] == self.axis.ranks[0]:  # one rank of each replica
+            sent = [(type(event.what).__name__, asdict(event)) for event in events]
+            own_part = self.has_work, self.counts, sent
+        parts = [part for part in gather_json(own_part, self.axis) if part]
+        self.has_work = any(has_work for has_work, _, _ in parts)
+        self.counts = {n: sum(counts[n] for _, counts, _ in parts) for n in self.counts}
+        return [_event_from(*event) for _, _, events in parts for event in events]
 
     def _add(self, group: int, requests: Sequence[TextRequest]) -> Iterator[Event]:
         numbers: list[int] = []
@@ -177,7 +185,7 @@ class EngineWorker:
             axis: all ranks that follow this one, and itself.
             replicas: those of them that share groups, see ``Requests``.
         """
-        self.requests, self.axis = Requests(engine, replicas), axis
+        self.requests, self.axis = Requests(engine, axis, replicas), axis
         self.device = engine.device
         self.has_failed = False
         self._inbox: queue.SimpleQueue[Callable[[Orders], Any]] = queue.SimpleQueue()
@@ -243,7 +251,7 @@ class EngineWorker:
 
 def follow(engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
     """Run the same steps as rank 0 until its worker stops; for all other ranks."""
-    requests = Requests(engine, replicas)
+    requests = Requests(engine, axis, replicas)
     while not (orders := share_orders(Orders(), axis)).is_last:
         requests.step(orders)
 
@@ -266,6 +274,19 @@ def share_orders(orders: Orders, axis: Axis) -> Orders:
     if text:
         written = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return _orders_from(json.loads(bytes(all_reduce(written, axis).tolist())))
+
+
+def _counts(engine: Engine) -> dict[str, int]:
+    scheduler, speculation = engine.scheduler, engine.speculation
+    return {
+        "requests_running": scheduler.num_running,
+        "requests_waiting": scheduler.num_waiting,
+        "pages_free": scheduler.pool.num_free,
+        "pages": scheduler.pool.num_pages,
+        "speculative_steps": speculation.steps,
+        "speculative_drafted": speculation.drafted,
+        "speculative_accepted": speculation.accepted,
+    }
 
 
 def _orders_from(fields: dict[str, Any]) -> Orders:
