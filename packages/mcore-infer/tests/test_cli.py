@@ -172,6 +172,7 @@ def test_eval_prints_bits_per_byte(run_folder, tmp_path, capsys):
             ["generate", "--load", "RUN", "--inference-max-requests", "0"],
             "--inference-max-requests 0 must be 1",
         ),
+        (["generate", "--load", "RUN", "--expert-tensor-parallel-size", "1"], "leave out"),
         (["generate", "--load", "RUN", "--num-samples", "0"], "--num-samples 0"),
         (["generate", "--load", "RUN", "--num-samples", "2", "--beam-width", "2"], "one text"),
         (["generate", "--load", "RUN", "--num-speculative-tokens", "32"], "propose fewer"),

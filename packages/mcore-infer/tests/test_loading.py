@@ -86,7 +86,6 @@ def refused(folder, fields):
     ("fields", "message"),
     [
         ({"context_parallel_size": 2}, "--context-parallel-size"),
-        ({"expert_model_parallel_size": 2}, "holds a model without experts"),
         (
             {"tensor_model_parallel_size": 2, "sequence_parallel": True},
             "--sequence-parallel",

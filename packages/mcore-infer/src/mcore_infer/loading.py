@@ -97,6 +97,7 @@ def load_model(
     checksums: bool = True,
     keep_codes: bool | None = None,
     takes_t5: bool = False,
+    needs_experts: bool = False,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LoadedModel:
     """Build the model that a checkpoint describes and fill it.
@@ -115,6 +116,7 @@ def load_model(
             widening them once; None: on a GPU. Inputs are rounded as the method says in both.
         takes_t5: whether the model may be a T5, which is a ``LanguageModel`` for
             ``T5Writer`` alone.
+        needs_experts: whether a model without experts is refused.
         families: of models that the checkpoint may hold.
 
     Raises:
@@ -131,10 +133,10 @@ def load_model(
             "checkpoint that mcore-train or mcore-ckpt convert wrote."
         )
     description = ModelDescription.from_dict(index.extra["model"], families)
-    if ctx.ep.size > 1 and not description.moe.num_experts:
+    if needs_experts and not description.moe.num_experts:
         raise ValueError(
-            f"--expert-model-parallel-size {ctx.ep.size}: {folder} holds a model without "
-            "experts. Leave it out."
+            f"{folder} holds a model without experts: leave out --expert-model-parallel-size "
+            "and --expert-tensor-parallel-size."
         )
     adapter = index.extra.get(ADAPTER, {})
     peft = config_from_dict(PeftConfig, {n: v for n, v in adapter.items() if n != "base"})

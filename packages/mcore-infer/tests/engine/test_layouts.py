@@ -89,7 +89,7 @@ def written_by(ctx, folder, rounds=SCORES):
     return results
 
 
-def written_by_experts(folder):
+def written_by_experts(folder, dense_folder):
     """On tensor ranks that each have half of the experts, and on two replicas that do."""
     found = []
     for tp in (2, 1):
@@ -100,6 +100,14 @@ def written_by_experts(folder):
         )
         ctx = ParallelContext.build(config)
         found.append(written_by(ctx, folder))
+        if tp == 2:
+            draft = load_model(dense_folder, ctx, **FLOAT64).model
+            proposing = InferenceConfig(
+                num_speculative_tokens=2, speculative_drafts="model", draft_load="model"
+            )
+            model, texts = load_model(folder, ctx, **FLOAT64).model, [[] for _ in PROMPTS]
+            for token in stream_texts(model, PROMPTS, SAMPLING, proposing, seed=3, draft=draft):
+                texts[token.row].append(token.id)
     loaded = load_model(folder, ctx)
     replicas = {"replicas": loaded.data, "in_step": loaded.in_step}
     proposing = InferenceConfig(num_speculative_tokens=1, speculative_drafts="mtp")
@@ -108,7 +116,7 @@ def written_by_experts(folder):
     prompts, limits = [[1], [1] * 50], InferenceConfig()  # the second rank's
     with pytest.raises(ValueError, match="prompt 1 has 50 tokens"):
         next(stream_texts(loaded.model, prompts, SAMPLING, limits, **replicas))
-    return found
+    return *found, texts
 
 
 def assert_same(results, expected):
@@ -121,11 +129,14 @@ def assert_same(results, expected):
                 assert dict(found) == pytest.approx(dict(wanted), abs=1e-9)
 
 
-def test_experts_on_several_ranks_write_what_those_of_one_rank_do(expert_folder):
+def test_experts_on_several_ranks_write_what_those_of_one_rank_do(expert_folder, run_folder):
     expected = written_by(ParallelContext.single(), expert_folder)
     assert len(expected) == len(PROMPTS)
-    for rank, (within, between) in enumerate(run_ranks(written_by_experts, 2, expert_folder)):
+    for rank, (within, between, drafted) in enumerate(
+        run_ranks(written_by_experts, 2, expert_folder, run_folder)
+    ):
         assert len(within) == len(PROMPTS)
+        assert drafted == [list(expected[i][0].ids) for i in range(len(PROMPTS))]
         assert_same(within, expected)
         # The second has one short text, and computes padding until those of the first end.
         assert sorted(between) == [i for i in range(len(PROMPTS)) if i % 2 == rank]

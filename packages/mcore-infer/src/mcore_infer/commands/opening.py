@@ -80,7 +80,8 @@ def opened(
     try:
         device = initialize(options.device)
         ctx = ParallelContext.build(config, device)
-        loaded = load_model(folder, ctx, takes_t5=takes_t5)
+        needs_experts = ep > 1 or options.expert_tensor_parallel_size > 0
+        loaded = load_model(folder, ctx, takes_t5=takes_t5, needs_experts=needs_experts)
         if draft_folder is not None:
             loaded = replace(loaded, draft=load_model(draft_folder, ctx).model)
         if options.tokenizer:
