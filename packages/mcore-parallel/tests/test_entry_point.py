@@ -75,8 +75,14 @@ def test_what_a_user_can_mend_is_one_line(capsys, word, code, line):
     assert capsys.readouterr().err == f"mcore-parallel: error: {line}\n"
 
 
-def test_an_option_that_is_given_again_with_other_values_is_named(caplog):
+def test_an_option_that_is_given_again_with_other_values_is_named_once_a_job(
+    monkeypatch, caplog
+):
     again = ["--size=3", "--all", "--size", "4", "x", "--no-all", "--recipe", "a"]
+    monkeypatch.setenv("RANK", "1")
+    assert run("add", *again, "--lr", "1") == 0
+    assert not caplog.records
+    monkeypatch.setenv("RANK", "0")
     assert run("add", *again, "--recipe", "b", "--lr", "1", "--lr", "1") == 0
     assert [record.getMessage() for record in caplog.records] == [
         "--size is given more than once: the last counts, --size 4 x.",

@@ -103,9 +103,14 @@ def _dispatch(
         raise ValueError(
             f"unknown command {name}{meant} The commands are {', '.join(commands)}."
         )
-    for flag, values in _repeated(rest):
+    for flag, values in _repeated(rest) if is_first_rank() else ():
         log.warning("%s is given more than once: the last counts, %s.", flag, values)
     return call(commands[name][1], f"{program} {name}", rest)
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0 or no rank: what a command line means is said once a job."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _repeated(words: Sequence[str]) -> Iterator[tuple[str, str]]:

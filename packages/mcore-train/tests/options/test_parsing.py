@@ -51,6 +51,14 @@ def test_a_seed_that_no_generator_takes_is_refused():
         parse([*SHAPE, "--seed", str(2**32)])
 
 
+def test_notes_on_flags_are_logged_once_a_job(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    for rank, lines in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        parse([*SHAPE, "--distributed-backend", "nccl"])
+        assert len(caplog.records) == lines
+
+
 def test_values_of_a_list_flag_are_kept_in_order():
     config = parse([*SHAPE, "--data-path", "0.3", "a", "0.7", "b"])
     assert config.data.data_path == ("0.3", "a", "0.7", "b")

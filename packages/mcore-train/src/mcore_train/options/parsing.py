@@ -16,6 +16,7 @@ from mcore_models.hybrid_config import sizes_of_pattern
 from mcore_models.presets import find_preset
 from mcore_parallel.command_line import HELP_FLAGS, is_flag, list_options, read_words
 from mcore_parallel.command_line import parse as parse_options
+from mcore_parallel.entry_point import is_first_rank
 from mcore_parallel.field_checks import flag
 from mcore_parallel.layer_patterns import pattern_layers
 from mcore_train.checkpoints.origin import checkpoint_fields, find_checkpoint
@@ -77,7 +78,7 @@ def parse(
     if set(argv) & set(HELP_FLAGS):
         return parse_options(config_type, program, argv, usual=USUAL)
     words, notes = translate(argv, {*flag_names(config_type), LAYERS_PER_STAGE})
-    for note in notes:
+    for note in notes if is_first_rank() else ():
         log.info("%s", note)
     words, recipes = take_all(words, "--recipe")
     words, layers_per_stage = take_all(words, LAYERS_PER_STAGE)
