@@ -95,11 +95,12 @@ def test_a_pipeline_stage_moves_to_its_device_only_what_it_reads(texts):
     assert found[1][2] == pytest.approx(losses_of(alone), rel=1e-5)
 
 
-def test_no_more_workers_start_than_there_are_cores(texts, monkeypatch):
+def test_workers_are_as_many_as_wanted_up_to_a_multiple_of_the_cores(texts, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-    run = build(data_path=texts[:1], num_workers=500)
-    batches, _ = valid_batches(run, run.datasets.train)
-    assert batches.loader.num_workers == 1
+    for wanted, started in ((2, 2), (500, 8)):
+        run = build(data_path=texts[:1], num_workers=wanted)
+        batches, _ = valid_batches(run, run.datasets.train)
+        assert batches.loader.num_workers == started
 
 
 def test_a_run_on_batches_of_the_caller_continues_to_the_sample(tmp_path):

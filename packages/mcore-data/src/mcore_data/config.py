@@ -100,7 +100,7 @@ class PreprocessConfig:
     text_lines: bool = False
     """Take each line of a .txt file for a document instead of the whole file."""
     workers: int = 1
-    """Processes that parse and tokenize, at most one a core; 1 works in this process."""
+    """Processes that parse and tokenize, at most four a core or eight; 1 works in this one."""
     partitions: int = 1
     """Cut the inputs into so many parts of about one size, write a pair for each,
     <output-prefix>_<part>_<key>_document, and join them; the result is the same."""
@@ -194,8 +194,8 @@ class DataConfig:
     """single goes through the samples once, cyclic for ever in new permutations, external
     takes batches from the caller."""
     num_workers: int = 2
-    """Processes on each rank that prepare batches, at most one a core; 0 prepares them within
-    the step."""
+    """Processes on each rank that prepare batches, at most four a core or eight; 0 prepares
+    them within the step."""
     drop_last_partial_validation_sequence: bool = True
     """Leave out the last tokens of the validation data where they fill no sample; off pads
     them, without a loss on the padding."""

@@ -19,6 +19,7 @@ from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.indexed.writer import IndexedWriter
 from mcore_data.preprocessing.preprocessing import preprocess
 from mcore_data.preprocessing.records import BadRecordError
+from mcore_data.preprocessing.tokenizing import limit_workers
 from mcore_data.tokenizers.building import load_tokenizer
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
@@ -162,13 +163,20 @@ def test_compressed_input_gives_the_same_bytes(corpus, tmp_path, suffix, compres
     assert outputs(tmp_path / "plain") == outputs(tmp_path / "packed")
 
 
-def test_worker_processes_one_a_core_give_the_same_bytes_in_order(
-    corpus, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+def test_workers_are_as_many_as_wanted_up_to_a_multiple_of_the_cores(monkeypatch, caplog):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    assert (limit_workers(5), caplog.text) == (5, "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    assert limit_workers(50) == 12
+    assert "--workers 50: 12 start, the most on 3 cores" in caplog.text
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assert limit_workers(50) == 50
+
+
+def test_worker_processes_give_the_same_bytes_in_order(corpus, tmp_path):
     run(tmp_path / "one", corpus, append_eod=True)
-    run(tmp_path / "two", corpus, append_eod=True, workers=50)
-    assert "--workers 50: 2 start" in caplog.text
+    run(tmp_path / "two", corpus, append_eod=True, workers=2)
     assert outputs(tmp_path / "one") == outputs(tmp_path / "two")
     assert set(outputs(tmp_path / "one")) == FILES
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mcore_data.loading.loader import build_loader
+from mcore_data.preprocessing.workers import most_workers
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.field_checks import flag
 from mcore_parallel.launch.launcher import num_cores
@@ -52,9 +53,9 @@ def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
         ValueError: if external batches cannot continue there, or are not of the run's shape.
         RuntimeError: if the data end before the run does.
     """
-    wanted, most = run.plan.config.data.num_workers, num_cores()
-    if wanted > max(2, most):  # 2 is the default
-        log.warning("--num-workers %d: %d start, no more than there are cores", wanted, most)
+    wanted, cores = run.plan.config.data.num_workers, num_cores()
+    if wanted > (most := most_workers(cores)):
+        log.warning("--num-workers %d: %d start, the most on %d cores", wanted, most, cores)
     source = iter(_open(run, run.datasets.train, run.consumed_train_samples))
     while True:
         yield [
@@ -136,7 +137,7 @@ def _share(run: Run) -> dict[str, Any]:
         "micro_batch_size": config.batch.micro_batch_size,
         "dp_rank": run.ctx.dp.rank,
         "dp_size": run.ctx.dp.size,
-        "num_workers": min(data.num_workers, num_cores()),
+        "num_workers": min(data.num_workers, most_workers(num_cores())),
         "pin_memory": run.ctx.device.type == "cuda",
     }
 

@@ -76,7 +76,7 @@ def build_loader(
     # Rows of other datasets may be of other lengths in each micro-batch.
     is_joint = hasattr(dataset, "batch")
     num_joined = max(1, _samples_at_once(dataset) // micro_batch_size) if is_joint else 1
-    loader = DataLoader(
+    loader = _Loader(
         _Batches(dataset),  # pyrefly: ignore
         batch_sampler=_Grouped(sampler, num_joined),
         num_workers=num_workers,
@@ -87,6 +87,13 @@ def build_loader(
         collate_fn=_Collate(pin_memory, frozenset(without)),  # pyrefly: ignore[bad-argument-type]
     )
     return _MicroBatches(loader, sampler, micro_batch_size)
+
+
+class _Loader(DataLoader):
+    """A DataLoader with as many workers as wanted: some wait for files, not for a core."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Leave out torch's warning of more workers than cores."""
 
 
 def _ignore_signals(_worker: int) -> None:

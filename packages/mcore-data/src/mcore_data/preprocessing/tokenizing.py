@@ -34,7 +34,7 @@ from mcore_data.preprocessing.sources import (
     read_blocks,
     refuse_changed,
 )
-from mcore_data.preprocessing.workers import encode_all
+from mcore_data.preprocessing.workers import encode_all, most_workers
 from mcore_data.tokenizers.building import build_tokenizer, how_to_end_documents
 from mcore_data.tokenizers.protocol import Tokenizer
 
@@ -220,7 +220,7 @@ class _Run:
         results = encode_all(
             encoder,
             self._blocks(),
-            num_workers=_num_workers(self.config.workers),
+            num_workers=limit_workers(self.config.workers),
             block_bytes=self.block_bytes,
         )
         unsaved, saved_at = "", 0.0
@@ -312,11 +312,13 @@ def _is_finished(prefix: Path, stand: dict[str, int] | None) -> bool:
     )
 
 
-def _num_workers(wanted: int) -> int:
-    """Return how many processes start: no more than there are cores, or two."""
-    most = max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+def limit_workers(wanted: int) -> int:
+    """Return how many processes start: those wanted, or the most for this host's cores."""
+    limited = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
+    most = most_workers(cores)
     if wanted > most:
-        log.warning("--workers %d: %d start, no more than there are cores", wanted, most)
+        log.warning("--workers %d: %d start, the most on %d cores", wanted, most, cores)
     return min(wanted, most)
 
 

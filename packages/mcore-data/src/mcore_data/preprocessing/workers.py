@@ -82,6 +82,11 @@ def encode_all(
             worker.process.join()
 
 
+def most_workers(num_cores: int) -> int:
+    """Return how many workers may start: four a core, since some wait for files, or eight."""
+    return max(8, 4 * num_cores)
+
+
 def started(context: Any, work: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
     """Start a process that ends with this one, and return it."""
     process = context.Process(target=work, args=arguments, daemon=True)
