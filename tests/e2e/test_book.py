@@ -1,7 +1,7 @@
 """Every architecture learns the shipped book, to a loss that a wrong gradient would not reach.
 
 Experts learn it under every way of balancing them: the busiest gets less, and the bias, which
-evens out most, costs less than the loss of a batch.
+evens out most, costs no loss.
 `BOOK_CURVES=FOLDER pytest -m slow tests/e2e/test_book.py` writes each curve there.
 """
 
@@ -65,8 +65,11 @@ CASES = {
     "t5": ("t5", f"{SMALL} --decoder-seq-length 64 --vocab-extra-ids 40", 300, 4.7),
 }
 """Command, architecture, steps, and a held-out loss that it stays below."""
+# An output layer of its own: beside tied embeddings tokens look alike to the routers for 60
+# steps instead of 30, in which a bias exchanges all tokens' experts at once.
 EXPERTS = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 16
---moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-score-function"""
+--moe-router-topk 2 --moe-ffn-hidden-size 32 --untie-embeddings-and-output-weights
+--moe-router-score-function"""
 BALANCE = {
     "none": "sigmoid --moe-router-load-balancing-type none",
     "aux loss": "sigmoid --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
@@ -191,7 +194,7 @@ def test_adapters_teach_a_frozen_model_to_read_backwards(book, tmp_path):
 
 
 @pytest.mark.timeout(3600)
-def test_experts_are_balanced_and_the_bias_costs_less_than_the_loss(book, tmp_path):
+def test_experts_are_balanced_and_the_bias_costs_nothing(book, tmp_path):
     busiest, losses = {}, {}
     for name, flags in BALANCE.items():
         folder = tmp_path / name.replace(" ", "-")
@@ -205,5 +208,5 @@ def test_experts_are_balanced_and_the_bias_costs_less_than_the_loss(book, tmp_pa
     bounds = {"aux loss": 0.6, "loss by sequence": 0.45, "sinkhorn": 0.4, "bias": 0.35}
     for name, bound in bounds.items():
         assert busiest[name] < bound * busiest["none"], (name, busiest)
-    assert losses["bias"] < losses["aux loss"], losses
+    assert losses["bias"] < 1.01 * losses["none"], losses
     assert losses["sinkhorn"] < 1.02 * losses["none"], losses
