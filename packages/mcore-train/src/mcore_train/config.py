@@ -298,7 +298,7 @@ class RunConfig:
     """Launch forward and backward of a whole step as one CUDA graph (full_iteration): faster
     where kernels are shorter than their launches, as in small models. Or a graph for each layer
     and micro-batch in flight (local), for pipelines and recomputed norms too; not timed yet.
-    The same bits."""
+    The same bits. A recorded step waits for all gathers of --overlap-param-gather first."""
     cuda_graph_warmup_steps: int = 3
     """Steps before the graph is recorded, and again after the batch size changes."""
     manual_gc_interval: int = 100

@@ -117,11 +117,17 @@ def test_layers_by_recordings_train_to_the_bits_of_layers_launched_singly():
     [
         ({"pipeline_schedule": "zb-h1"}, "cannot cut a layer's backward"),
         ({"recompute_granularity": "full"}, "recompute-modules layernorm, mlp_act or moe_act"),
-        ({"num_experts": 2}, "was not tried with --num-experts"),
+        ({"num_experts": 2}, "was not tried with --num-experts on a GPU"),
+        ({"tensor_model_parallel_size": 2}, "with --tensor-model-parallel-size above 1 on a"),
+        ({"context_parallel_size": 2}, "not tried with --context-parallel-size above 1"),
+        ({"mtp_num_layers": 1}, "not tried with --mtp-num-layers"),
+        ({"multi_latent_attention": True}, "not tried with --multi-latent-attention"),
+        ({"hybrid_override_pattern": "*-*-"}, "not tried with --hybrid-override-pattern"),
+        ({"qk_clip": True}, "not tried with --qk-clip"),
         ({"reset_attention_mask": True}, "cannot record packed documents"),
     ],
 )
 def test_what_graphs_of_layers_cannot_hold_is_refused(flags, expected):
     local = {"cuda_graph_impl": "local", "pipeline_model_parallel_size": 2}
     with pytest.raises(ConflictError, match=expected):
-        resolve(compose(FLAGS | local | flags), 2)
+        resolve(compose(FLAGS | local | flags), 4)

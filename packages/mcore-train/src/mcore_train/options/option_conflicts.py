@@ -1,6 +1,6 @@
 """Options that contradict each other, or have no effect, in a world of any size.
 
-Schedules and recomputation, kernels, graphs and deterministic bits, reports and files. Pure,
+Schedules and recomputation, kernels and deterministic bits, reports and files. Pure,
 like ``resolution``, which adds these lines to its own.
 """
 
@@ -14,7 +14,8 @@ from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_parallel.precision.config import Fp8Config
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.config import SampleConfig
-from mcore_train.options.expert_conflicts import expert_graph_conflicts, find_expert_conflicts
+from mcore_train.options.expert_conflicts import find_expert_conflicts
+from mcore_train.options.graph_conflicts import find_graph_conflicts
 from mcore_train.options.idle_options import find_idle_options
 
 
@@ -74,7 +75,7 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
     yield from _determinism_conflicts(config)
     yield from find_expert_conflicts(config)
     if config.run.cuda_graph_impl != "none":
-        yield from _graph_conflicts(config)
+        yield from find_graph_conflicts(config)
     if config.logging.tensorboard and "://" in config.saving.save:
         yield f"--tensorboard cannot write to {config.saving.save}: give --save a folder."
 
@@ -321,53 +322,6 @@ def _recompute_conflicts(config: TrainConfig) -> Iterator[str]:
         if module == "mla_up_proj" and not config.model.multi_latent_attention:
             flag = "--multi-latent-attention"
             yield f"--recompute-modules {module} has no effect without {flag}."
-
-
-def _graph_conflicts(config: TrainConfig) -> Iterator[str]:
-    """What a recorded step cannot hold: see ``graphs``."""
-    name = f"--cuda-graph-impl {config.run.cuda_graph_impl}"
-    is_local = config.run.cuda_graph_impl == "local"
-    if config.experts.num_experts and not is_local:
-        yield from expert_graph_conflicts(config, name)
-    if is_local:
-        yield from _layer_graph_conflicts(config, name)
-    elif config.parallelism.pipeline_model_parallel_size > 1:
-        yield (
-            f"{name} cannot record pipeline stages, whose hosts wait for messages: leave it "
-            "out, or use --pipeline-model-parallel-size 1."
-        )
-    if not is_local and config.recomputation.recompute_granularity:
-        yield (
-            f"{name} cannot record recomputation, which reads random states on the host: leave "
-            "out one of the two. Graphs pay for small models, which need no recomputation."
-        )
-    if config.data.reset_attention_mask or config.data.dataloader_inter_document_masking:
-        yield (
-            f"{name} cannot record packed documents, whose borders change from step to step: "
-            "leave it out."
-        )
-
-
-def _layer_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
-    """What graphs of single layers cannot hold."""
-    if type(config.model) is not TransformerConfig:
-        yield f"{name} records layers of mcore-train gpt, mamba and hybrid alone: leave it out."
-    if config.experts.num_experts:
-        yield f"{name} was not tried with --num-experts: use full_iteration, or leave it out."
-    if config.pipeline.splits_backward or config.pipeline.overlap_moe_expert_parallel_comm:
-        yield (
-            f"{name} cannot cut a layer's backward: use --pipeline-schedule 1f1b or "
-            "interleaved, without --overlap-moe-expert-parallel-comm."
-        )
-    modules = config.recomputation.recompute_modules
-    cheap = {"layernorm", "mlp_act", "moe_act"}
-    granularity = config.recomputation.recompute_granularity
-    if granularity == "full" or (granularity and not set(modules) <= cheap):
-        yield (
-            f"{name} cannot record recomputation that reads random states on the host: use "
-            "--recompute-granularity selective with --recompute-modules layernorm, mlp_act or "
-            "moe_act."
-        )
 
 
 def _determinism_conflicts(config: TrainConfig) -> Iterator[str]:
