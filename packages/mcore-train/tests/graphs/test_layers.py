@@ -5,6 +5,8 @@ from functools import partial
 import pytest
 import torch
 
+from mcore_models.protocol import MicroBatch
+from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.layer_stacks import layer_stacks
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
@@ -14,6 +16,7 @@ from mcore_train.graphs.layers import LayerRecorder
 from mcore_train.loop import train
 from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import ConflictError, resolve
+from mcore_train.step import train_step
 
 FLAGS = {
     "num_layers": 4,
@@ -110,6 +113,37 @@ def test_layers_by_recordings_train_to_the_bits_of_layers_launched_singly():
                 assert all(map(torch.equal, pieces, local[1][tensor])), tensor
         # As many micro-batches as each of a rank's chunks holds at once.
         assert [local[2] for _, local in found] == [[[4, 2], [3, 1]][rank], [1]]
+
+
+def batch(length, documents=None):
+    tokens = torch.arange(2 * length).view(2, length) % 40
+    entries = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(2, length)}
+    return MicroBatch(entries, documents=documents)
+
+
+def test_batches_of_other_shapes_wait_for_no_graph_and_stop_none_half_way():
+    ctx = ParallelContext.single("cpu")
+    runs = [assemble(resolve(compose(FLAGS | {"num_layers": 2}), 1), ctx) for _ in range(2)]
+    local = runs[1]
+    recorders = partial(Closures, local.streams)
+    stacks = layer_stacks(local.chunks[0])
+    local.recorder = LayerRecorder(
+        stacks, local.data_parallel, recorders, 1, local.weight_casts
+    )
+    (stack,) = local.recorder.stacks
+    found = []
+    for length in (16, 16, 8, 8, 16):
+        losses = [float(train_step(run, [batch(length)] * 2, 1e-3, 0.1).loss) for run in runs]
+        assert losses[0] == losses[1]
+        found.append(stack.num_recorded)
+    assert found == [0, 1, 0, 1, 0]
+    train_step(local, [batch(16)] * 2, 1e-3, 0.1)
+    with pytest.raises(RuntimeError, match="differ in shape"):
+        train_step(local, [batch(16), batch(8)], 1e-3, 0.1)
+    packed = batch(16, Documents([[0, 8, 16]] * 2))
+    with pytest.raises(RuntimeError, match="packed documents"):
+        train_step(local, [batch(16), packed], 1e-3, 0.1)
+    assert stack.num_recorded == 1
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.grad_slot import slot_of
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.rng import RngStreams
+from mcore_train.graphs.whole_step import signature_of
 from mcore_train.losses import StepLosses
 
 Tensors = tuple[Tensor | None, ...]
@@ -73,6 +74,7 @@ class CudaRecorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # none may follow the last of a pool
 
 
 @dataclass(eq=False)
@@ -120,11 +122,12 @@ class LayerGraphs:
             casts: of weights to fp8, which later micro-batches read where the first wrote.
         """
         self.layers, self._recorder, self._casts = layers, recorder, casts
-        self._num_left = num_warmup_steps + 1
+        self._num_warmup_steps = self._num_left = num_warmup_steps
         self._parameters = [
             [p for p in layer.parameters() if p.requires_grad] for layer in layers
         ]
         self._signature: Any = None
+        self._is_open = False
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
         self._current: _Slot | None = None
@@ -137,10 +140,22 @@ class LayerGraphs:
         """Micro-batches in flight for which all layers have graphs."""
         return sum(len(slot.layers) == len(self.layers) for slot in self._slots)
 
-    def begin_step(self) -> None:
-        """Count a step; weights must have been gathered."""
+    def begin_step(self, signature: Any) -> None:
+        """Count a step; weights must have been gathered.
+
+        Args:
+            signature: shapes of all its micro-batches; others than before let go of graphs.
+        """
+        if signature != self._signature:
+            self.forget()
+            self._signature, self._num_left = signature, self._num_warmup_steps + 1
         self._num_left = max(0, self._num_left - 1)
         self._free = list(self._slots)  # whatever a step left open
+        self._is_open = True
+
+    def end_step(self) -> None:
+        """Launch layers singly until the next step begins."""
+        self._is_open = False
 
     def forget(self) -> None:
         """Let go of graphs and their memory."""
@@ -150,10 +165,10 @@ class LayerGraphs:
     def _call(
         self, place: int, forward: Layer, stream: Residual, inputs: BlockInputs
     ) -> Residual:
-        if self._num_left or not torch.is_grad_enabled():
+        if self._num_left or not self._is_open or not torch.is_grad_enabled():
             return forward(stream, inputs)
         if place == 0:
-            self._current = self._take(stream, inputs)
+            self._current = self._take(inputs)
         slot = self._current
         assert slot is not None
         if place not in slot.layers:
@@ -161,16 +176,9 @@ class LayerGraphs:
         found = _Replay.apply(self, slot, place, *stream, *self._parameters[place])
         return Residual(*found)
 
-    def _take(self, stream: Residual, inputs: BlockInputs) -> _Slot:
+    def _take(self, inputs: BlockInputs) -> _Slot:
         """Take the first free slot for a micro-batch, or make one."""
-        if inputs.documents is not None or inputs.state is not None:
-            raise RuntimeError("packed documents change from step to step: leave graphs out.")
         tables = _tables(inputs)
-        found, shape = tree_flatten((tuple(stream), tables))
-        signature = shape, [_described(x) for x in found]
-        if signature != self._signature:
-            self.forget()
-            self._signature = signature
         for parameter in chain.from_iterable(self._parameters):
             if (gradient := slot_of(parameter)) is not None and gradient.take_stale():
                 gradient.zero()
@@ -283,11 +291,26 @@ class LayerRecorder:
     def __call__(
         self, compute: Callable[[Any], StepLosses], batches: Sequence[MicroBatch]
     ) -> StepLosses:
-        """Compute the gradients of a step; communicates as ``compute`` does."""
+        """Compute the gradients of a step; communicates as ``compute`` does.
+
+        Raises:
+            RuntimeError: before anything is computed, if documents are packed in a batch, or
+                micro-batches differ in shape.
+        """
+        first, *others = [signature_of(batch) for batch in batches]
+        if any(other != first for other in others):
+            raise RuntimeError(
+                "micro-batches of one step differ in shape, and the graphs of its layers do "
+                "not: pad them to one length, or leave --cuda-graph-impl out."
+            )
         self._data_parallel.wait_params()  # gathers that began outside graphs
         for stack in self.stacks:
-            stack.begin_step()
-        return compute(batches)
+            stack.begin_step(first)
+        try:
+            return compute(batches)
+        finally:
+            for stack in self.stacks:
+                stack.end_step()
 
     def __enter__(self) -> "LayerRecorder":
         return self
@@ -325,10 +348,6 @@ class _Replay(torch.autograd.Function):
 
 def _tables(inputs: BlockInputs) -> tuple[Any, Any, Tensor | None]:
     return inputs.rotary, inputs.local_rotary, inputs.temperature
-
-
-def _described(x: Any) -> Any:
-    return (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x
 
 
 def _copy(to: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> None:

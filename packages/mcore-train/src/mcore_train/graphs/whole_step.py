@@ -75,7 +75,7 @@ class BackwardRecorder:
             RuntimeError: if recording begins on CUDA's default stream, or documents are
                 packed in a batch.
         """
-        signature = tuple(map(_signature_of, batches))
+        signature = tuple(map(signature_of, batches))
         if signature != self._signature:
             self.forget()
             self._signature = signature
@@ -135,7 +135,8 @@ def _tensors_of(batch: MicroBatch) -> dict[str, Tensor]:
     return {**batch.entries, **positions}
 
 
-def _signature_of(batch: MicroBatch) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+def signature_of(batch: MicroBatch) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    """Describe the tensors of a micro-batch; packed documents raise RuntimeError."""
     return tuple((name, each.shape, each.dtype) for name, each in _tensors_of(batch).items())
 
 
