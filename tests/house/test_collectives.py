@@ -22,6 +22,9 @@ WORLD_ROOMS = {"mcore_parallel/launch/launcher.py", "mcore_parallel/mesh.py"}
 ENVIRONMENT_ROOMS = (
     "mcore_parallel/launch/launcher.py:",
     "mcore_parallel/testing/commands.py:",
+    # A program's first words, which know whether another rank says the same.
+    "mcore_parallel/entry_point.py:",
+    "mcore_data/entry_point.py:",
 )
 
 
