@@ -25,6 +25,15 @@ HYBRID = {
     "mamba_d_conv": 3,
     "mamba_chunk_size": 4,
 }
+SHARED = {
+    "num_attention_heads": 2,
+    "n_mamba_heads": 4,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 5,
+    "mamba_d_conv": 3,
+    "chunk_size": 4,
+    "adapter_rank": 3,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -123,11 +132,7 @@ CASES = {
         | {"embedding_multiplier": 12.0, "attention_multiplier": 0.3}
         | {"residual_multiplier": 0.22, "logits_scaling": 6.0},
     ),
-    "cohere": (
-        "Cohere",
-        {**ODD, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-        | {"use_qk_norm": True},
-    ),
+    "cohere": ("Cohere", {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "cohere2": ("Cohere2", {**ODD, **HEADS, "num_hidden_layers": 4, "sliding_window": 5}),
     "starcoder2": ("Starcoder2", {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "gpt_neox": (
@@ -290,6 +295,17 @@ CASES = {
     "falcon_h1 with a norm before the gate": (
         "FalconH1",
         {**ODD, **HEADS, **HYBRID, "mamba_d_ssm": 40, "mamba_rms_norm": True},
+    ),
+    "zamba2": (
+        "Zamba2",
+        {**ODD, **SHARED, "num_hidden_layers": 6, "num_mem_blocks": 2}
+        | {"layers_block_type": ["linear_attention", *["hybrid"] * 2] * 2}
+        | {"use_shared_attention_adapter": True, "use_mem_rope": True},
+    ),
+    "zamba2, one block, not rotated": (
+        "Zamba2",
+        {**ODD, **SHARED, "layers_block_type": ["hybrid", "linear_attention", "hybrid"]}
+        | {"time_step_min": 0.7, "time_step_max": 0.8},
     ),
 }
 """Class and config of each case."""

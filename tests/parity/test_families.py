@@ -120,11 +120,12 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
         "qwen3_moe",
         "granite",
         "bloom",
-        "cohere",
+        "cohere2",
         "phi3 longrope",
         "qwen3_next",
         "granitemoehybrid",
         "falcon_h1",
+        "zamba2",
     ):
         slices = run_ranks(scored_split, 2, tmp_path / "run", tokens)
         check_split(slices, logits, gradients, largest)

@@ -113,6 +113,22 @@ MODELS = {
         },
         {"num_experts": 2},
     ),
+    "shared blocks": (
+        {
+            "num_layers": 4,
+            "hybrid_override_pattern": "[SM]-[SM][S*]",
+            "num_shared_blocks": 2,
+            "shared_adapter_rank": 3,
+            "shared_attention_adapters": True,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 6,
+            "mamba_num_groups": 2,
+            "mamba_state_dim": 5,
+            "swiglu": False,
+            "exact_geglu": True,
+        },
+        {},
+    ),
     "delta nets": (
         {
             "hybrid_override_pattern": "[GE][*-]G",

@@ -108,6 +108,17 @@ HYBRID = {
     "make_vocab_size_divisible_by": 4,
     "init_method_std": 0.2,
 }
+SHARED = HYBRID | {
+    "hybrid_override_pattern": "[SM][*SM]-[SM]",
+    "num_shared_blocks": 2,
+    "shared_adapter_rank": 3,
+    "shared_attention_adapters": True,
+    "num_query_groups": 2,
+    "kv_channels": 6,
+    "position_embedding_type": "rope",
+    "swiglu": False,
+    "exact_geglu": True,
+}
 FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
 ONE_FURTHER = FURTHER | {"mtp_num_layers": 1}  # documents are too short for a second
 DELTA_NET = {
@@ -227,6 +238,8 @@ TWO_RANKS = {
     "ep2, latent, experts": Case(MLA, layout(ep=2), DEEPSEEK),
     "tp2 sp, hybrid, packed": Case(HYBRID, layout(tp=2, sequence_parallel=True), packed=True),
     "cp2, hybrid, packed": Case(HYBRID, layout(cp=2), packed=True),
+    "tp2 sp, shared blocks": Case(SHARED, layout(tp=2, sequence_parallel=True)),
+    "cp2, shared blocks, packed": Case(SHARED, layout(cp=2), packed=True),
     "pp2, hybrid": Case(
         HYBRID | ONE_FURTHER | {"hybrid_override_pattern": "M*M[P-]/M-"}, layout(pp=2)
     ),
@@ -254,6 +267,7 @@ FOUR_RANKS = {
     ),
     "cp4, packed": Case(LLAMA, layout(cp=4), packed=True),
     "tp4, hybrid, 2 groups": Case(HYBRID, layout(tp=4)),
+    "tp4, shared blocks, 2 kv heads": Case(SHARED, layout(tp=4)),
     "tp2 cp2, delta net": Case(
         DELTA_NET | ONE_FURTHER | {"hybrid_override_pattern": "[G-][*E]/G-"},
         layout(tp=2, cp=2, ep=2, sequence_parallel=True),

@@ -125,6 +125,10 @@ CONFIGS = {
     | MAMBA
     | {"head_dim": 10, "mamba_d_head": None, "mamba_d_ssm": 36, "mamba_rms_norm": True}
     | {"mamba_expand": 1},
+    "zamba2": ROPE
+    | {"layers_block_type": ["hybrid", "mamba"], "num_attention_heads": 6}
+    | {"n_mamba_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 5, "mamba_d_conv": 4}
+    | {"adapter_rank": 3, "num_mem_blocks": 1, "use_shared_attention_adapter": True},
     "t5": {"d_model": 18, "d_kv": 5, "num_heads": 3, "d_ff": 22, "num_layers": 2}
     | {"vocab_size": 37, "relative_attention_num_buckets": 32},
     "bert": ROPE | MASKED | {"type_vocab_size": 3},
@@ -140,7 +144,8 @@ COUNTS = {
     *("first_k_dense_replace", "interleave_moe_layer_step", "hybrid_override_pattern"),
     "moe_layer_start_index",
     *("full_attention_interval", "attn_layer_indices", "layer_types", "mamba_rms_norm"),
-    *("mamba_expand", "rope_parameters"),
+    *("mamba_expand", "rope_parameters", "layers_block_type", "num_mem_blocks"),
+    "use_shared_attention_adapter",
 }
 """Say which weights there are: the check of names sees them."""
 
@@ -168,6 +173,7 @@ SHAPELESS = {
     ("bloom", "n_head"),
     ("mpt", "n_heads"),
     ("gpt_neox", "num_attention_heads"),
+    ("zamba2", "num_attention_heads"),
     ("bert", "num_attention_heads"),
     ("megatron-bert", "num_attention_heads"),
 }

@@ -25,6 +25,7 @@ from mcore_parallel.logical_tensors import (
     layer_mixers,
     mamba_sizes,
     num_kv_heads,
+    shared_layers,
 )
 
 
@@ -131,6 +132,8 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
             yield f"latent attention  {', '.join(_latent(model))}"
         elif mixer == "mamba":
             yield f"mamba  {', '.join(_mamba(model))}"
+        elif mixer in ("shared", "shared_again"):
+            yield f"beside it  {', '.join(_shared(model, layer))}"
         else:
             yield mixer
 
@@ -150,6 +153,18 @@ def _mamba(model: ModelDescription) -> Iterator[str]:
     yield f"{sizes.heads} heads of {config.mamba_head_dim}"
     yield f"a state of {config.mamba_state_dim}"
     yield f"{sizes.groups} group{'s' * (sizes.groups > 1)}"
+
+
+def _shared(model: ModelDescription, layer: int) -> Iterator[str]:
+    config, uses = model.config, shared_layers(model.config)
+    place = uses.index(layer)
+    if place >= config.num_shared_blocks:
+        yield f"the block of layer {uses[place % config.num_shared_blocks]}"
+    else:
+        yield "a block shared with later layers: of stream and embeddings, attention"
+        yield from _attention(model, layer)
+        yield f"then mlp {ffn_size(config):,} wide"
+    yield f"changed by rank {config.shared_adapter_rank}"
 
 
 def _attention(model: ModelDescription, layer: int) -> Iterator[str]:

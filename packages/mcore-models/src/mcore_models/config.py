@@ -94,7 +94,7 @@ class TransformerConfig(LayerConfig):
 
     swiglu: bool = True
     """Feed-forward layers gated by SiLU; --no-swiglu: exact GELU without a gate, or what
-    the next three say. Megatron's default: off."""
+    the next three, --geglu or --exact-geglu say. Megatron's default: off."""
 
     quick_geglu: bool = False
     """Feed-forward layers gated by x * sigmoid(1.702 x); needs --no-swiglu."""
@@ -216,7 +216,8 @@ class TransformerConfig(LayerConfig):
             )
 
     def _check_activation(self) -> None:
-        kinds = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu")
+        gated = ("swiglu", "geglu", "exact_geglu", "quick_geglu")
+        kinds = (*gated, "squared_relu", "openai_gelu")
         chosen = [flag(name) for name in kinds if getattr(self, name)]
         if len(chosen) > 1:
             raise ValueError(
@@ -311,6 +312,8 @@ def activation(config: TransformerConfig) -> str:
         return "silu"
     if config.geglu:
         return "gelu_tanh"
+    if config.exact_geglu:
+        return "gelu"
     if config.quick_geglu:
         return "quick_gelu"
     if config.squared_relu:

@@ -30,6 +30,7 @@ from mcore_parallel.logical_tensors import (
     layer_mixers,
     mamba_sizes,
     num_kv_heads,
+    shared_layers,
     tensor_shapes,
     value_dim,
 )
@@ -117,6 +118,11 @@ def model_flops(
     lookup = matrices.get("position_embedding.weight", 0)
     weights = (1 + config.mtp_num_layers) * config.hidden_size * padded_vocab_size
     weights += sum(matrices.values()) - lookup - routed + active
+    # A shared block is counted by its owner, and computed again by its other uses.
+    uses = shared_layers(config)
+    block = f"blocks.{uses[0]}.shared.block." if uses else "none"
+    again = sum(size for name, size in matrices.items() if name.startswith(block))
+    weights += again * max(0, len(uses) - config.num_shared_blocks)
     mixers, last = layer_mixers(config, moe), config.num_layers - 1
     mixers += (further_mixers(config, moe),) * config.mtp_num_layers
     # Pairs of query and key, doubled: L * L in a causal layer of L tokens.
@@ -126,7 +132,8 @@ def model_flops(
         )
         for length in seq_lengths
         for layer, names in enumerate(mixers)
-        if {"attention", "mla", "mamba_attention"} & {*names}
+        for name in names
+        if name in ("attention", "mla", "mamba_attention", "shared", "shared_again")
     )
     # Each number of a Mamba state is written once by a token, and read once.
     num_states = sum(bool({"mamba", "mamba_attention"} & {*names}) for names in mixers)
@@ -374,4 +381,7 @@ def _kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         + 2 * delta.value_heads * (4 * config.linear_key_head_dim + 3 * _DELTA_CHUNK)
         + 10 * delta.values,
     }
+    # A shared block keeps both inputs of its wide norm as well, and what it gives its linear.
+    shared = widths["attention"] + widths["mlp"] + 5 * config.hidden_size
+    widths |= {"shared": shared, "shared_again": shared}
     return widths | {"mamba_attention": widths["mamba"] + widths["attention"]}

@@ -66,7 +66,8 @@ def initial_std(name: str, config: TransformerConfig) -> float:
     if name in TABLES:
         return config.embedding_init_method_std or config.init_method_std
     std = config.init_method_std * spread_factor(name, config)
-    return std / math.sqrt(num_halves(config)) if name.endswith(_RESIDUAL) else std
+    is_residual = name.endswith(_RESIDUAL) and ".shared.block." not in name
+    return std / math.sqrt(num_halves(config)) if is_residual else std
 
 
 def _fill_recurrent_(named: NamedParameter, config: TransformerConfig, seed: int) -> bool:

@@ -69,7 +69,7 @@ def optional_kernels(
             found.append((quack_gemm.QUACK_KERNELS, ()))
     pattern = config.hybrid_override_pattern
     found += _of_recurrent_layers(config, dtype)
-    if pattern and not set(pattern) & {"*", "P"}:
+    if pattern and not set(pattern) & {"*", "P", "S"}:
         return found
     if rotary := rotary_kernel(config):
         found.append((rotary, (dtype, H)))

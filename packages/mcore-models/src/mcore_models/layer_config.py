@@ -48,9 +48,8 @@ class LayerConfig(AttentionConfig):
     """Biases of queries, keys, values and attention's output even where other linears have
     none."""
 
-    qk_norm_width: Literal["head", "own_head", "layer"] = "head"
-    """With --qk-layernorm: norm each head alone, all with one gain; own_head: each with a gain
-    of its own and no bias (Command R+); layer: all heads of a layer as one (OLMo-2)."""
+    qk_norm_width: Literal["head", "layer"] = "head"
+    """With --qk-layernorm: norm each head alone, or all heads of a layer as one (OLMo-2)."""
 
     qk_l2_norm: bool = False
     """Divide rotated queries and keys by their root mean square, without weights (Llama 4)."""
@@ -112,6 +111,9 @@ class LayerConfig(AttentionConfig):
 
     geglu: bool = False
     """Feed-forward layers gated by GELU by tanh; needs --no-swiglu."""
+
+    exact_geglu: bool = False
+    """Feed-forward layers gated by the exact GELU; needs --no-swiglu."""
 
     activation_func_clamp_value: float = 0.0
     """Clamp gates from above and up-projections on both sides before they meet; 0: off."""

@@ -70,6 +70,7 @@ _FLOORS = {
     "bamba": "recurrent",
     "granitemoehybrid": "recurrent",
     "falcon_h1": "recurrent",
+    "zamba2": "recurrent",
 }
 """``model_type`` of each family and the folder of its module, named alike with ``_``; or the
 module whose table has it."""
@@ -78,18 +79,8 @@ MODEL_TYPES = tuple(_FLOORS)
 """All of them; the first that can say a model is the one it is exported as."""
 
 
-_REFUSED = {
-    "zamba2": "its attention blocks are shared by several layers, each with an adapter of "
-    "its own, and read the embeddings beside the stream; a layer of ours owns its weights and "
-    "reads the stream alone",
-}
-"""Why families that are known by name cannot run here."""
-
-
 def find_family(model_type: str) -> Any:
     """Return a family."""
-    if model_type in _REFUSED:
-        raise ValueError(f"model_type {model_type!r} cannot run here: {_REFUSED[model_type]}.")
     if model_type not in MODEL_TYPES:
         raise ValueError(
             f"model_type {model_type!r} is not known; known are {', '.join(MODEL_TYPES)}."

@@ -55,9 +55,16 @@ def layout_problems(
     used = {name for names in layer_mixers(config, moe) for name in names}
     if config.mtp_num_layers:
         used |= {*further_mixers(config, moe)}
-    if used & {"attention", "mla", "mamba_attention"}:
+    if used & {"attention", "mla", "mamba_attention", "shared"}:
         problems += _head_problems(config, parallel)
         problems += _context_problems(config, parallel)
+    if "shared" in used and parallel.pipeline_model_parallel_size > 1:
+        size = parallel.pipeline_model_parallel_size
+        problems.append(
+            f"--pipeline-model-parallel-size {size} cannot cut --hybrid-override-pattern "
+            f"{config.hybrid_override_pattern}: layers with S share weights and read the "
+            "embeddings, so that one stage has them all. Use 1."
+        )
     if used & {"mamba", "mamba_attention"}:
         problems += _mamba_problems(config, parallel)
     if "delta_net" in used:
@@ -143,10 +150,10 @@ def _head_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[
             f"{tp}: one must divide the other. Use {_listed(fitting)} tensor ranks."
         )
         return [problem]
-    if config.qk_layernorm and config.qk_norm_width != "head" and groups % tp:
+    if config.qk_layernorm and config.qk_norm_width == "layer" and groups % tp:
         problem = (
-            f"--qk-norm-width {config.qk_norm_width} cannot norm keys of --num-query-groups "
-            f"{groups} over --tensor-model-parallel-size {tp}: use {_listed(divisors(groups))}."
+            f"--qk-norm-width layer cannot norm keys of --num-query-groups {groups} over "
+            f"--tensor-model-parallel-size {tp}: use {_listed(divisors(groups))}."
         )
         return [problem]
     return []
@@ -186,7 +193,7 @@ def _width_problems(
 ) -> list[str]:
     tp = parallel.tensor_model_parallel_size
     widths = {}
-    if used & {"mlp", "moe"}:
+    if used & {"mlp", "moe", "shared"}:
         widths["--ffn-hidden-size"] = (ffn_size(config), "--tensor-model-parallel-size", tp)
     if moe.num_experts:
         expert_tp = parallel.expert_tensor_parallel_size or tp

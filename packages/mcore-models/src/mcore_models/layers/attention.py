@@ -27,7 +27,7 @@ from mcore_models.kernels.alibi import alibi_slopes, num_channels, with_distance
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.block_inputs import BlockInputs
-from mcore_models.layers.norm import HeadNorm, RMSNorm, SplitRMSNorm, build_norm, l2_normed
+from mcore_models.layers.norm import RMSNorm, SplitRMSNorm, build_norm, l2_normed
 from mcore_models.layers.rope import RotaryTables, rotary_kernel, rotate
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
@@ -82,6 +82,7 @@ class Attention(nn.Module):
         recompute_core: bool = False,
         kernels: KernelConfig = _ANY_KERNELS,
         gemms: LinearGemms = PLAIN_GEMMS,
+        in_features: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -95,6 +96,7 @@ class Attention(nn.Module):
             recompute_core: compute everything between the linears again in backward.
             kernels: that compute the attention.
             gemms: what multiplies in the two linears.
+            in_features: width of what it reads; 0: D.
             device: of the parameters.
             dtype: of the parameters.
         """
@@ -126,7 +128,7 @@ class Attention(nn.Module):
         if config.attention_output_gate:
             outputs.append(Output("gate", N * H))
         self.qkv = ColumnParallelLinear(
-            config.hidden_size,
+            in_features or config.hidden_size,
             outputs,
             bias=has_qkv_bias(config),
             gemm=gemms.column,
@@ -153,8 +155,6 @@ class Attention(nn.Module):
                 "zero_centered": config.apply_layernorm_1p,
             }
             return SplitRMSNorm(heads * H, axis=tp, **options, **placed)
-        if config.qk_norm_width == "own_head":
-            return HeadNorm(config, heads, axis=tp, **placed)
         # Each rank norms its own heads: its gradient is their share of the sum.
         return build_norm(config, H, replicas=tp, partial=tp, **placed)
 
@@ -168,7 +168,9 @@ class Attention(nn.Module):
         self,
         x: Float[Tensor, "s B D"],
         inputs: BlockInputs = _NOTHING_MORE,
-    ) -> Float[Tensor, "s B D"]:
+        added: Float[Tensor, "S B X"] | None = None,
+        layer: int = -1,
+    ) -> Float[Tensor, "s B E"]:
         """Let every token gather from itself and earlier ones.
 
         Communicates as the two linears do, and over ``cp``.
@@ -176,15 +178,20 @@ class Attention(nn.Module):
         Args:
             x: this rank's tokens.
             inputs: their rotary tables, documents and what is remembered of earlier ones.
+            added: to queries, keys and values as they are projected.
+            layer: that remembers them, where several layers share this module; -1: its own.
         """
         qkv = self.qkv(x)
+        qkv = qkv if added is None else qkv + added
         if self.recompute_core and self.training and inputs.state is None:
             mixed = recompute(self._core, qkv, inputs, streams=self.streams)
         else:
-            mixed = self._core(qkv, inputs)
+            mixed = self._core(qkv, inputs, layer)
         return self.proj(mixed)
 
-    def _core(self, qkv: Tensor, inputs: BlockInputs) -> Float[Tensor, "S B X"]:
+    def _core(
+        self, qkv: Tensor, inputs: BlockInputs, layer: int = -1
+    ) -> Float[Tensor, "S B X"]:
         config = self.config
         qkv, gate = self._ungated(qkv)
         q, k, v = self._heads(qkv, self._rotary(inputs))
@@ -194,7 +201,7 @@ class Attention(nn.Module):
         if inputs.state is None:
             mixed = self._mix(q, k, v, inputs.documents)
         else:
-            remembered = inputs.state.layer(self.layer)
+            remembered = inputs.state.layer(self.layer if layer < 0 else layer)
             rules: dict[str, Any] = {"window": self.window, **self._scores(q)}
             mixed = remembered.attend(q, k, v, backend=self.backend, **rules)
         mixed = mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]

@@ -115,7 +115,12 @@ class TransformerBlock(nn.Module):
         """
         if self.parallel_residual != "off":
             return self._in_parallel(stream, inputs)
+        beside = None
         for name, (norm, post_norm) in zip(self.mixers, self.norms, strict=True):
+            if MIXERS[name].is_beside:
+                stream = Residual(stream.total(), None, stream.aux)
+                beside = self._mixer(name, inputs)(stream.x)
+                continue
             # stream + dropout(post_norm(mixer(norm(stream))))
             stream = self.residual(
                 stream,
@@ -123,7 +128,9 @@ class TransformerBlock(nn.Module):
                 self._mixer(name, inputs),
                 MIXERS[name].recomputed_as,
                 self._norm(post_norm) if post_norm else None,
+                beside,
             )
+            beside = None
         return stream
 
     def _norm(self, name: str) -> Any:

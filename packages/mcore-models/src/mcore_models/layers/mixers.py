@@ -26,6 +26,7 @@ from mcore_models.layers.recurrent.delta_net import DeltaNet
 from mcore_models.layers.recurrent.mamba import Mamba
 from mcore_models.layers.recurrent.mamba_attention import MambaAttention
 from mcore_models.layers.residual import stream_cuts
+from mcore_models.layers.shared_block import SharedBlock, SharedUse
 from mcore_moe.config import MoEConfig
 from mcore_moe.expert_parallel import moe_axes
 from mcore_moe.layer import MoELayer
@@ -84,9 +85,12 @@ class Mixer:
     loss."""
     recomputed_as: str = ""
     """Its name as a whole among ``--recompute-modules``; empty: it has none."""
+    is_beside: bool = False
+    """Whether it reads the stream without a norm, and what it says is not added to the stream
+    but read beside it by the next mixer of the layer."""
 
 
-def _build_attention(setup: LayerSetup) -> Attention:
+def _build_attention(setup: LayerSetup, in_features: int = 0) -> Attention:
     return Attention(
         setup.config,
         setup.ctx,
@@ -95,6 +99,7 @@ def _build_attention(setup: LayerSetup) -> Attention:
         recompute_core="core_attn" in setup.recomputed,
         kernels=setup.kernels,
         gemms=setup.gemms,
+        in_features=in_features,
         **setup.placed,
     )
 
@@ -154,6 +159,16 @@ def _build_delta_net(setup: LayerSetup) -> DeltaNet:
     return DeltaNet(setup.config, setup.ctx, setup.layer, gemms=setup.gemms, **setup.placed)
 
 
+def _build_shared(setup: LayerSetup) -> SharedUse:
+    attention = _build_attention(setup, 2 * setup.config.hidden_size)
+    block = SharedBlock(setup.config, setup.ctx, attention, _build_mlp(setup), **setup.placed)
+    return SharedUse(setup.config, setup.ctx, setup.layer, block, **setup.placed)
+
+
+def _build_shared_again(setup: LayerSetup) -> SharedUse:
+    return SharedUse(setup.config, setup.ctx, setup.layer, **setup.placed)
+
+
 def _feed_forward(setup: LayerSetup) -> dict[str, Any]:
     return {
         "gated": is_gated(setup.config),
@@ -173,8 +188,8 @@ def _run_attention(
     return attention(x, inputs)
 
 
-def _run_recurrent(
-    mixer: Mamba | DeltaNet | MambaAttention, inputs: BlockInputs, x: Tensor
+def _run_with_inputs(
+    mixer: Mamba | DeltaNet | MambaAttention | SharedUse, inputs: BlockInputs, x: Tensor
 ) -> Tensor:
     return mixer(x, inputs)
 
@@ -193,8 +208,10 @@ MIXERS: Mapping[str, Mixer] = {
     "mla": Mixer(build=_build_latent_attention, run=_run_attention),
     "mlp": Mixer(build=_build_mlp, run=_run_mlp, recomputed_as="mlp"),
     "moe": Mixer(build=_build_experts, run=_run_experts, recomputed_as="moe"),
-    "mamba": Mixer(build=_build_mamba, run=_run_recurrent),
-    "delta_net": Mixer(build=_build_delta_net, run=_run_recurrent),
-    "mamba_attention": Mixer(build=_build_mamba_attention, run=_run_recurrent),
+    "mamba": Mixer(build=_build_mamba, run=_run_with_inputs),
+    "delta_net": Mixer(build=_build_delta_net, run=_run_with_inputs),
+    "mamba_attention": Mixer(build=_build_mamba_attention, run=_run_with_inputs),
+    "shared": Mixer(build=_build_shared, run=_run_with_inputs, is_beside=True),
+    "shared_again": Mixer(build=_build_shared_again, run=_run_with_inputs, is_beside=True),
 }
 """Mixers by name, which is also the name of the module in its block."""

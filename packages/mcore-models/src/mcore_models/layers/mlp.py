@@ -88,13 +88,20 @@ class MLP(nn.Module):
         self.fc1 = ColumnParallelLinear(hidden_size, outputs, gemm=gemms.column, **placed)
         self.fc2 = RowParallelLinear(F_, hidden_size, gemm=gemms.row, **placed)
 
-    def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
-        """Transform every token; communicates as the two linears do."""
-        between = self._cast_between(x)
+    def forward(
+        self, x: Float[Tensor, "s B D"], added: Float[Tensor, "S B X"] | None = None
+    ) -> Float[Tensor, "s B D"]:
+        """Transform every token; communicates as the two linears do.
+
+        Args:
+            x: this rank's tokens.
+            added: to what the first linear gives.
+        """
+        between = self._cast_between(x) if added is None else None
         if between is not None:
             y = self.fc2(self.fc1(x, between), between)
             return y if self.output_multiplier == 1.0 else y * self.output_multiplier
-        hidden = self.fc1(x)
+        hidden = self.fc1(x) if added is None else self.fc1(x) + added
         if self.recompute_activation and self.training:
             y = recompute_between(self._activate, self.fc2, hidden)
         else:

@@ -216,6 +216,7 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
         return [("encoder",) if layer < depth else ("decoder",) for layer in layers]
     words = {"mlp": "dense", "moe": "experts", "mamba": "Mamba"}
     words |= {"delta_net": "delta net", "mamba_attention": "Mamba beside attention"}
+    words |= {"shared": "shared block", "shared_again": "shared block again"}
     return [
         tuple(words.get(name) or _positioned(config, layer) for name in names)
         for layer, names in enumerate(layer_mixers(config.model, config.experts))

@@ -57,6 +57,11 @@ SWITCHES = (
         ("mamba_output_multiplier", "attention_output_multiplier"),
     ),
     Switch(
+        "S in --hybrid-override-pattern",
+        lambda c: _letters(c, "S"),
+        ("num_shared_blocks", "shared_adapter_rank", "shared_attention_adapters"),
+    ),
+    Switch(
         "G in --hybrid-override-pattern",
         lambda c: _letters(c, "G"),
         (

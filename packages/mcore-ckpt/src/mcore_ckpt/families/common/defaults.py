@@ -36,6 +36,13 @@ DELTA_NET: dict[str, Any] = {
 }
 """Defaults of the sizes of gated delta nets."""
 
+SHARED: dict[str, Any] = {
+    "num_shared_blocks": 1,
+    "shared_adapter_rank": 128,
+    "shared_attention_adapters": False,
+}
+"""Defaults of blocks that several layers share."""
+
 ROPE_VARIANTS: dict[str, Any] = {
     "rope_type": "rope",
     "rotary_scaling_factor": 40.0,
@@ -65,6 +72,7 @@ VARIANTS: dict[str, Any] = {
     **HYBRID,
     **HYBRID_VARIANTS,
     **DELTA_NET,
+    **SHARED,
     **ROPE_VARIANTS,
     "norm_placement": "pre",
     "embedding_layernorm": False,
@@ -84,6 +92,7 @@ VARIANTS: dict[str, Any] = {
     "attention_temperature_scale": 0.1,
     "attention_temperature_layers": "unrotated",
     "geglu": False,
+    "exact_geglu": False,
     "activation_func_clamp_value": 0.0,
     "glu_linear_offset": 0.0,
     "mlp_gate_multiplier": 1.0,

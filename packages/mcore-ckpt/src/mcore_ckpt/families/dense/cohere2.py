@@ -28,9 +28,10 @@ FAMILY = replace(
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
     absent={**cohere.FAMILY.absent, "sliding_window": 4096},
-    refused={"use_qk_norm": False},
+    only={},
+    refused=cohere.FAMILY.only,
     parts=(
-        *cohere.PARTS,
+        *cohere.FAMILY.parts,
         windows(4),
         FieldRule(read=_read, write=_write),
         ROTATED_WINDOWS,
