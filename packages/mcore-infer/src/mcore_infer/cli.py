@@ -41,12 +41,13 @@ def exit_code(error: BaseException) -> int:
 
 
 def _is_outside(error: RuntimeError) -> bool:
-    """Whether files or the device's memory failed, not the program."""
+    """Whether files or the device's memory failed, or what was logged, not the program."""
     from torch import OutOfMemoryError
 
     from mcore_ckpt.errors import CheckpointError
+    from mcore_infer.server.worker import EngineError
 
-    return isinstance(error, (CheckpointError, OutOfMemoryError))
+    return isinstance(error, (CheckpointError, OutOfMemoryError, EngineError))
 
 
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {

@@ -1,7 +1,14 @@
 """The engine's thread, over ranks, and when it fails."""
 
+import http.client
+import json
+import os
 import queue
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +22,11 @@ from mcore_infer.server.worker import (
 )
 from mcore_infer.writing import Generation, ScoreRequest, TokenRules
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.launch.launcher import free_port
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
+from mcore_parallel.testing.ranks import run_command, run_ranks
+
+HERE = Path(__file__).parent
 
 CONFIG = InferenceConfig(inference_max_requests=4, inference_dynamic_batching_block_size=4)
 PLAIN = SamplingConfig(num_tokens=6, temperature=0.9)
@@ -81,7 +91,50 @@ def test_a_fault_of_the_engine_answers_every_request_and_shows_in_its_health(
     engine = failing_client.server.front.worker.requests.engine
     engine.cache.layer(0).held.keys = torch.zeros(1)
     status, answer = failing_client.post("/v1/completions", prompt="a", max_tokens=3)
-    assert status == 500
+    assert status == 503
     assert answer["error"]["message"].startswith("the engine failed: ")
     assert failing_client.send("GET", "/health")[0] == 503
-    assert failing_client.post("/api", prompts=["a"])[0] == 500
+    assert failing_client.post("/api", prompts=["a"])[0] == 503
+
+
+def ask(port):
+    """Status and message of a long text, once a server is there."""
+    body = json.dumps({"prompt": "In the", "max_tokens": 400, "ignore_eos": True})
+    for _ in range(20000):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            break
+        except OSError:
+            time.sleep(0.01)
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        kind = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", body, kind)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())["error"]["message"]
+
+
+def run_failing(folder, failing):
+    """What a client and the two ranks of a server say, one of which fails."""
+    port, words = free_port(), ("--load", folder, "--device", "cpu")
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+    def run(rank):
+        env = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        words_of_rank = ("failing_rank", failing, *words, "--port", port)
+        return run_command(*words_of_rank, env=env, cwd=HERE, is_ours=True)
+
+    with ThreadPoolExecutor(3) as pool:
+        ranks, asked = [pool.submit(run, rank) for rank in range(2)], pool.submit(ask, port)
+        return asked.result(), [rank.result() for rank in ranks]
+
+
+def test_a_rank_that_fails_ends_all_and_clients_are_told(long_folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    with ThreadPoolExecutor(2) as pool:
+        worlds = pool.map(lambda failing: run_failing(long_folder, failing), range(2))
+        for failing, (asked, ranks) in enumerate(worlds):
+            texts = [one.stderr for one in ranks]
+            assert asked == (503, "the engine failed: this server ends."), texts
+            assert [one.returncode for one in ranks] == [1, 1], texts
+            assert all(f"rank {failing} failed at" in text for text in texts), texts
+            assert "no memory for this step" in texts[failing]

@@ -1,6 +1,6 @@
 """Which model a command runs, and where: its options, and how it is opened."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from mcore_data.tokenizers.protocol import Tokenizer
     from mcore_infer.loading import LoadedModel
+
+_TIMEOUT_MINUTES = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,14 +46,22 @@ class ModelOptions:
 
 @contextmanager
 def opened(
-    options: ModelOptions, *, draft: str = "", takes_t5: bool = False
+    options: ModelOptions,
+    *,
+    draft: str = "",
+    takes_t5: bool = False,
+    on_fault: Callable[[str], None] = lambda _fault: None,
 ) -> Iterator[tuple["LoadedModel", "Tokenizer", bool]]:
     """Join the world and load the model; also yield whether this rank prints.
+
+    From then on a rank that fails or dies ends all of them (see ``Watch``); bad input, which
+    every rank refuses alike, does not count.
 
     Args:
         options: which, and where.
         draft: folder of the model that proposes tokens; empty: none.
         takes_t5: see ``load_model``.
+        on_fault: see ``Watch``.
     """
     from torch import distributed as dist
 
@@ -59,7 +69,13 @@ def opened(
     from mcore_data.tokenizers.building import load_tokenizer
     from mcore_infer.loading import load_model
     from mcore_parallel.config import ParallelConfig
-    from mcore_parallel.launch.launcher import initialize, read_environment, shut_down
+    from mcore_parallel.launch.launcher import (
+        initialize,
+        read_environment,
+        shut_down,
+        wait_for_all,
+    )
+    from mcore_parallel.launch.watchdog import Watch
     from mcore_parallel.mesh import ParallelContext
 
     # Before any rank waits.
@@ -77,8 +93,9 @@ def opened(
         or max(1, tp // max(1, ep)),
     )
     joins = not dist.is_initialized()  # the world of a caller stays
+    refused = None
     try:
-        device = initialize(options.device)
+        device = initialize(options.device, _TIMEOUT_MINUTES)
         ctx = ParallelContext.build(config, device)
         needs_experts = ep > 1 or options.expert_tensor_parallel_size > 0
         loaded = load_model(folder, ctx, takes_t5=takes_t5, needs_experts=needs_experts)
@@ -88,7 +105,16 @@ def opened(
             loaded = replace(loaded, tokenizer=load_tokenizer(options.tokenizer))
         if loaded.tokenizer is None:
             raise ValueError(f"{folder} holds no tokenizer: give its folder with --tokenizer.")
-        yield loaded, loaded.tokenizer, environment.rank == 0
+        watched = environment.world_size if joins else 1
+        with Watch.of_world(environment.rank, watched, _TIMEOUT_MINUTES, on_fault):
+            try:
+                yield loaded, loaded.tokenizer, environment.rank == 0
+                if watched > 1:  # with rank 0 the store may go that the others still watch
+                    wait_for_all()
+            except ValueError as error:
+                refused = error
+        if refused is not None:
+            raise refused
     finally:
         if joins:
             shut_down()

@@ -38,11 +38,16 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
     from mcore_parallel.launch.launcher import read_environment
 
     is_first = read_environment().rank == 0
-    limits = _limits(server)
+    limits, worker = _limits(server), None
+
+    def on_fault(fault: str) -> None:
+        if worker is not None:
+            worker.fail(fault)
+
     place = _listen(server) if is_first else nullcontext()  # no model is loaded for nothing
     with (
         place as listening,
-        opened(model, draft=engine.draft_load) as (loaded, tokenizer, _),
+        opened(model, draft=engine.draft_load, on_fault=on_fault) as (loaded, tokenizer, _),
     ):
         from mcore_data.datasets.chat import load_template
         from mcore_infer.engine.building import build_engine
@@ -108,7 +113,9 @@ def _run(
     place = f"[{host}]" if ":" in host else host
     print(f"serving {served.name} at http://{place}:{port}", flush=True)
     http.run(sockets=[listening])
-    return int(front.worker.has_failed)
+    if front.worker.failure is not None:
+        raise front.worker.failure
+    return 0
 
 
 def _listen(config: ServerConfig) -> socket.socket:

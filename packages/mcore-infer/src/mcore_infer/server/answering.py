@@ -172,7 +172,7 @@ def _take(job: Job, running: RunningGroup, event: Event) -> AnswerPiece | None:
         running.num_left = 0
         raise RequestError(400, event.what.message)
     if isinstance(event.what, EngineFailure):
-        raise RequestError(500, event.what.message)
+        raise RequestError(503, event.what.message)
     answer = job.answers[event.index]
     if isinstance(event.what, NewToken):
         if answer.finish_reason:

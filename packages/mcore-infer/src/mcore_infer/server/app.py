@@ -156,7 +156,7 @@ class Server:
 
     async def health(self, _request: Request) -> Response:
         """Return whether the engine runs."""
-        is_ready = not self.front.worker.has_failed
+        is_ready = self.front.worker.failure is None
         status = {"status": "ok" if is_ready else "failed", "ready": is_ready}
         return _json(status, 200 if is_ready else 503)
 

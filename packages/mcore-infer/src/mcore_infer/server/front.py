@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from mcore_infer.server.fields import RequestError
-from mcore_infer.server.worker import EngineWorker, Event, TextRequest
+from mcore_infer.server.worker import EngineFailure, EngineWorker, Event, TextRequest
 
 
 class Front:
@@ -35,8 +35,8 @@ class Front:
 
     def open(self, requests: Sequence[TextRequest]) -> "RunningGroup":
         """Queue a group; its owner closes what is returned."""
-        if self.worker.has_failed:
-            raise RequestError(500, "the engine has failed: start the server again.")
+        if self.worker.failure is not None:
+            raise RequestError(503, EngineFailure().message)
         if self.num_open + len(requests) > self.max_queued:
             raise RequestError(503, "the server is full: try again later.")
         running = RunningGroup(self, self.worker.submit(requests), len(requests))

@@ -3,7 +3,8 @@
 Clients hand in groups of requests; a group is taken whole or refused whole. Rank 0 broadcasts
 what came and what was cancelled before every step, so that all ranks hold the same requests in
 the same order. What a step wrote is delivered in one call. Replicas take groups in turn and
-make their steps together, behind which all events go to rank 0, on the host.
+make their steps together, behind which all events go to rank 0, on the host. A rank that fails
+leaves the others in a collective: ``Watch`` ends them, and rank 0 answers its clients before.
 """
 
 import json
@@ -54,9 +55,13 @@ class RefusedGroup:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailure:
-    """The engine failed, and with it every group."""
+    """The engine failed, and with it every group; why is for the log, not for clients."""
 
-    message: str
+    message: str = "the engine failed: this server ends."
+
+
+class EngineError(RuntimeError):
+    """An engine failed, on this rank or another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +179,7 @@ class EngineWorker:
 
     Attributes:
         requests: what the engine runs; read by others, changed by the thread alone.
-        has_failed: whether the engine raised, after which nothing runs.
+        failure: what an engine raised, here or on another rank, after which nothing runs.
     """
 
     def __init__(self, engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
@@ -187,10 +192,11 @@ class EngineWorker:
         """
         self.requests, self.axis = Requests(engine, axis, replicas), axis
         self.device = engine.device
-        self.has_failed = False
+        self.failure: EngineError | None = None
         self._inbox: queue.SimpleQueue[Callable[[Orders], Any]] = queue.SimpleQueue()
         self._num_groups = 0
         self._thread: Thread | None = None
+        self._deliver: Callable[[list[Event]], None] = lambda _events: None
 
     def start(self, deliver: Callable[[list[Event]], None]) -> None:
         """Start the thread.
@@ -198,7 +204,8 @@ class EngineWorker:
         Args:
             deliver: is called in the thread with what a step brought.
         """
-        self._thread = Thread(target=self._run, args=(deliver,), name="engine", daemon=True)
+        self._deliver = deliver
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def submit(self, requests: Sequence[TextRequest]) -> int:
@@ -213,28 +220,32 @@ class EngineWorker:
         self._inbox.put(lambda orders: orders.cancelled.append((group, index)))
 
     def stop(self) -> None:
-        """End the thread and the other ranks after the step that runs."""
+        """End the thread and the other ranks after the step that runs; not after a failure."""
 
         def end(orders: Orders) -> None:
             orders.is_last = True
 
         self._inbox.put(end)
-        if self._thread:
+        if self._thread and self.failure is None:
             self._thread.join()
 
-    def _run(self, deliver: Callable[[list[Event]], None]) -> None:
+    def fail(self, message: str) -> None:
+        """End every request, from any thread: an engine has failed; the first time counts."""
+        if self.failure is None:
+            self.failure = EngineError(f"the engine failed: {message}")
+            self._deliver([Event(-1, 0, EngineFailure())])
+
+    def _run(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
         try:
             while not (orders := share_orders(self._orders(), self.axis)).is_last:
                 events = self.requests.step(orders)
                 if events:
-                    deliver(events)
+                    self._deliver(events)
         except Exception as error:
             log.exception("the engine failed: every request ends")
-            self.has_failed = True
-            message = f"the engine failed: {type(error).__name__}"
-            deliver([Event(-1, 0, EngineFailure(message))])
+            self.fail(f"{type(error).__name__}: {error}")
 
     def _orders(self) -> Orders:
         """Collect what came in; wait for it where there is nothing to do."""
@@ -250,10 +261,18 @@ class EngineWorker:
 
 
 def follow(engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
-    """Run the same steps as rank 0 until its worker stops; for all other ranks."""
+    """Run the same steps as rank 0 until its worker stops; for all other ranks.
+
+    Raises:
+        EngineError: if the engine fails here.
+    """
     requests = Requests(engine, axis, replicas)
-    while not (orders := share_orders(Orders(), axis)).is_last:
-        requests.step(orders)
+    try:
+        while not (orders := share_orders(Orders(), axis)).is_last:
+            requests.step(orders)
+    except Exception as error:
+        log.exception("the engine failed")
+        raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
 
 
 def share_orders(orders: Orders, axis: Axis) -> Orders:

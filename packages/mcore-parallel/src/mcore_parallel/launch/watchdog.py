@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -47,7 +47,12 @@ class Watch:
     """
 
     def __init__(
-        self, store: dist.Store | None, rank: int, world_size: int, timeout_s: float
+        self,
+        store: dist.Store | None,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        on_fault: Callable[[str], None] = lambda _fault: None,
     ) -> None:
         """Prepare; nothing is sent before ``__enter__``.
 
@@ -56,8 +61,10 @@ class Watch:
             rank: this one.
             world_size: how many there are.
             timeout_s: of the collectives; a rank unheard of for longer is given up.
+            on_fault: is called in the watch's thread once another rank has failed, with what
+                did, ``GRACE_S`` before the process is ended.
         """
-        self._store = store
+        self._store, self._on_fault = store, on_fault
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.period_s = min(5.0, timeout_s / 10)
         self._count = 0
@@ -68,13 +75,19 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def of_world(cls, rank: int, world_size: int, timeout_minutes: float) -> "Watch":
+    def of_world(
+        cls,
+        rank: int,
+        world_size: int,
+        timeout_minutes: float,
+        on_fault: Callable[[str], None] = lambda _fault: None,
+    ) -> "Watch":
         """Watch over the world that this process has joined, if it has more than one rank."""
         if world_size == 1:
             return cls(None, rank, world_size, 60 * timeout_minutes)
         # A connection of its own: the thread must not wait for a call of the main program.
         store: Any = distributed_c10d._get_default_store()  # torch's stub lacks clone
-        return cls(store.clone(), rank, world_size, 60 * timeout_minutes)
+        return cls(store.clone(), rank, world_size, 60 * timeout_minutes, on_fault)
 
     def __enter__(self) -> "Watch":
         if self._store is not None:
@@ -136,6 +149,8 @@ class Watch:
     def _outlast_readers(self) -> None:
         """Keep the store, which may end with rank 0, until the others have read the fault."""
         deadline = time.monotonic() + GRACE_S + 2 * self.period_s + 1
+        if all(place in GONE for place in self.places().values()):
+            return
         while time.monotonic() < deadline:
             places = self.places(wait_s=2 * self.period_s + 0.5).values()
             if all(place in GONE or place.startswith("SILENT") for place in places):
@@ -165,6 +180,7 @@ class Watch:
             except dist.DistError as error:
                 fault = f"the store is gone, and so is the rank that holds it: {error}"
             if fault:
+                self._on_fault(fault)
                 self._end(fault, place)
                 return
 
