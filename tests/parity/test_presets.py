@@ -45,7 +45,7 @@ LAYOUTS = {
     "qwen3-next-80b-a3b": ("mamba", 4, f"{TP2} {CP2} {SP}"),
     "bamba-9b": ("mamba", 2, f"{TP2} {SP}"),
     "zamba2-1.2b": ("mamba", 2, f"{TP2} {SP} --recompute-granularity full"),
-    "zamba2-7b": ("mamba", 4, f"{CP2} {ZERO}"),
+    "zamba2-2.7b": ("mamba", 4, f"{CP2} {ZERO}"),
     "mamba2-130m": ("mamba", 4, f"{TP2} {CP2} --mamba-num-groups 4"),
     "nemotron-h-8b": ("mamba", 4, f"{TP2} {SP} --pipeline-model-parallel-size 2"),
     "mamba2-hybrid-8b": ("mamba", 4, f"{CP2} {TP2}"),
@@ -60,7 +60,7 @@ def small_run(name):
     command, world_size, flags = LAYOUTS[name]
     family = FAMILY_COMMANDS[command]
     words = f"--model {name} {RUN} --lr 1e-3 {flags}".split()
-    config = parse(words, f"mcore-train {command}", family.run)
+    config = parse(words, f"mcore-train {command}", family.run, family.beginning)
     plan = resolve(config, world_size, family=family.family)
     return build_small_run(plan, world_size)
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mcore_infer import SamplingConfig, generate, load_model
+from mcore_models.presets import load_preset
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.stages import build_stages
 from mcore_train.cli import main
@@ -39,6 +40,9 @@ def test_a_pattern_says_layers_heads_and_stages():
         f"--model nemotron-h-8b --hybrid-override-pattern M-M* {RUN} --train-iters 1"
     )
     assert (preset.model.num_layers, preset.model.hidden_size) == (4, 4096)
+    assert preset.model.position_embedding_type == "none"
+    rotated = parsed(f"--model bamba-9b {RUN} --train-iters 1")
+    assert rotated.model == load_preset("bamba-9b").config
     without_attention = parsed(
         f"--model nemotron-h-8b --hybrid-override-pattern M-M- {RUN} --train-iters 1"
     )

@@ -176,7 +176,9 @@ def shrink_skip_freq(model: TransformerConfig) -> str:
 def shrink_rope_freq(model: TransformerConfig) -> str:
     """Let every second layer go without rotation where some do and some do not."""
     kinds = {is_rotated(model, layer) for layer in range(model.num_layers)}
-    return "2" if len(kinds) == 2 else "1" if kinds == {False} else "0"
+    if len(kinds) == 2:
+        return "2"
+    return "0" if kinds == {True} or model.rope_skip_freq == "0" else "1"
 
 
 def seq_length(plan: Plan, parallel: ParallelConfig) -> int:

@@ -68,7 +68,8 @@ def parse(
         argv: the words after the command.
         program: the command, as help and errors call it.
         config_type: of the result: a command may have options beside a run's.
-        beginning: flags that the command begins from; all others win over them.
+        beginning: flags that the command begins from, unless ``--model`` names a preset; all
+            others win over them.
 
     Raises:
         ValueError: for an unknown flag, field or model, a refused flag, a value of the wrong
@@ -87,6 +88,7 @@ def parse(
         fields |= _checked_recipe(recipe, config_type)
     name = _last_value(words, "--model") or str(fields.get("model", ""))
     preset = _preset_fields(name, config_type) if name else {}
+    beginning = () if preset else beginning
     load = _last_value(words, "--load") or str(fields.get("load", ""))
     step = _last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0))
     if not step.isdecimal():
