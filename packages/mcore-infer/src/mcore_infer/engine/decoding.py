@@ -15,11 +15,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_infer.engine.paged_cache import PagedCache
+from mcore_infer.engine.recording import Recorder, unrecorded_reason
 from mcore_infer.engine.step_layout import DecodeTensors
 from mcore_infer.engine.step_plans import Step
 from mcore_infer.stages import last_stage_logits, run_stages
 from mcore_models.protocol import LanguageModel
-from mcore_moe.layer import MoELayer
 from mcore_parallel.optional_kernels import works
 from mcore_parallel.precision.gemm import Operands, PlainGemm
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -44,9 +44,14 @@ def decode_sizes(max_requests: int) -> list[int]:
     return [*(s for s in sizes if s < max_requests), max_requests]
 
 
+def is_rare(num_steps: int) -> bool:
+    """Whether a size that so many steps had is not worth a graph yet."""
+    return num_steps <= _RARE
+
+
 def size_to_run(sizes: Sequence[int], recorded: Container[int], num_steps: int) -> int:
     """Choose among fitting sizes, ascending, after some steps that suited the first best."""
-    if sizes[0] in recorded or num_steps > _RARE:
+    if sizes[0] in recorded or not is_rare(num_steps):
         return sizes[0]
     return next((size for size in sizes if size in recorded), sizes[0])
 
@@ -85,7 +90,8 @@ class Decoder:
 
     Attributes:
         sizes: numbers of rows, a text's last token and its drafts each, ascending.
-        is_recorded: whether steps run as CUDA graphs.
+        recorder: of CUDA graphs; None: nothing is recorded on this device.
+        is_recorded: whether steps run as it recorded them.
     """
 
     def __init__(
@@ -110,10 +116,8 @@ class Decoder:
         self.model, self.cache = model, cache
         self.sizes = decode_sizes(max_requests * (1 + num_drafts))
         device = next(model.parameters()).device
-        # Experts read the sizes of their inputs on the host.
-        has_experts = any(isinstance(module, MoELayer) for module in model.modules())
-        # And stages send to each other, which was never recorded.
-        self.is_recorded = device.type == "cuda" and not has_experts and model.pp.size == 1
+        self.recorder = None if unrecorded_reason(model) else Recorder()
+        self.is_recorded = self.recorder is not None
         if device.type == "cuda":
             read_few_rows_fast(model)
         self._inputs = {
@@ -122,7 +126,6 @@ class Decoder:
         }
         self._runs: dict[int, Run] = {}
         self._num_steps = Counter[int]()  # by the size that fits best
-        self._pool = torch.cuda.graph_pool_handle() if self.is_recorded else None
 
     def run(
         self, step: Step, tokens: Tensor | None = None
@@ -154,7 +157,7 @@ class Decoder:
         """Return what computes the inputs, recorded where it can be."""
         # What it returns knows nothing of this object, whose memory is free once it is dropped.
         forward = partial(_forward, self.model, self.cache, inputs)
-        if not self.is_recorded:
+        if not self.is_recorded or self.recorder is None:
             return forward
         if not self.cache.num_bytes:
             forward()  # takes it
@@ -162,22 +165,7 @@ class Decoder:
 
         if (whole := whole_step(self.model, self.cache, inputs)) is not None:
             forward = partial(_by_kernel, whole)
-        return self._recorded(forward)
-
-    def _recorded(self, forward: Run) -> Run:
-        # Outside of the graph first: kernels are compiled and tried, workspaces allocated.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                forward()
-        torch.cuda.current_stream().wait_stream(stream)
-        if self.cache.waits_for_device:
-            return forward
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = forward()
-        return partial(_replay, graph, out, forward)
+        return self.recorder.recorded(forward)
 
 
 def _forward(
@@ -191,12 +179,3 @@ def _forward(
 def _by_kernel(whole: "WholeStep") -> tuple[Tensor, Tensor]:
     hidden = whole.hidden()
     return hidden, last_stage_logits(whole.model, hidden)
-
-
-def _replay(
-    graph: torch.cuda.CUDAGraph,
-    out: tuple[Tensor, Tensor],
-    forward: Run,  # noqa: ARG001 - holds memory that the graph reads
-) -> tuple[Tensor, Tensor]:
-    graph.replay()
-    return out

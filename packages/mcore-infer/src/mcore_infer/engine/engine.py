@@ -26,13 +26,14 @@ from mcore_infer.engine.mtp_drafts import build_drafter
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.prefix_pages import PagePool
 from mcore_infer.engine.prompt_scores import PromptScores
+from mcore_infer.engine.prompt_steps import PromptSteps
 from mcore_infer.engine.scheduler import Scheduler
 from mcore_infer.engine.speculative import SpeculationCounts, decided
-from mcore_infer.engine.step_layout import step_tensors
+from mcore_infer.engine.step_layout import rows_to_choose_after
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
 from mcore_infer.host_to_device import on_device
 from mcore_infer.sampling import token_log_probs, top_log_probs, tops
-from mcore_infer.stages import from_last_stage, last_stage_logits, run_stages
+from mcore_infer.stages import from_last_stage, last_stage_logits
 from mcore_infer.structured import Grammars, Matcher, Structure
 from mcore_infer.writing import (
     Generation,
@@ -79,6 +80,7 @@ class Engine:
         scheduler: what is waiting and running.
         cache: keys and values, and recurrent states.
         decoder: runs the steps in which every request writes.
+        prompts: runs the others.
         drafter: proposes tokens; None: each step writes one of each request.
         speculation: what became of its proposals.
         grammars: of the tokenizer, for structured output; None: there is none.
@@ -136,6 +138,8 @@ class Engine:
             table_pages,
             num_drafts=config.num_speculative_tokens,
         )
+        given = model, self.cache, config.max_tokens, table_pages
+        self.prompts = PromptSteps(*given, self.decoder.recorder)
         self.drafter = build_drafter(model, config, draft, table_pages)
         self.speculation = SpeculationCounts()
         self.grammars: Grammars | None = None
@@ -331,16 +335,15 @@ class Engine:
             if self.drafter is not None:
                 self.drafter.follow(step, hidden)
             return logits
-        inputs = step_tensors(step, self.config.page_tokens, self.device)
-        self.cache.step = inputs
-        hidden = run_stages(self.model, inputs.tokens, inputs.positions, self.cache)
+        hidden = self.prompts.run(step)
         if self.drafter is not None:
             self.drafter.follow(step, hidden)
-        for chunk, view in zip(step.chunks, inputs.chunks, strict=True):
+        parts = hidden.split([len(chunk.tokens) for chunk in step.chunks])
+        for chunk, own in zip(step.chunks, parts, strict=True):
             if chunk.request in self._prompt_scores:
-                own = hidden[view.begin : view.end]
                 self._prompt_scores[chunk.request].add(self.model, chunk.begin, own)
-        return last_stage_logits(self.model, hidden[inputs.last])
+        last = on_device(rows_to_choose_after(step), self.device)
+        return last_stage_logits(self.model, hidden[last])
 
     def _landed(self, flight: "_Flight") -> list[NewToken]:
         """Wait for a step's tokens; return those of requests that go on."""

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mcore_infer.engine.fp8_cache import from_codes, to_codes
+from mcore_infer.engine.padded_attention import padded_decode
 from mcore_infer.engine.step_layout import (
     ChunkView,
     DecodeTensors,
@@ -35,9 +36,9 @@ _MASKED_TOKENS = 256
 """Of prompts that attend in one call on a CPU, at most: a mask is their borders."""
 _RULES = {"scale", "chunk", "softcap", "sinks"}
 """Of scores, that the kernel of decoding knows."""
-_ONE_BY_ONE = (
-    "texts attend one after the other, and their steps are not recorded: the attention of this "
-    "model has no kernel of decoding here"
+_PADDED = (
+    "each step reads the pages that a text may have at most: the attention of this model has "
+    "no kernel of decoding here"
 )
 
 Mix = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
@@ -52,7 +53,7 @@ class PagedCache:
         page_tokens: tokens in a page.
         num_slots: recurrent states in memory, besides one for padding, which is the last.
         step: what the next forward computes.
-        waits_for_device: whether a step of decoding has waited, and so cannot be recorded.
+        is_padded: whether attention of decoding has no kernel, and reads what is padded.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class PagedCache:
         self.num_pages, self.page_tokens, self.num_slots = num_pages, page_tokens, num_slots
         self._fp8 = fp8
         self.step: StepTensors | DecodeTensors | None = None
-        self.waits_for_device = False
+        self.is_padded = False
         self._memories: dict[int, _LayerMemory] = {}
 
     @property
@@ -197,11 +198,11 @@ class _PagedLayer:
         news, memories = ((k,), (held.keys,)) if v is None else ((k, v), (held.keys, values))
         write_to_pages(memories, [new[:, 0] for new in news], step.places, self.scales)
         if isinstance(step, DecodeTensors):
-            if q.is_cuda and not self.cache.waits_for_device:
-                log.warning("%s.", _ONE_BY_ONE)
-            self.cache.waits_for_device = True
+            if q.is_cuda and not self.cache.is_padded:
+                log.warning("%s.", _PADDED)
+            self.cache.is_padded = True
             where = (held.keys, values, step.tables, step.lengths)
-            return reference_decode(q[:, 0], *where, **rules).unsqueeze(1)
+            return padded_decode(q[:, 0], *where, **rules).unsqueeze(1)
         return self._of_chunks(step, q, k, v, values, rules, backend)
 
     def _of_chunks(
@@ -328,8 +329,8 @@ def reference_decode(
 ) -> Float[Tensor, "R N J"]:
     """Let one query of each request attend to its keys, one request after the other.
 
-    With ``write_to_pages`` the reference of ``paged_decode``; takes any arguments of
-    ``attend``; waits for the device.
+    The reference of ``padded_decode``, and with ``write_to_pages`` of ``paged_decode``; takes
+    any arguments of ``attend``; waits for the device.
     """
     size, rows = keys.shape[1], []
     for query, pages, length in zip(q, tables, lengths.tolist(), strict=True):

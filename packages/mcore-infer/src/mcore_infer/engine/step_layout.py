@@ -65,9 +65,6 @@ class StepTensors:
     positions: Int[Tensor, " T"]
     places: Int[Tensor, " T"]
     """Where each token's key goes: page times tokens of a page, plus offset."""
-    last: Int[Tensor, " R"]
-    """Tokens after which one is chosen, in the row: the last of chunks that want one, and
-    those before drafts."""
     chunks: tuple[ChunkView, ...]
     singles: SingleTokens | None
     """None: there are none."""
@@ -84,24 +81,32 @@ def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTens
         for chunk in step.chunks
         for p in _positions(chunk)
     ]
-    last, views, begin = [], [], 0
+    views, begin = [], 0
     pages = on_device([page for chunk in step.chunks for page in chunk.pages], device)
     pages_of = pages.split([len(chunk.pages) for chunk in step.chunks])
     for chunk, its_pages in zip(step.chunks, pages_of, strict=True):
         end = begin + len(chunk.tokens)
         views.append(ChunkView(begin, end, chunk.begin, its_pages, chunk.slot))
-        if chunk.wants_token:
-            last += range(end - 1 - chunk.num_drafts, end)
         begin = end
     return StepTensors(
         on_device(tokens, device)[None],
         on_device(positions, device),
         on_device(places, device),
-        on_device(last, device),
         tuple(views),
         _singles(step, views, device),
         _fresh(views, device),
     )
+
+
+def rows_to_choose_after(step: Step) -> list[int]:
+    """List the tokens after which one is chosen: a chunk's last, and those before drafts."""
+    ends = accumulate(len(chunk.tokens) for chunk in step.chunks)
+    return [
+        row
+        for chunk, end in zip(step.chunks, ends, strict=True)
+        if chunk.wants_token
+        for row in range(end - 1 - chunk.num_drafts, end)
+    ]
 
 
 def _singles(
@@ -192,8 +197,7 @@ class DecodeTensors:
     ) -> None:
         """Copy a step in, in one transfer that the host does not wait for.
 
-        The step before the last must be over, that is its tokens known; with drafts, so many
-        and one more may not be.
+        It waits where as many steps as there are copies in its memory are on their way.
 
         Args:
             step: of chunks that are writing.
@@ -203,7 +207,7 @@ class DecodeTensors:
         """
         self._mirrors.append(self._mirrors.pop(0))
         self._mirrors[0].fill(step, page_tokens, *padding)
-        self._device.copy_(self._mirrors[0].memory, non_blocking=True)
+        self._mirrors[0].send(self._device)
         if tokens is not None:
             self.tokens[0, : len(tokens)] = tokens
 
@@ -218,9 +222,18 @@ class _Mirror:
         rows, tables = _rows_and_tables(self.memory, num_rows, num_pages)
         self.rows, self.tables = rows.numpy(), tables.numpy()
         self.pages: list[tuple[int, ...]] = [()] * num_rows  # as in the tables
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+
+    def send(self, device_memory: Tensor) -> None:
+        """Copy to the device."""
+        device_memory.copy_(self.memory, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
 
     def fill(self, step: Step, page_tokens: int, padding_page: int, padding_slot: int) -> None:
-        """Lay a step out; of the tables only what changed."""
+        """Lay a step out, once the last one has left; of the tables only what changed."""
+        if self._sent is not None:
+            self._sent.synchronize()
         rows = [
             (token, chunk.begin + i, chunk.pages, chunk.slot)
             for chunk in step.chunks
@@ -237,12 +250,15 @@ class _Mirror:
         self.rows[4, :num_used] = [row[3] for row in rows]
         padding = [0, 0, padding_page * page_tokens, 1, padding_slot]
         self.rows[:, num_used:] = [[number] for number in padding]
-        held = [row[2] for row in rows]
-        for row, pages in enumerate([*held, *[(padding_page,)] * (len(self.pages) - num_used)]):
-            if self.pages[row] is not pages and self.pages[row] != pages:
-                self.pages[row] = pages
+        spans = [(len(chunk.tokens), chunk.pages) for chunk in step.chunks]
+        end = 0
+        for count, pages in [*spans, (len(self.pages) - num_used, (padding_page,))]:
+            begin, end = end, end + count
+            held = self.pages[begin:end]
+            if any(own is not pages and own != pages for own in held):
+                self.pages[begin:end] = [pages] * count
                 # -1: out of every window.
-                self.tables[row, : len(pages)] = [max(0, page) for page in pages]
+                self.tables[begin:end, : len(pages)] = [max(0, page) for page in pages]
 
 
 def _rows_and_tables(
