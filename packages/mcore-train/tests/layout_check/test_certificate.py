@@ -3,17 +3,15 @@
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 
-from mcore_parallel.precision.config import Fp8Config
-from mcore_parallel.precision.fp8_cast import cast_rows, dequantized
 from mcore_train.layout_check.certificate import (
     Certificate,
     Line,
     compare,
     compare_rounded,
     draw,
-    rounding_band,
     tensor_class,
     vanishing,
 )
@@ -103,24 +101,46 @@ def test_numbers_of_layers_and_experts_are_no_part_of_a_class():
 
 def test_rounding_may_be_as_wide_as_twice_that_of_one_rank():
     off, further = trial(shift=0.04), trial(shift=0.09)
-    assert not failed(compare_rounded(off, off, trial(), 1.6e-2))
-    assert not failed(compare_rounded(trial(shift=0.07), off, trial(), 1.6e-2))
-    assert failed(compare_rounded(further, off, trial(), 1.6e-2))
-    assert failed(compare_rounded(off, trial(), trial(), 1.6e-2))
+    assert not failed(compare_rounded(off, [off], trial(), 1.6e-2))
+    assert not failed(compare_rounded(trial(shift=0.07), [off], trial(), 1.6e-2))
+    assert failed(compare_rounded(further, [off], trial(), 1.6e-2))
+    assert failed(compare_rounded(off, [trial()], trial(), 1.6e-2))
 
 
-def test_a_last_bit_that_sends_numbers_to_another_fp8_number_is_no_fault_of_the_layout():
-    middle = torch.tensor([[116 / 112, 4.0]])  # scaled by 112: between 112 and 120
-    one, other = (
-        dequantized(*cast_rows(x, torch.tensor([4.0]), torch.float8_e4m3fn))[0]
-        for x in (middle * (1 - 1e-6), middle * (1 + 1e-6))
-    )
-    fp8 = Fp8Config(fp8_format="hybrid")
-    far = float((one - other).abs().max() / one.abs().max())
-    assert rounding_band(torch.float32, Fp8Config()) < far < rounding_band(torch.float32, fp8)
-    assert rounding_band(torch.bfloat16, fp8) < rounding_band(
-        torch.bfloat16, Fp8Config(fp8_format="e4m3", fp8_recipe="nvfp4")
-    )
+def few_bits(seed=0, factor=1.0, without=""):
+    """A trial of twelve tensors, each number an eighth off, and what it rounds."""
+    draw = torch.Generator().manual_seed(7)
+    exact = {f"{i}.weight": torch.randn(256, generator=draw).double() for i in range(12)}
+    noise = torch.Generator().manual_seed(seed)
+    rounded = {
+        name: tensor * factor * (1 + torch.randn(256, generator=noise) / 8)
+        for name, tensor in exact.items()
+    }
+    rounded |= {name: rounded[name] / 2 for name in rounded if name == without}
+    oracle = replace(trial(), gradients=exact, logits=exact)
+    return replace(oracle, gradients=rounded), oracle
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ({}, set()),
+        ({"factor": 1.05}, {"gradient, mean scale"}),
+        ({"without": "3.weight"}, {"gradient, scale"}),
+    ],
+)
+def test_faults_smaller_than_the_rounding_of_few_bits_are_seen_over_all_tensors(fault, seen):
+    (alone, oracle), (found, _) = few_bits(seed=1), few_bits(seed=2, **fault)
+    lines = compare_rounded(found, [alone], oracle, 1.6e-2, few_bits=True)
+    assert {what for what, _ in failed(lines)} >= seen
+    assert not seen or not failed(compare_rounded(found, [alone], oracle, 1.6e-2))
+    assert seen or not failed(lines)
+
+
+def test_the_coarsest_of_several_lone_runs_says_what_rounding_costs():
+    (alone, oracle), (found, _) = few_bits(seed=1), few_bits(seed=2)
+    assert failed(compare_rounded(found, [oracle], oracle, 1e-5, few_bits=True))
+    assert not failed(compare_rounded(found, [oracle, alone], oracle, 1e-5, few_bits=True))
 
 
 def test_json_says_each_error_and_the_verdict():

@@ -8,15 +8,15 @@ an update is measured by the largest of the model.
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isnan, nan
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from mcore_parallel.precision.config import Fp8Config
-from mcore_parallel.testing.layout_comparison import EXACT, tensor_errors
+from mcore_parallel.testing.layout_comparison import EXACT, LEAST_SCALE, tensor_errors
 from mcore_train.layout_check.trial import Trial
 
 BANDS: dict[torch.dtype, float] = {
@@ -26,10 +26,9 @@ BANDS: dict[torch.dtype, float] = {
 }
 """The formats that people train in, beside float64. Where one rank's own worst tensor is
 further off than half of that, twice its distance: rounding sets it, not the layout."""
-FP8_BAND, FP4_BAND = 2.0**-4, 2.0**-2
-"""Of runs in few bits: a last bit of 32 or 16 sends a number near the middle of two to
-either of them, and one rank's own distance says little of which. What all roundings of a
-gradient cost together, 6 and 15 %, is the most that others can."""
+MEAN_ROOM, SCALE_ROOM = 1.25, 2.0
+"""What a layout's means over tensors may be of one rank's, where GEMMs are in few bits. The
+largest that were seen of right layouts, by six recipes: 1.1 of distances, 1.5 of scales."""
 VANISHING = 1e-12
 """Share of the model's largest gradient below which a gradient is rounding."""
 
@@ -104,29 +103,36 @@ def compare(trial: Trial, oracle: Trial, tolerance: float = EXACT) -> list[Line]
     return lines
 
 
-def rounding_band(dtype: torch.dtype, fp8: Fp8Config) -> float:
-    """Return how far off a run's own format may be, of GEMMs in few bits too."""
-    narrow = FP4_BAND if fp8.fp8_recipe == "nvfp4" else FP8_BAND
-    return max(BANDS[dtype], narrow if fp8.fp8_format else 0.0)
-
-
-def compare_rounded(trial: Trial, alone: Trial, oracle: Trial, band: float) -> list[Line]:
+def compare_rounded(
+    trial: Trial, alone: Sequence[Trial], oracle: Trial, band: float, *, few_bits: bool = False
+) -> list[Line]:
     """Hold a trial in the run's own format to one rank's in float64.
+
+    GEMMs in few bits differ by more: a last bit of the run's format sends a number near the
+    middle of two to either of them, and so the numbers of later layers. The widest error of a
+    tensor then hides faults, so that all tensors together are held to one rank's too.
 
     Args:
         trial: of the layout.
-        alone: of one rank in the same format: its distance is that of rounding alone.
+        alone: of one rank, in the same format or a coarser one: their distance is that of
+            rounding alone.
         oracle: of one rank in float64.
-        band: of the format, see ``rounding_band``.
+        band: of the format, see ``BANDS``.
+        few_bits: whether GEMMs are in fewer bits than the format.
     """
     # Weights after steps are left out: AdamW's first steps are signs, which rounding flips.
     rounding: dict[str, float] = {}
-    for line in _rounded(alone, oracle, band):
+    for line in (line for lone in alone for line in _rounded(lone, oracle, band)):
         rounding[line.what] = max(line.error, rounding.get(line.what, 0.0))
-    return [
-        replace(line, tolerance=max(band, 2 * rounding[line.what]))
+    lines = [
+        replace(line, tolerance=2 * rounding[line.what])
         for line in _rounded(trial, oracle, band)
     ]
+    if few_bits:
+        lines += _over_all("logits", trial.logits, [a.logits for a in alone], oracle.logits)
+        gradients = [lone.gradients for lone in alone]
+        lines += _over_all("gradient", trial.gradients, gradients, oracle.gradients)
+    return [replace(line, tolerance=max(band, line.tolerance)) for line in lines]
 
 
 def _rounded(trial: Trial, oracle: Trial, band: float) -> list[Line]:
@@ -167,6 +173,61 @@ def _tensor_lines(
         Line(what=what, tensor=kind, worst=name, error=error, tolerance=tolerance)
         for kind, (name, error) in worst.items()
     ]
+
+
+def _over_all(
+    what: str,
+    found: Mapping[str, Tensor],
+    alone: Iterable[Mapping[str, Tensor]],
+    expected: Mapping[str, Tensor],
+) -> list[Line]:
+    """Compare all tensors at once: their mean distance, and that of their scales."""
+    others = [_distances(lone, expected) for lone in alone]
+    distances, scales = _distances(found, expected)
+    lines = []
+    for number, (quantity, errors, room) in enumerate(
+        (("mean distance", distances, MEAN_ROOM), ("mean scale", scales, SCALE_ROOM))
+    ):
+        allowed = room * max(fmean(other[number].values()) for other in others)
+        error = fmean(errors.values())
+        lines.append(
+            Line(
+                what=f"{what}, {quantity}", tensor="", worst="", error=error, tolerance=allowed
+            )
+        )
+    worst = max(scales, key=lambda name: (isnan(scales[name]), scales[name]))
+    allowed = SCALE_ROOM * max(max(other[1].values()) for other in others)
+    lines.append(
+        Line(
+            what=f"{what}, scale",
+            tensor="",
+            worst=worst,
+            error=scales[worst],
+            tolerance=allowed,
+        )
+    )
+    return lines
+
+
+def _distances(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return |a-b| / |b| of every tensor, and how far a's best multiple of b is from 1.
+
+    Rounding moves the second far less than the first, a wrong factor or a sum that lacks a
+    part as much. Norms of b have the floor of ``tensor_errors``.
+    """
+    wide = {name: tensor.double().flatten() for name, tensor in expected.items()}
+    sizes = {name: float(b.square().mean().sqrt()) for name, b in wide.items() if b.numel()}
+    least = LEAST_SCALE * max(sizes.values(), default=0.0)
+    distances, scales = {}, {}
+    for name, size in sizes.items():
+        b = wide[name]
+        off = found[name].double().flatten() - b
+        square = b.numel() * max(size, least) ** 2 or 1.0
+        distances[name] = float(off @ off / square) ** 0.5
+        scales[name] = abs(float(off @ b / square))
+    return distances, scales
 
 
 def _number(

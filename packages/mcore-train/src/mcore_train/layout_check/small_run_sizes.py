@@ -37,6 +37,8 @@ from mcore_train.resolution import Plan
 HEAD_DIM = 8
 LEAST_SEQ_LENGTH = 16
 LEAST_VOCAB_SIZE = 48
+MOST_GAIN = 0.8
+"""Of a matrix on random numbers: with more, wide models multiply every rounding by layers."""
 MOST_LOSS_SCALE = 1024.0
 
 
@@ -86,7 +88,7 @@ def shrink_model(
         longrope_short_factor=(model.longrope_short_factor * pairs)[:pairs],
         longrope_long_factor=(model.longrope_long_factor * pairs)[:pairs],
         attention_chunk_size=min(model.attention_chunk_size, length // 2),
-        init_method_std=0.1,
+        init_method_std=min(0.1, MOST_GAIN / (heads * channels) ** 0.5),
         mup_base_hidden_size=4 if model.use_mup else 0,
         embedding_init_method_std=0.0,
         make_vocab_size_divisible_by=_vocab_multiple(plan, parallel),
