@@ -149,8 +149,18 @@ def build_run(
     *,
     dtype: torch.dtype,
     tables: Tables | None = None,
+    nudge_seed: int = 0,
 ) -> Run:
-    """Assemble a run on this rank, with nothing at a value that would hide a fault."""
+    """Assemble a run on this rank, with nothing at a value that would hide a fault.
+
+    Args:
+        plan: of a small run.
+        ctx: its layout.
+        rows: to train and validate on.
+        dtype: of parameters and activations.
+        tables: see ``assemble``.
+        nudge_seed: see ``run_trial``.
+    """
     # So that adapters add as much as the model has: chaos would enlarge what is rounded.
     adapter_std = VECTOR_STD / max(1.0, plan.config.peft.scale)
 
@@ -165,6 +175,8 @@ def build_run(
                 fill_parameter_(named, seed=plan.config.run.seed + 1, std=std)
                 with torch.no_grad():
                     named.parameter.add_(before)
+            if nudge_seed:
+                _nudge(named.parameter, nudge_seed)
 
     return assemble(
         plan,
@@ -176,6 +188,15 @@ def build_run(
     )
 
 
+@torch.no_grad()
+def _nudge(parameter: Tensor, seed: int) -> None:
+    draw = torch.Generator(parameter.device).manual_seed(seed)
+    signs = torch.empty(parameter.shape, device=parameter.device).uniform_(
+        -1, 1, generator=draw
+    )
+    parameter.mul_(1 + 2.0**-8 * signs.sign())
+
+
 def run_trial(
     plan: Plan,
     ctx: ParallelContext,
@@ -184,6 +205,7 @@ def run_trial(
     dtype: torch.dtype = torch.float64,
     folder: Path | None = None,
     saved_step: int = 0,
+    nudge_seed: int = 0,
 ) -> Trial:
     """Train to the end of the plan; all ranks of the context call it together.
 
@@ -194,12 +216,14 @@ def run_trial(
         dtype: of parameters and activations.
         folder: for a checkpoint; None: nothing is saved.
         saved_step: whose weights are compared, and after which is saved; 0: the last.
+        nudge_seed: moves each weight of one rank up or down by a last bit of bfloat16, so that
+            other numbers are rounded; 0: none.
     """
     saved_step = saved_step or plan.train_iters
     if folder is not None:
         saving = SaveConfig(save=str(folder))
         plan = replace(plan, config=replace(plan.config, saving=saving))
-    run = build_run(plan, ctx, rows, dtype=dtype)
+    run = build_run(plan, ctx, rows, dtype=dtype, nudge_seed=nudge_seed)
     with run.recorder or nullcontext():
         trial = _observe(run, folder, saved_step)
     if folder is not None:
