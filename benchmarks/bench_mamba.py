@@ -16,6 +16,7 @@ import argparse
 import statistics
 from functools import partial, reduce
 from operator import or_
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from peer_recurrences import Recurrence, peers
 from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_models.config import TransformerConfig
+from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.recurrent.delta_net import DeltaNet
 from mcore_models.layers.recurrent.delta_rule import delta_rule_plain, gated_delta_rule
 from mcore_models.layers.recurrent.mamba import Mamba
@@ -30,6 +32,7 @@ from mcore_models.layers.recurrent.ssd import ssd, ssd_plain
 from mcore_parallel.logical_tensors import delta_sizes, mamba_sizes
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import package_versions
+from mcore_parallel.rng import RngStreams
 
 PEAK_TFLOPS = 989.0
 
@@ -54,8 +57,11 @@ def main() -> None:
         mamba_num_groups=1,
         mamba_chunk_size=options.chunk_size,
     )
-    placed = {"device": "cuda", "dtype": torch.bfloat16}
-    mixer = (Mamba if is_mamba else DeltaNet)(config, ParallelContext.single(), 0, **placed)
+    placed: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    ctx = ParallelContext.single()
+    streams = RngStreams(1234, ctx)
+    setup = LayerSetup(config=config, ctx=ctx, layer=0, streams=streams, **placed)
+    mixer = (Mamba if is_mamba else DeltaNet)(setup)
     with torch.no_grad():
         for linear in (mixer.in_proj, mixer.out_proj):
             linear.weight.normal_(std=0.02)

@@ -18,6 +18,7 @@ _EXPORTS: dict[str, str] = {
     "KernelConfig": "config",
     "LanguageModel": "protocol",
     "LayerNorm": "layers.norm",
+    "LayerSetup": "layers.layer_setup",
     "LayerState": "protocol",
     "MLP": "layers.mlp",
     "Mamba": "layers.recurrent.mamba",

@@ -21,7 +21,7 @@ from mcore_models.checks.inputs import check_inputs
 from mcore_models.encoder_config import BertConfig
 from mcore_models.layers.encoder_decoder_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.heads import MaskedTokenHead, Pooler
-from mcore_models.layers.mixers import LayerSetup
+from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.layers.residual import Residual, stream_norm
@@ -29,7 +29,6 @@ from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch
 from mcore_models.stage_model import StageModel
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
-from mcore_parallel.precision.fp8 import LinearGemms
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
@@ -66,24 +65,16 @@ class BERT(StageModel):
         }
     )
 
-    def build_parts(
-        self,
-        ctx: ParallelContext,
-        placed: Mapping[str, Any],
-        options: Mapping[str, Any],
-        gemms: Sequence[LinearGemms],
-    ) -> None:
+    def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:
         """Allocate embeddings, layers and heads, see ``StageModel``."""
-        config = self.config
+        config, placed = self.config, setups[0].placed
         self.has_binary = "binary" in config.bert_heads
         self.loss_coefficients = {LM_LOSS: 1.0} | ({SOP_LOSS: 1.0} if self.has_binary else {})
         self._add_embeddings(ctx, placed)
         self.blocks = nn.ModuleDict()
         for layer in self.stage.layers:
-            setup = LayerSetup(
-                config=config, ctx=ctx, layer=layer, gemms=gemms[layer], **options
-            )
-            self.blocks[str(layer)] = MaskedBlock(setup, post_norm=config.post_layer_norm)
+            block = MaskedBlock(setups[layer], post_norm=config.post_layer_norm)
+            self.blocks[str(layer)] = block
         self._add_heads(ctx, placed)
 
     def _add_embeddings(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
+from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.initialization import initialize_
-from mcore_models.layers.block import NO_PARTS, Parts, TransformerBlock
+from mcore_models.layers.block import TransformerBlock
 from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.mtp import PredictionLayer, shifted
 from mcore_models.layers.residual import Residual
 from mcore_models.layers.rope import build_rotary
@@ -158,17 +159,10 @@ class MultiTokenPrediction(nn.Module):
             num_attention_heads=num_attention_heads or max(1, hidden_size // 64),
         )
         ctx = ParallelContext.single()
-        block: dict[str, Any] = {
-            "streams": RngStreams(seed, ctx),
-            "moe": _NO_EXPERTS,
-            "recomputing": RecomputeConfig(),
-            "kernels": KernelConfig(),
-            "dtype": dtype,
-        }
+        streams = RngStreams(seed, ctx)
+        setup = LayerSetup(config=self.config, ctx=ctx, layer=0, streams=streams, dtype=dtype)
         self.layers = nn.ModuleList(
-            PredictionLayer(
-                self.config, ctx, TransformerBlock(self.config, ctx, 0, **block), dtype=dtype
-            )
+            PredictionLayer(self.config, ctx, TransformerBlock(setup), dtype=dtype)
             for _ in range(num_predictions)
         )
         initialize_(self, self.config, seed)

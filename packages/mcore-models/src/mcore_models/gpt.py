@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mcore_models.checks.inputs import check_inputs
 from mcore_models.layers.block import TransformerBlock
 from mcore_models.layers.block_inputs import BlockInputs, build_inputs
+from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mtp import PredictionLayer
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.residual import Residual, stream_norm
@@ -27,7 +28,6 @@ from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.logical_tensors import further_mixers, shared_layers
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.mup import embedding_factor, logits_factor
-from mcore_parallel.precision.fp8 import LinearGemms
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import (
     VocabParallelHead,
@@ -51,33 +51,24 @@ class GPT(StageModel, MTPLanguageModel):
             where a pipeline layout places them.
     """
 
-    def build_parts(
-        self,
-        ctx: ParallelContext,
-        placed: Mapping[str, Any],
-        options: Mapping[str, Any],
-        gemms: Sequence[LinearGemms],
-    ) -> None:
+    def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:
         """Allocate embeddings, layers, norm and head, see ``StageModel``."""
-        config, stage = self.config, self.stage
+        config, stage, placed = self.config, self.stage, setups[0].placed
         self.add_further_losses()
         self._add_embeddings(ctx, placed)
-
-        def block(layer: int, place: int, **more: Any) -> TransformerBlock:
-            return TransformerBlock(config, ctx, layer, gemms=gemms[place], **more, **options)
-
-        self.blocks = nn.ModuleDict({str(layer): block(layer, layer) for layer in stage.layers})
+        self.blocks = nn.ModuleDict(
+            {str(layer): TransformerBlock(setups[layer]) for layer in stage.layers}
+        )
         if self.is_normed:
             self.final_norm = stream_norm(config, ctx, **placed)
         if stage.has_loss and config.untie_embeddings_and_output_weights:
             self.head = VocabParallelHead(
                 config.hidden_size, self.vocab_size, **self.vocab_split(), **placed
             )
-        count = config.num_layers
-        mixers = {"mixers": further_mixers(config, options["moe"])}
+        mixers = further_mixers(config, setups[0].moe)
         self.mtp = nn.ModuleList(
-            PredictionLayer(config, ctx, block(count - 1, count + depth, **mixers), **placed)
-            for depth in range(config.mtp_num_layers if stage.has_mtp else 0)
+            PredictionLayer(config, ctx, TransformerBlock(setup, mixers), **placed)
+            for setup in (setups[config.num_layers :] if stage.has_mtp else ())
         )
 
     def _add_embeddings(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:

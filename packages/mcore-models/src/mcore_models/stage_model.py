@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mcore_models.checks.layouts import layout_problems
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.initialization import initialize_
-from mcore_models.layers.block import NO_PARTS, Parts
+from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.residual import Residual, stream_cuts, stream_dropout
 from mcore_models.layers.stack import run_blocks
 from mcore_models.protocol import TrainableModel
@@ -113,34 +113,35 @@ class StageModel(TrainableModel):
         self.padded_vocab_size = padded_vocab(
             vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
         )
-        placed: dict[str, Any] = {"device": device or ctx.device, "dtype": dtype}
-        options: dict[str, Any] = {
-            "streams": self.streams,
-            "moe": moe,
-            "recomputing": recomputing,
-            "kernels": kernels,
-            **({"parts": parts} if parts else {}),
-            **placed,
-        }
-        gemms = gemms or (PLAIN_GEMMS,) * (count + config.mtp_num_layers)
-        self.build_parts(ctx, placed, options, gemms)
+        num_places = count + config.mtp_num_layers
+        gemms = gemms or (PLAIN_GEMMS,) * num_places
+        setups = [
+            LayerSetup(
+                config=config,
+                ctx=ctx,
+                layer=min(place, count - 1),  # layers behind the last one are made like it
+                streams=self.streams,
+                moe=moe,
+                recomputing=recomputing,
+                kernels=kernels,
+                gemms=gemms[place],
+                parts=parts,
+                device=device or ctx.device,
+                dtype=dtype,
+            )
+            for place in range(num_places)
+        ]
+        self.build_parts(ctx, setups)
         initialize_(self, config, seed)
 
     @abstractmethod
-    def build_parts(
-        self,
-        ctx: ParallelContext,
-        placed: Mapping[str, Any],
-        options: Mapping[str, Any],
-        gemms: Sequence[LinearGemms],
-    ) -> None:
-        """Allocate what this stage has, from the first layer on; weights are filled later.
+    def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:
+        """Allocate what this stage has; weights are filled later.
 
         Args:
             ctx: the layout.
-            placed: ``device`` and ``dtype`` of all parameters.
-            options: of every layer, ``placed`` among them; see ``LayerSetup``.
-            gemms: of every layer, by global number.
+            setups: of every layer, by global number; of those that predict further tokens
+                behind them.
         """
 
     def add_embedding(self, tied: Axis, placed: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from mcore_models.checks.inputs import check_inputs
 from mcore_models.encoder_config import T5Config, encoder_layers, num_stack_layers
 from mcore_models.layers.encoder_decoder_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.heads import OutputBias
-from mcore_models.layers.mixers import LayerSetup
+from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.relative_bias import (
@@ -42,7 +42,6 @@ from mcore_models.protocol import (
 from mcore_models.stage_model import StageModel
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
-from mcore_parallel.precision.fp8 import LinearGemms
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import (
     VocabParallelHead,
@@ -99,15 +98,9 @@ class T5(StageModel):
         }
     )
 
-    def build_parts(
-        self,
-        ctx: ParallelContext,
-        placed: Mapping[str, Any],
-        options: Mapping[str, Any],
-        gemms: Sequence[LinearGemms],
-    ) -> None:
+    def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:
         """Allocate embeddings, both stacks and the head, see ``StageModel``."""
-        config, layers = self.config, self.stage.layers
+        config, layers, placed = self.config, self.stage.layers, setups[0].placed
         self.is_relative = config.position_embedding_type == "relative"
         self.is_tied = not config.untie_embeddings_and_output_weights
         self._add_ends(ctx, placed)
@@ -117,7 +110,7 @@ class T5(StageModel):
             is_decoder = layer >= depth
             stack = self.decoder if is_decoder else self.encoder
             stack.blocks[str(layer - depth * is_decoder)] = MaskedBlock(
-                LayerSetup(config=config, ctx=ctx, layer=layer, gemms=gemms[layer], **options),
+                setups[layer],
                 is_decoder=is_decoder,
                 scale=None if config.scale_attention_scores else 1.0,
             )

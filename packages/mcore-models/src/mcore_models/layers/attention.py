@@ -15,18 +15,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.checks.layouts import cannot_be_cut, cp_comm_type
-from mcore_models.config import (
-    KernelConfig,
-    TransformerConfig,
-    chunk,
-    is_local,
-    is_rotated,
-    window,
-)
+from mcore_models.config import chunk, is_local, is_rotated, window
 from mcore_models.kernels.alibi import alibi_slopes, num_channels, with_distances
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import RMSNorm, SplitRMSNorm, build_norm, l2_normed
 from mcore_models.layers.rope import RotaryTables, rotary_kernel, rotate
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
@@ -44,12 +38,10 @@ from mcore_parallel.logical_tensors import (
     head_dim,
     num_kv_heads,
 )
-from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.mesh import Axis
 from mcore_parallel.mup import score_scale
 from mcore_parallel.optional_kernels import works
-from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
-from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -57,7 +49,6 @@ from mcore_parallel.tensor_parallel.linear import (
     RowParallelLinear,
 )
 
-_ANY_KERNELS = KernelConfig()
 _NOTHING_MORE = BlockInputs()
 
 
@@ -72,78 +63,49 @@ class Attention(nn.Module):
         tracker: notes the largest scores of its heads in training, or None.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        ctx: ParallelContext,
-        layer: int,
-        *,
-        streams: RngStreams,
-        recompute_core: bool = False,
-        kernels: KernelConfig = _ANY_KERNELS,
-        gemms: LinearGemms = PLAIN_GEMMS,
-        in_features: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, setup: LayerSetup, in_features: int = 0) -> None:
         """Allocate this rank's heads; weights are zero until the model fills them.
 
         Args:
-            config: of the model.
-            ctx: whose ``tp`` shares the heads and ``cp`` the sequence.
-            layer: global number.
-            streams: for dropping attention weights.
-            recompute_core: compute everything between the linears again in backward.
-            kernels: that compute the attention.
-            gemms: what multiplies in the two linears.
+            setup: what it is built from.
             in_features: width of what it reads; 0: D.
-            device: of the parameters.
-            dtype: of the parameters.
         """
         super().__init__()
-        self.config, self.layer = config, layer
+        config, ctx, layer = setup.config, setup.ctx, setup.layer
+        self.config, self.layer, self.cp, self.streams = config, layer, ctx.cp, setup.streams
         self.window, self.chunk = window(config, layer), chunk(config, layer)
         self.is_local, self.is_rotated = is_local(config, layer), is_rotated(config, layer)
-        self.cp, self.streams, self.recompute_core = ctx.cp, streams, recompute_core
+        self.recompute_core = "core_attn" in setup.recomputed
         self.comm_type = cp_comm_type(config, ctx.config, layer)
         self.cp_levels = ctx.cp_exchange, ctx.cp_ring
-        check_backend(kernels.attention_backend)
-        self.backend = kernels.attention_backend
+        self.backend = setup.kernels.attention_backend
+        check_backend(self.backend)
         self.attend: Callable[..., Tensor] = attend
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         tp = ctx.tp
         holders = ctx.tp_block(max(1, tp.size // G))
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        linear: dict[str, Any] = {
-            "axis": tp,
-            "sequence_parallel": ctx.config.sequence_parallel,
-            "init_std": 0.0,
-            **placed,
-        }
-        outputs = [
-            Output("q", N * H),
-            Output("k", G * H, holders),
-            Output("v", G * H, holders),
-        ]
+        outputs = [Output("q", N * H), Output("k", G * H, holders), Output("v", G * H, holders)]
         if config.attention_output_gate:
             outputs.append(Output("gate", N * H))
-        self.qkv = ColumnParallelLinear(
-            in_features or config.hidden_size,
-            outputs,
-            bias=has_qkv_bias(config),
-            gemm=gemms.column,
-            **linear,
-        )
-        self.proj = RowParallelLinear(
-            N * H, config.hidden_size, bias=has_attention_bias(config), gemm=gemms.row, **linear
-        )
-        self.q_norm = self._build_qk_norm(N, tp, placed)
-        self.k_norm = self._build_qk_norm(G, tp, placed)
+        column: dict[str, Any] = {
+            "bias": has_qkv_bias(config),
+            "gemm": setup.gemms.column,
+            **setup.split,
+        }
+        self.qkv = ColumnParallelLinear(in_features or config.hidden_size, outputs, **column)
+        row: dict[str, Any] = {
+            "bias": has_attention_bias(config),
+            "gemm": setup.gemms.row,
+            **setup.split,
+        }
+        self.proj = RowParallelLinear(N * H, config.hidden_size, **row)
+        self.q_norm = self._build_qk_norm(N, tp, setup.placed)
+        self.k_norm = self._build_qk_norm(G, tp, setup.placed)
         self.score_scale = score_scale(config, H)
         self.tp, self.sinks = tp, None
         self.tracker: ScoreTracker | None = None
         if config.softmax_type == "learnable":
-            self.sinks = nn.Parameter(torch.zeros(N // tp.size, **placed))
+            self.sinks = nn.Parameter(torch.zeros(N // tp.size, **setup.placed))
 
     def _build_qk_norm(self, heads: int, tp: Axis, placed: dict[str, Any]) -> nn.Module | None:
         config, H = self.config, head_dim(self.config)

@@ -4,28 +4,19 @@ A transformer's layer is attention, then a dense or an expert feed-forward layer
 layers consist of says ``layer_mixers``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.layers.block_inputs import BlockInputs
-from mcore_models.layers.mixers import MIXERS, LayerSetup
+from mcore_models.layers.layer_setup import LayerSetup
+from mcore_models.layers.mixers import MIXERS
 from mcore_models.layers.residual import PreNorm, Residual, stream_dropout, stream_norm
-from mcore_moe.config import MoEConfig
 from mcore_parallel.logical_tensors import layer_mixers, layer_norms
-from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
-from mcore_parallel.rng import RngStreams
 
 _NO_NORM = nn.Identity()
-Parts = Mapping[str, Callable[[LayerSetup], nn.Module]]
-"""What builds a mixer in place of the one of that name."""
-NO_PARTS: Parts = MappingProxyType({})
 
 
 class TransformerBlock(nn.Module):
@@ -41,67 +32,33 @@ class TransformerBlock(nn.Module):
         residual: joins a half to the residual stream.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        ctx: ParallelContext,
-        layer: int,
-        *,
-        streams: RngStreams,
-        moe: MoEConfig,
-        mixers: tuple[str, ...] = (),
-        parts: Parts = NO_PARTS,
-        recomputing: RecomputeConfig,
-        kernels: KernelConfig,
-        gemms: LinearGemms = PLAIN_GEMMS,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, setup: LayerSetup, mixers: tuple[str, ...] = ()) -> None:
         """Allocate this rank's share; weights are zero until the model fills them.
 
         Args:
-            config: of the model.
-            ctx: the layout.
-            layer: global number.
-            streams: for dropout.
-            moe: says whether this layer has experts, and which.
-            mixers: of this layer; empty: those that the config says.
-            parts: modules of one's own in place of mixers, by name: a function of the setup
-                builds one, which is called as the mixer that it replaces (``MIXERS``):
+            setup: what the layer is built from. A function of it builds each of its
+                ``parts``, which is called as the mixer that it replaces (``MIXERS``):
                 attention with the normed stream and its inputs, mlp with the stream alone.
-            kernels: which compute attention.
-            gemms: what multiplies in attention and the dense feed-forward layer.
-            recomputing: its selective modules; full-layer recompute is handled by the model.
-            device: of the parameters.
-            dtype: of the parameters.
+            mixers: of this layer; empty: those that the config says.
 
         Raises:
             ValueError: for a part of a name that no mixer has.
         """
         super().__init__()
+        parts = setup.parts
         if unknown := sorted(parts.keys() - MIXERS.keys()):
             raise ValueError(f"parts name {', '.join(unknown)}: use {', '.join(MIXERS)}.")
-        setup = LayerSetup(
-            config=config,
-            ctx=ctx,
-            layer=layer,
-            streams=streams,
-            moe=moe,
-            recomputing=recomputing,
-            kernels=kernels,
-            gemms=gemms,
-            device=device,
-            dtype=dtype,
-        )
+        config, ctx = setup.config, setup.ctx
         self.parallel_residual = config.parallel_residual
-        self.mixers = mixers or layer_mixers(config, moe)[layer]
+        self.mixers = mixers or layer_mixers(config, setup.moe)[setup.layer]
         self.norms = layer_norms(config, self.mixers)
         for name, around in zip(self.mixers, self.norms, strict=True):
             for norm_name in filter(None, around):
                 self.add_module(norm_name, stream_norm(config, ctx, **setup.placed))
             self.add_module(name, parts.get(name, MIXERS[name].build)(setup))
-        dropout = stream_dropout(config, ctx, streams)
-        self.residual = PreNorm(dropout, streams, setup.recomputed, config.residual_multiplier)
+        dropout = stream_dropout(config, ctx, setup.streams)
+        factor = config.residual_multiplier
+        self.residual = PreNorm(dropout, setup.streams, setup.recomputed, factor)
 
     def forward(self, stream: Residual, inputs: BlockInputs) -> Residual:
         """Transform the residual stream; communicates as the mixers do.

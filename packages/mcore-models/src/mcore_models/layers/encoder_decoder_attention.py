@@ -16,22 +16,17 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
-from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernels.attention_backends import GPU_BACKENDS, attend, check_backend
+from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.zigzag import zigzag_join
 from mcore_parallel.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
-from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
-from mcore_parallel.rng import RngStreams
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
     Output,
     RowParallelLinear,
 )
-
-_ANY_KERNELS = KernelConfig()
 
 
 class MaskedAttention(nn.Module):
@@ -44,49 +39,34 @@ class MaskedAttention(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
-        ctx: ParallelContext,
+        setup: LayerSetup,
         *,
-        streams: RngStreams,
         is_cross: bool = False,
         causal: bool = False,
         scale: float | None = None,
-        recompute_core: bool = False,
-        kernels: KernelConfig = _ANY_KERNELS,
-        gemms: LinearGemms = PLAIN_GEMMS,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         """Allocate this rank's heads; weights are zero until the model fills them.
 
         Args:
-            config: of the model.
-            ctx: whose ``tp`` shares the heads and ``cp`` the sequence.
-            streams: for dropping attention weights.
+            setup: what it is built from.
             is_cross: keys and values come from an encoder.
             causal: whether a query sees only keys up to its own place where there is no mask.
             scale: of the scores; None: 1/sqrt(head dim).
-            recompute_core: compute everything between the linears again in backward.
-            kernels: that compute the attention.
-            gemms: what multiplies in the linears.
-            device: of the parameters.
-            dtype: of the parameters.
         """
         super().__init__()
-        self.config, self.cp, self.streams = config, ctx.cp, streams
-        self.causal, self.scale, self.recompute_core = causal, scale, recompute_core
-        check_backend(kernels.attention_backend)
-        self.backend = kernels.attention_backend
+        config, ctx, gemms = setup.config, setup.ctx, setup.gemms
+        self.config, self.cp, self.streams = config, ctx.cp, setup.streams
+        self.causal, self.scale = causal, scale
+        self.recompute_core = "core_attn" in setup.recomputed
+        self.backend = setup.kernels.attention_backend
+        check_backend(self.backend)
         N, G, H = config.num_attention_heads, num_kv_heads(config), head_dim(config)
         holders = ctx.tp_block(max(1, ctx.tp.size // G))
-        linear: dict[str, Any] = {
-            "axis": ctx.tp,
-            "sequence_parallel": ctx.config.sequence_parallel,
-            "init_std": 0.0,
-            "device": device,
-            "dtype": dtype,
+        column: dict[str, Any] = {
+            "bias": has_qkv_bias(config),
+            "gemm": gemms.column,
+            **setup.split,
         }
-        column: dict[str, Any] = {"bias": has_qkv_bias(config), "gemm": gemms.column, **linear}
         query = Output("" if is_cross else "q", N * H)
         others = [Output("k", G * H, holders), Output("v", G * H, holders)]
         self.is_cross = is_cross
@@ -95,9 +75,8 @@ class MaskedAttention(nn.Module):
             self.kv = ColumnParallelLinear(config.hidden_size, others, **column)
         else:
             self.qkv = ColumnParallelLinear(config.hidden_size, [query, *others], **column)
-        self.proj = RowParallelLinear(
-            N * H, config.hidden_size, bias=config.add_bias_linear, gemm=gemms.row, **linear
-        )
+        row: dict[str, Any] = {"bias": config.add_bias_linear, "gemm": gemms.row, **setup.split}
+        self.proj = RowParallelLinear(N * H, config.hidden_size, **row)
 
     def forward(
         self,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mcore_models.encoder_config import T5Config, feed_forward
 from mcore_models.layers.encoder_decoder_attention import MaskedAttention
-from mcore_models.layers.mixers import MIXERS, LayerSetup
+from mcore_models.layers.layer_setup import LayerSetup
+from mcore_models.layers.mixers import MIXERS
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.residual import (
     PostNorm,
@@ -63,20 +64,17 @@ class MaskedBlock(nn.Module):
             is_decoder: attend causally, and to an encoder as well.
             post_norm: norms after each half.
             scale: of attention scores; None: 1/sqrt(head dim).
+
+        Raises:
+            ValueError: for parts in place of its own.
         """
         super().__init__()
-        options: dict[str, Any] = {
-            "streams": setup.streams,
-            "scale": scale,
-            "recompute_core": "core_attn" in setup.recomputed,
-            "kernels": setup.kernels,
-            "gemms": setup.gemms,
-            **setup.placed,
-        }
+        if setup.parts:
+            raise ValueError("parts are taken by GPT alone: leave them out.")
         config, ctx = setup.config, setup.ctx
-        self.attention = MaskedAttention(config, ctx, causal=is_decoder, **options)
+        self.attention = MaskedAttention(setup, causal=is_decoder, scale=scale)
         if is_decoder:
-            self.cross_attention = MaskedAttention(config, ctx, is_cross=True, **options)
+            self.cross_attention = MaskedAttention(setup, is_cross=True, scale=scale)
         self.mlp = _build_mlp(setup)
         self.is_decoder, self.layer = is_decoder, setup.layer
         self.norm_name = "post_norm" if post_norm else "norm"
@@ -127,10 +125,7 @@ def _build_mlp(setup: LayerSetup) -> Any:
         gated=is_gated,
         activation=activation,
         bias=config.add_bias_linear,
-        axis=setup.ctx.tp,
-        sequence_parallel=setup.sequence_parallel,
-        init_std=0.0,
         recompute_activation="mlp_act" in setup.recomputed,
         gemms=setup.gemms,
-        **setup.placed,
+        **setup.split,
     )

@@ -9,69 +9,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from mcore_models.config import (
-    KernelConfig,
-    RecomputeConfig,
-    TransformerConfig,
-    activation,
-)
+from mcore_models.config import activation
 from mcore_models.layers.attention import Attention
 from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.recurrent.delta_net import DeltaNet
 from mcore_models.layers.recurrent.mamba import Mamba
 from mcore_models.layers.recurrent.mamba_attention import MambaAttention
-from mcore_models.layers.residual import stream_cuts
 from mcore_models.layers.shared_block import SharedBlock, SharedUse
-from mcore_moe.config import MoEConfig
 from mcore_moe.expert_parallel import moe_axes
 from mcore_moe.layer import MoELayer
 from mcore_parallel.logical_tensors import ffn_size, is_gated
-from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.precision.fp8 import LinearGemms
-from mcore_parallel.rng import RngStreams
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerSetup:
-    """What the mixers of one layer are built from."""
-
-    config: TransformerConfig
-    ctx: ParallelContext
-    layer: int
-    """Global number."""
-    streams: RngStreams
-    """For dropout."""
-    moe: MoEConfig
-    recomputing: RecomputeConfig
-    """Its selective modules; full-layer recompute is handled by the model."""
-    kernels: KernelConfig
-    gemms: LinearGemms
-    """What multiplies in the dense linears."""
-    device: torch.device | str | None
-    """Of the parameters."""
-    dtype: torch.dtype | None
-    """Of the parameters."""
-
-    @property
-    def placed(self) -> dict[str, Any]:
-        """Device and dtype."""
-        return {"device": self.device, "dtype": self.dtype}
-
-    @property
-    def recomputed(self) -> frozenset[str]:
-        """Modules that are recomputed by themselves."""
-        is_selective = self.recomputing.recompute_granularity == "selective"
-        return frozenset(self.recomputing.recompute_modules if is_selective else ())
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether tokens are cut over the tensor ranks outside the mixers."""
-        return stream_cuts(self.ctx).size > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,33 +40,6 @@ class Mixer:
     is_beside: bool = False
     """Whether it reads the stream without a norm, and what it says is not added to the stream
     but read beside it by the next mixer of the layer."""
-
-
-def _build_attention(setup: LayerSetup, in_features: int = 0) -> Attention:
-    return Attention(
-        setup.config,
-        setup.ctx,
-        setup.layer,
-        streams=setup.streams,
-        recompute_core="core_attn" in setup.recomputed,
-        kernels=setup.kernels,
-        gemms=setup.gemms,
-        in_features=in_features,
-        **setup.placed,
-    )
-
-
-def _build_latent_attention(setup: LayerSetup) -> LatentAttention:
-    return LatentAttention(
-        setup.config,
-        setup.ctx,
-        setup.layer,
-        streams=setup.streams,
-        recomputed=setup.recomputed,
-        kernels=setup.kernels,
-        gemms=setup.gemms,
-        **setup.placed,
-    )
 
 
 def _build_mlp(setup: LayerSetup) -> MLP:
@@ -147,26 +72,13 @@ def _build_experts(setup: LayerSetup) -> MoELayer:
     )
 
 
-def _build_mamba(setup: LayerSetup) -> Mamba:
-    return Mamba(setup.config, setup.ctx, setup.layer, gemms=setup.gemms, **setup.placed)
-
-
 def _build_mamba_attention(setup: LayerSetup) -> MambaAttention:
-    return MambaAttention(setup.config, _build_mamba(setup), _build_attention(setup))
-
-
-def _build_delta_net(setup: LayerSetup) -> DeltaNet:
-    return DeltaNet(setup.config, setup.ctx, setup.layer, gemms=setup.gemms, **setup.placed)
+    return MambaAttention(setup.config, Mamba(setup), Attention(setup))
 
 
 def _build_shared(setup: LayerSetup) -> SharedUse:
-    attention = _build_attention(setup, 2 * setup.config.hidden_size)
-    block = SharedBlock(setup.config, setup.ctx, attention, _build_mlp(setup), **setup.placed)
-    return SharedUse(setup.config, setup.ctx, setup.layer, block, **setup.placed)
-
-
-def _build_shared_again(setup: LayerSetup) -> SharedUse:
-    return SharedUse(setup.config, setup.ctx, setup.layer, **setup.placed)
+    attention = Attention(setup, in_features=2 * setup.config.hidden_size)
+    return SharedUse(setup, SharedBlock(setup, attention, _build_mlp(setup)))
 
 
 def _feed_forward(setup: LayerSetup) -> dict[str, Any]:
@@ -182,15 +94,7 @@ def _feed_forward(setup: LayerSetup) -> dict[str, Any]:
     }
 
 
-def _run_attention(
-    attention: Attention | LatentAttention, inputs: BlockInputs, x: Tensor
-) -> Tensor:
-    return attention(x, inputs)
-
-
-def _run_with_inputs(
-    mixer: Mamba | DeltaNet | MambaAttention | SharedUse, inputs: BlockInputs, x: Tensor
-) -> Tensor:
+def _run_with_inputs(mixer: nn.Module, inputs: BlockInputs, x: Tensor) -> Tensor:
     return mixer(x, inputs)
 
 
@@ -204,14 +108,14 @@ def _run_experts(moe: MoELayer, _: BlockInputs, x: Tensor) -> tuple[Tensor, Tens
 
 
 MIXERS: Mapping[str, Mixer] = {
-    "attention": Mixer(build=_build_attention, run=_run_attention),
-    "mla": Mixer(build=_build_latent_attention, run=_run_attention),
+    "attention": Mixer(build=Attention, run=_run_with_inputs),
+    "mla": Mixer(build=LatentAttention, run=_run_with_inputs),
     "mlp": Mixer(build=_build_mlp, run=_run_mlp, recomputed_as="mlp"),
     "moe": Mixer(build=_build_experts, run=_run_experts, recomputed_as="moe"),
-    "mamba": Mixer(build=_build_mamba, run=_run_with_inputs),
-    "delta_net": Mixer(build=_build_delta_net, run=_run_with_inputs),
+    "mamba": Mixer(build=Mamba, run=_run_with_inputs),
+    "delta_net": Mixer(build=DeltaNet, run=_run_with_inputs),
     "mamba_attention": Mixer(build=_build_mamba_attention, run=_run_with_inputs),
     "shared": Mixer(build=_build_shared, run=_run_with_inputs, is_beside=True),
-    "shared_again": Mixer(build=_build_shared_again, run=_run_with_inputs, is_beside=True),
+    "shared_again": Mixer(build=SharedUse, run=_run_with_inputs, is_beside=True),
 }
 """Mixers by name, which is also the name of the module in its block."""

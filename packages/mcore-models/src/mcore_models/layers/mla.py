@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from mcore_models.attention_config import yarn_magnitude
 from mcore_models.checks.layouts import cp_comm_type
-from mcore_models.config import KernelConfig, TransformerConfig
+from mcore_models.config import TransformerConfig
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import RMSNorm
 from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.layers.rope import RotaryTables, rotate
@@ -42,19 +43,13 @@ from mcore_parallel.context_parallel.ring_attention import (
     ring_attention,
 )
 from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
-from mcore_parallel.mesh import SINGLE, ParallelContext
+from mcore_parallel.mesh import SINGLE
 from mcore_parallel.mup import score_scale
-from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.recomputing import recompute
-from mcore_parallel.rng import RngStreams
-from mcore_parallel.tensor_parallel.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
+from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 LATENT_EPSILON = 1e-6
 """Of the norms of latent vectors, whatever the other norms': as DeepSeek released them."""
-_ANY_KERNELS = KernelConfig()
 _NOTHING_MORE = BlockInputs()
 
 
@@ -72,73 +67,47 @@ class LatentAttention(nn.Module):
         tracker: notes the largest scores of its heads in training, or None.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        ctx: ParallelContext,
-        layer: int,
-        *,
-        streams: RngStreams,
-        recomputed: frozenset[str] = frozenset(),
-        kernels: KernelConfig = _ANY_KERNELS,
-        gemms: LinearGemms = PLAIN_GEMMS,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, setup: LayerSetup) -> None:
         """Allocate this rank's heads; weights are zero until the model fills them.
 
-        Args:
-            config: of the model.
-            ctx: whose ``tp`` shares the heads and ``cp`` the sequence.
-            layer: global number.
-            streams: for dropping attention weights.
-            recomputed: ``core_attn`` computes everything behind the projections up again in
-                backward, ``mla_up_proj`` these too.
-            kernels: that compute the attention.
-            gemms: what multiplies in the projections of heads; those down to latent vectors
-                multiply in the model's dtype.
-            device: of the parameters.
-            dtype: of the parameters.
+        Projections down to latent vectors multiply in the model's dtype, those of heads as
+        ``setup.gemms`` says. ``core_attn`` computes everything behind the projections up
+        again in backward, ``mla_up_proj`` these too.
         """
         super().__init__()
-        self.config, self.layer, self.tp, self.cp = config, layer, ctx.tp, ctx.cp
-        self.streams, self.recomputed = streams, recomputed
-        self.comm_type = cp_comm_type(config, ctx.config, layer)
+        config, ctx, self.layer = setup.config, setup.ctx, setup.layer
+        self.config, self.tp, self.cp = config, ctx.tp, ctx.cp
+        self.streams, self.recomputed = setup.streams, setup.recomputed
+        self.comm_type = cp_comm_type(config, ctx.config, self.layer)
         self.cp_levels = ctx.cp_exchange, ctx.cp_ring
-        check_backend(kernels.attention_backend)
-        self.backend = kernels.attention_backend
+        self.backend = setup.kernels.attention_backend
+        check_backend(self.backend)
         self.attend: Callable[..., Tensor] = attend
-        self.sequence_parallel = ctx.config.sequence_parallel and ctx.tp.size > 1
+        self.sequence_parallel = setup.sequence_parallel
         self.tracker: ScoreTracker | None = None
         D, N = config.hidden_size, config.num_attention_heads
         R, rotated = config.kv_lora_rank, config.qk_pos_emb_head_dim
         self.key_sizes = (config.qk_head_dim, rotated)
         self.score_factor = _score_factor(config)
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        split: dict[str, Any] = {
-            "axis": ctx.tp,
-            "sequence_parallel": self.sequence_parallel,
-            **placed,
-        }
-        up: dict[str, Any] = {"init_std": 0.0, "gemm": gemms.column, **split}
+        placed, cut = setup.placed, {"sequence_parallel": self.sequence_parallel}
+        whole: dict[str, Any] = {"axis": ctx.tp, **cut, **placed}
+        up: dict[str, Any] = {"gemm": setup.gemms.column, **setup.split}
         queries = N * sum(self.key_sizes)
         if config.q_lora_rank:
-            self.q_down = ReplicatedLinear(D, config.q_lora_rank, **split)
+            self.q_down = ReplicatedLinear(D, config.q_lora_rank, **whole)
             self.q_norm = self._norm(config.q_lora_rank, placed)
             self.q_up = ColumnParallelLinear(config.q_lora_rank, queries, **up)
         else:
             self.q = ColumnParallelLinear(D, queries, **up)
-        self.kv_down = ReplicatedLinear(D, R + rotated, **split)
+        self.kv_down = ReplicatedLinear(D, R + rotated, **whole)
         self.kv_norm = self._norm(R, placed)
         self.kv_up = ColumnParallelLinear(R, N * (config.qk_head_dim + config.v_head_dim), **up)
-        self.proj = RowParallelLinear(
-            N * config.v_head_dim,
-            D,
-            bias=config.add_bias_linear,
-            init_std=0.0,
-            gemm=gemms.row,
-            **split,
-        )
+        row: dict[str, Any] = {
+            "bias": config.add_bias_linear,
+            "gemm": setup.gemms.row,
+            **setup.split,
+        }
+        self.proj = RowParallelLinear(N * config.v_head_dim, D, **row)
 
     def _norm(self, size: int, placed: dict[str, Any]) -> RMSNorm | None:
         """Make the norm of a latent vector, where the model has one."""

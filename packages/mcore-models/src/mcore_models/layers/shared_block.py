@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.config import TransformerConfig
 from mcore_models.layers.attention import Attention
 from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.norm import build_norm
 from mcore_models.layers.replicated_linear import ReplicatedLinear
@@ -71,26 +71,17 @@ class SharedUse(nn.Module):
         linear: of what the block says; whole on every tensor rank.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        ctx: ParallelContext,
-        layer: int,
-        block: "SharedBlock | None" = None,
-        **placed: Any,
-    ) -> None:
+    def __init__(self, setup: LayerSetup, block: "SharedBlock | None" = None) -> None:
         """Allocate what this layer has of its own, for the linears of ``block``.
 
         Args:
-            config: of the model.
-            ctx: the layout.
-            layer: global number.
+            setup: what it is built from.
             block: that this layer owns; None: an earlier one does.
-            placed: device and dtype of the parameters.
         """
         super().__init__()
-        self.layer, self.block = layer, block
-        self.place = shared_layers(config).index(layer) % config.num_shared_blocks
+        config, ctx, placed = setup.config, setup.ctx, setup.placed
+        self.layer, self.block = setup.layer, block
+        self.place = shared_layers(config).index(setup.layer) % config.num_shared_blocks
         D, rank = config.hidden_size, config.shared_adapter_rank
         F, H = ffn_size(config), head_dim(config)
         N, G = config.num_attention_heads, num_kv_heads(config)
@@ -105,8 +96,8 @@ class SharedUse(nn.Module):
         gated = (Output("gate", F), Output("up", F))
         first = gated if is_gated(config) else (Output("", F),)
         self.fc1_adapter = Adapter(D, rank, first, ctx, **placed)
-        is_cut = ctx.config.sequence_parallel
-        self.linear = ReplicatedLinear(D, D, axis=ctx.tp, sequence_parallel=is_cut, **placed)
+        cut = {"axis": ctx.tp, "sequence_parallel": setup.sequence_parallel}
+        self.linear = ReplicatedLinear(D, D, **cut, **placed)
 
     def forward(self, x: Float[Tensor, "s B D"], inputs: BlockInputs) -> Float[Tensor, "s B D"]:
         """Return what the next mixer reads beside the stream; communicates as the block."""
@@ -128,18 +119,11 @@ class SharedBlock(nn.Module):
         mlp_norm, mlp: of what attention says.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        ctx: ParallelContext,
-        attention: Attention,
-        mlp: MLP,
-        **placed: Any,
-    ) -> None:
+    def __init__(self, setup: LayerSetup, attention: Attention, mlp: MLP) -> None:
         super().__init__()
-        cuts = stream_cuts(ctx)
+        config, ctx, placed = setup.config, setup.ctx, setup.placed
         self.attention_norm = build_norm(
-            config, 2 * config.hidden_size, replicas=ctx.tp, partial=cuts, **placed
+            config, 2 * config.hidden_size, replicas=ctx.tp, partial=stream_cuts(ctx), **placed
         )
         self.attention = attention
         self.mlp_norm = stream_norm(config, ctx, **placed)

@@ -10,15 +10,14 @@ Reference:
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from mcore_models.config import TransformerConfig
 from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import RMSNorm
 from mcore_models.layers.recurrent.causal_conv import CausalConv, conv_silu, document_starts
 from mcore_models.layers.recurrent.delta_rule import gated_delta_rule
@@ -27,8 +26,6 @@ from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
 from mcore_parallel.logical_tensors import delta_sizes
-from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -52,43 +49,19 @@ class DeltaNet(nn.Module):
         out_proj: channels to D.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        ctx: ParallelContext,
-        layer: int,
-        *,
-        gemms: LinearGemms = PLAIN_GEMMS,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Allocate this rank's heads; matrices are zero until the model fills them.
-
-        Args:
-            config: of the model.
-            ctx: whose ``tp`` shares the heads and ``cp`` the sequence.
-            layer: global number.
-            gemms: what multiplies in the two linears.
-            device: of the parameters.
-            dtype: of the parameters.
-        """
+    def __init__(self, setup: LayerSetup) -> None:
+        """Allocate this rank's heads; matrices are zero until the model fills them."""
         super().__init__()
-        self.config, self.layer, self.tp, self.cp = config, layer, ctx.tp, ctx.cp
+        config, ctx, placed = setup.config, setup.ctx, setup.placed
+        self.config, self.layer, self.tp, self.cp = config, setup.layer, ctx.tp, ctx.cp
         self.sizes = sizes = delta_sizes(config)
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        linear: dict[str, Any] = {
-            "axis": ctx.tp,
-            "sequence_parallel": ctx.config.sequence_parallel,
-            "init_std": 0.0,
-            **placed,
-        }
         mixed = [Output("q", sizes.keys), Output("k", sizes.keys), Output("v", sizes.values)]
         rates = [Output("b", sizes.value_heads), Output("a", sizes.value_heads)]
         self.in_proj = ColumnParallelLinear(
             config.hidden_size,
             [*mixed, Output("z", sizes.values), *rates],
-            gemm=gemms.column,
-            **linear,
+            gemm=setup.gemms.column,
+            **setup.split,
         )
         width = config.linear_conv_kernel_dim
         self.conv1d = CausalConv(mixed, width, bias=False, axis=ctx.tp, **placed)
@@ -104,7 +77,7 @@ class DeltaNet(nn.Module):
             **placed,
         )
         self.out_proj = RowParallelLinear(
-            sizes.values, config.hidden_size, gemm=gemms.row, **linear
+            sizes.values, config.hidden_size, gemm=setup.gemms.row, **setup.split
         )
 
     def forward(

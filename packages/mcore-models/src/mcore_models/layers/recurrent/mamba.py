@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from mcore_models.config import TransformerConfig
 from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.recurrent.causal_conv import CausalConv, conv_silu, document_starts
 from mcore_models.layers.recurrent.gated_norm import GatedNorm
 from mcore_models.layers.recurrent.ssd import ssd
@@ -26,8 +26,6 @@ from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
 from mcore_parallel.logical_tensors import mamba_sizes
-from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -49,38 +47,14 @@ class Mamba(nn.Module):
         out_proj: channels to D.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        ctx: ParallelContext,
-        layer: int,
-        *,
-        gemms: LinearGemms = PLAIN_GEMMS,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Allocate this rank's heads; matrices are zero until the model fills them.
-
-        Args:
-            config: of the model.
-            ctx: whose ``tp`` shares the heads and ``cp`` the sequence.
-            layer: global number.
-            gemms: what multiplies in the two linears.
-            device: of the parameters.
-            dtype: of the parameters.
-        """
+    def __init__(self, setup: LayerSetup) -> None:
+        """Allocate this rank's heads; matrices are zero until the model fills them."""
         super().__init__()
-        self.config, self.layer, self.cp = config, layer, ctx.cp
+        config, ctx, placed = setup.config, setup.ctx, setup.placed
+        self.config, self.layer, self.cp = config, setup.layer, ctx.cp
         sizes, tp = mamba_sizes(config), ctx.tp
         holders = ctx.tp_block(max(1, tp.size // sizes.groups))
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        linear: dict[str, Any] = {
-            "bias": config.mamba_proj_bias,
-            "axis": tp,
-            "sequence_parallel": ctx.config.sequence_parallel,
-            "init_std": 0.0,
-            **placed,
-        }
+        linear: dict[str, Any] = {"bias": config.mamba_proj_bias, **setup.split}
         mixed = [
             Output("x", sizes.inner),
             Output("B", sizes.states, holders),
@@ -89,7 +63,7 @@ class Mamba(nn.Module):
         self.in_proj = ColumnParallelLinear(
             config.hidden_size,
             [Output("z", sizes.inner), *mixed, Output("dt", sizes.heads)],
-            gemm=gemms.column,
+            gemm=setup.gemms.column,
             **linear,
         )
         self.conv1d = CausalConv(
@@ -112,7 +86,7 @@ class Mamba(nn.Module):
                 **placed,
             )
         self.out_proj = RowParallelLinear(
-            sizes.inner, config.hidden_size, gemm=gemms.row, **linear
+            sizes.inner, config.hidden_size, gemm=setup.gemms.row, **linear
         )
 
     def forward(
