@@ -218,8 +218,9 @@ CASES = {
     "glm4_moe": (
         "Glm4Moe",
         {**ODD_MOE, **HEADS, "head_dim": 8, "attention_bias": True, "use_qk_norm": True}
-        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-        | {"routed_scaling_factor": 1.5, "n_shared_experts": 1},
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        | {"routed_scaling_factor": 1.5, "n_shared_experts": 1}
+        | {"n_group": 3, "topk_group": 2},
     ),
     "llama4_text": (
         "Llama4Text",

@@ -30,6 +30,9 @@ def theirs(name, folder):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
+        for path, buffer in model.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder / "hf")
     tokens = torch.randint(VOCAB - 1, (2, LENGTH))
     logits = model(tokens).logits

@@ -639,10 +639,19 @@ def test_mamba2_as_its_authors_released_it_is_read(tmp_path):
         hf_to_mcore(folder, tmp_path / "other")
 
 
+LLAMA4 = {
+    "llama4_text": (
+        "Llama4Text",
+        {**ODD_MOE, **HEADS, "intermediate_size_mlp": 16, "num_local_experts": 2}
+        | {"interleave_moe_layer_step": 2, "pad_token_id": 0},
+    )
+}
 CLASSES = {
     "LlamaModel": "llama",
     "GPT2Model": "gpt2",
     "Mamba2Model": "mamba2",
+    "NemotronHModel": "nemotron_h",
+    "Llama4TextModel": "llama4_text",
     "LlamaForSequenceClassification": "llama",
     "Qwen2ForTokenClassification": "qwen2",
     "BertForSequenceClassification": "bert",
@@ -652,7 +661,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_model_under_another_head_runs_and_comes_back_with_it(tmp_path, name):
-    kind, values = MODELS[CLASSES[name]]
+    kind, values = (MODELS | LLAMA4)[CLASSES[name]]
     config = getattr(transformers, f"{kind}Config")(**values, num_labels=3)
     torch.manual_seed(5)
     getattr(transformers, name)(config).save_pretrained(tmp_path / "hf")

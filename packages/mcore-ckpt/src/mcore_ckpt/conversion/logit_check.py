@@ -92,9 +92,12 @@ class LogitCheck:
             vocab = min(vocab, _vocab_size(there))
             generator = torch.Generator().manual_seed(0)
             tokens = torch.randint(vocab, (1, _LENGTH), generator=generator)
-            is_tied = "head" in found.hf  # what stands under another head, read as one
-            want = _their_logits(there, tokens, found.description, is_tied)[..., :vocab]
-        got = _our_logits(found.description, ours, tokens)[..., :vocab]
+            # Under another head, or none, stands what is compared.
+            has_logits = "head" not in found.hf and _has_logits(found.description)
+            want = _their_logits(there, tokens, found.description, has_logits)
+        got = _our_logits(found.description, ours, tokens, has_logits)
+        if has_logits:
+            got, want = got[..., :vocab], want[..., :vocab]
         worst = ((got - want).abs().max() / want.abs().max()).item()
         bound = CAST_ROUNDING if self.options.dtype else ROUNDING
         if not worst <= bound:
@@ -121,20 +124,17 @@ def _vocab_size(folder: Path) -> int:
 
 
 def _their_logits(
-    folder: Path, tokens: Tensor, description: Mapping[str, Any], is_tied: bool
+    folder: Path, tokens: Tensor, description: Mapping[str, Any], has_logits: bool
 ) -> Float[Tensor, "B S V"]:
-    """Logits; of a BERT without a head for tokens its hidden states."""
+    """Logits; of a model without a head for tokens its hidden states."""
     kind = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
     name = kind.get(description["family"], "AutoModelForCausalLM")
-    if not _has_logits(description):
-        name = "AutoModel"
-    auto = getattr(import_module("transformers"), name)
-    tied: dict[str, Any] = {"tie_word_embeddings": True} if is_tied else {}
-    model = auto.from_pretrained(folder, dtype=torch.float32, **tied).eval()
+    auto = getattr(import_module("transformers"), name if has_logits else "AutoModel")
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     more = {"decoder_input_ids": tokens} if description["family"] == "t5" else {}
     with torch.no_grad():
         found = model(tokens, **more)
-        return (found.logits if _has_logits(description) else found[0]).float()
+        return (found.logits if has_logits else found[0]).float()
 
 
 def _has_logits(description: Mapping[str, Any]) -> bool:
@@ -142,7 +142,7 @@ def _has_logits(description: Mapping[str, Any]) -> bool:
 
 
 def _our_logits(
-    description: Mapping[str, Any], weights: Rows, tokens: Tensor
+    description: Mapping[str, Any], weights: Rows, tokens: Tensor, has_logits: bool
 ) -> Float[Tensor, "B S V"]:
     made = import_module("mcore_models.description").ModelDescription.from_dict(description)
     family = import_module("mcore_models.families").FAMILIES[made.family]
@@ -158,6 +158,6 @@ def _our_logits(
             hidden = model((tokens, tokens))["decoder"]
         else:
             hidden = model(tokens) if made.family == "bert" else model(tokens)[0]
-        if _has_logits(description):
+        if has_logits:
             hidden = model.logits(hidden)
         return hidden.transpose(0, 1)  # [S, B, V] -> [B, S, V]
