@@ -62,7 +62,12 @@ def test_the_kernel_for_many_requests_takes_what_ran_on_a_gpu():
 
 
 def test_the_kernels_of_decoding_compile():
-    from mcore_infer.engine.kernels import paged_attention, paged_attention_many, skinny_gemm
+    from mcore_infer.engine.kernels import (
+        latent_attention,
+        paged_attention,
+        paged_attention_many,
+        skinny_gemm,
+    )
     from mcore_infer.engine.kernels import skinny_gemm_tiles as tiles
     from mcore_infer.quantization.kernels import _round_row
 
@@ -87,6 +92,12 @@ def test_the_kernels_of_decoding_compile():
         options |= {"H": 64, "LANES": 64}
         options |= {"KEYS": 16, "STAGES": 3} if is_fp8 else {"KEYS": 32, "STAGES": 2}
         assert compiled(paged_attention_many._attend_many, own, options, num_warps=1)
+    own = {**types, "table_size": "i32", "scale": "fp32"}
+    own = {n: t for n, t in own.items() if n in latent_attention._attend_latent.arg_names}
+    options = {"N": 16, "H": 576, "J": 512, "Z": 64, "LATENT": 512, "ROTATED": 64, "HEADS": 16}
+    options |= {"KEYS": 64, "SPLITS": 2, "PRECISION": "tf32"}
+    found = compiled(latent_attention._attend_latent, own, options, num_warps=4, num_stages=2)
+    assert found.metadata.shared <= tiles.SHARED_BYTES
     types = {
         **dict.fromkeys(("x", "weight", "out"), "*bf16"),
         **dict.fromkeys(("scales", "parts"), "*fp32"),

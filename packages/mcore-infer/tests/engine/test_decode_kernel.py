@@ -56,6 +56,32 @@ def test_the_kernels_of_decoding_compute_what_their_reference_does(
     assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+LATENT = {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 32,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("N", "J", "rows"), [(16, 512, 7), (128, 512, 3), (6, 96, 40)])
+def test_the_kernel_of_latent_decoding_computes_what_its_reference_does(dtype, N, J, rows):
+    from mcore_infer.engine.kernels.latent_attention import latent_decode
+
+    torch.manual_seed(0)
+    lengths = torch.tensor([1, 2, 63, 64, 65, 300, 511], device="cuda").repeat(6)[:rows]
+    tables = torch.randint(100, (rows, 16), device="cuda")
+    q = torch.randn(rows, N, J + 64, device="cuda", dtype=dtype)
+    keys = torch.randn(100, 32, 1, J + 64, device="cuda", dtype=dtype)
+    got = latent_decode(q, keys, tables, lengths, J)
+    wide = keys.double()
+    want = reference_decode(q.double(), wide, wide[..., :J], tables, lengths)
+    error = (got.double() - want).abs().max() / want.abs().max()
+    assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize(("features", "channels"), [(40, 72), (6144, 4096), (4096, 14336)])
 def test_the_gemm_of_a_few_rows_multiplies(rows, features, channels):
@@ -82,14 +108,15 @@ HYBRID = {
 
 
 @pytest.mark.parametrize(
-    ("pattern", "num_drafts"), [("", 0), ("", 3), ("M*-M*-", 0), ("P-G-*-", 0)]
+    ("pattern", "num_drafts", "changes"),
+    [("", 0, {}), ("", 3, {}), ("M*-M*-", 0, HYBRID), ("P-G-*-", 0, HYBRID), ("", 0, LATENT)],
 )
-def test_recorded_steps_write_what_unrecorded_ones_do(pattern, num_drafts):
-    """Dense, with proposals of the text, and with recurrent states."""
+def test_recorded_steps_write_what_unrecorded_ones_do(pattern, num_drafts, changes):
+    """Dense, with proposals of the text, with recurrent states, and with latent attention."""
     config = TransformerConfig(
         num_layers=6 if pattern else 3, hidden_size=128, num_attention_heads=4,
         num_query_groups=2, max_position_embeddings=256, init_method_std=0.1,
-        hybrid_override_pattern=pattern, **(HYBRID if pattern else {}),
+        hybrid_override_pattern=pattern, **changes,
     )  # fmt: skip
     model = GPT(config, ParallelContext.single("cuda"), vocab_size=500).eval()
     limits = EngineConfig(max_sequence_tokens=128, page_tokens=16, max_requests=5, num_pages=40)

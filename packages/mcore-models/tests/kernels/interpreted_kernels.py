@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer.engine.fp8_cache import to_codes
 from mcore_infer.engine.kernels import paged_attention as kernels_of_decoding
+from mcore_infer.engine.kernels.latent_attention import latent_decode
 from mcore_infer.engine.kernels.paged_attention import paged_decode
 from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
 from mcore_infer.engine.kernels.skinny_gemm_tiles import Tile
@@ -392,6 +393,16 @@ def check_attention_to_codes():
             compare([got], [reference_decode(q, *where, **rules)], atol=1e-5)
 
 
+def check_latent_attention():
+    keys = torch.randn(4, 32, 1, 24)
+    tables, lengths = torch.tensor([[2, 1, 3], [0, 0, 0]]), torch.tensor([70, 1])
+    for heads, programs in ((3, 264), (40, 1)):  # in many splits, and in two blocks of heads
+        kernels_of_decoding._PROGRAMS = programs
+        q, where = torch.randn(2, heads, 24), (tables, lengths)
+        got = latent_decode(q, keys, *where, value_dim=16)
+        compare([got], [reference_decode(q, keys, keys[..., :16], *where)], atol=1e-5)
+
+
 def check_trials():
     config = TransformerConfig(
         num_layers=2,
@@ -426,6 +437,7 @@ if __name__ == "__main__":
         check_gated_casts,
         check_quantized_weights,
         check_attention_to_codes,
+        check_latent_attention,
         check_state_space,
         check_delta_rule,
         check_convolution_and_gated_norm,

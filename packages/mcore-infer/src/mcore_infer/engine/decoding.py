@@ -159,6 +159,7 @@ class Decoder:
         forward = partial(_forward, self.model, self.cache, inputs)
         if not self.is_recorded or self.recorder is None:
             return forward
+        inputs.is_recorded = True
         if not self.cache.num_bytes:
             forward()  # takes it
         from mcore_infer.engine.whole_step import whole_step

@@ -1,7 +1,7 @@
 """Attention of decoding in plain torch: the requests of a step side by side, padded.
 
-For what the kernels of decoding do not have, and for CPUs. Every request's pages are gathered
-up to the widest that one may have, so it waits for nothing and can be recorded.
+For what the kernels of decoding do not have. Every request's pages are gathered
+up to the width of the tables, so it waits for nothing and can be recorded.
 """
 
 import torch
@@ -47,7 +47,7 @@ def padded_decode(
         places = torch.arange(seen[0].shape[1], device=q.device)
         is_seen = _seen_keys(places, ends[:, None] - 1, window, chunk)
         # What is behind the end may be another request's: none of it is mixed, were it NaN.
-        k, v = (x.masked_fill(~is_seen[..., None, None], 0) for x in seen)
+        k, v = seen[0], seen[1].masked_fill(~is_seen[..., None, None], 0)
         groups = queries.unflatten(1, (k.shape[2], -1))  # [R, N, H] -> [R, G, N/G, H]
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = torch.einsum("rgnh,rzgh->rgnz", groups, k).to(wide).flatten(1, 2) * scale

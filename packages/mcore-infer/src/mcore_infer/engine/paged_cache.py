@@ -9,6 +9,7 @@ run side by side from those of their requests, and the first chunk of a request 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -37,8 +38,8 @@ _MASKED_TOKENS = 256
 _RULES = {"scale", "chunk", "softcap", "sinks"}
 """Of scores, that the kernel of decoding knows."""
 _PADDED = (
-    "each step reads the pages that a text may have at most: the attention of this model has "
-    "no kernel of decoding here"
+    "a recorded step reads the pages that a text may have at most: the attention of this model "
+    "has no kernel of decoding here"
 )
 
 Mix = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
@@ -198,10 +199,15 @@ class _PagedLayer:
         news, memories = ((k,), (held.keys,)) if v is None else ((k, v), (held.keys, values))
         write_to_pages(memories, [new[:, 0] for new in news], step.places, self.scales)
         if isinstance(step, DecodeTensors):
+            latent = None if v is not None else self._latent_kernel(q, values, rules)
+            if latent is not None:
+                return latent(q[:, 0], held.keys, step.tables, step.lengths)[:, None]
+            where = (held.keys, values, step.seen_tables, step.lengths)
+            if not (q.is_cuda or step.is_recorded):  # nothing is won side by side
+                return reference_decode(q[:, 0], *where, **rules).unsqueeze(1)
             if q.is_cuda and not self.cache.is_padded:
                 log.warning("%s.", _PADDED)
             self.cache.is_padded = True
-            where = (held.keys, values, step.tables, step.lengths)
             return padded_decode(q[:, 0], *where, **rules).unsqueeze(1)
         return self._of_chunks(step, q, k, v, values, rules, backend)
 
@@ -227,6 +233,11 @@ class _PagedLayer:
         if decode is not None and singles is not None and v is not None:
             at, pages = singles.rows, (self.held.keys, values, singles.tables, singles.lengths)
             mixed[at, 0] = decode(q[at, 0], k[at, 0], v[at, 0], *pages, **rules)
+        if v is None and singles is not None:
+            decode = self._latent_kernel(q, values, rules)
+            if decode is not None:
+                at, where = singles.rows, (singles.tables, singles.lengths)
+                mixed[at, 0] = decode(q[at, 0], self.held.keys, *where)
         options: dict[str, Any] = {"window": window, "backend": backend, **scores}
         fresh = None if v is None else _in_one_call(step.fresh, q, backend, scores)
         if fresh is not None and v is not None:
@@ -265,6 +276,20 @@ class _PagedLayer:
             return decode_many
         has_kernel = works(paged_attention.DECODE_KERNEL, q.device, *kind)
         return paged_attention.paged_decode if has_kernel else None
+
+    def _latent_kernel(
+        self, q: Tensor, values: Tensor, rules: Mapping[str, Any]
+    ) -> Callable[..., Tensor] | None:
+        """Return the kernel of latent decoding where one works; keys are in the pages."""
+        is_plain = rules.keys() == {"window", "kv_scales"} and rules["window"] < 0
+        if not q.is_cuda or q.dtype == torch.float64 or not is_plain:
+            return None
+        from mcore_infer.engine.kernels.latent_attention import LATENT_KERNEL, latent_decode
+
+        kind = q.dtype, *q.shape[-2:], values.shape[-1]
+        if not works(LATENT_KERNEL, q.device, *kind):
+            return None
+        return partial(latent_decode, value_dim=values.shape[-1])
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
         """Gather what a chunk sees. Pages before every window may be another request's."""

@@ -114,6 +114,7 @@ class PromptSteps:
     def _record(self, size: int) -> None:
         assert self.recorder is not None
         inputs = DecodeTensors(size, self._table_pages, self.device, num_drafts=1)
+        inputs.is_recorded = True
         inputs.fill(Step(()), self.cache.page_tokens, self.cache.padding)
         forward = partial(_forward, self.model, self.cache, inputs)
         self._inputs[size] = inputs

@@ -157,6 +157,7 @@ class DecodeTensors:
         slots: of each request, ``[R]``.
         have_drafts: whether rows may be of the same request.
         tables: pages of each request, in order, ``[R, M]``.
+        is_recorded: whether a recorded forward reads it.
     """
 
     def __init__(
@@ -176,7 +177,8 @@ class DecodeTensors:
             num_drafts: rows besides its first that a request may have. So many steps more
                 than two may be on their way to the device.
         """
-        self.have_drafts = num_drafts > 0
+        self.have_drafts, self.is_recorded = num_drafts > 0, False
+        self._most_pages = num_pages
         # A step may be laid out while those before are on their way to the device.
         count = 3 + num_drafts if num_drafts else 2
         self._mirrors = [_Mirror(num_rows, num_pages, device) for _ in range(count)]
@@ -205,11 +207,17 @@ class DecodeTensors:
             padding: page and slot of rows without a request.
             tokens: of the chunks, ``[R]``, where the host does not know them yet.
         """
+        self._most_pages = max((len(chunk.pages) for chunk in step.chunks), default=1)
         self._mirrors.append(self._mirrors.pop(0))
         self._mirrors[0].fill(step, page_tokens, *padding)
         self._mirrors[0].send(self._device)
         if tokens is not None:
             self.tokens[0, : len(tokens)] = tokens
+
+    @property
+    def seen_tables(self) -> Int[Tensor, "R W"]:
+        """The tables, without columns that no request of the step has where that may change."""
+        return self.tables if self.is_recorded else self.tables[:, : self._most_pages]
 
 
 class _Mirror:

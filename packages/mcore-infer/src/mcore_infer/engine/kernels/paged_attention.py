@@ -120,14 +120,9 @@ def _scores(query, key, scale, key_scale, PRECISION: tl.constexpr, IS_FP8: tl.co
 @triton.jit
 @no_type_check
 def _nothing(
-    sinks,
-    head,
-    is_head,
-    split,
-    HEADS: tl.constexpr,
-    LANES: tl.constexpr,
+    sinks, head, is_head, split, HEADS: tl.constexpr, LANES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-):
+):  # fmt: skip
     # The maximum, the sum of weights and the weighted values before any key: a sink's alone,
     # which the first split counts.
     top = tl.full([HEADS], float("-inf"), tl.float32)
@@ -268,8 +263,7 @@ def paged_decode(
         kv_scales: keys and values are bytes of e4m3, which these multiply; None: they are not.
     """
     (R, N, H), G = q.shape, keys.shape[2]
-    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (R * G)))
-    splits = 1 << (splits.bit_length() - 1)
+    splits = num_splits(R * G)
     tensors = q, k, v, keys, values, tables, lengths
     given = launch_arguments(tensors, window, scale, kv_scales)
     lanes, out = max(16, given.pop("LANES")), given["out"]
@@ -295,6 +289,12 @@ def paged_decode(
     if splits > 1:
         _join[(R * N,)](parts, sums, out, H, lanes, splits, num_warps=1)
     return out
+
+
+def num_splits(num_programs: int) -> int:
+    """Return in how many parts, a power of two, the keys of each program are read."""
+    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // num_programs))
+    return 1 << (splits.bit_length() - 1)
 
 
 def launch_arguments(
