@@ -4,15 +4,31 @@ Each field has an effect or is refused: what a value cannot mean here (``length_
 without beam search) gets a status of 400, as does everything out of range.
 """
 
-import secrets
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_infer.config import SamplingConfig
 from mcore_infer.server.answer import Answer, AnswerPiece
-from mcore_infer.server.fields import Fields, RequestError
-from mcore_infer.server.job import Job, ServedModel, checked, encode, num_tokens_for
+from mcore_infer.server.fields import (
+    Flag,
+    Integer,
+    Number,
+    Only,
+    Own,
+    RequestError,
+    Schema,
+    Table,
+    read_fields,
+)
+from mcore_infer.server.job import (
+    MAX_SEED,
+    Job,
+    ServedModel,
+    checked,
+    encode,
+    num_tokens_for,
+    seed_of,
+)
 from mcore_infer.server.worker import TextRequest
 from mcore_infer.streaming import TextStream
 from mcore_infer.writing import ScoreRequest, TokenRules
@@ -24,6 +40,43 @@ _GONE = {
     "max_len": "is no longer used: give tokens_to_generate.",
     "sentences": "is no longer used: give prompts.",
 }
+_PROMPTS: Schema = {
+    "type": "array",
+    "items": {"type": "string"},
+    "minItems": 1,
+    "maxItems": MAX_PROMPTS,
+}
+_TOP_P: Schema = {
+    "type": "number",
+    "minimum": 0,
+    "maximum": 1,
+    "default": 0.0,
+    "description": "Written with a decimal point: 1.0, not 1.",
+}
+
+
+def api_table(served: ServedModel) -> Table:
+    """Return the fields of a body."""
+    return {
+        **{name: Only(why) for name, why in _GONE.items()},
+        "prompts": Own(_prompts, _PROMPTS, required=True),
+        "tokens_to_generate": Integer(64, 0, 2**31),
+        "logprobs": Flag(),
+        "top_n_logprobs": Integer(0, 0, 20),
+        "temperature": Number(1.0, 0, MAX_TEMPERATURE, above=True),
+        "top_k": Integer(0, 0, MAX_TOP_K),
+        "top_p": Own(_top_p, _TOP_P),
+        "top_p_decay": Number(0.0, 0, 1),
+        "top_p_bound": Number(0.0, 0, 1),
+        "beam_width": Integer(0, 1, 128),
+        "length_penalty": Number(1.0, -10, 10),
+        "random_seed": Integer(None, 0, MAX_SEED),
+        "stop_token": Integer(None, 0, served.vocab_size - 1),
+        "add_BOS": Flag(),
+        "stop_on_double_eol": Flag(),
+        "stop_on_eol": Flag(),
+        "prevent_newline_after_colon": Flag(),
+    }
 
 
 def read_api(body: dict[str, Any], served: ServedModel) -> Job:
@@ -32,26 +85,19 @@ def read_api(body: dict[str, Any], served: ServedModel) -> Job:
     Raises:
         RequestError: with status 400, for a wrong or unknown field.
     """
-    fields = Fields(body)
-    for name, why in _GONE.items():
-        fields.refuse(name, why)
-    prompts = _prompts(fields)
-    num_tokens = fields.integer("tokens_to_generate", 64, 0, 2**31)
-    is_scored = fields.flag("logprobs")
+    fields = read_fields(body, api_table(served))
+    prompts, num_tokens = fields["prompts"], fields["tokens_to_generate"]
+    is_scored, num_top = fields["logprobs"], fields["top_n_logprobs"]
     if not num_tokens and not is_scored:
         raise RequestError(400, "tokens_to_generate=0 needs logprobs=true.")
-    num_top = fields.integer("top_n_logprobs", 0, 0, 20)
     if num_top and not is_scored:
         raise RequestError(400, "top_n_logprobs needs logprobs=true.")
-    sampling = _sampling(fields)
-    seed = fields.integer("random_seed", secrets.randbelow(2**62), 0, 2**62)
-    eod = fields.integer("stop_token", -1, 0, served.vocab_size - 1)
-    add_bos = fields.flag("add_BOS")
-    stop = ("\n\n",) if fields.flag("stop_on_double_eol") else ()
-    if fields.flag("stop_on_eol"):
+    sampling, seed = _sampling(fields), seed_of(fields["random_seed"])
+    end = served.tokenizer.eod if fields["stop_token"] is None else fields["stop_token"]
+    stop = ("\n\n",) if fields["stop_on_double_eol"] else ()
+    if fields["stop_on_eol"]:
         stop = ("\n",)
-    rules = _rules(served) if fields.flag("prevent_newline_after_colon") else TokenRules()
-    fields.finish()
+    rules = _rules(served) if fields["prevent_newline_after_colon"] else TokenRules()
     if sampling.beam_width and (is_scored or len(prompts) > 1 or stop or rules != TokenRules()):
         raise RequestError(
             400,
@@ -61,8 +107,7 @@ def read_api(body: dict[str, Any], served: ServedModel) -> Job:
         )
     requests, answers = [], []
     for i, prompt in enumerate(prompts):
-        ids = _prompt_ids(served, prompt, add_bos)
-        end = served.tokenizer.eod if eod < 0 else eod
+        ids = _prompt_ids(served, prompt, fields["add_BOS"])
         requests.append(
             TextRequest(
                 prompt=ids,
@@ -168,8 +213,7 @@ class ApiReply:
         return [{decode([token]): value for token, value in reversed(top)} for top in places]
 
 
-def _prompts(fields: Fields) -> list[str]:
-    prompts = fields.take("prompts")
+def _prompts(prompts: Any) -> list[str]:
     if prompts is None:
         raise RequestError(400, "prompts argument required", "prompts")
     if not isinstance(prompts, list):
@@ -183,30 +227,20 @@ def _prompts(fields: Fields) -> list[str]:
     return prompts
 
 
-def _sampling(fields: Fields) -> SamplingConfig:
-    top_p = fields.take("top_p", 0.0)
+def _top_p(top_p: Any) -> float:
+    if top_p is None:
+        return 0.0
     if not isinstance(top_p, float) or not 0 <= top_p <= 1:
         raise RequestError(400, "top_p must be a float from 0.0 to 1.0", "top_p")
-    config = SamplingConfig(
-        temperature=fields.number("temperature", 1.0, 0, MAX_TEMPERATURE, above=True),
-        top_k=fields.integer("top_k", 0, 0, MAX_TOP_K),
-    )
-    if top_p and config.top_k:
+    return top_p
+
+
+def _sampling(fields: Mapping[str, Any]) -> SamplingConfig:
+    if fields["top_p"] and fields["top_k"]:
         raise RequestError(400, "cannot set both top-k and top-p samplings.", "top_p")
-    decay = fields.number("top_p_decay", 0.0, 0, 1)
-    bound = fields.number("top_p_bound", 0.0, 0, 1)
-    width = fields.integer("beam_width", 0, 1, 128)
-    penalty = fields.number("length_penalty", 1.0, -10, 10)
-    return checked(
-        lambda: replace(
-            config,
-            top_p=top_p,
-            top_p_decay=decay,
-            top_p_bound=bound,
-            beam_width=width,
-            length_penalty=penalty,
-        )
-    )
+    names = ("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound", "beam_width")
+    given = {name: fields[name] for name in (*names, "length_penalty")}
+    return checked(lambda: SamplingConfig(**given))
 
 
 def _rules(served: ServedModel) -> TokenRules:

@@ -16,9 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mcore_infer.server.answering import JobResponse, Patience, as_json, openai_error
-from mcore_infer.server.api import read_api
-from mcore_infer.server.chat import read_chat
-from mcore_infer.server.completions import read_completion
+from mcore_infer.server.description import INTERFACES, openapi
 from mcore_infer.server.fields import RequestError, read_body
 from mcore_infer.server.front import Front
 from mcore_infer.server.job import Job, ServedModel
@@ -26,7 +24,7 @@ from mcore_infer.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/health", "/v1/health", "/")
+OPEN_PATHS = ("/health", "/v1/health", "/", "/openapi.json")
 """What needs no key."""
 _LONG_BYTES = 1 << 16
 _GAUGES = {
@@ -39,8 +37,11 @@ _GAUGES = {
     "speculative_accepted": "Of these, right.",
 }
 """What ``/metrics`` says of all replicas' engines."""
-_PATHS = (*OPEN_PATHS, "/api", "/v1/completions", "/v1/chat/completions", "/v1/models",
-          "/completions", "/chat/completions", "/metrics")  # fmt: skip
+_PATHS = (
+    *OPEN_PATHS,
+    *(path for one in INTERFACES for path in one.paths),
+    *("/v1/models", "/metrics"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,16 +74,10 @@ class Server:
 
     def app(self) -> ASGIApp:
         """Return the ASGI application."""
-        writes = {
-            "/api": (read_api, ["PUT", "POST"]),
-            "/v1/completions": (read_completion, ["POST"]),
-            "/completions": (read_completion, ["POST"]),
-            "/v1/chat/completions": (read_chat, ["POST"]),
-            "/chat/completions": (read_chat, ["POST"]),
-        }
         routes = [
-            Route(path, self._writer(read), methods=methods)
-            for path, (read, methods) in writes.items()
+            Route(path, self._writer(one.read), methods=list(one.methods))
+            for one in INTERFACES
+            for path in one.paths
         ]
         routes += [
             Route("/v1/models", self.models),
@@ -90,6 +85,7 @@ class Server:
             Route("/health", self.health),
             Route("/v1/health", self.health),
             Route("/metrics", self.measures),
+            Route("/openapi.json", self.description),
             Route("/", self.page),
         ]
         app = Starlette(
@@ -165,6 +161,10 @@ class Server:
         counts = self.front.worker.requests.counts
         text = self.metrics.text({name: (_GAUGES[name], counts[name]) for name in _GAUGES})
         return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def description(self, _request: Request) -> Response:
+        """Return the OpenAPI description, for programs that write requests."""
+        return _json(openapi(self.served, has_key=bool(self.limits.api_key)))
 
     async def page(self, _request: Request) -> Response:
         """Return a page to try the model."""

@@ -8,18 +8,84 @@ from typing import Any
 
 from mcore_infer.server.answer import Answer, AnswerPiece, ScoredToken
 from mcore_infer.server.completions import MAX_TOP, text_answer, text_request, usage
-from mcore_infer.server.fields import Fields, RequestError
+from mcore_infer.server.fields import (
+    Flag,
+    Integer,
+    Only,
+    Own,
+    RequestError,
+    Schema,
+    Table,
+    as_object,
+    read_fields,
+)
 from mcore_infer.server.job import (
     WITHOUT_EFFECT,
     Job,
     ServedModel,
     TextOptions,
     num_tokens_for,
-    read_options,
+    options_table,
+    text_options,
 )
 from mcore_infer.writing import ScoreRequest
 
 _RESERVED = ("messages", "add_generation_prompt", "tools")
+_VARIABLES: Schema = {
+    "type": "object",
+    "propertyNames": {"not": {"enum": list(_RESERVED)}},
+}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_TEXT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+_CALLS: Schema = {"type": "array", "items": {"type": "object"}, "minItems": 1}
+_MESSAGES: Schema = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {"role": {"type": "string"}, "content": _TEXT},
+                "required": ["role", "content"],
+            },
+            {
+                "type": "object",
+                "properties": {
+                    "role": {"type": "string"},
+                    "content": {"anyOf": [_TEXT, {"type": "null"}]},
+                    "tool_calls": _CALLS,
+                },
+                "required": ["role", "tool_calls"],
+            },
+        ]
+    },
+}
+
+
+def chat_table(served: ServedModel) -> Table:
+    """Return the fields of a body."""
+    gone = Only("is no longer used: give tools and tool_choice.")
+    return {
+        "messages": Own(_messages, _MESSAGES, required=True),
+        **options_table(served),
+        "max_completion_tokens": Integer(None, 1, 2**31),
+        "max_tokens": Integer(None, 1, 2**31),
+        "logprobs": Flag(),
+        "top_logprobs": Integer(0, 0, MAX_TOP),
+        "functions": gone,
+        "function_call": gone,
+        "modalities": Only("must be text.", (["text"],)),
+        "tools": Own(_tools, {"type": "array", "items": {"type": "object"}}),
+        "tool_choice": Only(
+            "must be auto or none: a call cannot be forced.", ("auto", "none"), "auto"
+        ),
+        "parallel_tool_calls": Only("cannot be turned off.", (True,)),
+        "chat_template_kwargs": Own(_template_variables, _VARIABLES),
+    }
 
 
 def read_chat(body: dict[str, Any], served: ServedModel) -> Job:
@@ -29,20 +95,17 @@ def read_chat(body: dict[str, Any], served: ServedModel) -> Job:
         RequestError: with status 400, for a wrong or unknown field, or messages that the chat
             template refuses.
     """
-    fields = Fields(body)
-    messages = _messages(fields.take("messages"))
-    options = read_options(fields, served)
-    wanted = fields.integer("max_completion_tokens", 0, 1, 2**31)
-    wanted = fields.integer("max_tokens", wanted, 1, 2**31)
-    is_scored = fields.flag("logprobs")
-    num_top = fields.integer("top_logprobs", 0, 0, MAX_TOP)
+    fields = read_fields(body, chat_table(served), WITHOUT_EFFECT)
+    messages, options, is_scored = fields["messages"], text_options(fields), fields["logprobs"]
+    num_top, wanted = fields["top_logprobs"], fields["max_tokens"]
     if num_top and not is_scored:
         raise RequestError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
-    _check_format(fields)
-    variables = _variables(fields)
-    fields.finish(WITHOUT_EFFECT)
+    if wanted is None:
+        wanted = fields["max_completion_tokens"]
+    tools = fields["tools"] if fields["tool_choice"] == "auto" else []
+    variables = {**fields["chat_template_kwargs"], "tools": tools or None}
     ids = _rendered(served, messages, variables)
-    room = num_tokens_for(served, ids, wanted or None)
+    room = num_tokens_for(served, ids, wanted)
     scores = ScoreRequest(log_probs=is_scored, num_top=num_top)
     requests = [
         text_request(served, ids, room, options, scores, index) for index in range(options.n)
@@ -52,30 +115,20 @@ def read_chat(body: dict[str, Any], served: ServedModel) -> Job:
     return Job(requests=requests, answers=answers, reply=reply, is_stream=options.is_stream)
 
 
-def _check_format(fields: Fields) -> None:
-    for name in ("functions", "function_call"):
-        fields.refuse(name, "is no longer used: give tools and tool_choice.")
-    fields.refuse("modalities", "must be text.", [["text"]])
-
-
-def _variables(fields: Fields) -> dict[str, Any]:
-    """Return what a chat template sees besides messages."""
-    tools = fields.take("tools", [])
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, list | None) or not all(isinstance(t, dict) for t in tools or ()):
         raise RequestError(400, "tools must be a list of objects.", "tools")
-    choice = fields.take("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise RequestError(
-            400, "tool_choice must be auto or none: a call cannot be forced.", "tool_choice"
-        )
-    fields.refuse("parallel_tool_calls", "cannot be turned off.", [True])
-    variables = fields.object("chat_template_kwargs")
-    for name in _RESERVED:
-        if name in variables:
-            raise RequestError(
-                400, f"chat_template_kwargs must not hold {name}.", "chat_template_kwargs"
-            )
-    return {**variables, "tools": tools if tools and choice == "auto" else None}
+    return tools or []
+
+
+def _template_variables(given: Any) -> dict[str, Any]:
+    """Return what a chat template sees besides messages."""
+    name = "chat_template_kwargs"
+    variables = as_object(name, given)
+    for reserved in _RESERVED:
+        if reserved in variables:
+            raise RequestError(400, f"{name} must not hold {reserved}.", name)
+    return variables
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:

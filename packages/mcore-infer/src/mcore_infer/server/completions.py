@@ -3,10 +3,20 @@
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from mcore_infer.server.answer import Answer, AnswerPiece, ScoredToken, prompt_tokens
-from mcore_infer.server.fields import Fields, RequestError
+from mcore_infer.server.fields import (
+    Flag,
+    Integer,
+    Only,
+    Own,
+    RequestError,
+    Schema,
+    Table,
+    read_fields,
+)
 from mcore_infer.server.job import (
     MAX_TEXTS,
     WITHOUT_EFFECT,
@@ -16,12 +26,26 @@ from mcore_infer.server.job import (
     check_count,
     encode,
     num_tokens_for,
-    read_options,
+    options_table,
+    text_options,
 )
 from mcore_infer.server.worker import TextRequest
 from mcore_infer.writing import ScoreRequest
 
 MAX_TOP = 20
+
+
+def completion_table(served: ServedModel) -> Table:
+    """Return the fields of a body."""
+    return {
+        "prompt": Own(partial(_prompts, served), _prompt_schema(served), required=True),
+        **options_table(served),
+        "max_tokens": Integer(16, 0, 2**31),
+        "logprobs": Integer(-1, 0, MAX_TOP),
+        "echo": Flag(),
+        "best_of": Integer(None, 1, MAX_TEXTS),
+        "suffix": Only("is refused: models here write at the end only.", ("",)),
+    }
 
 
 def read_completion(body: dict[str, Any], served: ServedModel) -> Job:
@@ -30,20 +54,16 @@ def read_completion(body: dict[str, Any], served: ServedModel) -> Job:
     Raises:
         RequestError: with status 400, for a wrong or unknown field.
     """
-    fields = Fields(body)
-    prompts = _prompts(fields, served)
-    options = read_options(fields, served)
-    num_tokens = fields.integer("max_tokens", 16, 0, 2**31)
-    num_top = fields.integer("logprobs", -1, 0, MAX_TOP)
-    echo = fields.flag("echo")
+    fields = read_fields(body, completion_table(served), WITHOUT_EFFECT)
+    prompts, options, echo = fields["prompt"], text_options(fields), fields["echo"]
+    num_tokens, num_top = fields["max_tokens"], fields["logprobs"]
     if not num_tokens and not echo:
         raise RequestError(400, "max_tokens=0 needs echo=true.", "max_tokens")
+    if fields["best_of"] not in (None, options.n):
+        raise RequestError(400, "best_of must be n: every text is returned.", "best_of")
     is_scored, scores_prompt = num_top >= 0, num_top >= 0 and echo
     if options.is_stream and scores_prompt:
         raise RequestError(400, "echo with logprobs cannot be streamed.", "stream")
-    fields.refuse("best_of", "must be n: every text is returned.", [options.n])
-    fields.refuse("suffix", "is refused: models here write at the end only.", [""])
-    fields.finish(WITHOUT_EFFECT)
     check_count(len(prompts) * options.n)
     scores = ScoreRequest(log_probs=is_scored, num_top=max(0, num_top), prompt=scores_prompt)
     requests, answers = [], []
@@ -98,9 +118,8 @@ def text_answer(
     )
 
 
-def _prompts(fields: Fields, served: ServedModel) -> list[tuple[str, list[int]]]:
+def _prompts(served: ServedModel, prompt: Any) -> list[tuple[str, list[int]]]:
     """Return texts and token ids of the prompts."""
-    prompt = fields.take("prompt")
     if _is_ids(prompt) or isinstance(prompt, str):
         prompt = [prompt]
     if not isinstance(prompt, list) or not 1 <= len(prompt) <= MAX_TEXTS:
@@ -125,6 +144,13 @@ def _prompts(fields: Fields, served: ServedModel) -> list[tuple[str, list[int]]]
                 400, "prompt: each must be a string or a list of token ids.", "prompt"
             )
     return found
+
+
+def _prompt_schema(served: ServedModel) -> Schema:
+    ids = {"type": "integer", "minimum": 0, "maximum": served.vocab_size - 1}
+    one = [{"type": "string"}, {"type": "array", "items": ids, "minItems": 1}]
+    many = {"type": "array", "items": {"anyOf": one}, "minItems": 1, "maxItems": MAX_TEXTS}
+    return {"anyOf": [*one, many]}
 
 
 def _is_ids(value: Any) -> bool:

@@ -2,8 +2,9 @@
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,14 +12,27 @@ from mcore_data.datasets.chat import Render
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import SamplingConfig
 from mcore_infer.server.answer import Answer, AnswerPiece
-from mcore_infer.server.fields import Fields, RequestError
+from mcore_infer.server.fields import (
+    Flag,
+    Group,
+    Integer,
+    Number,
+    Own,
+    RequestError,
+    Schema,
+    Table,
+    Text,
+    Texts,
+    Variants,
+    as_object,
+)
 from mcore_infer.server.worker import TextRequest
 from mcore_infer.structured import Structure
 from mcore_infer.writing import TokenRules
 
 MAX_TEXTS = 128
 """Texts of one request: prompts times ``n``."""
-_MAX_SEED = 2**62
+MAX_SEED = 2**62
 _MAX_BIASES = 1024
 
 
@@ -100,11 +114,34 @@ WITHOUT_EFFECT = (
 """Fields of OpenAI's interfaces that say nothing about the text."""
 
 
-def read_options(fields: Fields, served: ServedModel) -> TextOptions:
-    """Read the fields that completions and chats share."""
-    temperature = fields.number("temperature", 1.0, 0, 100)
-    top_p = fields.number("top_p", 1.0, 0, 1, above=True)
-    top_k = max(0, fields.integer("top_k", 0, -1, served.vocab_size))
+def options_table(served: ServedModel) -> Table:
+    """Return the fields that completions and chats share."""
+
+    def bias(given: Any) -> tuple[tuple[int, float], ...]:
+        return _bias(given, served.vocab_size)
+
+    return {
+        "temperature": Number(1.0, 0, 100),
+        "top_p": Number(1.0, 0, 1, above=True),
+        "top_k": Integer(0, -1, served.vocab_size),
+        "min_p": Number(0.0, 0, 1),
+        "repetition_penalty": Number(1.0, 0, 10, above=True),
+        "presence_penalty": Number(0.0, -2, 2),
+        "frequency_penalty": Number(0.0, -2, 2),
+        "stream": Flag(),
+        "stream_options": Group({"include_usage": Flag()}, ("include_obfuscation",)),
+        "logit_bias": Own(bias, _BIAS),
+        "seed": Integer(None, 0, MAX_SEED),
+        "stop": Texts(16),
+        "n": Integer(1, 1, MAX_TEXTS),
+        "ignore_eos": Flag(),
+        "response_format": Variants(_FORMATS),
+    }
+
+
+def text_options(fields: Mapping[str, Any]) -> TextOptions:
+    """Return what the fields of ``options_table`` mean together."""
+    temperature, top_k, top_p = fields["temperature"], max(0, fields["top_k"]), fields["top_p"]
     if not temperature:  # the likeliest token always
         temperature, top_k, top_p = 1.0, 1, 1.0
     sampling = checked(
@@ -112,55 +149,45 @@ def read_options(fields: Fields, served: ServedModel) -> TextOptions:
             temperature=temperature,
             top_k=top_k,
             top_p=0.0 if top_p == 1 else top_p,
-            min_p=fields.number("min_p", 0.0, 0, 1),
-            repetition_penalty=fields.number("repetition_penalty", 1.0, 0, 10, above=True),
-            presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
-            frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
+            min_p=fields["min_p"],
+            repetition_penalty=fields["repetition_penalty"],
+            presence_penalty=fields["presence_penalty"],
+            frequency_penalty=fields["frequency_penalty"],
         )
     )
-    is_stream = fields.flag("stream")
-    stream_options = Fields(fields.object("stream_options"))
-    has_usage = stream_options.flag("include_usage")
-    stream_options.finish(["include_obfuscation"])
     return TextOptions(
         sampling=sampling,
-        rules=TokenRules(bias=_bias(fields, served.vocab_size)),
-        seed=fields.integer("seed", secrets.randbelow(_MAX_SEED), 0, _MAX_SEED),
-        stop=fields.texts("stop", 16),
-        n=fields.integer("n", 1, 1, MAX_TEXTS),
-        is_stream=is_stream,
-        has_usage=has_usage,
-        ignore_eos=fields.flag("ignore_eos"),
-        structure=_structure(fields),
+        rules=TokenRules(bias=fields["logit_bias"]),
+        seed=seed_of(fields["seed"]),
+        stop=fields["stop"],
+        n=fields["n"],
+        is_stream=fields["stream"],
+        has_usage=fields["stream_options"]["include_usage"],
+        ignore_eos=fields["ignore_eos"],
+        structure=_structure(*fields["response_format"]),
     )
 
 
-def _structure(fields: Fields) -> Structure | None:
-    """Read ``response_format``: text, json_object, json_schema, or regex with a pattern."""
-    wanted, name = Fields(fields.object("response_format")), "response_format"
-    kind = wanted.text("type", "text")
-    found = None
-    if kind == "json_object":
-        found = Structure("json_schema", '{"type": "object"}')
-    elif kind == "regex":
-        found = Structure("regex", wanted.text("pattern"))
-    elif kind == "json_schema":
-        given = Fields(wanted.object("json_schema"))
-        schema = given.object("schema")
-        given.finish(["name", "description", "strict"])
-        found = Structure("json_schema", json.dumps(schema))
-    elif kind != "text":
+def seed_of(given: int | None) -> int:
+    """Return the seed, or a random one."""
+    return secrets.randbelow(MAX_SEED) if given is None else given
+
+
+def _structure(kind: str, wanted: Mapping[str, Any]) -> Structure | None:
+    """Return what ``response_format`` holds a text to; None: nothing."""
+    if kind == "text":
+        return None
+    if find_spec("llguidance") is None:
         raise RequestError(
             400,
-            f"{name}: type {kind[:40]} is none of text, json_object, json_schema, regex.",
-            name,
+            "response_format needs a server with pip install 'mcore-infer[structured]'.",
+            "response_format",
         )
-    wanted.finish()
-    if found is not None and find_spec("llguidance") is None:
-        raise RequestError(
-            400, f"{name} needs a server with pip install 'mcore-infer[structured]'.", name
-        )
-    return found
+    if kind == "regex":
+        return Structure("regex", wanted["pattern"])
+    if kind == "json_object":
+        return Structure("json_schema", '{"type": "object"}')
+    return Structure("json_schema", json.dumps(wanted["json_schema"]["schema"]))
 
 
 def checked(build: Callable[[], SamplingConfig]) -> SamplingConfig:
@@ -211,17 +238,34 @@ def check_count(num_texts: int) -> None:
         )
 
 
-def _bias(fields: Fields, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    given = fields.object("logit_bias")
-    if len(given) > _MAX_BIASES:
-        raise RequestError(400, f"logit_bias has more than {_MAX_BIASES} tokens.", "logit_bias")
-    found, values = [], Fields(given)
-    for token in given:
+def _bias(given: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    biases, name = as_object("logit_bias", given), "logit_bias"
+    if len(biases) > _MAX_BIASES:
+        raise RequestError(400, f"{name} has more than {_MAX_BIASES} tokens.", name)
+    found = []
+    for token, value in biases.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise RequestError(400, f"logit_bias: {token[:20]} is no token id.", "logit_bias")
+            raise RequestError(400, f"{name}: {token[:20]} is no token id.", name)
         if int(token) >= vocab_size:
-            raise RequestError(
-                400, f"logit_bias: {token} is no token id below {vocab_size}.", "logit_bias"
-            )
-        found.append((int(token), values.number(token, 0.0, -100, 100)))
+            raise RequestError(400, f"{name}: {token} is no token id below {vocab_size}.", name)
+        found.append((int(token), _BIAS_VALUE.read(token, value)))
     return tuple(found)
+
+
+_BIAS_VALUE = Number(0.0, -100, 100)
+_BIAS: Schema = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+    "additionalProperties": _BIAS_VALUE.schema(),
+    "maxProperties": _MAX_BIASES,
+}
+_SCHEMA = Own(partial(as_object, "schema"), {"type": "object"})
+_FORMATS: Mapping[str, Table] = {
+    "text": {},
+    "json_object": {},
+    "json_schema": {
+        "json_schema": Group({"schema": _SCHEMA}, ("name", "description", "strict"))
+    },
+    "regex": {"pattern": Text()},
+}
+"""What ``response_format`` may be, by its type."""
