@@ -180,7 +180,7 @@ def test_a_run_is_exported_to_transformers_and_continued_from_it(tmp_path):
     run, again = tmp_path / "run", tmp_path / "again.jsonl"
     sizes = "--encoder-num-layers 2 --decoder-num-layers 1 --hidden-size 32"
     words = f"{sizes} --num-attention-heads 4 {form} {rest} --train-iters 4 --save {run}"
-    assert main(["t5", *words.split(), "--save-interval", "2"]) == 0
+    assert main(["t5", *words.split(), "--save-interval", "2", "--save-hf"]) == 0
     losses = [
         json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()
     ]
@@ -190,6 +190,11 @@ def test_a_run_is_exported_to_transformers_and_continued_from_it(tmp_path):
         found = json.loads(line)
         assert found["loss"] == losses[found["iteration"] - 1]
     convert("mcore", run, "hf", tmp_path / "hf")
+    said = [
+        json.loads((folder / "config.json").read_text())["decoder_start_token_id"]
+        for folder in (run / "iter_0000004", tmp_path / "hf")
+    ]
+    assert said == [1, 1]
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "hf").eval()
     model = ours_of(run, torch.float32)
     ids, written = torch.randint(1, 140, (2, 9)), torch.randint(140, (2, 5))
@@ -198,12 +203,13 @@ def test_a_run_is_exported_to_transformers_and_continued_from_it(tmp_path):
         want = theirs(ids, decoder_input_ids=written).logits
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     ids[1, 6:] = 0
-    length = {"max_new_tokens": 6, "min_new_tokens": 6, "decoder_start_token_id": 0}
+    # The mock data's decoder begins with 1, which the folder says.
+    length = {"max_new_tokens": 6, "min_new_tokens": 6}
     found = theirs.generate(ids, attention_mask=(ids > 0).long(), do_sample=False, **length)
     texts = [ids[0].tolist(), ids[1, :6].tolist()]
     greedy = SamplingConfig(num_tokens=6, top_k=1)
     rows = [[], []]
-    for token in answered(model, texts, greedy, start=0):
+    for token in answered(model, texts, greedy, start=1):
         rows[token.row].append(token.id)
     assert rows == found[:, 1:].tolist()
     words = f"{rest} --train-iters 1 --load {tmp_path / 'hf'} --finetune".split()

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from mcore_data.datasets.mock import MockSentences, mock_t5_ids
-from mcore_data.datasets.t5 import T5Dataset, T5Ids, cut_spans
+from mcore_data.datasets.t5 import T5Dataset, T5Ids, cut_spans, decoder_start
 from mcore_data.tokenizers.building import load_tokenizer
+from mcore_data.tokenizers.hf import HFTokenizer
 
 
 def join_spans(encoder, written, sentinels):
@@ -71,5 +72,11 @@ def test_ids_need_sentinels_a_beginning_and_an_end(tmp_path):
     ids = T5Ids.of(tokenizer)
     assert (ids.bos, ids.eos, ids.pad, len(ids.sentinels)) == (2, 3, 0, 100)
     assert ids.sentinels[0] == tokenizer.token_id("<extra_id_0>")
+    # Published T5s have no beginning: their decoder begins with padding.
+    published = HFTokenizer(tokenizer.core, {**tokenizer.config, "bos_token": None})
+    assert (T5Ids.of(published).bos, decoder_start(published)) == (0, 0)
+    nothing = HFTokenizer(tokenizer.core, {**published.config, "pad_token": None})
+    with pytest.raises(ValueError, match="with a beginning or padding"):
+        T5Ids.of(nothing)
     with pytest.raises(ValueError, match="add them by --vocab-extra-ids"):
         T5Ids.of(load_tokenizer("ByteTokenizer"))

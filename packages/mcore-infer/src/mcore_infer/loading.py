@@ -20,6 +20,7 @@ from mcore_ckpt.save_load.loading import describe_checkpoint, load
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_ckpt.storage.index import ADAPTER, Index
 from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
+from mcore_data.datasets.t5 import decoder_start
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.quantization.loading import (
@@ -84,7 +85,7 @@ class LoadedModel:
                 named = json.loads(file.read_text(encoding="utf-8"))
                 if isinstance(found := named.get("decoder_start_token_id"), int):
                     return found
-        own = None if self.tokenizer is None else self.tokenizer.bos
+        own = None if self.tokenizer is None else decoder_start(self.tokenizer)
         return own or 0
 
 

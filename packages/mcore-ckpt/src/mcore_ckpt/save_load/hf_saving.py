@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,12 +44,17 @@ class HFView:
     """Which foreign tensor holds which of ours."""
 
 
-def hf_view(description: dict[str, Any], model_type: str = "") -> HFView:
+def hf_view(
+    description: dict[str, Any],
+    model_type: str = "",
+    carried: Mapping[str, Any] = MappingProxyType({}),
+) -> HFView:
     """Find out how a model stands in a Hugging Face folder.
 
     Args:
         description: what our checkpoints keep of a model.
         model_type: family to write; empty: the first that can say the model.
+        carried: fields of its config.json that say nothing about the model.
 
     Raises:
         ValueError: if none can, or it stores rows turned, interleaved or padded, so that its
@@ -56,7 +62,7 @@ def hf_view(description: dict[str, Any], model_type: str = "") -> HFView:
     """
     model_type = model_type or family_for(description)
     family = find_family(model_type)
-    config = family.to_theirs(description)
+    config = {**carried, **family.to_theirs(description)}
     links = tuple(expand(family.table(description)))
     turned = [
         link.theirs

@@ -47,7 +47,7 @@ class T5Ids:
         """Look the ids up.
 
         Raises:
-            ValueError: if the tokenizer has no sentinels, no beginning or no end.
+            ValueError: if the tokenizer has no sentinels, no end, or nothing to begin with.
         """
         sentinels = []
         while (number := tokenizer.token_id(f"<extra_id_{len(sentinels)}>")) is not None:
@@ -57,15 +57,26 @@ class T5Ids:
                 "the tokenizer has no sentinels <extra_id_0>, ...: add them by "
                 "--vocab-extra-ids 100."
             )
-        if tokenizer.bos is None or tokenizer.eod is None:
-            raise ValueError("T5 needs a tokenizer with a beginning and an end of text.")
+        begin = decoder_start(tokenizer)
+        if begin is None or tokenizer.eod is None:
+            raise ValueError(
+                "T5 needs a tokenizer with an end of text, and with a beginning or padding."
+            )
         return T5Ids(
-            bos=tokenizer.bos,
+            bos=begin,
             eos=tokenizer.eod,
             pad=tokenizer.pad or 0,
             sentinels=tuple(sentinels),
             continues=word_continuations(tokenizer),
         )
+
+
+def decoder_start(tokenizer: Tokenizer) -> int | None:
+    """Return what a T5's decoder reads first: padding where texts have no beginning.
+
+    Published T5s begin so.
+    """
+    return tokenizer.pad if tokenizer.bos is None else tokenizer.bos
 
 
 class T5Dataset:

@@ -28,6 +28,7 @@ from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
 from mcore_train.checkpoints.adapter_bases import model_description
 from mcore_train.checkpoints.resuming import Snapshot, state_shards, take_snapshot
+from mcore_train.checkpoints.side_state import hf_words
 from mcore_train.guards.nan_guard import NonFiniteError
 from mcore_train.reporting.log import METRICS, SAMPLES, TENSORBOARD, Reporter
 
@@ -59,7 +60,9 @@ class Checkpoints:
         self._lock = FolderLock(options.save) if options.save else None
         self._tokenizer: tempfile.TemporaryDirectory | None = None
         self._plans = PlanCache()
-        self._hf = hf_view(model_description(run.plan)) if options.save_hf else None
+        self._hf = None
+        if options.save_hf:
+            self._hf = hf_view(model_description(run.plan), carried=hf_words(run))
         self._saver = AsyncSaver(
             run.ctx.world,
             silent_s=60 * options.async_save_timeout_minutes,

@@ -52,6 +52,7 @@ from mcore_train.checkpoints.origin import (
 )
 from mcore_train.checkpoints.side_state import (
     fp8_shards,
+    hf_words,
     rng_shards,
     side_numbers,
     take_fp8_histories,
@@ -354,6 +355,7 @@ def _extra(run: Run) -> dict[str, Any]:
         "recipe": changed_options(plan.config),
         **describe_adapter(run),
         **side_numbers(run),
+        "hf": {"config": hf_words(run)},
     }
     if plan.config.saving.save_optim:
         extra["num_steps"] = run.optimizer.num_steps

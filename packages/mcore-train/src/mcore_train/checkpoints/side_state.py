@@ -7,6 +7,8 @@ Streams are each rank's own (``rng.<stream>.<rank>``), histories logical tensors
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_data.datasets.mock import mock_t5_ids
+from mcore_data.datasets.t5 import decoder_start
 from mcore_parallel.sharding import Piece, Shard
 from mcore_train.assembly import Run
 
@@ -55,6 +57,21 @@ def side_numbers(run: Run) -> dict[str, Any]:
     """Return what a checkpoint's index keeps of these: plain data."""
     scale = {} if run.loss_scaler is None else run.loss_scaler.state()
     return {"fp8_kind": fp8_kind(run), "loss_scale": scale}
+
+
+def hf_words(run: Run) -> dict[str, Any]:
+    """Return fields of a config.json that no model has: where a T5's decoder begins.
+
+    transformers shifts labels and writes from there, and has no default for it.
+    """
+    data, begin = run.plan.config.data, None
+    if run.plan.family.dataset != "t5":
+        return {}
+    if run.tokenizer is not None:
+        begin = decoder_start(run.tokenizer)
+    elif data.mock_data:
+        begin = mock_t5_ids(data.mock_vocab_size).bos
+    return {} if begin is None else {"decoder_start_token_id": begin}
 
 
 def take_loss_scale(run: Run, extra: Mapping[str, Any]) -> None:
