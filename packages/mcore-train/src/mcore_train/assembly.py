@@ -211,9 +211,10 @@ def assemble(
     if config.run.cuda_graph_impl != "none" and ctx.device.type == "cuda":
         recorder = _build_recorder(plan, chunks, data_parallel, streams, casts)
     optimizer = build_optimizer(config, ctx, data_parallel, tables.optimizers)
+    scaler = LossScaler(config.precision, ctx.device) if config.precision.fp16 else None
     post_validation = None
     if config.pipeline.enable_optimizer_post_validation:
-        post_validation = PostValidation(optimizer, config.optimizer.clip_grad)
+        post_validation = PostValidation(optimizer, config.optimizer.clip_grad, scaler)
     return Run(
         plan=plan,
         ctx=ctx,
@@ -226,7 +227,7 @@ def assemble(
         tokenizer=tokenizer,
         weight_casts=casts,
         fp8_scales=scales,
-        loss_scaler=LossScaler(config.precision, ctx.device) if config.precision.fp16 else None,
+        loss_scaler=scaler,
         weight_queue=weight_queue,
         turns=turns,
         post_validation=post_validation,

@@ -25,7 +25,7 @@ from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.reporting.hardware import peak_flops
 from mcore_train.reporting.log import Reporter, StepReport
 from mcore_train.sample_texts import TextWriter
-from mcore_train.step import StepResult, train_step
+from mcore_train.step import StepResult, backward, update
 
 log = logging.getLogger(__name__)
 
@@ -181,13 +181,15 @@ def one_step(
     """
     schedule = run.plan.schedule
     size = run.plan.ramp.size_at(run.consumed_train_samples)
-    if not run.stretches or run.stretches[-1].batch_size != size:
-        run.stretches.append(Stretch(run.iteration + 1, run.consumed_train_samples, size))
     if run.post_validation is not None:
         run.post_validation.is_due = _is_quiet(run)
-    result = train_step(
+    losses = backward(run, next(batches))
+    _uncount_skipped(run)
+    if not run.stretches or run.stretches[-1].batch_size != size:
+        run.stretches.append(Stretch(run.iteration + 1, run.consumed_train_samples, size))
+    result = update(
         run,
-        next(batches),
+        losses,
         learning_rate(schedule, run.schedule_samples),
         weight_decay(schedule, run.schedule_samples),
         before_update,
@@ -207,8 +209,15 @@ def _settle(run: Run, gradients: FiniteGradients | None = None) -> None:
     """Make weights and numbers those of the steps done; waits for all ranks if need be."""
     if run.post_validation is not None:
         run.post_validation.settle()
+        _uncount_skipped(run)
     if gradients is not None:
         gradients.check()
+
+
+def _uncount_skipped(run: Run) -> None:
+    """Take the step before out of the schedule, if validation found that it overflowed."""
+    if run.post_validation is not None and run.post_validation.take_skipped():
+        run.schedule_samples -= run.stretches[-1].batch_size
 
 
 def _is_quiet(run: Run) -> bool:

@@ -67,7 +67,25 @@ def train_step(
         weight_decay: decoupled decay.
         before_update: called right before weights and optimizer state change.
     """
-    losses = backward(run, batches)
+    return update(run, backward(run, batches), lr, weight_decay, before_update)
+
+
+def update(
+    run: Run,
+    losses: StepLosses,
+    lr: float,
+    weight_decay: float,
+    before_update: Callable[[], None] | None = None,
+) -> StepResult:
+    """Update weights by the gradients of ``backward``: what ``train_step`` does after it.
+
+    Args:
+        run: changed in place.
+        losses: of ``backward``.
+        lr: see ``train_step``, as are the next two.
+        weight_decay: see there.
+        before_update: see there.
+    """
     validation = run.post_validation
     if validation is not None and validation.is_due:
         norm = validation.propose(lr, weight_decay, before_update)

@@ -44,8 +44,8 @@ class PipelineConfig:
     enable_optimizer_post_validation: bool = False
     """Update weights before the norm of all gradients is known, as if nothing were clipped, so
     that no stage waits for the others between steps; a step that should have been clipped is
-    taken back and done again, and so are the forwards begun with it. The same bits, for one
-    more pass of the optimizer over its state."""
+    taken back and done again, one in fp16 that overflowed is skipped, and the forwards begun
+    with it are done again. The same bits, for one more pass of the optimizer over its state."""
 
     pipeline_model_parallel_layout: str = ""
     """Stages spelled out, such as ``Et*3|(tt|)*2,L``: E embedding, t layer, m

@@ -5,13 +5,15 @@ first backward (or loss) here needs the memory of the gradients: before it the n
 which has had the time of these forwards to be summed. Where a step should have been clipped,
 every rank learns so from the same number: the forwards are given up, the weights are taken
 back, updated as they should be, and the step begins anew. Optimizer state follows the weights
-once they are right, so that it never needs a copy.
+once they are right, so that it never needs a copy. A step in float16 whose gradients overflowed
+is taken back whole, before any loss is computed at the new scale.
 
 Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 4. Differs: all
 ranks look at the same sum, none at a partial one.
 """
 
 from collections.abc import Callable
+from math import isfinite
 
 import torch
 from jaxtyping import Float
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.grads import clip_coefficient
+from mcore_train.loss_scaling import LossScaler
 
 Rates = tuple[float, float]
 """Learning rate and weight decay of a step."""
@@ -31,18 +34,25 @@ class PostValidation:
         is_due: whether the step that comes may be validated by the one after it; off where its
             numbers are wanted at once.
         num_redone: steps that were taken back so far.
+        is_skipped: whether the latest of them overflowed, and was not done again.
     """
 
-    def __init__(self, optimizer: DistributedOptimizer, max_norm: float) -> None:
+    def __init__(
+        self, optimizer: DistributedOptimizer, max_norm: float, scaler: LossScaler | None = None
+    ) -> None:
         """Begin without a step; no communication.
 
         Args:
             optimizer: whose weights are proposed.
             max_norm: norm above which gradients are clipped; 0: never.
+            scaler: of the loss, updated when a step is validated; None: gradients are not
+                scaled.
         """
-        self.optimizer, self.max_norm = optimizer, max_norm
+        self.optimizer, self.max_norm, self.scaler = optimizer, max_norm, scaler
         self.is_due = False
         self.num_redone = 0
+        self.is_skipped = False
+        self._unscale = 1.0
         self._rates: Rates = (0.0, 0.0)
         self._read_norm: Callable[[], float] | None = None
         self._norm = torch.zeros((), dtype=torch.float64)
@@ -59,26 +69,34 @@ class PostValidation:
         """Update the weights without clipping; starts one all-reduce over the world.
 
         Returns:
-            The norm of the gradients, on the host: written once the step is validated.
+            The norm of the gradients, on the host: written once the step is validated, and 0
+            if it was skipped.
         """
         self._rates, self._before_update = (lr, weight_decay), before_update
+        self._unscale = 1.0 if self.scaler is None else 1.0 / self.scaler.value
         self._norm = torch.full((), float("nan"), dtype=torch.float64)
         self._read_norm = self.optimizer.start_grad_norm()
         if before_update is not None:
             before_update()
-        self.optimizer.propose(lr, weight_decay, self._unclipped())
+        self.optimizer.propose(lr, weight_decay, self._unclipped() * self._unscale)
         return self._norm
 
     def accept(self) -> bool:
         """Read the norm and, if nothing is clipped, let state follow; else nothing changes.
 
-        The same on all ranks.
+        The same on all ranks. Updates the scale of the loss.
 
         Returns:
             Whether the weights in use are right; ``redo`` must follow where they are not.
         """
         assert self._read_norm is not None
-        self._norm.fill_(self._read_norm())
+        norm = self._read_norm()
+        is_finite = isfinite(norm)
+        may_skip = self.scaler is not None and self.scaler.update(is_finite=is_finite)
+        self.is_skipped = may_skip and not is_finite
+        self._norm.fill_(0.0 if self.is_skipped else norm * self._unscale)
+        if self.is_skipped:
+            return False
         if self.max_norm and not bool(clip_coefficient(self._norm, self.max_norm) == 1.0):
             return False
         if self._before_update is not None:
@@ -88,13 +106,24 @@ class PostValidation:
         return True
 
     def redo(self) -> None:
-        """Take the weights back and update them with clipped gradients."""
+        """Take the weights back and, unless gradients overflowed, update them by clipped ones.
+
+        Gathers the weights over the data ranks.
+        """
         self.num_redone += 1
         self.optimizer.withdraw()
-        scale = clip_coefficient(self._norm, self.max_norm)
-        device = self.optimizer.data_parallel.ctx.device
-        self.optimizer.step(*self._rates, scale.to(device))
+        if self.is_skipped:
+            self.optimizer.refresh()
+        else:
+            scale = clip_coefficient(self._norm, self.max_norm) * self._unscale
+            device = self.optimizer.data_parallel.ctx.device
+            self.optimizer.step(*self._rates, scale.to(device))
         self._read_norm = None
+
+    def take_skipped(self) -> bool:
+        """Say whether a step was skipped since this was last asked."""
+        is_skipped, self.is_skipped = self.is_skipped, False
+        return is_skipped
 
     def settle(self) -> None:
         """Validate at once what is pending: before weights are saved or scored."""

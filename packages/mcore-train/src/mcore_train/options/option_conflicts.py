@@ -88,7 +88,6 @@ def _validation_conflicts(config: TrainConfig) -> Iterator[str]:
         yield f"{name} has no effect with --log-interval 1, which reads each norm: raise it."
     fp8, offloading = config.fp8, config.offloading
     for option, is_on, why in (
-        ("--fp16", config.precision.fp16, "a step must know whether its gradients overflowed"),
         ("--num-experts", config.experts.num_experts, "routers count every forward"),
         ("--mtp-num-layers", config.model.mtp_num_layers, "its losses come before the last"),
         ("--qk-clip", config.qk_clipping.qk_clip, "scores are noted in every forward"),
