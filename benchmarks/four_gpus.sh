@@ -3,53 +3,12 @@
 #
 #   benchmarks/four_gpus.sh [--world 4|2] [--minutes 10] [--output DIR] [--only PATTERN] [--list]
 #
-# A line whose JSON is in the folder already is left out, so that several calls of ten minutes go
-# through the list; one that fails is named and the next one begins. --world 2 rehearses the
-# same flags with fewer layers. PY names the Python; a peer that is not installed is left out.
+# --world 2 rehearses the same flags with fewer layers; lines.sh says how a line is run. A peer
+# that is not installed is left out.
 set -u
-cd "$(dirname "$0")/.."
-world=4 minutes=10 out=benchmarks/results only=. list=
-while [ $# -gt 0 ]; do
-  case $1 in
-    --world) world=$2; shift 2 ;;
-    --minutes) minutes=$2; shift 2 ;;
-    --output) out=$2; shift 2 ;;
-    --only) only=$2; shift 2 ;;
-    --list) list=1; shift ;;
-    *) echo "unknown option $1" >&2; exit 2 ;;
-  esac
-done
-PY=${PY:-python}
-COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}
-PYTHONPATH=$(ls -d "$PWD"/packages/*/src | tr '\n' ':')$PWD/benchmarks:${PYTHONPATH:-}
-export PYTHONPATH PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-mkdir -p "$out"
-logs=$(mktemp -d)
-end=$((SECONDS + 60 * minutes - 10))
+world=4
+. "$(dirname "$0")/lines.sh"
 
-launch() {  # NAME LIMIT_S RANKS SCRIPT WORDS...; 0 ranks: the script starts its own
-  local name=$1 limit=$2 ranks=$3; shift 3
-  [[ $name =~ $only ]] || return
-  [ -n "$list" ] && { echo "$name: $*"; return; }
-  [ -e "$out/$name.json" ] && return
-  local left=$((end - SECONDS)) begin=$SECONDS
-  if [ "$left" -lt "$limit" ]; then
-    echo "$name: needs up to $limit s, and $left s are left: call again"
-    return
-  fi
-  local start="-m torch.distributed.run --nproc-per-node $ranks --master-port $((29500 + RANDOM % 400))"
-  [ "$ranks" -gt 0 ] || start=
-  timeout -k 10 "$limit" "$PY" $start "$@" > "$logs/$name.txt" 2>&1
-  local code=$?
-  if [ $code -eq 0 ]; then
-    echo "$name: $((SECONDS - begin)) s"
-    [ -e "$out/$name.json" ] || grep -h '^{' "$logs/$name.txt" | tail -1 > "$out/$name.json"
-    cat "$out/$name.json" | tr -d '\n' | cut -c1-900; echo
-  else
-    echo "$name: FAILED with $code after $((SECONDS - begin)) s"
-    grep -hE "Error|error:" "$logs/$name.txt" | tail -3 | cut -c1-300
-  fi
-}
 step() {  # NAME LIMIT_S FLAGS...: a training step
   local name=$1 limit=$2; shift 2
   launch "$name" "$limit" "${ranks:-$world}" benchmarks/bench_train_step.py --name "$name" --warmup "${warmup:-$usual_warmup}" \
@@ -129,4 +88,3 @@ launch "determinism-$at" 280 0 benchmarks/bench_determinism.py --name "determini
 launch "checkpoint-qwen3-30b-$at-ep" 280 "$world" benchmarks/bench_checkpoint.py --name "checkpoint-qwen3-30b-$at-ep" \
   --folder "${TMPDIR:-/tmp}/four-gpus-checkpoint" --reshard-gib 0 --rounds 1 --output "$out" --commit "$COMMIT" -- $common \
   --recipe recipes/model/qwen3-30b-a3b.toml $small --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size "$world"
-rm -r "$logs"
