@@ -5,8 +5,12 @@ with this workspace: put them on the path to compare. Both want the batch first;
 sequence, as ``bench_mamba.py`` has, that is a view.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -22,6 +26,32 @@ def peers(kind: str) -> dict[str, Recurrence]:
         else:
             found["fla"] = _fla()
     return found
+
+
+@contextmanager
+def compiled_ahead() -> Iterator[None]:
+    """Compile all that an autotuner of Triton tries, on all cores, before it tries the first.
+
+    mamba-ssm tries some 110 kernels, which take two minutes one after the other.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
+
+    run, met = Autotuner.run, set()
+
+    def compile_and_run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
+        if tuner not in met:
+            met.add(tuner)
+            given = {name: value for name, value in kwargs.items() if name != "warmup"}
+            with AsyncCompileMode(pool, ignore_errors=True):
+                tuner.warmup(*args, **given)
+        return run(tuner, *args, **kwargs)
+
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+        patch.object(Autotuner, "run", compile_and_run),
+    ):
+        yield
 
 
 def _mamba_ssm() -> Recurrence:
