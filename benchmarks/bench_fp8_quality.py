@@ -49,7 +49,8 @@ _ENDINGS = (".py", ".pyi", ".h", ".hpp", ".cuh", ".c", ".cpp", ".cu", ".md", ".r
 _ENDINGS += (".html", ".js", ".json", ".pm", ".pl", ".cmake", ".toml", ".yaml", ".yml")
 _BYTES_PER_TOKEN = 4.2
 _SAMPLE_BYTES = 20_000_000
-_PILOT_STEPS = 60
+_PILOT_STEPS = 300
+"""So many that the runs, which do not begin at once, overlap for most of them."""
 _BLOCKS = 10
 
 
@@ -225,8 +226,10 @@ def time_side_by_side(
         call = [sys.executable, "-m", "mcore_train", "gpt", *options.flags, *flags]
         _check_run(call, metrics.with_suffix(".log"))
         elapsed_s = time.perf_counter() - begin
-        step_s = statistics.median(row["step_ms"] for row in _train_rows(metrics)[4:]) / 1e3
-        return step_s, elapsed_s - _PILOT_STEPS * step_s
+        times = sorted(row["step_ms"] / 1e3 for row in _train_rows(metrics)[4:])
+        mean_s = statistics.mean(times)
+        # Beside the others: not the first steps of one, nor the last of another.
+        return times[len(times) * 3 // 4], max(0.0, elapsed_s - _PILOT_STEPS * mean_s)
 
     with ThreadPoolExecutor(options.at_once or len(wanted)) as pool:
         times = list(pool.map(pilot, wanted))

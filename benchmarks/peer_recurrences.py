@@ -34,7 +34,7 @@ def compiled_ahead() -> Iterator[None]:
 
     mamba-ssm tries some 110 kernels, which take two minutes one after the other.
     """
-    from triton.runtime._async_compile import AsyncCompileMode
+    from triton import AsyncCompileMode
     from triton.runtime.autotuner import Autotuner
 
     run, met = Autotuner.run, set()
