@@ -121,7 +121,7 @@ class PostValidation:
         self._read_norm = None
 
     def take_skipped(self) -> bool:
-        """Say whether a step was skipped since this was last asked."""
+        """Return ``is_skipped``, and forget it."""
         is_skipped, self.is_skipped = self.is_skipped, False
         return is_skipped
 
