@@ -179,6 +179,7 @@ def test_wrong_training_data_are_told_in_one_line(folder, capsys, words, message
         (("merge", "--input", ".", "--output-prefix", "words.txt/m"), "takes no files"),
         (("merge", "--input", "none", "--output-prefix", "m"), "none holds no .bin/.idx pair"),
         (("inspect", "a_text_document", "--tokenizer", "no"), "neither a tokenizer folder"),
+        (("inspect", "a_text_document", "--samples", "-1"), "--samples -1 must be 0 or more"),
         (("verify", "s3://bucket/a"), "Copy the pair to this machine first"),
         (("inspect", "a"), "Did you mean a_text_document?"),
         (("explain", "--run", "none", "--step", "1"), "that mcore-train saved a checkpoint in"),

@@ -79,10 +79,13 @@ def test_an_option_that_is_given_again_with_other_values_is_named_once_a_job(
     monkeypatch, caplog
 ):
     again = ["--size=3", "--all", "--size", "4", "x", "--no-all", "--recipe", "a"]
-    monkeypatch.setenv("RANK", "1")
-    assert run("add", *again, "--lr", "1") == 0
-    assert not caplog.records
-    monkeypatch.setenv("RANK", "0")
+    for rank, launcher in (("1", False), ("0", True)):  # who said it already started them
+        monkeypatch.setenv("RANK", rank)
+        if launcher:
+            monkeypatch.setenv("MCORE_LAUNCHER_PID", "9")
+        assert run("add", *again, "--lr", "1") == 0
+        assert not caplog.records
+    monkeypatch.delenv("MCORE_LAUNCHER_PID")
     assert run("add", *again, "--recipe", "b", "--lr", "1", "--lr", "1") == 0
     assert [record.getMessage() for record in caplog.records] == [
         "--size is given more than once: the last counts, --size 4 x.",

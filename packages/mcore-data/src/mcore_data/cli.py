@@ -112,6 +112,8 @@ def inspect(
     from mcore_data.indexed.reader import IndexedDataset
     from mcore_data.tokenizers.building import load_tokenizer
 
+    if samples < 0:
+        raise ValueError(f"--samples {samples} must be 0 or more.")
     coder = load_tokenizer(tokenizer) if tokenizer else None
     dataset = IndexedDataset(prefix, cache_path=object_storage_cache_path)
     for name, value in asdict(summarize(dataset)).items():

@@ -23,6 +23,10 @@ TokenizerType = Literal[
 ]
 EngineName = Literal["auto", "gigatoken", "words", "reference"]
 TOKENIZER_TYPES: tuple[str, ...] = TokenizerType.__args__  # pyrefly: ignore
+WITHOUT_FILES = ("NullTokenizer", "NullMultimodalTokenizer", "ByteTokenizer")
+"""Types that are built from no file, and take no further tokens."""
+FILES = ("tokenizer_model", "vocab_file", "merge_file")
+"""Options that name what the others are built from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -330,6 +330,8 @@ def test_an_image_is_one_token_with_tags_around_it(bpe_folder):
 def test_tokenizers_of_bytes_and_numbers_refuse_tokens_they_would_not_add(kind, tmp_path):
     sizes = {"vocab_size": 9} if kind == "NullTokenizer" else {}
     load_tokenizer(kind, **sizes).save(tmp_path)
+    with pytest.raises(ValueError, match=f"--tokenizer-model has no effect on a {kind}, which"):
+        load_tokenizer(kind, tokenizer_model="words.json", **sizes)
     for more in ({"tokenizer_special_tokens": ("<b>",)}, {"vocab_extra_ids": 2}):
         flag = "--" + next(iter(more)).replace("_", "-")
         with pytest.raises(ValueError, match=f"{flag} .*no effect .*{kind}"):

@@ -79,7 +79,7 @@ class LoadedModel:
 
     @property
     def start(self) -> int:
-        """Token that a decoder reads first: a Hugging Face folder's, else the tokenizer's."""
+        """Token that a decoder reads first: of the folder, else of its tokenizer, else 0."""
         for name in ("generation_config.json", "config.json"):
             if (file := self.folder / name).is_file():
                 named = json.loads(file.read_text(encoding="utf-8"))

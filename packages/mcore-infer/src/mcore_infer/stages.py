@@ -56,10 +56,8 @@ def run_stages(
     x: Tensor = tokens
     pp, (num_rows, length) = model.pp, tokens.shape
     if pp.rank:
-        # Codes of quantized weights are one byte each.
-        wide = (p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1)
         shape = length, num_rows, model.config.hidden_size
-        x = torch.empty(shape, dtype=next(wide).dtype, device=tokens.device)
+        x = torch.empty(shape, dtype=model.dtype, device=tokens.device)
         post([Message(x, pp.rank - 1, is_send=False)], pp).wait()
     hidden, _ = model(x, positions, state)
     if pp.rank < pp.size - 1:

@@ -261,6 +261,7 @@ def test_an_answer_is_held_to_its_format_beside_free_ones(client):
     number = {"type": "regex", "pattern": "[0-9]{3}-[ab]"}
     _, answer = client.post("/v1/completions", prompt="a", response_format=number, n=2)
     assert all(re.fullmatch("[0-9]{3}-[ab]", c["text"]) for c in answer["choices"])
+    client.post("/v1/completions", prompt="aaa", temperature=0, max_tokens=40)  # repeats itself
     measures = client.send("GET", "/metrics")[2].decode()
     steps = re.search(r"^mcore_speculative_steps (\d+)$", measures, re.MULTILINE)
     assert int(steps[1]) > 0

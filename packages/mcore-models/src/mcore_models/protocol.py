@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
@@ -147,6 +148,7 @@ class TrainableModel(nn.Module, ABC):
         stage: which layers are here, and whether embedding and loss are.
         tp: ranks that share a head's rows.
         pp: ranks that hold the stages.
+        dtype: of the activations that stages send on.
         entries: of a batch; the first of each ``length`` says how long the rows are.
         loss_coefficients: by name of the loss, the main one first; the same on all stages.
     """
@@ -156,6 +158,7 @@ class TrainableModel(nn.Module, ABC):
     stage: Stage
     tp: Axis
     pp: Axis = SINGLE
+    dtype: torch.dtype = torch.float32
     entries: Mapping[str, Entry] = TEXT
     loss_coefficients: Mapping[str, float] = MappingProxyType({LM_LOSS: 1.0})
 

@@ -103,6 +103,7 @@ class StageModel(TrainableModel):
                 )
             stage = Stage(0, range(count), has_embedding=True, has_loss=True)
         self.config, self.vocab_size, self.stage = config, vocab_size, stage
+        self.dtype = dtype
         self.tp, self.cp, self.pp = ctx.tp, ctx.cp, ctx.pp
         self.cuts = stream_cuts(ctx)
         self.sequence_parallel = self.cuts.size > 1

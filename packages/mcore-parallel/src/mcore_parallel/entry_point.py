@@ -21,6 +21,8 @@ Commands = Mapping[str, tuple[str, Callable[..., int]]]
 """Name to summary and function."""
 ADDING = ("--recipe",)
 """Options that may be given again and again; of others the last values count."""
+LAUNCHER = "MCORE_LAUNCHER_PID"
+"""Variable in which ``launch_local``, which reads their command line, tells ranks its id."""
 
 
 def run_program(
@@ -109,8 +111,8 @@ def _dispatch(
 
 
 def is_first_rank() -> bool:
-    """Whether this is rank 0 or no rank: what a command line means is said once a job."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process says what a command line means: ``launch_local``, else rank 0."""
+    return os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ
 
 
 def _repeated(words: Sequence[str]) -> Iterator[tuple[str, str]]:

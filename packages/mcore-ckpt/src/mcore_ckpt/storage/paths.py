@@ -149,6 +149,8 @@ def resolve_folder(path: str | Path, step: int = 0, *, takes_any: bool = False) 
     steps = complete_steps(path)
     there = f"Complete steps there: {', '.join(map(str, steps)) or 'none'}."
     if wanted is None:
+        inner = [] if is_store(path) else sorted(path.glob(f"*/{TRACKER}"))
+        there = f"Give {inner[0].parent}, which does." if inner else there
         raise ValueError(f"{path} holds neither {INDEX} nor {TRACKER}. {there}")
     raise ValueError(f"{place} holds no complete checkpoint (no {INDEX}). {there}")
 

@@ -6,6 +6,7 @@ runs.
 """
 
 import signal
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -76,24 +77,20 @@ def build_loader(
     # Rows of other datasets may be of other lengths in each micro-batch.
     is_joint = hasattr(dataset, "batch")
     num_joined = max(1, _samples_at_once(dataset) // micro_batch_size) if is_joint else 1
-    loader = _Loader(
-        _Batches(dataset),  # pyrefly: ignore
-        batch_sampler=_Grouped(sampler, num_joined),
-        num_workers=num_workers,
-        prefetch_factor=_PREFETCH if num_workers else None,
-        worker_init_fn=_ignore_signals,
-        persistent_workers=num_workers > 0,
-        pin_memory=pin_memory,
-        collate_fn=_Collate(pin_memory, frozenset(without)),  # pyrefly: ignore[bad-argument-type]
-    )
+    with warnings.catch_warnings():
+        # Workers may be more than cores: some wait for files.
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        loader = DataLoader(
+            _Batches(dataset),  # pyrefly: ignore
+            batch_sampler=_Grouped(sampler, num_joined),
+            num_workers=num_workers,
+            prefetch_factor=_PREFETCH if num_workers else None,
+            worker_init_fn=_ignore_signals,
+            persistent_workers=num_workers > 0,
+            pin_memory=pin_memory,
+            collate_fn=_Collate(pin_memory, frozenset(without)),  # pyrefly: ignore[bad-argument-type]
+        )
     return _MicroBatches(loader, sampler, micro_batch_size)
-
-
-class _Loader(DataLoader):
-    """A DataLoader with as many workers as wanted: some wait for files, not for a core."""
-
-    def check_worker_number_rationality(self) -> None:
-        """Leave out torch's warning of more workers than cores."""
 
 
 def _ignore_signals(_worker: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_data.config import TOKENIZER_TYPES, TokenizerConfig
+from mcore_data.config import FILES, TOKENIZER_TYPES, WITHOUT_FILES, TokenizerConfig
 from mcore_data.tokenizers.protocol import MARKER, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if kind == "HuggingFaceTokenizer":
         config = _as_files_say(config)
         kind = config.tokenizer_type
-    if kind in ("NullTokenizer", "NullMultimodalTokenizer", "ByteTokenizer"):
+    if kind in WITHOUT_FILES:
         return _build_plain(config)
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         return _build_sentencepiece(config)
@@ -136,11 +136,11 @@ def how_to_end_documents(config: TokenizerConfig) -> str:
 def _build_plain(config: TokenizerConfig) -> Tokenizer:
     from mcore_data.tokenizers.plain import ByteTokenizer, NullTokenizer
 
-    for field in ("tokenizer_special_tokens", "vocab_extra_ids"):
+    for field in (*FILES, "tokenizer_special_tokens", "vocab_extra_ids"):
         if getattr(config, field):
             raise ValueError(
                 f"--{field.replace('_', '-')} has no effect on a {config.tokenizer_type}, "
-                "which takes no further tokens: leave it out."
+                "which reads no file and takes no further tokens: leave it out."
             )
     if config.tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()
@@ -201,7 +201,7 @@ def _detect(path: Path) -> TokenizerConfig:
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and (folder / MARKER).is_file():
         fields = json.loads((folder / MARKER).read_text())
-        for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        for name in FILES:
             if fields.get(name):
                 fields[name] = str(folder / fields[name])
         fields["tokenizer_special_tokens"] = tuple(fields.get("tokenizer_special_tokens", ()))

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_parallel.entry_point import LAUNCHER
+
 log = logging.getLogger(__name__)
 
 FLIGHT_RECORDER = {
@@ -32,8 +34,6 @@ FLIGHT_RECORDER = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000",
 }
 """Environment of nccl groups: the last collectives of each rank, written down on a timeout."""
-LAUNCHER = "MCORE_LAUNCHER_PID"
-"""Variable in which ``launch_local`` gives its ranks its own process id."""
 REPEATED_S = 1.0
 """Within this time a second SIGINT is the first one, sent to a process and to its group."""
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")

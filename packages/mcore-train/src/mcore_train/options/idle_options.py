@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
+from mcore_data.config import FILES, WITHOUT_FILES
 from mcore_moe.config import MoEConfig
 from mcore_parallel.field_checks import flag
 from mcore_parallel.logical_tensors import is_gated
@@ -142,6 +143,11 @@ SWITCHES = (
         "--tokenizer-type TikTokenizer",
         lambda c: c.tokenizer.tokenizer_type == "TikTokenizer",
         ("tiktoken_pattern", "tiktoken_num_special_tokens"),
+    ),
+    Switch(
+        "--tokenizer-type of one that reads files",
+        lambda c: c.tokenizer.tokenizer_type not in WITHOUT_FILES,
+        FILES,
     ),
     Switch("--mock-data", lambda c: c.data.mock_data, ("mock_vocab_size",)),
     Switch(
