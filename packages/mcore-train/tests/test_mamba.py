@@ -106,6 +106,16 @@ def test_a_run_trains_continues_is_exported_and_writes(tmp_path):
     assert texts[0][0].ids == texts[1][0].ids
 
 
+def test_a_run_that_goes_on_rotates_as_it_did(tmp_path):
+    stack = (
+        "--hybrid-override-pattern M* --num-attention-heads 2 --position-embedding-type rope"
+    )
+    words = f"{stack} {SIZES} {RUN} --train-iters 1 --save {tmp_path}".split()
+    assert main(["mamba", *words]) == 0
+    again = parsed(f"--load {tmp_path} {RUN} --train-iters 2").model
+    assert (again.num_layers, again.position_embedding_type) == (2, "rope")
+
+
 def test_a_small_run_keeps_the_kinds_of_layers_and_how_groups_divide():
     config = parsed(
         "--hybrid-override-pattern MM*-ME|M-M*ME|MM*-MM|MMM-ME --hidden-size 4096 "

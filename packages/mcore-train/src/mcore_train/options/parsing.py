@@ -68,8 +68,8 @@ def parse(
         argv: the words after the command.
         program: the command, as help and errors call it.
         config_type: of the result: a command may have options beside a run's.
-        beginning: flags that the command begins from, unless ``--model`` names a preset; all
-            others win over them.
+        beginning: flags that the command begins from where no preset or checkpoint says the
+            model; all others win over them.
 
     Raises:
         ValueError: for an unknown flag, field or model, a refused flag, a value of the wrong
@@ -88,7 +88,6 @@ def parse(
         fields |= _checked_recipe(recipe, config_type)
     name = _last_value(words, "--model") or str(fields.get("model", ""))
     preset = _preset_fields(name, config_type) if name else {}
-    beginning = () if preset else beginning
     load = _last_value(words, "--load") or str(fields.get("load", ""))
     step = _last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0))
     if not step.isdecimal():
@@ -103,6 +102,7 @@ def parse(
     saved = checkpoint_fields(base, 0, config_type) if base else {}
     saved |= checkpoint_fields(load, int(step), config_type) if load else {}
     saved |= preset
+    beginning = () if saved else beginning  # fields that a model leaves out have their defaults
     given = [*to_flags(fields), *words]
     args = [*beginning, *to_flags(saved), *given]
     _check_model_source({"--load": load, "--pretrained-checkpoint": base}, args, config_type)
