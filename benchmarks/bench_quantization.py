@@ -69,6 +69,8 @@ def main() -> None:
                 "perplexity_before": round(receipt.perplexity_before, 4),
                 "perplexity_after": round(receipt.perplexity_after, 4),
                 "change_percent": round(receipt.perplexity_change, 3),
+                "change_error_percent": round(receipt.perplexity_change_error, 3),
+                "token_loss_change": round(receipt.token_loss_change, 5),
                 "change_with_fp8_cache_percent": round(receipt.change_with_cache, 3),
                 "worst_weight_error": round(max(m.weight_error for m in receipt.matrices), 4),
                 "bytes_before": receipt.bytes_before,

@@ -94,6 +94,11 @@ def logits_of(model, tokens=TOKENS):
         return model.logits(model(tokens)[0])[:, 0, :257].double()
 
 
+def losses_of(model, tokens, labels):
+    with torch.no_grad():
+        return model.token_losses(model(tokens)[0], labels).double()
+
+
 def change_of(got, want):
     return ((got - want).norm() / want.norm()).item()
 
@@ -129,6 +134,14 @@ def test_a_folder_reads_back_as_nearly_the_model_and_multiplies_its_codes(run, f
         assert torch.equal(with_inputs_as_they_are, got)
     # What the receipt says is what the folder does.
     assert receipt.perplexity_after != receipt.perplexity_before
+    ids = torch.tensor(ByteTokenizer().encode(TEXT)[383 : 384 + 256])
+    tokens, labels = ids[:-1].view(-1, 32), ids[1:].view(-1, 32)
+    before, after = (
+        losses_of(load_model(folder, single).model, tokens, labels)
+        for folder in (run, path / method)
+    )
+    expected = (after - before).square().mean().sqrt().item()
+    assert receipt.token_loss_change == pytest.approx(expected, rel=0.4)
     assert abs(receipt.perplexity_change) < 30
     has_cache = method == "fp8"
     assert receipt.kv_cache == ("fp8" if has_cache else "")

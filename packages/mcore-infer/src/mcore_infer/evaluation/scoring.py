@@ -6,7 +6,7 @@ overlap as its context. Results are totals over tokens, never means of means.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -131,18 +131,38 @@ def score_windows(
     Raises:
         ValueError: if the model is in training mode.
     """
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for losses in counted_losses(
+        model, documents, windows, begin_token=begin_token, batch=batch, axis=axis
+    ):
+        total += losses.sum()
+    return all_reduce(from_last_stage(total, model.pp), axis).item()
+
+
+def counted_losses(
+    model: LanguageModel,
+    documents: Sequence[Sequence[int]],
+    windows: Sequence[Window],
+    *,
+    begin_token: int,
+    batch: int = 8,
+    axis: Axis = SINGLE,
+) -> Iterator[Tensor]:
+    """Yield the losses ``[batch, targets]`` of this rank's windows in float64.
+
+    They come in the same order for any model; a target that does not count has 0. No sum over
+    ranks; else as ``score_windows``.
+    """
     check_eval_mode(model)
     # By length: little padding in a batch.
     windows = sorted(windows, key=lambda w: w.end - w.begin, reverse=True)
-    device = next(model.parameters()).device
-    total = torch.zeros((), dtype=torch.float64, device=device)
     # Every rank runs as many forwards as the others: experts may exchange tokens across them.
     for first in range(0, len(windows), batch * axis.size):
         begin = first + batch * axis.rank
         group = windows[begin : begin + batch]
         shape = (batch, windows[first].end - windows[first].begin)
-        total += _loss_sum(model, documents, group, shape, begin_token)
-    return all_reduce(from_last_stage(total, model.pp), axis).item()
+        yield _losses(model, documents, group, shape, begin_token)
 
 
 def check_eval_mode(model: LanguageModel) -> None:
@@ -183,14 +203,14 @@ def score_texts(
     return TextScore(score.loss_sum, score.num_tokens, num_bytes)
 
 
-def _loss_sum(
+def _losses(
     model: LanguageModel,
     documents: Sequence[Sequence[int]],
     windows: Sequence[Window],
     shape: tuple[int, int],
     begin_token: int,
 ) -> Tensor:
-    """Sum the losses of one batch that count; short windows are padded on the right."""
+    """Return the losses of one batch; short windows are padded on the right."""
     tokens = torch.full(shape, begin_token)
     labels = torch.full(shape, begin_token)
     counted = torch.zeros(shape, dtype=torch.bool)
@@ -206,6 +226,6 @@ def _loss_sum(
     with torch.no_grad():
         hidden = run_stages(model, tokens.to(device))
         if not model.stage.has_loss:
-            return torch.zeros((), dtype=torch.float64, device=device)
+            return torch.zeros(shape, dtype=torch.float64, device=device)
         losses = model.token_losses(hidden, labels.to(device))
-        return losses.double().where(counted.to(device), 0).sum()
+        return losses.double().where(counted.to(device), 0)

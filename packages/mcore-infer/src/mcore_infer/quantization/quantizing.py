@@ -9,6 +9,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from mcore_ckpt.storage.paths import resolve_folder
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.engine.fp8_cache import rounded_cache
 from mcore_infer.engine.step_plans import Fp8Cache
-from mcore_infer.evaluation.scoring import TextScore, score_documents
+from mcore_infer.evaluation.scoring import TextScore, counted_losses, plan_windows
 from mcore_infer.loading import LoadedModel, load_model
 from mcore_infer.quantization.awq import scale_and_round
 from mcore_infer.quantization.budget import Way, check_budget, ways_within
@@ -46,6 +47,7 @@ from mcore_infer.quantization.rounding import (
 )
 from mcore_infer.quantization.timing import tokens_per_second
 from mcore_infer.quantization.writing import QuantizedTensor, excluded, find_links, write_folder
+from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import ParallelContext
 
 log = logging.getLogger(__name__)
@@ -97,18 +99,8 @@ def quantize(
     if tokenizer is None:
         raise ValueError(f"{folder} holds no tokenizer: give its folder with --tokenizer.")
     windows, scored = _cut(loaded, tokenizer, text, config)
-    begin_token = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
-    length = windows[0].shape[1]
-
-    def judged(model: LoadedModel) -> TextScore:
-        return score_documents(
-            model.model,
-            [scored],
-            begin_token=begin_token or 0,
-            context_tokens=length,
-            batch=config.micro_batch_size,
-        )
-
+    batch = (config.micro_batch_size, windows[0].shape[1])
+    judged = partial(_losses, tokenizer, scored, batch)
     with (
         opened(folder_format(folder), folder) as source,
         appearing(output) as fresh,
@@ -117,15 +109,15 @@ def quantize(
             raise ValueError(f"{folder} is quantized already: give the model it was made of.")
         selection, ways = _chosen(loaded, find_links(source), config, windows)
         log.info("perplexity of %s on %d tokens", folder, len(scored))
-        before, speeds = judged(loaded), _timed(loaded, config)
+        before, speeds = judged(loaded.model), _timed(loaded, config)
         tops = largest_keys_and_values(loaded.model, windows) if config.has_fp8_cache else {}
         work = _rounded(loaded, selection, ways, windows)
         left, plan = dict(selection.left), _plan(selection, ways, config)
         num_bytes = write_folder(fresh, source, loaded.model, plan, work.done, tops)
         log.info("reading %s back", output)
         written = load_model(fresh, ctx)
-        after, speeds = judged(written), speeds + _timed(written, config)
-        with_cache = _judged_with_cache(written, judged)
+        after, speeds = judged(written.model), speeds + _timed(written, config)
+        with_cache = _perplexity_with_cache(written, judged, len(scored))
         receipt = Receipt(
             method=config.method,
             algo=plan.algo,
@@ -133,9 +125,10 @@ def quantize(
             source=str(load),
             data_sha256=hashlib.sha256(text.encode()).hexdigest(),
             calibration_tokens=sum(window.numel() for window in windows),
-            scored_tokens=before.num_tokens,
-            perplexity_before=before.perplexity,
-            perplexity_after=after.perplexity,
+            scored_tokens=len(scored),
+            perplexity_before=_perplexity(before, len(scored)),
+            perplexity_after=_perplexity(after, len(scored)),
+            token_loss_change=((after - before).square().sum() / len(scored)).sqrt().item(),
             perplexity_with_cache=with_cache,
             tokens_per_s=speeds,
             bytes_before=_num_bytes(source),
@@ -149,14 +142,29 @@ def quantize(
     return receipt
 
 
-def _judged_with_cache(
-    written: LoadedModel, judged: Callable[[LoadedModel], TextScore]
+def _losses(
+    tokenizer: Tokenizer, scored: Sequence[int], shape: tuple[int, int], model: LanguageModel
+) -> Tensor:
+    """Return the loss of every scored token, in windows ``shape``; 0 where none stands."""
+    begin_token = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+    batch, length = shape
+    windows = plan_windows([len(scored)], length, max(1, length // 2))
+    found = counted_losses(model, [scored], windows, begin_token=begin_token or 0, batch=batch)
+    return torch.cat([losses.flatten() for losses in found])
+
+
+def _perplexity(losses: Tensor, num_tokens: int) -> float:
+    return TextScore(losses.sum().item(), num_tokens).perplexity
+
+
+def _perplexity_with_cache(
+    written: LoadedModel, judged: Callable[[LanguageModel], Tensor], num_tokens: int
 ) -> float:
     """Perplexity with keys and values that are rounded by the folder's scales; 0: none."""
     if not written.kv_scales:
         return 0.0
     with rounded_cache(written.model, Fp8Cache(written.kv_scales)):
-        return judged(written).perplexity
+        return _perplexity(judged(written.model), num_tokens)
 
 
 def _timed(loaded: LoadedModel, config: QuantizeConfig) -> tuple[float, ...]:

@@ -58,6 +58,9 @@ class Receipt:
     """Of the source, per token."""
     perplexity_after: float
     """Of the folder, read back."""
+    token_loss_change: float
+    """Root mean square of the change of a token's loss, nats. Above 0 wherever weights were
+    rounded, while gains and losses of tokens may cancel in the perplexity."""
     perplexity_with_cache: float
     """The same with keys and values as ``kv_cache`` says; 0: they are the model's."""
     tokens_per_s: tuple[float, ...]
@@ -80,6 +83,11 @@ class Receipt:
         return 100 * (self.perplexity_after / self.perplexity_before - 1)
 
     @property
+    def perplexity_change_error(self) -> float:
+        """Its standard error in percent, were tokens independent."""
+        return 100 * self.token_loss_change / math.sqrt(self.scored_tokens)
+
+    @property
     def change_with_cache(self) -> float:
         """The same with keys and values as ``kv_cache`` says."""
         after = self.perplexity_with_cache or self.perplexity_after
@@ -90,6 +98,7 @@ def write_receipt(folder: Path, receipt: Receipt) -> None:
     """Write both forms."""
     said: dict[str, Any] = asdict(receipt) | {
         "perplexity_change_percent": receipt.perplexity_change,
+        "perplexity_change_error_percent": receipt.perplexity_change_error,
         "perplexity_change_with_cache_percent": receipt.change_with_cache,
     }
     said["matrices"] = [_without_nan(asdict(matrix)) for matrix in receipt.matrices]
@@ -116,7 +125,10 @@ perplexity, before and after (this folder, read back).
 | | before | after | change |
 | --- | --- | --- | --- |
 | perplexity per token | {receipt.perplexity_before:.4f} | {receipt.perplexity_after:.4f} | """
-    text += f"{receipt.perplexity_change:+.3f} % |\n"
+    text += f"{receipt.perplexity_change:+.3f} % (+- {receipt.perplexity_change_error:.3f}) |\n"
+    text += (
+        f"| loss of a token, nats | | | {receipt.token_loss_change:.4f} (root mean square) |\n"
+    )
     if receipt.kv_cache:
         text += (
             f"| with keys and values in {receipt.kv_cache} | {receipt.perplexity_before:.4f} "
