@@ -230,6 +230,11 @@ def test_a_run_with_experts_may_balance_otherwise_and_a_dense_one_names_upcycle(
     check_model(saved, plan(moe_router_load_balancing_type="sinkhorn", **free), tmp_path)
     with pytest.raises(ValueError, match=r"moe_router_topk: 2 there, 3 here\): leave these"):
         check_model(saved, plan(moe_router_topk=3), tmp_path)
+    # Descriptions of Hugging Face folders leave out what has its default.
+    del saved["config"]["position_embedding_type"]
+    check_model(saved, plan(), tmp_path)
+    with pytest.raises(ValueError, match="position_embedding_type: rope there, none here"):
+        check_model(saved, plan(position_embedding_type="none"), tmp_path)
     dense = model_description(plan(num_experts=0))
     with pytest.raises(
         ValueError, match=f"mcore-ckpt upcycle {tmp_path} --output DIR --num-ex"

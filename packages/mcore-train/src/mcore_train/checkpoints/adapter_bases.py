@@ -5,6 +5,7 @@ run whose base came from no checkpoint (random weights) saves everything.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +187,15 @@ def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
         )
     # Fields of a part that is off change nothing, whatever was saved of them.
     idle = {n for s in SWITCHES if not s.is_on(plan.config) for n in s.options}
-    different = [
-        f"{name}: {saved[part][name]} there, {value} here"
-        for part in ("config", "moe")
-        for name, value in here[part].items()
-        if name in saved[part] and saved[part][name] != value and name not in FREE | idle
-    ]
+    different = []
+    for part, owner in (("config", plan.config.model), ("moe", plan.config.experts)):
+        # What a description leaves out has its default, of which data knows lists alone.
+        defaults = {f.name: f.default for f in fields(owner)}
+        for name, value in here[part].items():
+            default = defaults[name]
+            there = saved[part].get(name, list(default) if type(default) is tuple else default)
+            if there != value and name not in FREE | idle:
+                different.append(f"{name}: {there} there, {value} here")
     if saved["vocab_size"] != here["vocab_size"]:
         different.append(f"vocab_size: {saved['vocab_size']} there, {here['vocab_size']} here")
     if different:
