@@ -22,7 +22,7 @@ Commands = Mapping[str, tuple[str, Callable[..., int]]]
 ADDING = ("--recipe",)
 """Options that may be given again and again; of others the last values count."""
 LAUNCHER = "MCORE_LAUNCHER_PID"
-"""Variable in which ``launch_local``, which reads their command line, tells ranks its id."""
+"""Variable in which ``launch_local``, which reads their command line, gives ranks its id."""
 
 
 def run_program(
