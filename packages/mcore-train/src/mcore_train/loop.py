@@ -109,7 +109,7 @@ def train(
             if is_stopped or _divides(config.run.exit_interval, run.iteration):
                 log.info("stopping after iteration %d", run.iteration)
                 break
-        _settle(run, gradients)
+        settle(run, gradients)
         checkpoints.finish()
         is_tested = config.evaluation.interval > 0 and run.datasets.test is not None
         if is_tested and run.iteration >= run.plan.train_iters:
@@ -205,7 +205,7 @@ def _is_due(run: Run, interval: int, last: int) -> bool:
     return run.iteration % interval == 0 or run.iteration == last
 
 
-def _settle(run: Run, gradients: FiniteGradients | None = None) -> None:
+def settle(run: Run, gradients: FiniteGradients | None = None) -> None:
     """Make weights and numbers those of the steps done; waits for all ranks if need be."""
     if run.post_validation is not None:
         run.post_validation.settle()
@@ -298,7 +298,7 @@ class Interval:
     def report(self) -> StepReport:
         """Average over the steps, restart; waits for the device and sums over the world."""
         run, plan = self.run, self.run.plan
-        _settle(run)
+        settle(run)
         assert self._sums is not None
         assert self._norm is not None
         (loss, *others), aux_loss = self._reduced()

@@ -97,6 +97,20 @@ def test_a_run_with_a_ramp_validation_and_dropout_is_certified():
     assert "rampup" not in unchecked
 
 
+def test_steps_validated_afterwards_are_certified():
+    changes = {
+        "num_layers": 4,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 2,
+        "enable_optimizer_post_validation": True,
+        "log_interval": 5,
+    }
+    small = build_small_run(resolve(compose(FLAGS | changes), 2), 2)
+    certificate, _ = run_ranks(verify_on_rank, 2, small)
+    assert certificate.passed
+    assert "enable-optimizer" not in "".join(certificate.unchecked)
+
+
 def test_flags_that_cannot_run_are_refused_before_any_rank_starts(capsys):
     words = "verify gpt --nproc 2 --num-layers 2 --hidden-size 36 --num-attention-heads 3"
     flags = "--mock-data --vocab-size 64 --seq-length 16 --tensor-model-parallel-size 2"

@@ -32,7 +32,7 @@ from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.datasets import Datasets
 from mcore_train.evaluation import evaluate, forward_pass
 from mcore_train.layout_check.family_rows import BertRows, T5Rows
-from mcore_train.loop import Interval, one_step
+from mcore_train.loop import Interval, one_step, settle
 from mcore_train.resolution import Plan
 from mcore_train.step import backward
 
@@ -326,6 +326,7 @@ def sum_over(number: Tensor, ctx: ParallelContext) -> float:
 
 def whole_weights(run: Run) -> dict[str, Tensor]:
     """Gather the whole model, by logical name."""
+    settle(run)
     found = run.data_parallel.weight_shards()
     run.data_parallel.wait_params()
     return gather_logical(found, run.ctx.world)
@@ -333,6 +334,7 @@ def whole_weights(run: Run) -> dict[str, Tensor]:
 
 def fingerprint(run: Run) -> str:
     """Hash every bit of weights and optimizer, whatever the layout."""
+    settle(run)
     state = gather_logical(model_shards(run) | optimizer_shards(run), run.ctx.world)
     digest = hashlib.sha256()
     for name in sorted(state):

@@ -186,7 +186,9 @@ def verify_on_rank(small: SmallRun, quiet: bool = False) -> Certificate | None:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         ctx = ParallelContext.build(
-            small.config.parallelism, embedding_stages=plan.embedding_stages
+            small.config.parallelism,
+            embedding_stages=plan.embedding_stages,
+            with_background=plan.config.pipeline.enable_optimizer_post_validation,
         )
         set_up(ctx.global_rank == 0 and not quiet)
         try:
