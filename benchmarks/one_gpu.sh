@@ -3,8 +3,9 @@
 #
 #   benchmarks/one_gpu.sh [--small] [--minutes 10] [--output DIR] [--only PATTERN] [--list]
 #
-# --small rehearses the same flags with fewer layers; lines.sh says how a line is run. The kernels
-# of other libraries are left out of a line where they are not installed.
+# --small rehearses the same flags with fewer layers; lines.sh says how a line is run. The recurrences
+# of other libraries are left out of a line where they are not installed, and ways that need them are
+# kept with an error.
 set -u
 world=1
 . "$(dirname "$0")/lines.sh"
