@@ -98,12 +98,7 @@ def _print_report(report: "Report", *, was_cut: bool) -> None:
 
 
 def inspect(
-    folder: Path,
-    /,
-    *,
-    compare: str = "",
-    config: str = "",
-    as_json: bool = False,
+    folder: Path, /, *, compare: str = "", config: str = "", as_json: bool = False
 ) -> int:
     """Show what a checkpoint of any format holds.
 
@@ -141,13 +136,7 @@ def verify(folder: Path, /) -> int:
     return 0
 
 
-def reshard(
-    folder: Path,
-    /,
-    *,
-    output: Path,
-    num_files: int = 1,
-) -> int:
+def reshard(folder: Path, /, *, output: Path, num_files: int = 1) -> int:
     """Write a checkpoint again as whole tensors in few files.
 
     Any checkpoint loads under any layout without this; it makes later reads longer and fewer.

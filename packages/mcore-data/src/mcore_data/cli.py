@@ -92,11 +92,7 @@ def merge(input: tuple[str, ...], output_prefix: str, overwrite: bool = False) -
 
 
 def inspect(
-    prefix: str,
-    /,
-    tokenizer: str = "",
-    samples: int = 2,
-    object_storage_cache_path: str = "",
+    prefix: str, /, tokenizer: str = "", samples: int = 2, object_storage_cache_path: str = ""
 ) -> int:
     """Print what a .bin/.idx pair holds, and how long its sequences are.
 

@@ -103,11 +103,7 @@ class BERT(StageModel):
             self.final_norm = stream_norm(config, ctx, **placed)
         if "lm" in heads:
             self.lm_head = MaskedTokenHead(
-                config,
-                self.vocab_size,
-                self.padded_vocab_size,
-                **self.split(),
-                **placed,
+                config, self.vocab_size, self.padded_vocab_size, **self.split(), **placed
             )
         if "pooler" in heads:
             self.pooler = Pooler(config.hidden_size, **self.split(), **placed)

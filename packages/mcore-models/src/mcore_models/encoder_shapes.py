@@ -53,10 +53,7 @@ def bert_shapes(
 
 
 def bert_flops_per_token(
-    config: BertConfig,
-    padded_vocab_size: int,
-    seq_length: int,
-    moe: MoEConfig = _NO_EXPERTS,
+    config: BertConfig, padded_vocab_size: int, seq_length: int, moe: MoEConfig = _NO_EXPERTS
 ) -> float:
     """Floating-point operations of training for each token: every token sees all others.
 
@@ -131,10 +128,7 @@ def t5_ffn_size(config: T5Config) -> int:
 
 
 def t5_flops_per_token(
-    config: T5Config,
-    padded_vocab_size: int,
-    seq_length: int,
-    moe: MoEConfig = _NO_EXPERTS,
+    config: T5Config, padded_vocab_size: int, seq_length: int, moe: MoEConfig = _NO_EXPERTS
 ) -> float:
     """Floating-point operations of training for each token of the encoder.
 

@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from mcore_models.config import RecomputeConfig, TransformerConfig, chunk, window
-from mcore_models.encoder_config import (
-    T5Config,
-    decoder_layers,
-    encoder_layers,
-    feed_forward,
-)
+from mcore_models.encoder_config import T5Config, decoder_layers, encoder_layers, feed_forward
 from mcore_models.fp8_memory import fp8_bytes
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig

@@ -29,9 +29,7 @@ from mcore_parallel.logical_tensors import further_mixers, shared_layers
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.mup import embedding_factor, logits_factor
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from mcore_parallel.tensor_parallel.embedding import (
-    VocabParallelHead,
-)
+from mcore_parallel.tensor_parallel.embedding import VocabParallelHead
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 from mcore_parallel.tensor_parallel.linear_cross_entropy import head_loss
 

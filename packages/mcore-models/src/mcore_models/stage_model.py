@@ -148,11 +148,7 @@ class StageModel(TrainableModel):
     def add_embedding(self, tied: Axis, placed: Mapping[str, Any]) -> None:
         """Allocate this rank's rows of the embedding."""
         self.embedding = VocabParallelEmbedding(
-            self.vocab_size,
-            self.config.hidden_size,
-            tied=tied,
-            **self.vocab_split(),
-            **placed,
+            self.vocab_size, self.config.hidden_size, tied=tied, **self.vocab_split(), **placed
         )
 
     def vocab_split(self) -> dict[str, Any]:

@@ -31,21 +31,12 @@ from mcore_models.layers.relative_bias import (
     position_scores,
 )
 from mcore_models.layers.residual import Residual, stream_norm
-from mcore_models.protocol import (
-    LABELS,
-    LM_LOSS,
-    LOSS_MASK,
-    Entry,
-    MicroBatch,
-    ModelState,
-)
+from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch, ModelState
 from mcore_models.stage_model import StageModel
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from mcore_parallel.tensor_parallel.embedding import (
-    VocabParallelHead,
-)
+from mcore_parallel.tensor_parallel.embedding import VocabParallelHead
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 TEXT_ENC, TEXT_DEC, ENC_MASK = "text_enc", "text_dec", "enc_mask"

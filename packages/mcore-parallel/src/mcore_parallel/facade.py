@@ -166,9 +166,7 @@ def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
     return _axis("dp_cp" if with_context_parallel else "dp").rank
 
 
-def get_data_parallel_group(
-    with_context_parallel: bool = False,
-) -> dist.ProcessGroup | None:
+def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup | None:
     """Process group of the data ranks; None if there is one."""
     return _axis("dp_cp" if with_context_parallel else "dp").group
 

@@ -127,11 +127,7 @@ class RngStreams:
         self.device = ctx.device
         data = (ctx.cp.rank, ctx.dp.rank, ctx.pp.rank)
         expert = (ctx.expert_tp.rank, ctx.ep.rank, ctx.expert_dp.rank, ctx.pp.rank)
-        places = {
-            "replicated": data,
-            "tensor_parallel": (ctx.tp.rank, *data),
-            "expert": expert,
-        }
+        places = {"replicated": data, "tensor_parallel": (ctx.tp.rank, *data), "expert": expert}
         self._states = {
             name: _state_of(
                 torch.Generator(self.device).manual_seed(hash_words(seed, name, *places[name]))

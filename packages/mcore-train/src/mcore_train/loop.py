@@ -33,11 +33,7 @@ OnReport = Callable[[StepReport], None]
 
 
 def train(
-    run: Run,
-    reporter: Reporter,
-    *,
-    until: int = 0,
-    on_report: OnReport | None = None,
+    run: Run, reporter: Reporter, *, until: int = 0, on_report: OnReport | None = None
 ) -> bool:
     """Train to the end of the plan, or until a signal or a time limit stops the run.
 

@@ -116,10 +116,7 @@ def convert(
         check_room(output, sum(item.num_bytes for item in items))
         return with_progress([read_ahead(item, reading) for item in items], on_progress)
 
-    with (
-        opened(source_format, source, options) as found,
-        ThreadPoolExecutor(1) as reading,
-    ):
+    with opened(source_format, source, options) as found, ThreadPoolExecutor(1) as reading:
         _check_config(found, source, options.config)
         _check_tokens(found, options.vocab_size)
         if options.check:

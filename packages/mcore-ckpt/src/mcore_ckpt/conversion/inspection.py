@@ -204,10 +204,7 @@ def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path
 
 
 def differences(
-    one: str | Path,
-    other: str | Path,
-    config: str = "",
-    on_progress: Progress | None = None,
+    one: str | Path, other: str | Path, config: str = "", on_progress: Progress | None = None
 ) -> list[str]:
     """Compare two checkpoints, whatever layouts and formats they were saved under.
 

@@ -187,10 +187,7 @@ def _joined(
         parts[weight] = torch.nn.functional.pad(up, (before, width - before - rank))
         if MAGNITUDE in own:
             magnitudes[weight] = adapters[own[MAGNITUDE]]
-    found = {
-        A: torch.cat([adapters[own[A]] for own in there]),
-        B: _theirs(link, parts),
-    }
+    found = {A: torch.cat([adapters[own[A]] for own in there]), B: _theirs(link, parts)}
     return found | ({MAGNITUDE: _theirs(link, magnitudes)} if magnitudes else {})
 
 

@@ -21,10 +21,7 @@ from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.legacy import is_legacy, read_legacy_folder
 from mcore_ckpt.formats.megatron.optimizer import read_megatron
 from mcore_ckpt.formats.model_heads import take_head_off, with_tensors
-from mcore_ckpt.formats.open_checkpoint import (
-    OpenCheckpoint,
-    description_in,
-)
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint, description_in
 from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
 from mcore_ckpt.formats.quantization import quantization_name, take_quantization
 from mcore_ckpt.formats.safe_pickle import Record

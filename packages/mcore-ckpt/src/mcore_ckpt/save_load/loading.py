@@ -28,11 +28,7 @@ from mcore_ckpt.storage.boxes import Box, shifted
 from mcore_ckpt.storage.checksums import check_files
 from mcore_ckpt.storage.files import DTYPES, Reader, narrowed
 from mcore_ckpt.storage.index import Index, StoredBox, TensorEntry, read_index
-from mcore_ckpt.storage.paths import (
-    INDEX,
-    is_complete,
-    resolve_folder,
-)
+from mcore_ckpt.storage.paths import INDEX, is_complete, resolve_folder
 from mcore_ckpt.storage.shard_plans import (
     Claim,
     SharedBox,

@@ -31,10 +31,7 @@ class Copies:
     """Tensors on their way to the host."""
 
     def __init__(
-        self,
-        sources: list[Tensor],
-        parts: list[list[Tensor]],
-        event: torch.cuda.Event | None,
+        self, sources: list[Tensor], parts: list[list[Tensor]], event: torch.cuda.Event | None
     ) -> None:
         self.parts = parts
         """Of each tensor, contiguous host tensors: one after the other they are its bytes,

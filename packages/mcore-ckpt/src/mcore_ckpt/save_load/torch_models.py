@@ -71,11 +71,7 @@ def save_torch(
 
 
 def load_torch(
-    folder: str | Path,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    world: Axis,
+    folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, *, world: Axis
 ) -> dict[str, Any]:
     """Load what ``save_torch`` saved, on any number of ranks and under any sharding.
 

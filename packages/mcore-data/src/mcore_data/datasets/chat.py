@@ -88,9 +88,7 @@ def load_template(template: str, tokenizer: Tokenizer) -> Render:
         messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **more: Any
     ) -> str:
         return compiled.render(
-            **{**names, **more},
-            messages=messages,
-            add_generation_prompt=add_generation_prompt,
+            **{**names, **more}, messages=messages, add_generation_prompt=add_generation_prompt
         )
 
     return render

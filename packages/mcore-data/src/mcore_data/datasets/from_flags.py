@@ -9,10 +9,7 @@ from typing import Any
 from mcore_data.config import DataConfig, FIMConfig
 from mcore_data.datasets.blending import OrderedBlend
 from mcore_data.datasets.chat import LEARNT, TOKENS
-from mcore_data.datasets.data_paths import (
-    SPLITS,
-    parse_blend,
-)
+from mcore_data.datasets.data_paths import SPLITS, parse_blend
 from mcore_data.datasets.fim import FillInMiddle
 from mcore_data.datasets.gpt import GPTDataset
 from mcore_data.datasets.mixture import build_mixture, read_mixture

@@ -96,9 +96,7 @@ def choose_spans(
 
 
 def _words(
-    tokens: NDArray[np.int64],
-    maskable: NDArray[np.bool_],
-    continues: NDArray[np.bool_] | None,
+    tokens: NDArray[np.int64], maskable: NDArray[np.bool_], continues: NDArray[np.bool_] | None
 ) -> Sequence[tuple[int, int]]:
     """Ranges of places that are hidden together."""
     begins = maskable.copy()

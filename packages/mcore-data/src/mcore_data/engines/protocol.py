@@ -37,9 +37,7 @@ def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def surrounded(
-    ids: list[NDArray[np.integer]],
-    before: NDArray[np.uint32],
-    behind: NDArray[np.uint32],
+    ids: list[NDArray[np.integer]], before: NDArray[np.uint32], behind: NDArray[np.uint32]
 ) -> list[NDArray[np.integer]]:
     """Put the ids of ``special_ids`` before and behind those of each text."""
     if not len(before) and not len(behind):

@@ -4,15 +4,8 @@ import logging
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import (
-    Progress as RichProgress,
-)
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
 
 from mcore_data.preprocessing.tokenizing import Progress
 

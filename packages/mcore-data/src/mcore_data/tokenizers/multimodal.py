@@ -16,11 +16,7 @@ from mcore_data.tokenizers.hf import HFTokenizer, open_hf_tokenizer
 from mcore_data.tokenizers.protocol import MARKER
 
 IMAGE = "<image>"
-TAGS = {
-    "": ("", ""),
-    "nvlm": ("<Image>", "</Image>"),
-    "internvl": ("<img>", "</img>"),
-}
+TAGS = {"": ("", ""), "nvlm": ("<Image>", "</Image>"), "internvl": ("<img>", "</img>")}
 """What stands before and behind ``<image>``, by Megatron's ``--image-tag-type``."""
 
 

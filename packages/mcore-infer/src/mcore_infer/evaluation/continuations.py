@@ -39,11 +39,7 @@ class Judgement(NamedTuple):
 
 
 def judge(
-    model: LanguageModel,
-    rows: Sequence[Continuation],
-    *,
-    batch: int = 8,
-    axis: Axis = SINGLE,
+    model: LanguageModel, rows: Sequence[Continuation], *, batch: int = 8, axis: Axis = SINGLE
 ) -> list[Judgement]:
     """Judge continuations, each in its own context.
 

@@ -32,11 +32,7 @@ from mcore_infer.quantization.awq import scale_and_round
 from mcore_infer.quantization.budget import Way, check_budget, ways_within
 from mcore_infer.quantization.gptq import compensate_and_round
 from mcore_infer.quantization.matrices import FusedMatrix, Selection, select
-from mcore_infer.quantization.observing import (
-    InputStatistics,
-    largest_keys_and_values,
-    observe,
-)
+from mcore_infer.quantization.observing import InputStatistics, largest_keys_and_values, observe
 from mcore_infer.quantization.options import QuantizeConfig
 from mcore_infer.quantization.receipt import MatrixReport, Receipt, write_receipt
 from mcore_infer.quantization.rounding import (

@@ -38,9 +38,7 @@ class RoundedMatrix:
 
 
 def round_to_nearest(
-    matrix: FusedMatrix,
-    layout: QuantLayout,
-    weight: Float[Tensor, "F D"] | None = None,
+    matrix: FusedMatrix, layout: QuantLayout, weight: Float[Tensor, "F D"] | None = None
 ) -> RoundedMatrix:
     """Round a fused matrix, whose members share the scale of the whole tensor.
 

@@ -245,10 +245,7 @@ def _sequence_problems(
 
 
 def check_length(
-    config: TransformerConfig,
-    num_tokens: int,
-    num_remembered: int,
-    flag: str = "--seq-length",
+    config: TransformerConfig, num_tokens: int, num_remembered: int, flag: str = "--seq-length"
 ) -> None:
     """Refuse sequences that a model's positions do not reach.
 

@@ -296,10 +296,7 @@ def _plain(
 
 
 def same_document(
-    documents: Documents,
-    num_queries: int,
-    num_keys: int,
-    device: torch.device | None = None,
+    documents: Documents, num_queries: int, num_keys: int, device: torch.device | None = None
 ) -> Bool[Tensor, "B 1 S Z"]:
     """Say which of the keys before a query belong to its document, for masks.
 

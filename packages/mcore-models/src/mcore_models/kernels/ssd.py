@@ -19,11 +19,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mcore_models.kernels.ssd_backward import (
-    group_gradients,
-    input_gradients,
-    state_gradients,
-)
+from mcore_models.kernels.ssd_backward import group_gradients, input_gradients, state_gradients
 from mcore_models.kernels.ssd_chunks import decays, inside_chunk, of_group
 
 CHUNK = 64

@@ -119,9 +119,7 @@ class LatentAttention(nn.Module):
         )
 
     def forward(
-        self,
-        x: Float[Tensor, "s B D"],
-        inputs: BlockInputs = _NOTHING_MORE,
+        self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NOTHING_MORE
     ) -> Float[Tensor, "s B D"]:
         """Let every token gather from itself and earlier ones.
 

@@ -244,10 +244,7 @@ NORM_KERNELS = OptionalKernel("norms in Triton", ("triton",), _try_kernels)
 
 
 def _identity(
-    size: int,
-    zero_centered: bool,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
+    size: int, zero_centered: bool, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> nn.Parameter:
     value = 0.0 if zero_centered else 1.0
     return nn.Parameter(torch.full((size,), value, device=device, dtype=dtype))

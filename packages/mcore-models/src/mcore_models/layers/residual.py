@@ -143,11 +143,7 @@ class PreNorm(nn.Module):
         return stream.plus(y if self.multiplier == 1.0 else y * self.multiplier, aux)
 
     def _forgetting_norm(
-        self,
-        norm: Norm,
-        layer: Callable[[Tensor], Any],
-        x: Tensor,
-        name: str,
+        self, norm: Norm, layer: Callable[[Tensor], Any], x: Tensor, name: str
     ) -> Any:
         if name in self.recomputed:
             return self.call(lambda x: layer(norm(x)), x, name)

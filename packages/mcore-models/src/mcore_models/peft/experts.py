@@ -88,10 +88,7 @@ class ExpertsAdapter(nn.Module):
         return hidden + self.scale * self.linear(narrow, self._wide_b(self.fc1_B), offsets)
 
     def add_fc2(
-        self,
-        y: Float[Tensor, "R D"],
-        active: Float[Tensor, "R F"],
-        offsets: Int[Tensor, " E"],
+        self, y: Float[Tensor, "R D"], active: Float[Tensor, "R F"], offsets: Int[Tensor, " E"]
     ) -> Float[Tensor, "R D"]:
         """Add what the adapters of the second matrices say, this rank's part of a sum."""
         if self.fc2_A is None or self.fc2_B is None:

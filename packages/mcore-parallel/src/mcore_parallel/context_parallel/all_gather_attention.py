@@ -15,11 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_parallel.autocasting import without_autocast
-from mcore_parallel.collectives import (
-    start_all_gather,
-    start_reduce_scatter,
-    wait,
-)
+from mcore_parallel.collectives import start_all_gather, start_reduce_scatter, wait
 from mcore_parallel.context_parallel.block_attention import (
     Block,
     BlockAttention,
@@ -27,11 +23,7 @@ from mcore_parallel.context_parallel.block_attention import (
     add_gradients,
 )
 from mcore_parallel.context_parallel.packed_sequences import Documents, Pieces, check_own_tokens
-from mcore_parallel.context_parallel.zigzag import (
-    natural_order,
-    own_chunks,
-    zigzag_order,
-)
+from mcore_parallel.context_parallel.zigzag import natural_order, own_chunks, zigzag_order
 from mcore_parallel.mesh import Axis
 
 

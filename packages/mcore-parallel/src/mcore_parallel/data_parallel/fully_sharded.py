@@ -33,12 +33,7 @@ from mcore_parallel.data_parallel.replica_checks import check_replicas, check_we
 from mcore_parallel.data_parallel.sharded_parameter import ShardedParameter
 from mcore_parallel.layer_stacks import layer_stacks
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.sharding import (
-    NamedParameter,
-    Shard,
-    named_parameters,
-    shards_of,
-)
+from mcore_parallel.sharding import NamedParameter, Shard, named_parameters, shards_of
 
 
 class FullyShardedDataParallel(GradientSync):

@@ -21,15 +21,7 @@ _LANES, _LANE_WARPS = 2048, 8
 @triton.jit
 @no_type_check
 def _row_stats(
-    logits,
-    labels,
-    out,
-    stride,
-    width,
-    first,
-    rows,
-    PLAIN: tl.constexpr,
-    LANES: tl.constexpr,
+    logits, labels, out, stride, width, first, rows, PLAIN: tl.constexpr, LANES: tl.constexpr
 ):
     # Exponentials are the bottleneck: a lane reads four columns at a time, so that its
     # running sum is rescaled by one exponential for four. Only the last step needs a mask.

@@ -350,10 +350,7 @@ class _Runner:
         return shape if isinstance(shape, Mapping) else {_ONLY: shape}
 
     def check_output(
-        self,
-        output: Mapping[str, Tensor],
-        shapes: Mapping[str, tuple[int, ...]],
-        is_last: bool,
+        self, output: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], is_last: bool
     ) -> None:
         """Refuse an output that the next rank would misread."""
         if set(output) != set(shapes):

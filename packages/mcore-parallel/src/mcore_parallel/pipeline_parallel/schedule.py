@@ -36,11 +36,7 @@ def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Sc
         return interleaved(pp, num_microbatches, vpp, group, paired=paired)
     if name == "dualpipev":
         return dualpipe_v(pp, num_microbatches, paired=paired)
-    builders = {
-        "1f1b": one_f_one_b,
-        "zb-h1": zero_bubble_h1,
-        "zb-v": zero_bubble_v,
-    }
+    builders = {"1f1b": one_f_one_b, "zb-h1": zero_bubble_h1, "zb-v": zero_bubble_v}
     return builders[name](pp, num_microbatches)
 
 

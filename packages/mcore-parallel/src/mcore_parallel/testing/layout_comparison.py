@@ -86,9 +86,7 @@ def compare_layouts(
 
 
 def tensor_errors(
-    found: "Mapping[str, Tensor]",
-    expected: "Mapping[str, Tensor]",
-    noisy: Collection[str] = (),
+    found: "Mapping[str, Tensor]", expected: "Mapping[str, Tensor]", noisy: Collection[str] = ()
 ) -> dict[str, float]:
     """Return the error of every tensor, by name: max|a-b| / max(max|b|, 1e-3 x the largest).
 

@@ -81,9 +81,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    run: Run,
-    tokenizer_folder: Path | None = None,
-    state: Mapping[str, Shard] | None = None,
+    run: Run, tokenizer_folder: Path | None = None, state: Mapping[str, Shard] | None = None
 ) -> Snapshot:
     """Describe everything that a checkpoint of this step holds.
 

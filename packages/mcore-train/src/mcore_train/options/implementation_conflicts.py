@@ -20,10 +20,7 @@ def find_implementation_conflicts(config: TrainConfig, family: Family) -> Iterat
     if (recipe := config.fp8.fp8_recipe) in ("rowwise", "mxfp8", "nvfp4"):
         yield f"{name} has no --fp8-recipe {recipe}: use tensorwise, delayed or blockwise."
     for is_on, flag in (
-        (
-            experts.num_experts and experts.moe_experts_dtype,
-            "--moe-experts-dtype",
-        ),
+        (experts.num_experts and experts.moe_experts_dtype, "--moe-experts-dtype"),
         (config.data_parallelism.fp8_param_gather, "--fp8-param-gather"),
         (config.run.cuda_graph_impl != "none", "--cuda-graph-impl"),
         (config.run.deterministic_mode, "--deterministic-mode"),

@@ -16,13 +16,7 @@ from typing import Any
 from mcore_ckpt.families.common.decoder_rules import decoder_table
 from mcore_ckpt.families.common.defaults import DEFAULTS, ROPE_VARIANTS, VARIANTS
 from mcore_ckpt.families.common.experts import WHOLE_TOKENS, no_experts, require_routing
-from mcore_ckpt.families.common.fields import (
-    Fields,
-    require,
-    require_family,
-    setting,
-    settings,
-)
+from mcore_ckpt.families.common.fields import Fields, require, require_family, setting, settings
 from mcore_ckpt.families.common.rope import read_rope, write_rope
 from mcore_ckpt.mapping.rules import Table
 from mcore_parallel.layer_patterns import pattern_layers

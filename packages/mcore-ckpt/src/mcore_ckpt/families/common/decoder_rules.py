@@ -13,10 +13,7 @@ from mcore_parallel.logical_tensors import (
     norm_has_bias,
 )
 
-NORMS = {
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-}
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 """Norms before attention and before the feed-forward layer."""
 
 ANGLES = ("*.rotary_emb.inv_freq",)

@@ -37,11 +37,7 @@ FAMILY = Decoder(
     model_type="stablelm",
     architecture="StableLmForCausalLM",
     fixed={"normalization": "LayerNorm"},
-    absent={
-        "num_key_value_heads": 32,
-        "layer_norm_eps": 1e-5,
-        "max_position_embeddings": 4096,
-    },
+    absent={"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "max_position_embeddings": 4096},
     # Norms of each head have weights of its own there, and one half alone drops channels.
     only={"qk_layernorm": False, "hidden_dropout": 0.0},
     parts=(

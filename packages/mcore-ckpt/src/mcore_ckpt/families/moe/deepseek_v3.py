@@ -8,12 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs, pair
-from mcore_ckpt.families.common.decoder_rules import (
-    ANGLES,
-    around,
-    gated_rules,
-    tied_copies,
-)
+from mcore_ckpt.families.common.decoder_rules import ANGLES, around, gated_rules, tied_copies
 from mcore_ckpt.families.common.experts import (
     described_expert_size,
     expert_layers,

@@ -34,10 +34,7 @@ _FACTORS = {
     "mamba_output_multiplier": "ssm_out_multiplier",
 }
 _MLP = {"mlp_gate_multiplier": 0, "mlp_output_multiplier": 1}
-_NORMS = {
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "pre_ff_layernorm",
-}
+_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
 
 
 def _stated(config: Mapping[str, Any]) -> Mapping[str, Any]:

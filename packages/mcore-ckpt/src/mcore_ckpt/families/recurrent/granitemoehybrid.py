@@ -92,18 +92,8 @@ _POSITIONS = FieldRule(
 FAMILY = Decoder(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
-    absent={
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-        "intermediate_size": 11008,
-    },
-    parts=(
-        _POSITIONS,
-        PLAIN_FACTORS,
-        SQUARE_HEADS,
-        MAMBA,
-        ATTENTION_BIAS,
-    ),
+    absent={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "intermediate_size": 11008},
+    parts=(_POSITIONS, PLAIN_FACTORS, SQUARE_HEADS, MAMBA, ATTENTION_BIAS),
     experts=FieldRule(keep=("layer_types",), read=_read_experts, write=_write_experts),
     layers=("ME", "*E", "M-", "*-"),
     weights=_table,

@@ -11,13 +11,7 @@ from typing import Any
 from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs
 from mcore_ckpt.families.common.decoder_rules import around, tied_copies
 from mcore_ckpt.families.common.defaults import HYBRID, SHARED
-from mcore_ckpt.families.common.fields import (
-    Fields,
-    read_pairs,
-    require,
-    setting,
-    settings,
-)
+from mcore_ckpt.families.common.fields import Fields, read_pairs, require, setting, settings
 from mcore_ckpt.families.recurrent.mamba_parts import expansion, mamba_rules, renamed_norm
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_parallel.layer_patterns import join_layers, pattern_layers

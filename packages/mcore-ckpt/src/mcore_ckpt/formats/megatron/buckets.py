@@ -47,11 +47,7 @@ def has_buckets(folder: DcpFolder) -> bool:
 
 
 def read_buckets(
-    folder: DcpFolder,
-    reader: Reader,
-    table: Table,
-    weights: Rows,
-    arguments: Mapping[str, Any],
+    folder: DcpFolder, reader: Reader, table: Table, weights: Rows, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, TensorEntry]], int]:
     """Find each weight's state in the buckets.
 

@@ -179,11 +179,7 @@ class DeltaNet(nn.Module):
         return remembered.run(mix, mixed, b, a)
 
     def _over_context(
-        self,
-        parts: Sequence[Tensor],
-        b: Tensor,
-        a: Tensor,
-        documents: Documents | None,
+        self, parts: Sequence[Tensor], b: Tensor, a: Tensor, documents: Documents | None
     ) -> Float[Tensor, "s B N H"]:
         """Exchange tokens for heads, run over whole sequences, and exchange back."""
         cp, config = self.cp, self.config
