@@ -42,16 +42,13 @@ class Matcher(Protocol):
 
     def allowed(self) -> Int[Tensor, " W"]:
         """Return the tokens that may follow, 32 of them a number, the first the lowest bit."""
-        ...
 
     def take(self, token: int) -> bool:
         """Go on by a token; return False where it does not keep to the structure."""
-        ...
 
     @property
     def is_over(self) -> bool:
         """Whether no token may follow."""
-        ...
 
 
 class Grammars:

@@ -87,7 +87,6 @@ class LayerState(Protocol):
             scores: ``scale``, ``chunk``, ``softcap`` and ``sinks`` where a model has them, for
                 ``attend``.
         """
-        ...
 
 
 @runtime_checkable
@@ -110,7 +109,6 @@ class RecurrentState(Protocol):
         Returns:
             The outputs of all tokens.
         """
-        ...
 
 
 @runtime_checkable
@@ -124,14 +122,12 @@ class ModelState(Protocol):
     @property
     def length(self) -> int:
         """Tokens held before this forward: the position of the first new one."""
-        ...
 
     def layer(self, number: int) -> LayerState:
         """Return the view of a layer, by its global number.
 
         That of a recurrent layer is a ``RecurrentState`` too.
         """
-        ...
 
 
 class TrainableModel(nn.Module, ABC):

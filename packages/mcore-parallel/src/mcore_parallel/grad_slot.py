@@ -25,13 +25,11 @@ class DeferredWork(Protocol):
     @property
     def is_empty(self) -> bool:
         """Whether no gradient waits to be made."""
-        ...
 
     def put(
         self, work: Callable[[], object], prepare: Callable[[], None] | None = None
     ) -> None:
         """Take a function that adds one weight's gradient to its slot."""
-        ...
 
 
 class GradSlot:

@@ -28,12 +28,10 @@ class Scheme(Protocol):
     @property
     def mark(self) -> str:
         """Name within a module that says that it is stored so."""
-        ...
 
     @property
     def names(self) -> Sequence[str]:
         """Names within a module that belong to the matrix, ``mark`` too."""
-        ...
 
     def shape(self, under: Rows, module: str) -> tuple[int, int]:
         """Return ``[F, D]``.
@@ -41,11 +39,9 @@ class Scheme(Protocol):
         Raises:
             ValueError: if a tensor is missing or has another shape than the scheme says.
         """
-        ...
 
     def rows(self, under: Rows, module: str, begin: int, stop: int) -> Float[Tensor, "rows D"]:
         """Read rows, float32."""
-        ...
 
 
 class PackedRows:

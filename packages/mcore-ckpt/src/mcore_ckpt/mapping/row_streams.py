@@ -26,11 +26,9 @@ class Rows(Protocol):
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
         """Shape and dtype that rows come in; chunks are there only for files of ours."""
-        ...
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows ``begin`` to ``stop``; a tensor without dimensions is one row."""
-        ...
 
 
 class Source:

@@ -27,16 +27,13 @@ class Sentences(Protocol):
     @property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of each sentence."""
-        ...
 
     @property
     def documents(self) -> NDArray[np.int64]:
         """Borders of the documents, in sentences."""
-        ...
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """A range of one sentence."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

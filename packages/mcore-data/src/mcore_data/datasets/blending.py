@@ -26,11 +26,9 @@ class MapDataset(Protocol):
 
     def __len__(self) -> int:
         """Samples."""
-        ...
 
     def __getitem__(self, sample: int, /) -> dict[str, Any]:
         """One sample."""
-        ...
 
 
 def normalize_weights(weights: Sequence[float]) -> NDArray[np.float64]:

@@ -22,11 +22,9 @@ class Sequences(Protocol):
     @property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of each sequence."""
-        ...
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """A range of one sequence."""
-        ...
 
     def gather(
         self,
@@ -35,7 +33,6 @@ class Sequences(Protocol):
         lengths: NDArray[np.int64],
     ) -> NDArray[Any]:
         """Ranges of many sequences, end to end."""
-        ...
 
 
 class PartTransform(Protocol):
@@ -44,13 +41,11 @@ class PartTransform(Protocol):
     @property
     def pad(self) -> int:
         """Id that fills what a rewritten sample is short of; never counts in the loss."""
-        ...
 
     def __call__(
         self, part: NDArray[np.int64], random: np.random.Generator
     ) -> NDArray[np.int64]:
         """Tokens to take in place of the sample's range of one document."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,9 @@ class Texts(Protocol):
     @property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of each."""
-        ...
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """A range of one."""
-        ...
 
 
 class PackedDataset:

@@ -15,11 +15,9 @@ class Engine(Protocol):
     @property
     def name(self) -> str:
         """Name and version, for the manifest."""
-        ...
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Ids of each text."""
-        ...
 
 
 def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

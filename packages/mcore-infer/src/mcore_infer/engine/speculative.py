@@ -51,11 +51,9 @@ class Drafter(Protocol):
 
     def wanted(self, writings: Mapping[int, Writing]) -> dict[int, Sequence[int]]:
         """Return proposals for requests that write, -1 for those that ``filled`` finds."""
-        ...
 
     def filled(self, step: Step, writings: Mapping[int, Writing], /) -> Step:
         """Return a step with every proposal known; its pages are there."""
-        ...
 
     def follow(self, step: Step, hidden: Float[Tensor, "T 1 D"]) -> None:
         """See what the model computed.
@@ -64,11 +62,9 @@ class Drafter(Protocol):
             step: the same, filled.
             hidden: of its tokens, the next step overwrites it.
         """
-        ...
 
     def forget(self, request: int) -> None:
         """Drop what is known of a request that is over."""
-        ...
 
 
 def num_wanted(writing: Writing, most: int) -> int:

@@ -47,11 +47,9 @@ class Linears(Protocol):
 
     def items(self, name: str, shares: Sequence[Share]) -> list[Item]:
         """List the tensors of a linear ``name`` whose outputs are those of the shares."""
-        ...
 
     def cache_items(self, name: str, stem: str) -> list[Item]:
         """List the scales of the key/value cache of an attention layer ``name``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

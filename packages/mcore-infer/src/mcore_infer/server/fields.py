@@ -51,11 +51,9 @@ class Kind(Protocol):
 
     def read(self, name: str, value: Any) -> Any:
         """Return what a value means, None being a field that is left out, or refuse it."""
-        ...
 
     def schema(self) -> Schema | None:
         """Describe the values that are read; None: the field is there to be refused."""
-        ...
 
 
 Table = Mapping[str, Kind]

@@ -57,19 +57,15 @@ class Reply(Protocol):
 
     def begin(self) -> Sequence[Any]:
         """Return the events before any text."""
-        ...
 
     def event(self, index: int, piece: AnswerPiece) -> Any:
         """Return the event of a new piece of text ``index``."""
-        ...
 
     def end(self) -> Sequence[Any]:
         """Return the events behind all texts."""
-        ...
 
     def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> Any:
         """Return the answer from the pieces of each text."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -72,7 +72,6 @@ class Dispatcher(Protocol):
         options: DispatchOptions = DEFAULT_OPTIONS,
     ) -> Dispatched:
         """Collect what this rank's experts compute, of its tokens and their routing."""
-        ...
 
     def combine(self, y: Float[Tensor, "M D"], handle: Any) -> Float[Tensor, "T D"]:
         """Return the experts' sums to the ranks of their tokens and add them up by token.
@@ -81,4 +80,3 @@ class Dispatcher(Protocol):
             y: one sum for each row of ``Dispatched.x``.
             handle: of that.
         """
-        ...

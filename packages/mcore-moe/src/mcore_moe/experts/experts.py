@@ -47,7 +47,6 @@ class RowsAdapter(Protocol):
         offsets: Int[Tensor, " E"],
     ) -> Float[Tensor, "R F"]:
         """Add to the output of the first matrices, before biases."""
-        ...
 
     def add_fc2(
         self,
@@ -56,7 +55,6 @@ class RowsAdapter(Protocol):
         offsets: Int[Tensor, " E"],
     ) -> Float[Tensor, "R D"]:
         """Add to the output of the second matrices, before biases."""
-        ...
 
 
 class Experts(nn.Module):

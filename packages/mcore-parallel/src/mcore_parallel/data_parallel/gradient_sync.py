@@ -59,37 +59,29 @@ class OwnedUnit(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights in the model."""
-        ...
 
     @property
     def is_narrow(self) -> bool:
         """Whether the model's weights hold less than main weights rounded to their dtype."""
-        ...
 
     @property
     def members(self) -> Sequence[NamedParameter]:
         """Parameters of the unit, also those of which this rank owns nothing."""
-        ...
 
     def owned_ranges(self) -> list[OwnedRange]:
         """List what of each parameter this rank owns, in memory order."""
-        ...
 
     def own_weights(self) -> Shaped[Tensor, " n"]:
         """Return the weights, in the model's dtype."""
-        ...
 
     def own_main(self) -> Shaped[Tensor, " n"] | None:
         """Return main weights that the engine keeps; None: the optimizer makes its own."""
-        ...
 
     def own_grads(self) -> Shaped[Tensor, " n"]:
         """Return the gradients, meaningful after ``finish``."""
-        ...
 
     def copies(self) -> Iterable[Copy]:
         """List the weights that other ranks hold too, in forward order."""
-        ...
 
 
 FlatPart = tuple[OwnedUnit, int, Tensor]

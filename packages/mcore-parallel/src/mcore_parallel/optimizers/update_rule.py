@@ -22,7 +22,6 @@ class UpdateRule(Protocol):
     @property
     def moments(self) -> Mapping[str, MomentDtype]:
         """Names of what the rule keeps beside each weight, as a checkpoint has them."""
-        ...
 
     def update(
         self,
@@ -49,4 +48,3 @@ class UpdateRule(Protocol):
             weight_decay: 0.0 where the parameters of this range do not decay.
             grad_scale: multiplies the gradients first.
         """
-        ...

@@ -28,33 +28,27 @@ class Gemm(Protocol):
 
     def fitting(self, num_rows: int, num_columns: int) -> "Gemm":
         """Return what multiplies with a weight of F rows and D columns: itself, if it can."""
-        ...
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
         """Return y, and the operands that ``keep`` would return for the input."""
-        ...
 
     def keep(self, x: Float[Tensor, "S *B D"]) -> Operands:
         """Return what ``weight_grad`` needs of the input."""
-        ...
 
     def prepare(self, grad: Float[Tensor, "S *B F"]) -> Operands:
         """Return what ``input_grad`` and ``weight_grad`` need of the output's gradient."""
-        ...
 
     def input_grad(
         self, grad: Operands, weight: Float[Tensor, "F D"]
     ) -> Float[Tensor, "S *B D"]:
         """Return the gradient of the input."""
-        ...
 
     def weight_grad(
         self, grad: Operands, kept: Operands, slot: GradSlot | None
     ) -> Float[Tensor, "F D"] | None:
         """Return the weight's gradient; None where it was added to the slot's main gradient."""
-        ...
 
 
 class PlainGemm:

@@ -39,11 +39,9 @@ class Recorder(Protocol):
 
     def record(self, function: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
         """Return what it returns, to be written by each call of what is returned beside it."""
-        ...
 
     def forget(self) -> None:
         """Let go of all recordings."""
-        ...
 
 
 class CudaRecorder:
