@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from mcore_ckpt.storage.sizes import size_text
 
@@ -13,16 +13,13 @@ if TYPE_CHECKING:
     from mcore_ckpt.mapping.row_streams import Progress
 
 
-def progress_line(stream: TextIO | None = None) -> "Progress | None":
-    """Draw a line of progress, on a terminal only.
-
-    Args:
-        stream: to draw on; None: standard error.
+def progress_line() -> "Progress | None":
+    """Draw a line of progress on standard error, if that is a terminal.
 
     Returns:
         What to call with bytes done, bytes in all and a name; None: no terminal.
     """
-    stream = stream or sys.stderr
+    stream = sys.stderr
     if not stream.isatty():
         return None
     shown = -1

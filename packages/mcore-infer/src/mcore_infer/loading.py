@@ -154,7 +154,7 @@ def load_model(
         packed = packed_paths(scales) if keeps else frozenset()
         _allocate(model, ctx.device, packed)
         shards = {f"model.{n}": s for n, s in named_shards(model, ctx.data_axes()).items()}
-        rest = {name: shard for name, shard in shards.items() if not _is_meta(shard)}
+        rest = {n: s for n, s in shards.items() if not any(p.data.is_meta for p in s.pieces)}
         # Other stages' too, which no rank loads yet.
         apart = {
             name for names in gather_json([*shards.keys() - rest], ctx.pp) for name in names
@@ -242,10 +242,6 @@ def _allocate(model: nn.Module, device: torch.device, packed: frozenset[str]) ->
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()  # what no logical tensor covers is padding, which is zero
-
-
-def _is_meta(shard: Shard) -> bool:
-    return any(piece.data.is_meta for piece in shard.pieces)
 
 
 def _without_base(

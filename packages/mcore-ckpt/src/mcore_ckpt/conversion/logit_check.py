@@ -93,7 +93,8 @@ class LogitCheck:
             generator = torch.Generator().manual_seed(0)
             tokens = torch.randint(vocab, (1, _LENGTH), generator=generator)
             # Under another head, or none, stands what is compared.
-            has_logits = "head" not in found.hf and _has_logits(found.description)
+            heads = found.description["config"].get("bert_heads", ("lm",))
+            has_logits = "head" not in found.hf and "lm" in heads
             want = _their_logits(there, tokens, found.description, has_logits)
         got = _our_logits(found.description, ours, tokens, has_logits)
         if has_logits:
@@ -135,10 +136,6 @@ def _their_logits(
     with torch.no_grad():
         found = model(tokens, **more)
         return (found.logits if has_logits else found[0]).float()
-
-
-def _has_logits(description: Mapping[str, Any]) -> bool:
-    return "lm" in description["config"].get("bert_heads", ("lm",))
 
 
 def _our_logits(

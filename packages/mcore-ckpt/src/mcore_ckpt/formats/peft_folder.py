@@ -152,7 +152,7 @@ def write_adapters(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": config.get("lora_dropout", 0.0),
-        "target_modules": _suffixes(ranks, names),
+        "target_modules": _short(list(ranks), list(names)),
         "rank_pattern": wide,
         "alpha_pattern": {name: alpha * own / rank for name, own in wide.items()},
         "use_dora": config["peft"] == "dora",
@@ -271,10 +271,6 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
 def _patterns(adapted: Iterable[str], weights: Iterable[str]) -> list[str]:
     """Name the adapted linears by what follows the layer's number, where all layers agree."""
     return _short([_stem(weight) for weight in adapted], [_stem(weight) for weight in weights])
-
-
-def _suffixes(adapted: Iterable[str], modules: Iterable[str]) -> list[str]:
-    return _short(list(adapted), list(modules))
 
 
 def _short(adapted: Sequence[str], names: Sequence[str]) -> list[str]:

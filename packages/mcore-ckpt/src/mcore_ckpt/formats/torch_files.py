@@ -191,14 +191,10 @@ def _tensor(storage: Any, first: int, shape: Any, steps: Any, *_: Any) -> _Unpla
     return _UnplacedTensor(storage, first, tuple(shape), tuple(steps))
 
 
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
 _SPECIAL: dict[str, Any] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
 }
 
 

@@ -99,7 +99,8 @@ def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> Opti
     names = (*NUMBERS, "schedule", "recipe")
     progress = {name: index.extra[name] for name in names if name in index.extra}
     count = sum(len(part.links) for part in parts.values())
-    return OptimizerState(_without_empty(parts), progress, count)
+    kept = {kind: part for kind, part in parts.items() if part.links}
+    return OptimizerState(kept, progress, count)
 
 
 def turned(links: list[Link], theirs: Rows) -> StateKind:
@@ -129,7 +130,3 @@ def check_parts(parts: Mapping[str, StateKind], weights: Rows) -> None:
         raise ValueError(
             f"the optimizer's state is not that of the weights: {listed(problems)}"
         )
-
-
-def _without_empty(parts: Mapping[str, StateKind]) -> dict[str, StateKind]:
-    return {kind: part for kind, part in parts.items() if part.links}

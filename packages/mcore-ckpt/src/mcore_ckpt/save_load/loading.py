@@ -197,7 +197,8 @@ def _check_wanted(
         problems += found.dtypes.values()
         ways += ["--dist-ckpt-dtype-mismatch cast"] * bool(found.dtypes)
     if problems:
-        raise ValueError(f"cannot load {folder}: {listed(problems)}{_advice(ways)}")
+        advice = f"\nWhat agrees is loaded with {' and '.join(ways)}." if ways else ""
+        raise ValueError(f"cannot load {folder}: {listed(problems)}{advice}")
     return skipped
 
 
@@ -231,11 +232,6 @@ def _spread(
         target.copy_(data.view(target.dtype).view(target.shape))
 
     exchange(moves, lambda one: live[one], take, world=world, device=device)
-
-
-def _advice(ways: Sequence[str]) -> str:
-    """Say by which options of ``StrictnessConfig``, and flags, the rest can be loaded."""
-    return f"\nWhat agrees is loaded with {' and '.join(ways)}." if ways else ""
 
 
 def _answer(level: str, kind: str, problems: Sequence[str]) -> list[str]:

@@ -125,19 +125,17 @@ def write_file(
     return WrittenFile(FileEntry(size, digest(header)), written)
 
 
-def cut_slabs(tensor: Shaped[Tensor, ...], limit: int = SLAB_BYTES) -> Iterator[Tensor]:
+def cut_slabs(tensor: Shaped[Tensor, ...]) -> Iterator[Tensor]:
     """Give a tensor's bytes in order, without a copy where it lies in order on the CPU.
 
-    Args:
-        tensor: any strides, any device.
-        limit: most bytes to copy aside at once.
+    Elsewhere ``SLAB_BYTES`` are copied aside at once.
     """
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         yield tensor
         return
     box = ((0,) * tensor.dim(), tuple(tensor.shape))
     for offsets, lengths in small_spans(
-        tuple(tensor.shape), box, max(1, limit // tensor.element_size())
+        tuple(tensor.shape), box, max(1, SLAB_BYTES // tensor.element_size())
     ):
         yield narrowed(tensor, (offsets, lengths)).cpu().contiguous()
 

@@ -65,7 +65,9 @@ def check_room(output: Path, num_bytes: int) -> None:
     """Refuse an output for which the disk has no room, before hours of writing."""
     if is_store(output):
         return
-    free = shutil.disk_usage(_standing(output.resolve())).free
+    place = output.resolve()
+    standing = next(one for one in (place, *place.parents) if one.exists())
+    free = shutil.disk_usage(standing).free
     if num_bytes > free:
         raise CheckpointError(
             f"--output {output} needs {size_text(num_bytes)}, and its disk has "
@@ -168,8 +170,3 @@ def _unmade(folder: Path) -> Iterator[None]:
                 break
             made.rmdir()
         raise
-
-
-def _standing(path: Path) -> Path:
-    """Return the nearest of a path and the folders above it that exists."""
-    return next(one for one in (path, *path.parents) if one.exists())

@@ -105,7 +105,7 @@ def plan_writes(claims: Sequence[Mapping[str, Claim]]) -> list[list[Write]]:
     holders: dict[Write, list[int]] = {}
     problems = []
     for name, (claim, ranks) in tensors.items():
-        owned = {box for rank in ranks for box in _owned(claims[rank][name])}
+        owned = {b for r in ranks if claims[r][name].owner for b in claims[r][name].boxes}
         problems += [f"{name}: {text}" for text in cover_problems(claim.shape, list(owned))]
         for rank in ranks:
             for box in dict.fromkeys(claims[rank][name].boxes):
@@ -133,10 +133,6 @@ def _merge(claims: Sequence[Mapping[str, Claim]]) -> dict[str, tuple[Claim, list
     if problems:
         raise ValueError("cannot save: " + listed(problems))
     return tensors
-
-
-def _owned(claim: Claim) -> tuple[Box, ...]:
-    return claim.boxes if claim.owner else ()
 
 
 def _balance(

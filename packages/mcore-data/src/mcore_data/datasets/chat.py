@@ -76,7 +76,10 @@ def load_template(template: str, tokenizer: Tokenizer) -> Render:
 
     compiled = environment.from_string(
         template or own_template(tokenizer) or CHATML,
-        globals={"raise_exception": refuse, "strftime_now": _now},
+        globals={
+            "raise_exception": refuse,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+        },
     )
     names = {
         f"{role}_token": tokenizer.decode([number])
@@ -107,10 +110,6 @@ def own_template(tokenizer: Tokenizer) -> str:
 def _to_json(value: Any, indent: int | None = None) -> str:
     """Write JSON as templates expect it: letters as they are, nothing escaped for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def segments(

@@ -100,11 +100,11 @@ class MockGPTDataset(GPTDataset):
 class MockSentences:
     """Documents of 2 to 8 sentences of 4 to 40 tokens that count up."""
 
-    def __init__(self, first_id: int, vocab_size: int, num_documents: int = 1_000) -> None:
+    def __init__(self, first_id: int, vocab_size: int) -> None:
         self.first_id = first_id
         self.vocab_size = vocab_size
         random = np.random.default_rng(0)
-        counts = random.integers(2, 9, num_documents)
+        counts = random.integers(2, 9, 1_000)
         self.documents = np.concatenate([[0], np.cumsum(counts)])
         self.lengths = random.integers(4, 41, int(counts.sum())).astype(np.int32)
 

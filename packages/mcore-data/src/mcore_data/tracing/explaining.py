@@ -29,6 +29,9 @@ from mcore_data.tracing.data_plan import (
 )
 from mcore_data.tracing.tracing import SampleRange, find, prefixes, trace
 
+_SHOWN = 400
+"""Characters of a document's text that are drawn."""
+
 
 @dataclass(frozen=True, slots=True)
 class DocumentRange:
@@ -203,7 +206,7 @@ class RunData:
         )
 
 
-def draw_explanation(data: RunData, step: int, sample: int, width: int = 400) -> list[str]:
+def draw_explanation(data: RunData, step: int, sample: int) -> list[str]:
     """Draw ``explain`` for people: a line for each document, then its text."""
     lines = [f"step {step}, sample {sample} of {batch_size_at(data.plan.stretches, step)}:"]
     if data.plan.fim.fim_data:
@@ -221,7 +224,7 @@ def draw_explanation(data: RunData, step: int, sample: int, width: int = 400) ->
         )
         if piece.prefix:
             lines.append(f"    {draw_origin(piece.origin, piece.prefix)}")
-        shown = piece.text if len(piece.text) <= width else piece.text[:width] + "..."
+        shown = piece.text if len(piece.text) <= _SHOWN else piece.text[:_SHOWN] + "..."
         lines += [f"    {line}" for line in shown.splitlines() or [""]]
     return lines
 

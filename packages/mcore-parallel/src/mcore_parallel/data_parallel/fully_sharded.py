@@ -90,7 +90,9 @@ class FullyShardedDataParallel(GradientSync):
         meshes: dict[str, DeviceMesh | None],
     ) -> None:
         """Shard one chunk, innermost modules first."""
-        before = [replace(n, parameter=_without_memory(n.parameter)) for n in own]
+        # Without their memory.
+        meta = [nn.Parameter(n.parameter.detach().to("meta")) for n in own]
+        before = [replace(n, parameter=p) for n, p in zip(own, meta, strict=True)]
         experts = {_owner(n.name) for n in own if n.layout.data == "expert"}
         gives_back = self.config.sharding == "optim_grads_params"
         for name in sorted(experts):
@@ -290,10 +292,6 @@ def _mesh(ctx: ParallelContext, kind: str) -> DeviceMesh | None:
     return DeviceMesh.from_group(
         [replica.group, shard.group], device, ranks, mesh_dim_names=("replica", "shard")
     )
-
-
-def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to("meta"))
 
 
 def _owner(name: str) -> str:

@@ -257,7 +257,7 @@ def _compare(
             nudged = {"dtype": torch.bfloat16, "nudge_seed": seed}
             lone.append(run_trial(lone_plan, single, rows, **nudged))
         own = compare_rounded(rounded, lone, oracle, BANDS[dtype], few_bits=few_bits)
-        lines += _in_own_format(plan.dtype, own)
+        lines += [replace(line, what=f"{line.what} in {plan.dtype}") for line in own]
         certificate = Certificate(
             layout=describe_layout(small.config.parallelism, small.world_size),
             dtype=f"float64 and {plan.dtype}",
@@ -313,10 +313,6 @@ def _reread(exact: Trial, plan: Plan, single: ParallelContext, folder: Path) -> 
     run = build_run(plan, single, build_rows(plan), dtype=torch.float64)
     load_folder(run, folder)
     return _exact_line("checkpoint on one rank", fingerprint(run) != exact.saved)
-
-
-def _in_own_format(name: str, lines: list[Line]) -> list[Line]:
-    return [replace(line, what=f"{line.what} in {name}") for line in lines]
 
 
 def _of_device(device: torch.device) -> tuple[str, ...]:
