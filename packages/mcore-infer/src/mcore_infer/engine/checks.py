@@ -62,10 +62,7 @@ def check_beams(writing: Writing, scores: ScoreRequest, vocab_size: int) -> None
 
 
 def check_speculation(
-    model: LanguageModel,
-    drafts: Drafts,
-    draft: LanguageModel | None,
-    in_step: Axis = SINGLE,
+    model: LanguageModel, drafts: Drafts, draft: LanguageModel | None, in_step: Axis = SINGLE
 ) -> None:
     """Refuse proposals that a model cannot check, or that nothing can make."""
     if drafts == "mtp" and model.pp.size > 1:

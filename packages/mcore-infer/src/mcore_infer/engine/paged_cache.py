@@ -19,12 +19,7 @@ from torch import Tensor
 
 from mcore_infer.engine.fp8_cache import from_codes, to_codes
 from mcore_infer.engine.padded_attention import padded_decode
-from mcore_infer.engine.step_layout import (
-    ChunkView,
-    DecodeTensors,
-    FreshPrompts,
-    StepTensors,
-)
+from mcore_infer.engine.step_layout import ChunkView, DecodeTensors, FreshPrompts, StepTensors
 from mcore_infer.engine.step_plans import Fp8Cache, Scales
 from mcore_infer.host_to_device import on_device
 from mcore_models.config import AttentionBackend

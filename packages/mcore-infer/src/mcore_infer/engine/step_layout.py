@@ -161,12 +161,7 @@ class DecodeTensors:
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        num_pages: int,
-        device: torch.device,
-        *,
-        num_drafts: int = 0,
+        self, num_rows: int, num_pages: int, device: torch.device, *, num_drafts: int = 0
     ) -> None:
         """Allocate rows without requests; fill them with ``fill``.
 

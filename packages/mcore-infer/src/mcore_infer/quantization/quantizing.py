@@ -97,10 +97,7 @@ def quantize(
     windows, scored = _cut(loaded, tokenizer, text, config)
     batch = (config.micro_batch_size, windows[0].shape[1])
     judged = partial(_losses, tokenizer, scored, batch)
-    with (
-        opened(folder_format(folder), folder) as source,
-        appearing(output) as fresh,
-    ):
+    with opened(folder_format(folder), folder) as source, appearing(output) as fresh:
         if isinstance(source.theirs, WidenedRows):
             raise ValueError(f"{folder} is quantized already: give the model it was made of.")
         selection, ways = _chosen(loaded, find_links(source), config, windows)

@@ -31,10 +31,7 @@ from mcore_infer.server.job import (
 from mcore_infer.writing import ScoreRequest
 
 _RESERVED = ("messages", "add_generation_prompt", "tools")
-_VARIABLES: Schema = {
-    "type": "object",
-    "propertyNames": {"not": {"enum": list(_RESERVED)}},
-}
+_VARIABLES: Schema = {"type": "object", "propertyNames": {"not": {"enum": list(_RESERVED)}}}
 _PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},

@@ -139,11 +139,7 @@ def openapi(served: ServedModel, *, has_key: bool) -> dict[str, Any]:
 
 
 def _path(one: Interface, served: ServedModel) -> dict[str, Any]:
-    answer = {
-        "type": "object",
-        "required": list(one.answer),
-        "properties": dict(one.answer),
-    }
+    answer = {"type": "object", "required": list(one.answer), "properties": dict(one.answer)}
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if one.has_streams:
         content["text/event-stream"] = {}
@@ -167,12 +163,7 @@ def _path(one: Interface, served: ServedModel) -> dict[str, Any]:
 
 
 def _reading(summary: str, schema: Schema, kind: str = "application/json") -> dict[str, Any]:
-    return {
-        "get": {
-            "summary": summary,
-            "responses": {"200": _reply(summary, schema, kind)},
-        }
-    }
+    return {"get": {"summary": summary, "responses": {"200": _reply(summary, schema, kind)}}}
 
 
 def _reply(words: str, schema: Schema, kind: str = "application/json") -> dict[str, Any]:

@@ -163,12 +163,7 @@ class Number:
     def schema(self) -> Schema:
         """Return a number with its bounds."""
         low = "exclusiveMinimum" if self.above else "minimum"
-        return {
-            "type": "number",
-            low: self.low,
-            "maximum": self.high,
-            "default": self.default,
-        }
+        return {"type": "number", low: self.low, "maximum": self.high, "default": self.default}
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,10 +49,7 @@ class RowsAdapter(Protocol):
         """Add to the output of the first matrices, before biases."""
 
     def add_fc2(
-        self,
-        y: Float[Tensor, "R D"],
-        active: Float[Tensor, "R F"],
-        offsets: Int[Tensor, " E"],
+        self, y: Float[Tensor, "R D"], active: Float[Tensor, "R F"], offsets: Int[Tensor, " E"]
     ) -> Float[Tensor, "R D"]:
         """Add to the output of the second matrices, before biases."""
 

@@ -78,12 +78,7 @@ def _multiply(
 
 
 def _add_weight_gradient(
-    total: Float[Tensor, "e N K"],
-    grad: Tensor,
-    x: Tensor,
-    sizes: list[int],
-    *,
-    overwrite: bool,
+    total: Float[Tensor, "e N K"], grad: Tensor, x: Tensor, sizes: list[int], *, overwrite: bool
 ) -> None:
     """Add the gradient of every expert that has rows."""
     if overwrite:

@@ -31,10 +31,7 @@ def count_choices(
 
 
 def aux_loss(
-    scores: Float[Tensor, "T E"],
-    counts: Int[Tensor, " E"],
-    topk: int,
-    axis: Axis = SINGLE,
+    scores: Float[Tensor, "T E"], counts: Int[Tensor, " E"], topk: int, axis: Axis = SINGLE
 ) -> Float[Tensor, ""]:
     """Load-balancing loss of one micro-batch; this rank's share of it.
 
@@ -135,9 +132,7 @@ def _balance(
 
 
 def z_loss(
-    logits: Float[Tensor, "T E"],
-    mask: Bool[Tensor, " T"] | None = None,
-    axis: Axis = SINGLE,
+    logits: Float[Tensor, "T E"], mask: Bool[Tensor, " T"] | None = None, axis: Axis = SINGLE
 ) -> Float[Tensor, ""]:
     """Mean square of the log of the softmax denominator; this rank's share of it.
 

@@ -120,11 +120,7 @@ def dequantized_lines(
 
 
 def scaled_by_tops(
-    x: Float[Tensor, "..."],
-    tops: Float[Tensor, "..."],
-    dtype: torch.dtype,
-    *,
-    is_power: bool,
+    x: Float[Tensor, "..."], tops: Float[Tensor, "..."], dtype: torch.dtype, *, is_power: bool
 ) -> tuple[Shaped[Tensor, "..."], Float[Tensor, "..."]]:
     """Cast numbers by known magnitudes, which become the format's largest number.
 

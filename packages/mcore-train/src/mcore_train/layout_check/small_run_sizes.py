@@ -14,12 +14,7 @@ from mcore_models.qk_clip.config import QKClipConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.layer_patterns import further_letters, join_layers, pattern_layers
-from mcore_parallel.logical_tensors import (
-    mamba_sizes,
-    moe_layers,
-    num_kv_heads,
-    shared_layers,
-)
+from mcore_parallel.logical_tensors import mamba_sizes, moe_layers, num_kv_heads, shared_layers
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.precision.config import Fp8Config
 from mcore_train.composition import TrainConfig
