@@ -25,6 +25,8 @@ class Tape(TorchDispatchMode):
 class TapeRecorder:
     """As ``Recorder``."""
 
+    gave_up = False
+
     def recorded(self, forward):
         forward()  # takes memory
         with Tape() as tape:

@@ -11,6 +11,7 @@ from mcore_infer.engine.fp8_cache import to_codes
 from mcore_infer.engine.paged_cache import reference_decode, write_to_pages
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_moe import MoEConfig
 from mcore_parallel.mesh import ParallelContext
 
 pytestmark = pytest.mark.gpu
@@ -134,6 +135,32 @@ def test_recorded_steps_write_what_unrecorded_ones_do(pattern, num_drafts, chang
         assert not engine.cache.is_padded
         assert bool(engine.speculation.accepted) == bool(drafts)
         torch.cuda.empty_cache()
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "needs_sizes"), [(torch.bfloat16, False), (torch.float32, True)]
+)
+def test_steps_of_experts_are_recorded_where_their_gemm_needs_no_sizes(
+    dtype, needs_sizes, caplog
+):
+    config = TransformerConfig(
+        num_layers=3, hidden_size=128, num_attention_heads=4, num_query_groups=2,
+        max_position_embeddings=256, init_method_std=0.1,
+    )  # fmt: skip
+    moe = MoEConfig(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64)
+    ctx = ParallelContext.single("cuda")
+    model = GPT(config, ctx, vocab_size=500, moe=moe, dtype=dtype).eval()
+    limits = EngineConfig(max_sequence_tokens=128, page_tokens=16, max_requests=8, num_pages=70)
+    texts = []
+    for is_recorded in (True, False):
+        engine = Engine(model, limits)
+        engine.decoder.is_recorded = is_recorded
+        for i in range(8):
+            engine.add(list(range(i, 20 + 9 * i)), SamplingConfig(num_tokens=40, top_k=1))
+        texts.append(text_of(engine))
+        assert engine.decoder.recorder.gave_up == (is_recorded and needs_sizes)
+    assert ("a forward waits for the device" in caplog.text) == needs_sizes
     assert texts[0] == texts[1]
 
 

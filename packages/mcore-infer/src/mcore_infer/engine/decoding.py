@@ -157,7 +157,7 @@ class Decoder:
         """Return what computes the inputs, recorded where it can be."""
         # What it returns knows nothing of this object, whose memory is free once it is dropped.
         forward = partial(_forward, self.model, self.cache, inputs)
-        if not self.is_recorded or self.recorder is None:
+        if not self.is_recorded or self.recorder is None or self.recorder.gave_up:
             return forward
         inputs.is_recorded = True
         if not self.cache.num_bytes:

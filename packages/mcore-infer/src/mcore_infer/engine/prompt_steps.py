@@ -95,7 +95,7 @@ class PromptSteps:
     def _size(self, step: Step) -> int:
         """Return the recorded size to run a step in; 0: it runs as it comes."""
         fitting = [size for size in self.sizes if size >= step.num_tokens]
-        if self.recorder is None or not fitting:
+        if self.recorder is None or self.recorder.gave_up or not fitting:
             return 0
         if sum(map(self._keys, step.chunks)) > _MOST_KEYS:
             return 0
