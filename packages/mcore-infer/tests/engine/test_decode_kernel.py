@@ -59,6 +59,7 @@ def test_the_kernels_of_decoding_compute_what_their_reference_does(
 
 LATENT = {
     "multi_latent_attention": True,
+    "num_query_groups": 0,
     "kv_lora_rank": 64,
     "qk_head_dim": 32,
     "qk_pos_emb_head_dim": 16,
@@ -116,8 +117,8 @@ def test_recorded_steps_write_what_unrecorded_ones_do(pattern, num_drafts, chang
     """Dense, with proposals of the text, with recurrent states, and with latent attention."""
     config = TransformerConfig(
         num_layers=6 if pattern else 3, hidden_size=128, num_attention_heads=4,
-        num_query_groups=2, max_position_embeddings=256, init_method_std=0.1,
-        hybrid_override_pattern=pattern, **changes,
+        max_position_embeddings=256, init_method_std=0.1, hybrid_override_pattern=pattern,
+        **{"num_query_groups": 2, **changes},
     )  # fmt: skip
     model = GPT(config, ParallelContext.single("cuda"), vocab_size=500).eval()
     limits = EngineConfig(max_sequence_tokens=128, page_tokens=16, max_requests=5, num_pages=40)

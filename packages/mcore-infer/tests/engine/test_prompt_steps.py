@@ -95,7 +95,7 @@ def test_graphs_of_prompts_write_what_is_written_without_them(num_drafts, change
     model = GPT(config, ParallelContext.single("cuda"), vocab_size=500).eval()
     limits = EngineConfig(max_sequence_tokens=256, page_tokens=16, max_requests=6, num_pages=90)
     limits = replace(limits, max_tokens=128, num_speculative_tokens=num_drafts)
-    prompts = [list(range(i, 4 + (37 * i) % 150)) for i in range(1, 60)]
+    prompts = [list(range(i, i + 4 + (37 * i) % 150)) for i in range(1, 60)]
     texts = []
     for is_recorded in (True, False):
         engine = Engine(model, limits)
