@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from mcore_infer import Engine, EngineConfig, SamplingConfig, ScoreRequest, generate, load_model
+from mcore_infer.engine import prompt_steps
+from mcore_infer.engine.prompt_steps import PromptSteps
 from mcore_infer.engine.step_plans import Chunk, Step
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
@@ -53,7 +55,7 @@ def test_recorded_prompts_are_read_as_those_alone_are(model, tape_recorder):
     assert engine.prompts.num_recorded > 6
 
 
-def test_steps_that_keep_the_device_busy_are_not_recorded(model, tape_recorder):
+def test_steps_that_keep_the_device_busy_are_not_recorded(model, tape_recorder, monkeypatch):
     engine = recording(model, EngineConfig(max_sequence_tokens=64), tape_recorder)
     engine.cache.is_padded = False  # as with a kernel of decoding
 
@@ -61,11 +63,17 @@ def test_steps_that_keep_the_device_busy_are_not_recorded(model, tape_recorder):
         chunk = Chunk(0, 0, begin, tuple(range(num_tokens)), (0,), wants_token=True)
         return engine.prompts._size(Step((chunk,)))
 
-    assert engine.prompts.sizes == [16, 32, 64, 128, 192, 256]
+    assert engine.prompts.sizes == [16, 32, 64, 128, 192, 256, 384, 512, 768, 1024]
     assert size(16, 1000) == 16
-    assert size(16, 10_000) == 0  # each token reads all keys
-    assert size(257, 0) == 0
+    assert size(16, 40_000) == 0  # each token reads all keys
+    assert size(1025, 0) == 0
     assert [size(40, 0) for _ in range(9)] == [0] * 8 + [64]
+    long_texts = PromptSteps(model, engine.cache, 2048, table_pages=2000, recorder=None)
+    assert long_texts.sizes[-2:] == [512, 524]
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    monkeypatch.setattr(prompt_steps, "_MOST_WORK", 300 * num_parameters // 2)
+    large = PromptSteps(model, engine.cache, 2048, table_pages=1, recorder=None)
+    assert large.sizes[-2:] == [256, 300]
 
 
 @pytest.mark.parametrize(
