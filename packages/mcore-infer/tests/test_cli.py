@@ -214,6 +214,7 @@ def test_eval_prints_bits_per_byte(run_folder, tmp_path, capsys):
         ),
         (["generate", "--load", "RUN", "--tokenizer", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "NOWHERE"], "NOWHERE is no folder"),
+        (["generate", "--load", "ABOVE"], ", which does."),
         (["generate", "--load", "RUN", "--ckpt-step", "3"], "Complete steps there: 7"),
         (["eval", "--load", "RUN", "--valid-data", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "RUN", "--temprature", "1"], "--temperature"),
@@ -222,7 +223,8 @@ def test_eval_prints_bits_per_byte(run_folder, tmp_path, capsys):
     ],
 )
 def test_bad_input_ends_with_two_and_one_clear_line(run_folder, words, message, capsys):
-    assert main([str(run_folder) if w == "RUN" else w for w in words]) == 2
+    folders = {"RUN": run_folder, "ABOVE": run_folder.parent}
+    assert main([str(folders.get(word, word)) for word in words]) == 2
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
     assert message in errors
