@@ -31,7 +31,7 @@ moe="--moe-router-load-balancing-type aux_loss"
 # Recurrences beside mamba-ssm and flash-linear-attention.
 bench mamba "mamba-2.7b-recurrence-$at" 80 --seq-length 8192
 bench mamba "mamba-2.7b-recurrence-2048-$at" 60 --seq-length 2048
-bench mamba "qwen3-next-recurrence-$at" 60 --kind delta_net --hidden-size 2048 --seq-length 8192
+bench mamba "qwen3-next-recurrence-$at" 150 --kind delta_net --hidden-size 2048 --seq-length 8192
 # Transformer Engine beside this package: steps, then errors of single linears.
 bench ways "llama-3-8b-$layers-layers-te-$at" 180 $brief --profiled-steps 1 --way bf16 --way "bf16, te: $te" \
   --way "delayed: $fp8 --fp8-recipe delayed" --way "delayed, te: $fp8 --fp8-recipe delayed $te" \
