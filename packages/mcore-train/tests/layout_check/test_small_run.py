@@ -159,15 +159,6 @@ def test_a_vocabulary_that_needs_no_padding_gets_none():
         ({"hidden_dropout": 0.1}, "dropout: its numbers"),
         ({"num_experts": 8, "moe_expert_capacity_factor": 1.0}, "capacity"),
         ({"num_experts": 8, "moe_input_jitter_eps": 0.1}, "jitter"),
-        (
-            {
-                "bf16": True,
-                "fp8_format": "hybrid",
-                "use_distributed_optimizer": True,
-                "fp8_param_gather": True,
-            },
-            "fp8-param-gather",
-        ),
         ({"num_experts": 8, "moe_router_load_balancing_type": "global_aux_loss"}, "global"),
     ],
 )

@@ -111,6 +111,23 @@ def test_steps_validated_afterwards_are_certified():
     assert "enable-optimizer" not in "".join(certificate.unchecked)
 
 
+def test_weights_gathered_in_fp8_are_certified_to_change_no_bit():
+    changes = {
+        "num_layers": 1,
+        "tensor_model_parallel_size": 1,
+        "use_distributed_optimizer": True,
+        "bf16": True,
+        "fp8_format": "hybrid",
+        "fp8_param_gather": True,
+    }
+    small = build_small_run(resolve(compose(FLAGS | changes), 2), 2)
+    certificate, _ = run_ranks(verify_on_rank, 2, small)
+    assert certificate.passed
+    checked = {line.what for line in certificate.lines}
+    assert checked >= {"losses by weights gathered in fp8 in bfloat16"}
+    assert checked >= {"gradient, mean scale in bfloat16", "logits, mean distance in bfloat16"}
+
+
 def test_flags_that_cannot_run_are_refused_before_any_rank_starts(capsys):
     words = "verify gpt --nproc 2 --num-layers 2 --hidden-size 36 --num-attention-heads 3"
     flags = "--mock-data --vocab-size 64 --seq-length 16 --tensor-model-parallel-size 2"

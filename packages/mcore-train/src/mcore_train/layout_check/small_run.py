@@ -330,7 +330,7 @@ def _shrink_buckets(
         size = 2 * slot + 1
     elif shards > 1:
         size = model.hidden_size
-    return replace(own, ddp_bucket_size=size, fp8_param_gather=False)
+    return replace(own, ddp_bucket_size=size)
 
 
 def _add_noise(shrunk: TrainConfig, config: TrainConfig) -> TrainConfig | None:

@@ -211,6 +211,7 @@ def alone(plan: Plan) -> Plan:
             data_parallel_sharding_strategy="",
             use_distributed_optimizer=False,
             use_torch_fsdp2=False,
+            fp8_param_gather=False,
             overlap_grad_reduce=False,
             overlap_param_gather=False,
         ),
@@ -241,6 +242,7 @@ def _compare(
     exact = run_trial(exact_plan, ctx, rows, folder=folder, saved_step=saved_step)
     rounded = run_trial(replace(plan, train_iters=1), ctx, rows, dtype=dtype)
     noise = _try_noise(small, ctx, rows, folder / "noisy")
+    noise += _try_fp8_gathers(plan, ctx, rows, dtype)
     is_first = ctx.global_rank == 0
     certificate = None
     if is_first:
@@ -285,6 +287,24 @@ def _try_noise(
     ]
 
 
+def _try_fp8_gathers(
+    plan: Plan, ctx: ParallelContext, rows: AnyRows, dtype: torch.dtype
+) -> list[Line]:
+    """Check that weights which travel in fp8 change no bit of a loss."""
+    if not plan.config.data_parallelism.fp8_param_gather:
+        return []
+    wide = _with_wide_gathers(plan)
+    narrow, expected = (run_trial(each, ctx, rows, dtype=dtype).losses for each in (plan, wide))
+    return [
+        _exact_line(f"losses by weights gathered in fp8 in {plan.dtype}", narrow != expected)
+    ]
+
+
+def _with_wide_gathers(plan: Plan) -> Plan:
+    data_parallelism = replace(plan.config.data_parallelism, fp8_param_gather=False)
+    return replace(plan, config=replace(plan.config, data_parallelism=data_parallelism))
+
+
 def _exact_line(what: str, differs: bool, worst: str = "") -> Line:
     return Line(what=what, tensor="", worst=worst, error=float(differs), tolerance=0.0)
 
@@ -296,8 +316,8 @@ def _of_shards(exact: Trial, plan: Plan) -> tuple[str, ...]:
 
 
 def _in_float64(plan: Plan) -> Plan:
-    """Let router and attention compute in float64 with the rest, whatever they are given."""
-    plan = _with_any_kernels(plan)
+    """Let all compute in float64 with the rest, whatever format they are given."""
+    plan = _with_wide_gathers(_with_any_kernels(plan))
     experts = replace(plan.config.experts, moe_router_dtype="")
     return replace(plan, config=replace(plan.config, experts=experts))
 
