@@ -4,13 +4,18 @@ import pytest
 import torch
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, find_layout
+from mcore_ckpt.mapping.rules import Link
 from mcore_infer.quantization.awq import fold_, scale_and_round, search_strength
 from mcore_infer.quantization.budget import allocate
 from mcore_infer.quantization.gptq import compensate_and_round, rounded_columns
-from mcore_infer.quantization.matrices import FusedMatrix, Member
+from mcore_infer.quantization.matrices import FusedMatrix, Member, select
 from mcore_infer.quantization.observing import InputStatistics
 from mcore_infer.quantization.rounding import input_scale, round_to_nearest, smooth_and_round
+from mcore_models.config import TransformerConfig
+from mcore_models.gpt import GPT
 from mcore_models.layers.norm import LayerNorm, RMSNorm
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.sharding import named_shards
 
 GROUPS_OF_8 = find_layout("W4A16_GPTQ", 8)
 
@@ -90,6 +95,24 @@ def test_before_rounding_a_folded_norm_and_weight_are_what_they_were(kind):
     strength = torch.rand(16).double() * 10 + 0.1
     fold_(norm, strength)
     torch.testing.assert_close(norm(x) @ (weight * strength).t(), want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("parallel_residual", ["off", "one_norm"])
+def test_only_a_norm_that_one_matrix_reads_takes_its_scales(parallel_residual):
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        parallel_residual=parallel_residual,
+    )
+    model = GPT(config, ParallelContext.single(), vocab_size=257)
+    links = [Link((name,), name) for name in sorted(named_shards(model))]
+    folds = {
+        one.path for one in select(model, links, GROUPS_OF_8).matrices if one.norm is not None
+    }
+    wanted = {"blocks.0.attention.qkv", "blocks.0.mlp.fc1"}
+    assert folds == (wanted if parallel_residual == "off" else set())
 
 
 def test_awq_finds_a_smaller_error_than_the_nearest_and_folds_it_only_into_a_norm():

@@ -1,6 +1,6 @@
 """Text from tokens: whole characters, stop strings, offsets."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mcore_data.tokenizers.plain import ByteTokenizer
@@ -29,6 +29,7 @@ def first_stop(text, stop):
     return min(found, key=lambda pair: pair[0], default=None)
 
 
+@example("ab", ["b", "ab"])
 @given(
     st.text("ab\n\u00e9\u4e16", max_size=24), st.lists(st.text("ab\n", min_size=1, max_size=4))
 )

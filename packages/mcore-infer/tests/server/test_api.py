@@ -68,6 +68,7 @@ def test_every_field_changes_the_answer(client, long_model, fields):
     before, after = client.post("/api", **base), client.post("/api", **{**base, **fields})
     assert before[0] == after[0] == 200
     assert before[1] != after[1]
+    assert client.post("/api", **{**base, **fields}) == after
 
 
 def test_beams_come_best_first_with_their_scores(client, long_model):

@@ -122,6 +122,12 @@ def test_log_probabilities_are_the_models_and_offsets_index_the_text(client, lon
     raw = long_model.model.logits(hidden)[:, 0, :257].log_softmax(-1)
     own = raw[torch.arange(5), ids[1:6]].tolist()
     assert scores["token_logprobs"][1:6] == pytest.approx(own, abs=1e-9)
+    sampling = SamplingConfig(num_tokens=4, temperature=0.6)
+    new = generate(long_model.model, [list(b"In the")], sampling, seed=1)[0].ids
+    hidden, _ = long_model.model(torch.tensor([[*b"In the", *new[:-1]]]))
+    written = long_model.model.logits(hidden)[5:, 0, :257].log_softmax(-1)
+    own = written[torch.arange(4), list(new)].tolist()
+    assert scores["token_logprobs"][6:] == pytest.approx(own, abs=1e-9)
     values = raw[5].topk(3).values.tolist()
     assert sorted(scores["top_logprobs"][6].values()) == pytest.approx(values[::-1], abs=1e-9)
     scored = client.post(
