@@ -132,7 +132,11 @@ CASES = {
         | {"embedding_multiplier": 12.0, "attention_multiplier": 0.3}
         | {"residual_multiplier": 0.22, "logits_scaling": 6.0},
     ),
-    "cohere": ("Cohere", {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "cohere": (
+        "Cohere",
+        {**ODD, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"use_qk_norm": True},
+    ),
     "cohere2": ("Cohere2", {**ODD, **HEADS, "num_hidden_layers": 4, "sliding_window": 5}),
     "starcoder2": ("Starcoder2", {**ODD, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "gpt_neox": (

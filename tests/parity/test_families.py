@@ -123,7 +123,7 @@ def test_a_family_computes_what_transformers_does(tmp_path, name):
         "qwen3_moe",
         "granite",
         "bloom",
-        "cohere2",
+        "cohere",
         "phi3 longrope",
         "qwen3_next",
         "granitemoehybrid",

@@ -6,7 +6,8 @@ from torch.optim import Adam
 from torch.utils.data import DataLoader
 
 from mcore_data import MockGPTDataset
-from mcore_models import GPTModel, MultiTokenPrediction, TransformerConfig
+from mcore_models import GPTModel, MultiTokenPrediction, TransformerBlock, TransformerConfig
+from mcore_models.layers.layer_setup import LayerSetup
 from mcore_moe import MixtureOfExperts, MoEConfig
 from mcore_parallel import (
     ColumnParallelLinear,
@@ -14,6 +15,8 @@ from mcore_parallel import (
     parallel_state,
     run_ranks,
 )
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.rng import RngStreams
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
 
@@ -180,6 +183,13 @@ def refusals():
     with pytest.raises(ValueError, match="--num-attention-heads 3 cannot be split"):
         GPTModel(TransformerConfig(num_layers=1, hidden_size=12, num_attention_heads=3), 53)
     parallel_state.destroy_model_parallel()
+
+
+def test_a_block_takes_a_module_of_ones_own():
+    config, ctx = TransformerConfig(**SMALL), ParallelContext.single()
+    setup = LayerSetup(config=config, ctx=ctx, layer=0, streams=RngStreams(0, ctx))
+    assert isinstance(TransformerBlock(setup, parts={"mlp": Squared}).mlp, Squared)
+    assert not isinstance(TransformerBlock(setup).mlp, Squared)
 
 
 def test_layouts_that_the_plain_front_cannot_run_are_refused():

@@ -48,8 +48,9 @@ class LayerConfig(AttentionConfig):
     """Biases of queries, keys, values and attention's output even where other linears have
     none."""
 
-    qk_norm_width: Literal["head", "layer"] = "head"
-    """With --qk-layernorm: norm each head alone, or all heads of a layer as one (OLMo-2)."""
+    qk_norm_width: Literal["head", "own_head", "layer"] = "head"
+    """With --qk-layernorm: norm each head alone, all with one gain; own_head: each with a gain
+    of its own and no bias (Command R+); layer: all heads of a layer as one (OLMo-2)."""
 
     qk_l2_norm: bool = False
     """Divide rotated queries and keys by their root mean square, without weights (Llama 4)."""

@@ -252,7 +252,10 @@ def _attention(config: Any, _: Any, inputs: int = 0) -> dict[str, Shape]:
     gate = (("gate", queries),) if config.attention_output_gate else ()
     for part, outputs in (("q", queries), ("k", keys), ("v", keys), *gate):
         shapes |= _linear(f"attention.qkv.{part}", outputs, inputs or D, has_qkv_bias(config))
-    if config.qk_layernorm:
+    if config.qk_layernorm and config.qk_norm_width == "own_head":
+        shapes["attention.q_norm.weight"] = (queries // H, H)
+        shapes["attention.k_norm.weight"] = (keys // H, H)
+    elif config.qk_layernorm:
         is_whole = config.qk_norm_width == "layer"
         shapes |= _norm(config, "attention.q_norm", queries if is_whole else H)
         shapes |= _norm(config, "attention.k_norm", keys if is_whole else H)

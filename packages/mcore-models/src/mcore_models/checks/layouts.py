@@ -150,10 +150,10 @@ def _head_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[
             f"{tp}: one must divide the other. Use {_listed(fitting)} tensor ranks."
         )
         return [problem]
-    if config.qk_layernorm and config.qk_norm_width == "layer" and groups % tp:
+    if config.qk_layernorm and config.qk_norm_width != "head" and groups % tp:
         problem = (
-            f"--qk-norm-width layer cannot norm keys of --num-query-groups {groups} over "
-            f"--tensor-model-parallel-size {tp}: use {_listed(divisors(groups))}."
+            f"--qk-norm-width {config.qk_norm_width} cannot norm keys of --num-query-groups "
+            f"{groups} over --tensor-model-parallel-size {tp}: use {_listed(divisors(groups))}."
         )
         return [problem]
     return []

@@ -21,7 +21,7 @@ from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
-from mcore_models.layers.norm import RMSNorm, SplitRMSNorm, build_norm, l2_normed
+from mcore_models.layers.norm import HeadNorm, RMSNorm, SplitRMSNorm, build_norm, l2_normed
 from mcore_models.layers.rope import RotaryTables, rotary_kernel, rotate
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
@@ -117,6 +117,8 @@ class Attention(nn.Module):
                 "zero_centered": config.apply_layernorm_1p,
             }
             return SplitRMSNorm(heads * H, axis=tp, **options, **placed)
+        if config.qk_norm_width == "own_head":
+            return HeadNorm(config, heads, axis=tp, **placed)
         # Each rank norms its own heads: its gradient is their share of the sum.
         return build_norm(config, H, replicas=tp, partial=tp, **placed)
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mcore_models.layers.block_inputs import BlockInputs
-from mcore_models.layers.layer_setup import LayerSetup
+from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.mixers import MIXERS
 from mcore_models.layers.residual import PreNorm, Residual, stream_dropout, stream_norm
 from mcore_parallel.logical_tensors import layer_mixers, layer_norms
@@ -32,20 +32,24 @@ class TransformerBlock(nn.Module):
         residual: joins a half to the residual stream.
     """
 
-    def __init__(self, setup: LayerSetup, mixers: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, setup: LayerSetup, mixers: tuple[str, ...] = (), *, parts: Parts = NO_PARTS
+    ) -> None:
         """Allocate this rank's share; weights are zero until the model fills them.
 
         Args:
-            setup: what the layer is built from. A function of it builds each of its
-                ``parts``, which is called as the mixer that it replaces (``MIXERS``):
-                attention with the normed stream and its inputs, mlp with the stream alone.
+            setup: what the layer is built from.
             mixers: of this layer; empty: those that the config says.
+            parts: modules of one's own in place of mixers, by name, beside the setup's: a
+                function of the setup builds one, which is called as the mixer that it
+                replaces (``MIXERS``): attention with the normed stream and its inputs, mlp
+                with the stream alone.
 
         Raises:
             ValueError: for a part of a name that no mixer has.
         """
         super().__init__()
-        parts = setup.parts
+        parts = {**setup.parts, **parts}
         if unknown := sorted(parts.keys() - MIXERS.keys()):
             raise ValueError(f"parts name {', '.join(unknown)}: use {', '.join(MIXERS)}.")
         config, ctx = setup.config, setup.ctx

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
 from mcore_parallel.collectives import copy_to, reduce_from
+from mcore_parallel.logical_tensors import head_dim
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
 from mcore_parallel.sharding import ParamLayout, sliced, whole
@@ -201,6 +202,52 @@ class SplitRMSNorm(nn.Module):
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the weight, see ``mcore_parallel.sharding``."""
         return {"weight": sliced("", (self.size,), 0, self.axis)}
+
+
+class HeadNorm(nn.Module):
+    """LayerNorm or RMSNorm of each head by itself, with a gain for each of its channels.
+
+    A rank holds the gains of its own heads.
+
+    Reference:
+        Cohere 2024, Command R+ release: norms of queries and keys, without biases.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        heads: int,
+        *,
+        axis: Axis = SINGLE,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's gains, which begin as the identity.
+
+        Args:
+            config: of the model: which norm, its epsilon, whether gains are kept minus 1.
+            heads: over all ranks.
+            axis: ranks that split the heads evenly.
+            device: of the gains.
+            dtype: of the gains.
+        """
+        super().__init__()
+        self.config, self.heads, self.axis = config, heads, axis
+        H, zero_centered = head_dim(config), config.apply_layernorm_1p
+        gains = _identity(heads // axis.size * H, zero_centered, device, dtype)
+        self.weight = nn.Parameter(gains.unflatten(0, (-1, H)).detach())
+
+    def forward(self, x: Float[Tensor, "*B n H"]) -> Float[Tensor, "*B n H"]:
+        """Norm the last dimension, float32 or wider inside."""
+        config = self.config
+        weight = self.weight + 1 if config.apply_layernorm_1p else self.weight
+        norm = F.rms_norm if config.normalization == "RMSNorm" else F.layer_norm
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (norm(wide, x.shape[-1:], eps=config.norm_epsilon) * weight).to(x.dtype)
+
+    def layouts(self) -> dict[str, ParamLayout]:
+        """Describe the gains, see ``mcore_parallel.sharding``."""
+        return {"weight": sliced("", (self.heads, head_dim(self.config)), 0, self.axis)}
 
 
 def l2_normed(x: Float[Tensor, "*B H"], epsilon: float) -> Float[Tensor, "*B H"]:

@@ -28,10 +28,9 @@ FAMILY = replace(
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
     absent={**cohere.FAMILY.absent, "sliding_window": 4096},
-    only={},
-    refused=cohere.FAMILY.only,
+    refused={"use_qk_norm": False},
     parts=(
-        *cohere.FAMILY.parts,
+        *cohere.PARTS,
         windows(4),
         FieldRule(read=_read, write=_write),
         ROTATED_WINDOWS,
