@@ -246,19 +246,17 @@ def _linear(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape
 
 
 def _attention(config: Any, _: Any, inputs: int = 0) -> dict[str, Shape]:
-    D, H = config.hidden_size, head_dim(config)
+    D, H, shapes = config.hidden_size, head_dim(config), dict[str, Shape]()
     queries, keys = config.num_attention_heads * H, num_kv_heads(config) * H
-    shapes: dict[str, Shape] = {}
     gate = (("gate", queries),) if config.attention_output_gate else ()
     for part, outputs in (("q", queries), ("k", keys), ("v", keys), *gate):
         shapes |= _linear(f"attention.qkv.{part}", outputs, inputs or D, has_qkv_bias(config))
-    if config.qk_layernorm and config.qk_norm_width == "own_head":
-        shapes["attention.q_norm.weight"] = (queries // H, H)
-        shapes["attention.k_norm.weight"] = (keys // H, H)
-    elif config.qk_layernorm:
-        is_whole = config.qk_norm_width == "layer"
-        shapes |= _norm(config, "attention.q_norm", queries if is_whole else H)
-        shapes |= _norm(config, "attention.k_norm", keys if is_whole else H)
+    for part, width in (("q", queries), ("k", keys)) if config.qk_layernorm else ():
+        if config.qk_norm_width == "own_head":
+            shapes[f"attention.{part}_norm.weight"] = (width // H, H)
+        else:
+            normed = width if config.qk_norm_width == "layer" else H
+            shapes |= _norm(config, f"attention.{part}_norm", normed)
     if config.softmax_type == "learnable":
         shapes["attention.sinks"] = (config.num_attention_heads,)
     return shapes | _linear("attention.proj", D, queries, has_attention_bias(config))
