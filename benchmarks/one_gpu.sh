@@ -64,7 +64,7 @@ bench ways "gpt2-345m-recomputed-graphs-$at" 45 --warmup 12 --steps 20 --way non
   -- $common $gpt2 --recompute-granularity selective --recompute-modules layernorm mlp_act
 # The longest sequences of some layers.
 sequence() { echo "--seq-length $1 --max-position-embeddings $1"; }
-bench ways "llama-3-8b-$layers-layers-long-$at" 150 --warmup 0 --steps 1 --way "$long, recompute: $full $(sequence $long)" \
+bench ways "llama-3-8b-$layers-layers-long-$at" 150 --warmup 1 --steps 1 --way "$long, recompute: $full $(sequence $long)" \
   --way "$long, recompute, fp8: $full $fp8 $(sequence $long)" --way "$longest, recompute: $full $(sequence $longest)" \
   -- $common $llama --num-layers $layers --global-batch-size 1
 # A model of 102 M parameters on 200 M tokens of the host's own text, in bf16 and in fp8.

@@ -116,7 +116,7 @@ MODELS = {
     "shared blocks": (
         {
             "num_layers": 4,
-            "hybrid_override_pattern": "[SM]-[SM][S*]",
+            "hybrid_override_pattern": "[SM]-[SM][SM]",
             "num_shared_blocks": 2,
             "shared_adapter_rank": 3,
             "shared_attention_adapters": True,

@@ -109,7 +109,7 @@ HYBRID = {
     "init_method_std": 0.2,
 }
 SHARED = HYBRID | {
-    "hybrid_override_pattern": "[SM][*SM]-[SM]",
+    "hybrid_override_pattern": "[SM][SM]*[SM]",
     "num_shared_blocks": 2,
     "shared_adapter_rank": 3,
     "shared_attention_adapters": True,

@@ -135,7 +135,8 @@ class GPT(StageModel, MTPLanguageModel):
         if self.stage.has_embedding:
             x = self.embedded(x, positions)
         inputs = build_inputs(self.config, positions, length, x.dtype, documents, state)
-        inputs = replace(inputs, embedded=x, shared_blocks=self._shared_blocks())
+        if "S" in self.config.hybrid_override_pattern:
+            inputs = replace(inputs, embedded=x, shared_blocks=self._shared_blocks())
         stream = self._run(list(self.blocks.values()), x, inputs)
         if not self.is_normed:
             return stream.total(), stream.aux

@@ -141,6 +141,10 @@ def _check_shared(config: Any, uses: int) -> None:
             f"{pattern} has {uses} layers with S, fewer than --num-shared-blocks "
             f"{config.num_shared_blocks}: use at most {uses}."
         )
+    attends = [x for x in pattern_layers(config.hybrid_override_pattern) if "S" in x]
+    if any(set(layer) & {"*", "P"} for layer in attends):
+        # A layer has one memory of keys and values.
+        raise ValueError(f"{pattern} has S beside * or P: give each a layer of its own.")
     plain = {
         "multi_latent_attention": False,
         "attention_output_gate": False,

@@ -104,10 +104,16 @@ def test_steps_validated_afterwards_are_certified():
         "pipeline_model_parallel_size": 2,
         "enable_optimizer_post_validation": True,
         "log_interval": 5,
+        "eval_interval": 5,
+        "check_weight_hash_across_dp_replicas_interval": 5,
     }
     small = build_small_run(resolve(compose(FLAGS | changes), 2), 2)
     certificate, _ = run_ranks(verify_on_rank, 2, small)
     assert certificate.passed
+    checked = {line.what for line in certificate.lines}
+    assert checked >= {
+        f"steps validated afterwards and {end}" for end in ("kept", "taken back")
+    }
     assert "enable-optimizer" not in "".join(certificate.unchecked)
 
 

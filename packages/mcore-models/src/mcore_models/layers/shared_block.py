@@ -81,7 +81,7 @@ class SharedUse(nn.Module):
         super().__init__()
         config, ctx, placed = setup.config, setup.ctx, setup.placed
         self.layer, self.block = setup.layer, block
-        self.place = shared_layers(config).index(setup.layer) % config.num_shared_blocks
+        self.block_index = shared_layers(config).index(setup.layer) % config.num_shared_blocks
         D, rank = config.hidden_size, config.shared_adapter_rank
         F, H = ffn_size(config), head_dim(config)
         N, G = config.num_attention_heads, num_kv_heads(config)
@@ -101,7 +101,7 @@ class SharedUse(nn.Module):
 
     def forward(self, x: Float[Tensor, "s B D"], inputs: BlockInputs) -> Float[Tensor, "s B D"]:
         """Return what the next mixer reads beside the stream; communicates as the block."""
-        return self.linear(inputs.shared_blocks[self.place](x, self, inputs))
+        return self.linear(inputs.shared_blocks[self.block_index](x, self, inputs))
 
     def qkv_change(self, x: Float[Tensor, "s B E"]) -> Float[Tensor, "S B X"] | None:
         """Return what is added to the block's queries, keys and values."""

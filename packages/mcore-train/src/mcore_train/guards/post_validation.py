@@ -33,7 +33,8 @@ class PostValidation:
     Attributes:
         is_due: whether the step that comes may be validated by the one after it; off where its
             numbers are wanted at once.
-        num_redone: steps that were taken back so far.
+        num_kept: steps that were right as proposed so far.
+        num_redone: steps that were taken back.
         is_skipped: whether the latest of them overflowed, and was not done again.
     """
 
@@ -50,7 +51,7 @@ class PostValidation:
         """
         self.optimizer, self.max_norm, self.scaler = optimizer, max_norm, scaler
         self.is_due = False
-        self.num_redone = 0
+        self.num_kept = self.num_redone = 0
         self.is_skipped = False
         self._unscale = 1.0
         self._rates: Rates = (0.0, 0.0)
@@ -102,6 +103,7 @@ class PostValidation:
         if self._before_update is not None:
             self._before_update()
         self.optimizer.accept()
+        self.num_kept += 1
         self._read_norm = None
         return True
 

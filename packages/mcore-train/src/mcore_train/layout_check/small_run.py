@@ -109,13 +109,18 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
             dataloader_inter_document_masking=config.data.dataloader_inter_document_masking,
             full_validation=config.data.full_validation,
         ),
-        evaluation=EvalConfig(eval_interval=min(1, config.evaluation.interval), eval_iters=1),
+        evaluation=EvalConfig(
+            # Beyond the other steps, so that these may be validated afterwards.
+            eval_interval=NUM_STEPS if config.evaluation.interval else 0,
+            eval_iters=1,
+        ),
         samples=SampleConfig(),
         saving=SaveConfig(),
         loading=LoadConfig(),
         logging=LogConfig(),
         run=replace(
             config.run,
+            check_weight_hash_across_dp_replicas_interval=0,
             exit_interval=0,
             exit_duration_in_mins=0.0,
             cuda_graph_warmup_steps=1,  # so that a graph is recorded, and launched again
