@@ -37,7 +37,6 @@ from mcore_models.layers.recurrent.delta_rule import delta_rule_plain
 from mcore_models.layers.recurrent.gated_norm import GatedNorm
 from mcore_models.layers.recurrent.ssd import SSD_KERNELS, ssd_plain
 from mcore_models.layers.rope import rotate
-from mcore_moe import MoEConfig, Router
 from mcore_moe.activations import gated, weighted_gated
 from mcore_moe.dispatch.permutation import (
     ROWS_KERNELS,
@@ -49,16 +48,9 @@ from mcore_moe.dispatch.permutation import (
 from mcore_moe.experts.grouped_gemm import WEIGHT_GRAD_KERNEL, add_weight_gradient_plain
 from mcore_moe.kernels.gate import fused_gated, fused_weighted_gated
 from mcore_moe.kernels.rows import copy_to_rows, fused_plan, sum_rows
-from mcore_moe.kernels.topk import fused_softmax_topk, fused_top_experts
+from mcore_moe.kernels.topk import fused_top_experts
 from mcore_moe.kernels.weight_grad import fused_weight_gradient
-from mcore_moe.routing import router as routers
-from mcore_moe.routing.topk import (
-    CHOICE_KERNEL,
-    TOP_KERNEL,
-    Choice,
-    softmax_topk_plain,
-    top_experts_plain,
-)
+from mcore_moe.routing.topk import TOP_KERNEL, top_experts_plain
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.kernels import fp8_fine_cast
 from mcore_parallel.kernels.adam import fused_adamw
@@ -227,56 +219,6 @@ def check_experts_of_tokens():
             copied = copy_to_rows(x, slots, num_rows, plan.is_complete)
             compare([copied], [permute_reference(x, plan)])
             compare([sum_rows(rows, slots)], [unpermute_reference(rows, plan)])
-
-
-def check_softmax_routing():
-    for num_tokens, num_experts, topk in ((0, 3, 1), (1, 1, 1), (44, 5, 3), (17, 9, 9)):
-        logits = torch.randn(num_tokens, num_experts).mul(2).round().requires_grad_()
-        ids, probs, score_sums, counts = fused_softmax_topk(logits, topk)
-        want = softmax_topk_plain(logits, topk)
-        assert torch.equal(ids, want.ids)
-        assert torch.equal(counts, want.counts)
-        compare([score_sums], [want.score_sums])
-        if num_tokens:
-            expected = want.probs, want.score_sums
-            compare_with_gradients((probs, score_sums), expected, [logits])
-
-
-def check_routers():
-    def fused_choice(logits, topk):
-        return Choice(*fused_softmax_topk(logits, topk))
-
-    x, sequences = torch.randn(37, 24, requires_grad=True), torch.arange(37) % 2
-    for kind, coeff in (
-        ("aux_loss", 0.3),
-        ("seq_aux_loss", 0.3),
-        ("global_aux_loss", 0.3),
-        ("none", 0.0),
-    ):
-        want = routed(kind, coeff, x, sequences)  # a CPU has no kernel
-        routers.fused_choice, plain = fused_choice, routers.fused_choice
-        compare(routed(kind, coeff, x, sequences), want)
-        routers.fused_choice = plain
-
-
-def routed(kind, coeff, x, sequences):
-    """Return all that a router computes, with gradients, and what it counts."""
-    torch.manual_seed(1)
-    config = MoEConfig(
-        num_experts=9,
-        moe_router_topk=3,
-        moe_router_fusion=True,
-        moe_router_topk_scaling_factor=2.5,
-        moe_router_load_balancing_type=kind,
-        moe_aux_loss_coeff=coeff,
-        moe_z_loss_coeff=0.1,
-    )
-    router = Router(24, config)
-    routing, aux = router(x, sequences, 2)
-    loss = routing.probs.square().sum() + aux
-    grads = torch.autograd.grad(loss, [x, router.weight])
-    counts = router.step_counts, router.step_scored_counts
-    return [routing.ids, routing.probs, aux, *counts, *grads]
 
 
 def check_weight_gradients():
@@ -473,10 +415,9 @@ def check_trials():
     device = torch.device("cpu")
     wanted = optional_kernels(config, KernelConfig(), device, torch.float32)
     wanted.append((SSD_KERNELS, (torch.float32, 16, 16)))
-    wanted += [(ROWS_KERNELS, ()), (TOP_KERNEL, ()), (CHOICE_KERNEL, ())]
-    wanted.append((WEIGHT_GRAD_KERNEL, (torch.float32,)))
+    wanted += [(ROWS_KERNELS, ()), (TOP_KERNEL, ()), (WEIGHT_GRAD_KERNEL, (torch.float32,))]
     failures = {kernel.name: kernel_failure(kernel, device, *kind) for kernel, kind in wanted}
-    assert len(failures) == 12
+    assert len(failures) == 11
     assert not any(failures.values()), failures
 
 
@@ -491,8 +432,6 @@ if __name__ == "__main__":
         check_rotation,
         check_norm_and_rotation,
         check_experts_of_tokens,
-        check_softmax_routing,
-        check_routers,
         check_weight_gradients,
         check_fp8_casts,
         check_gated_casts,
