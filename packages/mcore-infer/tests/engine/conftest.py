@@ -48,3 +48,19 @@ class TapeRecorder:
 @pytest.fixture
 def tape_recorder():
     return TapeRecorder()
+
+
+class WaitingRecorder:
+    """As ``Recorder`` where forwards wait for the device."""
+
+    gave_up = False
+
+    def recorded(self, forward):
+        forward()
+        self.gave_up = True
+        return forward
+
+
+@pytest.fixture
+def waiting_recorder():
+    return WaitingRecorder()

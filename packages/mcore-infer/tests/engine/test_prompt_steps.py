@@ -55,6 +55,32 @@ def test_recorded_prompts_are_read_as_those_alone_are(model, tape_recorder):
     assert engine.prompts.num_recorded > 6
 
 
+@pytest.mark.parametrize("first", ["decoder", "prompts"])
+def test_steps_whose_recorder_gave_up_run_as_they_come(
+    first, model, waiting_recorder, monkeypatch
+):
+    """Nothing is padded for graphs that do not come, nor counted as one."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    begun = recording if first == "prompts" else lambda model, limits, _: Engine(model, limits)
+    engine = begun(model, LIMITS, waiting_recorder)
+    decoder = engine.decoder
+    engine.prompts.recorder = decoder.recorder = waiting_recorder
+    decoder.is_recorded = True
+    numbers = [engine.add(prompt, SamplingConfig(num_tokens=8, top_k=1)) for prompt in PROMPTS]
+    if first == "prompts":
+        engine.step()
+        assert waiting_recorder.gave_up
+        assert not decoder._runs
+    done = dict(event for event in engine.run() if isinstance(event, tuple))
+    for number, prompt in zip(numbers, PROMPTS, strict=True):
+        alone = generate(model, [prompt], SamplingConfig(num_tokens=8, top_k=1))[0]
+        assert done[number].ids == alone.ids
+    assert waiting_recorder.gave_up
+    assert not decoder.is_recorded
+    assert not any(inputs.is_recorded for inputs in decoder._inputs.values())
+    assert engine.prompts.num_recorded == 0
+
+
 def test_steps_that_keep_the_device_busy_are_not_recorded(model, tape_recorder, monkeypatch):
     engine = recording(model, EngineConfig(max_sequence_tokens=64), tape_recorder)
     engine.cache.is_padded = False  # as with a kernel of decoding

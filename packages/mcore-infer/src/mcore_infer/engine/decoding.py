@@ -157,7 +157,9 @@ class Decoder:
         """Return what computes the inputs, recorded where it can be."""
         # What it returns knows nothing of this object, whose memory is free once it is dropped.
         forward = partial(_forward, self.model, self.cache, inputs)
-        if not self.is_recorded or self.recorder is None or self.recorder.gave_up:
+        recorder = self.recorder if self.is_recorded else None
+        if recorder is None or recorder.gave_up:
+            self.is_recorded = False
             return forward
         inputs.is_recorded = True
         if not self.cache.num_bytes:
@@ -166,7 +168,9 @@ class Decoder:
 
         if (whole := whole_step(self.model, self.cache, inputs)) is not None:
             forward = partial(_by_kernel, whole)
-        return self.recorder.recorded(forward)
+        run = recorder.recorded(forward)
+        self.is_recorded = inputs.is_recorded = not recorder.gave_up
+        return run
 
 
 def _forward(

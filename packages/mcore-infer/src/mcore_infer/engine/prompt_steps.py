@@ -92,12 +92,12 @@ class PromptSteps:
         Communicates as the model does.
         """
         size = self._size(step)
-        if not size:
+        if size and size not in self._runs:
+            self._record(size)
+        if size not in self._runs:
             inputs = step_tensors(step, self.cache.page_tokens, self.device)
             self.cache.step = inputs
             return run_stages(self.model, inputs.tokens, inputs.positions, self.cache)
-        if size not in self._runs:
-            self._record(size)
         self._inputs[size].fill(step, self.cache.page_tokens, self.cache.padding)
         self.num_recorded += 1
         return self._runs[size]()[: step.num_tokens]
@@ -128,8 +128,9 @@ class PromptSteps:
         inputs.is_recorded = True
         inputs.fill(Step(()), self.cache.page_tokens, self.cache.padding)
         forward = partial(_forward, self.model, self.cache, inputs)
-        self._inputs[size] = inputs
-        self._runs[size] = self.recorder.recorded(forward)
+        run = self.recorder.recorded(forward)
+        if not self.recorder.gave_up:
+            self._inputs[size], self._runs[size] = inputs, run
 
 
 def _forward(model: LanguageModel, cache: PagedCache, inputs: DecodeTensors) -> torch.Tensor:
