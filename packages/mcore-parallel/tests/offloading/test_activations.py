@@ -81,6 +81,29 @@ def test_a_tensor_travels_once_and_weights_stay():
     assert not any(p.grad is None for p in layers.parameters())
 
 
+class Borrower(nn.Module):
+    """Computes with a linear that another layer owns."""
+
+    def __init__(self, owner):
+        super().__init__()
+        self.linears = (owner.second,)  # in a tuple, so that it is none of its parameters
+
+    def forward(self, x):
+        return self.linears[0](x)
+
+
+def test_weights_stay_of_another_layer_that_a_layer_computes_with():
+    owner, last = stack(2)
+    x = batches(1)[0].requires_grad_()
+    taken = []
+    for layers in ([owner, last], [owner, Borrower(owner), last]):
+        offload = ActivationOffload(layers, len(layers) - 1, torch.device("cpu"))
+        nn.Sequential(*layers)(x).sum().backward()
+        taken.append(offload.host_bytes)
+        offload.remove_hooks()
+    assert taken[1] - taken[0] == x.numel() * x.element_size()  # its input alone
+
+
 def test_memory_of_a_graph_that_nobody_runs_back_is_used_again():
     layers = stack(2)
     offload = ActivationOffload(list(layers), 1, torch.device("cpu"))

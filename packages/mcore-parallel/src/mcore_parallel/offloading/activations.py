@@ -2,9 +2,10 @@
 
 What autograd saves in a layer is copied to pinned host memory on a stream of its own, under the
 layer that comes next; then the device's copy is given up. Backward of a layer fetches the
-tensors of the layer before it, which travel while it computes. Weights stay, and tensors too
-small to pay; a tensor that several operations save travels once. The numbers are the same. On a
-CPU tensors are copied too, so that the same code runs.
+tensors of the layer before it, which travel while it computes. Weights stay, those of other
+layers that a layer uses too, and tensors too small to pay; a tensor that several operations
+save travels once. The numbers are the same. On a CPU tensors are copied too, so that the same
+code runs.
 
 Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, section 5.1.
 """
@@ -57,6 +58,7 @@ class ActivationOffload:
         self._on_gpu = device.type == "cuda"
         self._least = least_elements or (LEAST_ELEMENTS if self._on_gpu else 1)
         self.host_bytes = 0
+        self._layers, self._weights = layers, set[int]()
         if self._on_gpu:
             self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, list[_Buffer]] = {}
@@ -78,6 +80,8 @@ class ActivationOffload:
     def _enter(self, module: nn.Module, _arguments: tuple, *, is_first: bool) -> None:
         if not torch.is_grad_enabled():
             return
+        if is_first:
+            self._weights = set().union(*map(_whole_weights, self._layers))
         self._latest = _SavedLayer(self, None if is_first else self._latest)
         pack = partial(self._pack, self._latest, module)
         self._open.enter_context(saved_tensors_hooks(pack, _SavedTensor.whole))
@@ -95,7 +99,9 @@ class ActivationOffload:
 
     def _pack(self, layer: "_SavedLayer", module: nn.Module, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage().data_ptr()
-        if tensor.numel() < self._least or storage in _weights(module):
+        if tensor.numel() < self._least or storage in self._weights:
+            return tensor
+        if storage in _whole_weights(module):
             return tensor
         key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if key not in layer.known:
@@ -223,7 +229,7 @@ class _SavedTensor:
         self.layer.owner.give_back(self.buffer)
 
 
-def _weights(module: nn.Module) -> set[int]:
+def _whole_weights(module: nn.Module) -> set[int]:
     """Return where weights are that are whole now: ``fully_shard`` gathers some on the way."""
     whole = (p for p in module.parameters() if not isinstance(p, DTensor))
     return {parameter.untyped_storage().data_ptr() for parameter in whole}
