@@ -4,16 +4,26 @@ import json
 import logging
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.cli import main
 from mcore_train.composition import compose
+from mcore_train.config import LogConfig
 from mcore_train.layout_check.certificate import Certificate, Line
 from mcore_train.layout_check.small_run import build_small_run
-from mcore_train.layout_check.verification import alone, conclude, verify_on_rank
+from mcore_train.layout_check.trial import build_rows, build_run, whole_weights
+from mcore_train.layout_check.verification import (
+    alone,
+    conclude,
+    try_post_validation,
+    verify_on_rank,
+)
 from mcore_train.resolution import resolve
 
 README = Path(__file__).parents[2] / "README.md"
@@ -97,7 +107,19 @@ def test_a_run_with_a_ramp_validation_and_dropout_is_certified():
     assert "rampup" not in unchecked
 
 
-def test_steps_validated_afterwards_are_certified():
+def with_and_without_validated_steps(small):
+    """Verify a small run, then compare steps of it that are all looked at."""
+    certificate = verify_on_rank(small)
+    each = LogConfig(log_interval=1)
+    plan = resolve(small.config, small.world_size)
+    plan = replace(plan, config=replace(plan.config, logging=each))
+    ctx = ParallelContext.build(plan.config.parallelism, with_background=True)
+    idle = try_post_validation(plan, ctx, build_rows(plan))
+    ctx.destroy()
+    return certificate, idle
+
+
+def test_steps_validated_afterwards_are_certified(tmp_path):
     changes = {
         "num_layers": 4,
         "tensor_model_parallel_size": 1,
@@ -106,15 +128,22 @@ def test_steps_validated_afterwards_are_certified():
         "log_interval": 5,
         "eval_interval": 5,
         "check_weight_hash_across_dp_replicas_interval": 5,
+        "exit_interval": 2,
+        "non_persistent_save_interval": 2,
+        "non_persistent_local_ckpt_dir": str(tmp_path),
     }
     small = build_small_run(resolve(compose(FLAGS | changes), 2), 2)
-    certificate, _ = run_ranks(verify_on_rank, 2, small)
+    (certificate, idle), _ = run_ranks(with_and_without_validated_steps, 2, small)
     assert certificate.passed
-    checked = {line.what for line in certificate.lines}
-    assert checked >= {
-        f"steps validated afterwards and {end}" for end in ("kept", "taken back")
-    }
+    ends = ("taken back", "kept")
+    expected = [f"steps validated afterwards and {end}" for end in ends]
+    assert {line.what for line in certificate.lines} >= set(expected)
     assert "enable-optimizer" not in "".join(certificate.unchecked)
+    assert [line.what for line in idle] == expected
+    assert not any(line.passed for line in idle)
+    assert [line.worst.partition(":")[0] for line in idle] == [
+        f"no step was {end}" for end in ends
+    ]
 
 
 def test_weights_gathered_in_fp8_are_certified_to_change_no_bit():
@@ -132,6 +161,25 @@ def test_weights_gathered_in_fp8_are_certified_to_change_no_bit():
     checked = {line.what for line in certificate.lines}
     assert checked >= {"losses by weights gathered in fp8 in bfloat16"}
     assert checked >= {"gradient, mean scale in bfloat16", "logits, mean distance in bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"),
+    [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11), (torch.float32, 2.0**-16)],
+    ids=str,
+)
+def test_a_weight_moves_by_what_the_runs_own_format_rounds(dtype, share):
+    small = build_small_run(resolve(compose(FLAGS), 2), 2)
+    plan, single = alone(resolve(small.config, 2)), ParallelContext.single()
+    before, moved = (
+        whole_weights(build_run(plan, single, build_rows(plan), dtype=dtype, nudge_seed=seed))
+        for seed in (0, 1)
+    )
+    for name, weight in before.items():
+        off = ((moved[name].double() - weight.double()) / weight.double()).abs()
+        # To the next number, which is nearer for a large mantissa.
+        assert off.max() <= 2 * share, name
+        assert off[weight != 0].mean() >= share / 2, name
 
 
 def test_flags_that_cannot_run_are_refused_before_any_rank_starts(capsys):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mcore_ckpt.config import LocalConfig, RetentionConfig
 from mcore_data.config import DataConfig, TokenizerConfig
 from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_models.encoder_config import T5Config, encoder_layers
@@ -116,6 +117,8 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
         ),
         samples=SampleConfig(),
         saving=SaveConfig(),
+        retention=RetentionConfig(),
+        local_saving=LocalConfig(),
         loading=LoadConfig(),
         logging=LogConfig(),
         run=replace(

@@ -39,6 +39,10 @@ from mcore_train.step import backward
 VECTOR_STD = 0.2
 """Spread of what is added to biases and norm weights, whose initial values hide faults."""
 
+LEAST_NUDGE = 2.0**-16
+"""Of a weight. A last bit of float32 sends hardly any number to another one of fp8, so that
+runs which differ by it may all have none of the few that a right layout has."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
@@ -176,7 +180,7 @@ def build_run(
                 with torch.no_grad():
                     named.parameter.add_(before)
             if nudge_seed:
-                _nudge(named.parameter, nudge_seed)
+                _nudge(named.parameter, nudge_seed, dtype)
 
     return assemble(
         plan,
@@ -189,12 +193,11 @@ def build_run(
 
 
 @torch.no_grad()
-def _nudge(parameter: Tensor, seed: int) -> None:
+def _nudge(parameter: Tensor, seed: int, dtype: torch.dtype) -> None:
+    share = max(torch.finfo(dtype).eps / 2, LEAST_NUDGE)
     draw = torch.Generator(parameter.device).manual_seed(seed)
-    signs = torch.empty(parameter.shape, device=parameter.device).uniform_(
-        -1, 1, generator=draw
-    )
-    parameter.mul_(1 + 2.0**-8 * signs.sign())
+    signs = torch.empty_like(parameter, dtype=torch.float64).uniform_(-1, 1, generator=draw)
+    parameter.copy_(parameter.double() * (1 + share * signs.sign()))
 
 
 def run_trial(
@@ -216,8 +219,8 @@ def run_trial(
         dtype: of parameters and activations.
         folder: for a checkpoint; None: nothing is saved.
         saved_step: whose weights are compared, and after which is saved; 0: the last.
-        nudge_seed: moves each weight of one rank up or down by a last bit of bfloat16, so that
-            other numbers are rounded; 0: none.
+        nudge_seed: moves each weight of one rank up or down by a last bit of ``dtype``, or by
+            ``LEAST_NUDGE``, so that other numbers are rounded; 0: none.
     """
     saved_step = saved_step or plan.train_iters
     if folder is not None:
@@ -364,10 +367,11 @@ def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
         v = logits.shape[-1]
         begin, width = ctx.tp.rank * v, max(0, min(v, V - ctx.tp.rank * v))
         num_tokens, num_rows = logits.shape[:2]
+        places = zigzag_positions(num_tokens * ctx.cp.size, ctx.cp).tolist()
         first_row = (microbatch * ctx.dp.size + ctx.dp.rank) * num_rows
         for row in range(num_rows):
             pieces, at = [], 0
-            for start, length in _runs_of(_places(ctx, num_tokens * ctx.cp.size)):
+            for start, length in _runs_of(places):
                 part = logits[at : at + length, row, :width].clone()
                 pieces.append(Piece((start, begin), (length, width), part))
                 at += length
@@ -382,11 +386,6 @@ def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
     for chunk in run.chunks:
         chunk.train()
     return shards
-
-
-def _places(ctx: ParallelContext, seq_length: int) -> list[int]:
-    """List the places of a sequence that this context rank computes, in its order."""
-    return zigzag_positions(seq_length, ctx.cp).tolist()
 
 
 def _runs_of(places: list[int]) -> list[tuple[int, int]]:

@@ -59,7 +59,8 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 600.0
 """After which the ranks of a verification are ended."""
 NUM_NUDGED = 3
-"""Runs of one rank with weights a last bit off, which say what rounding in few bits costs."""
+"""Runs of one rank with weights a last bit off, or 2**-16 in float32, which say what rounding
+in few bits costs."""
 
 NEVER_CLIPPED = 1e9
 """A norm that no gradients of a small run have."""
@@ -249,7 +250,7 @@ def _compare(
     rounded = run_trial(replace(plan, train_iters=1), ctx, rows, dtype=dtype)
     noise = _try_noise(small, ctx, rows, folder / "noisy")
     noise += _try_fp8_gathers(plan, ctx, rows, dtype)
-    noise += _try_post_validation(exact_plan, ctx, rows)
+    noise += try_post_validation(exact_plan, ctx, rows)
     is_first = ctx.global_rank == 0
     certificate = None
     if is_first:
@@ -263,8 +264,7 @@ def _compare(
         lone = [run_trial(lone_plan, single, rows, dtype=dtype)]
         # One rank may be lucky: few numbers near the middle of two, no token near two experts.
         for seed in range(1, 1 + NUM_NUDGED * few_bits):
-            nudged = {"dtype": torch.bfloat16, "nudge_seed": seed}
-            lone.append(run_trial(lone_plan, single, rows, **nudged))
+            lone.append(run_trial(lone_plan, single, rows, dtype=dtype, nudge_seed=seed))
         own = compare_rounded(rounded, lone, oracle, BANDS[dtype], few_bits=few_bits)
         lines += [replace(line, what=f"{line.what} in {plan.dtype}") for line in own]
         certificate = Certificate(
@@ -307,7 +307,7 @@ def _try_fp8_gathers(
     ]
 
 
-def _try_post_validation(plan: Plan, ctx: ParallelContext, rows: AnyRows) -> list[Line]:
+def try_post_validation(plan: Plan, ctx: ParallelContext, rows: AnyRows) -> list[Line]:
     """Check that steps validated afterwards have the bits of steps that wait.
 
     Once with all of them taken back, where the run clips, and once with all kept; a line fails
@@ -326,7 +326,8 @@ def _try_post_validation(plan: Plan, ctx: ParallelContext, rows: AnyRows) -> lis
         assert validation is not None
         found = validation.num_kept if what == "kept" else validation.num_redone
         differs = not found or fingerprint(late) != fingerprint(waiting)
-        lines.append(_exact_line(f"steps validated afterwards and {what}", differs))
+        worst = "" if found else f"no step was {what}: nothing was compared"
+        lines.append(_exact_line(f"steps validated afterwards and {what}", differs, worst))
     return lines
 
 
