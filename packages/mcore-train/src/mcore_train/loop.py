@@ -22,6 +22,7 @@ from mcore_train.guards.nan_guard import FiniteGradients
 from mcore_train.guards.replica_guard import WeightCopies
 from mcore_train.guards.signals import StopRequest
 from mcore_train.lr_schedule import learning_rate, weight_decay
+from mcore_train.options.option_conflicts import looking_intervals
 from mcore_train.reporting.hardware import peak_flops
 from mcore_train.reporting.log import Reporter, StepReport
 from mcore_train.sample_texts import TextWriter
@@ -72,8 +73,7 @@ def train(
         while run.iteration < last:
             result = one_step(run, batches, checkpoints.hold)
             interval.add(result)
-            if not result.is_skipped:
-                gradients.add(run.iteration, result.grad_norm)
+            gradients.add(run.iteration, result.grad_norm, result.is_skipped)
             collector.after_step(run.iteration)
             checkpoints.poll()
             reporter.advance(run.iteration, run.plan.train_iters)
@@ -218,18 +218,9 @@ def _uncount_skipped(run: Run) -> None:
 
 def _is_quiet(run: Run) -> bool:
     """Whether nothing looks at numbers or weights after the step that comes."""
-    config, step = run.plan.config, run.iteration + 1
-    intervals = (
-        config.logging.log_interval,
-        config.evaluation.interval,
-        config.saving.save_interval,
-        config.local_saving.non_persistent_save_interval,
-        config.samples.sample_interval,
-        config.run.check_weight_hash_across_dp_replicas_interval,
-        config.run.exit_interval,
-    )
+    step = run.iteration + 1
     is_looked_at = step == run.plan.train_iters or any(
-        _divides(interval, step) for interval in intervals
+        _divides(interval, step) for interval in looking_intervals(run.plan.config).values()
     )
     return "train" in run.warmed_up and not is_looked_at
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mcore_models.protocol import MicroBatch
@@ -38,12 +38,14 @@ class StepResult:
     aux_loss: Float[Tensor, ""]
     """This rank's part of what experts add to the loss: the sum over the world is it."""
     grad_norm: Float[Tensor, ""]
-    """Of all gradients, before clipping; equal on all ranks."""
+    """Of all gradients, before clipping; equal on all ranks. NaN until the step is validated,
+    where that is afterwards."""
     balance: Float[Tensor, "L n"] | None = None
     """How this rank's layers shared tokens out among experts: what ``mcore_moe.SUMMARY`` names;
     0 for layers of other stages and without experts."""
-    is_skipped: bool = False
-    """Whether weights stayed as they are, since scaled gradients overflowed."""
+    is_skipped: bool | Bool[Tensor, ""] = False
+    """Whether weights stayed as they are, since scaled gradients overflowed. A tensor on the
+    host, false until the step is validated, where that is afterwards."""
 
     @property
     def loss(self) -> Float[Tensor, ""]:
@@ -88,8 +90,8 @@ def update(
     """
     validation = run.post_validation
     if validation is not None and validation.is_due:
-        norm = validation.propose(lr, weight_decay, before_update)
-        return StepResult(losses.named, losses.aux_loss, norm)
+        norm, is_skipped = validation.propose(lr, weight_decay, before_update)
+        return StepResult(losses.named, losses.aux_loss, norm, is_skipped=is_skipped)
     factors = _clipped_rows(run)
     norm = run.optimizer.grad_norm()
     scaler, unscale = run.loss_scaler, 1.0

@@ -45,7 +45,9 @@ def trained(flags):
     )
     run = assemble(plan, ctx)
     reports = []
-    train(run, Reporter(None), on_report=reports.append)
+    # A report in between has a step's numbers at once, validated or not.
+    for until in (2, 0):
+        train(run, Reporter(None), until=until, on_report=reports.append)
     shards = run.data_parallel.weight_shards() | run.optimizer.named_shards()
     tensors = {n: [p.data.clone() for p in s.pieces] for n, s in shards.items()}
     logged = [(r.iteration, r.loss, r.grad_norm) for r in reports]
@@ -78,10 +80,9 @@ def test_validated_afterwards_a_step_has_the_bits_of_one_that_waits():
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (
-            {"pipeline_model_parallel_size": 1},
-            "no effect with --pipeline-model",
-        ),
+        ({"pipeline_model_parallel_size": 1}, "no effect with --pipeline-model"),
+        ({"log_interval": 1}, "no effect with --log-interval 1"),
+        ({"exit_interval": 1}, "no effect with --exit-interval 1"),
         ({"num_experts": 2}, "go with --num-experts"),
         ({"fp8_format": "hybrid", "fp8_recipe": "delayed"}, "go with --fp8-recipe delayed"),
         ({"use_torch_fsdp2": True}, "go with --use-torch-fsdp2"),

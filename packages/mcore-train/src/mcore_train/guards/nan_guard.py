@@ -8,7 +8,7 @@ norm is read one step after it was computed, so the host never waits for the dev
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -36,13 +36,25 @@ class FiniteGradients:
         self.is_on = is_on
         self._iteration = 0
         self._norm: Tensor | None = None
+        self._is_skipped: bool | Tensor = False
         self._copied: torch.cuda.Event | None = None
 
-    def add(self, iteration: int, grad_norm: Float[Tensor, ""]) -> None:
+    def add(
+        self,
+        iteration: int,
+        grad_norm: Float[Tensor, ""],
+        is_skipped: bool | Bool[Tensor, ""] = False,
+    ) -> None:
         """Look at the norm of the step before, and take this step's.
 
         Call it before a background save moves on: what was requested after the step before is
         then given up, and never was a checkpoint.
+
+        Args:
+            iteration: of this step.
+            grad_norm: its norm.
+            is_skipped: whether weights stayed as they were, so that any norm is good; on the
+                host.
 
         Raises:
             NonFiniteError: as ``check``, for the step before.
@@ -51,6 +63,7 @@ class FiniteGradients:
             return
         self.check()
         self._iteration, self._norm = iteration, grad_norm.detach()
+        self._is_skipped = is_skipped
         if grad_norm.is_cuda:
             self._norm = torch.empty_like(grad_norm, device="cpu", pin_memory=True)
             self._norm.copy_(grad_norm, non_blocking=True)
@@ -64,7 +77,7 @@ class FiniteGradients:
             NonFiniteError: on all ranks, if it is not finite.
         """
         norm, self._norm = self._norm, None
-        if norm is None:
+        if norm is None or self._is_skipped:
             return
         if self._copied is not None:
             self._copied.synchronize()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from math import isfinite
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
@@ -35,7 +35,6 @@ class PostValidation:
             numbers are wanted at once.
         num_kept: steps that were right as proposed so far.
         num_redone: steps that were taken back.
-        is_skipped: whether the latest of them overflowed, and was not done again.
     """
 
     def __init__(
@@ -52,11 +51,11 @@ class PostValidation:
         self.optimizer, self.max_norm, self.scaler = optimizer, max_norm, scaler
         self.is_due = False
         self.num_kept = self.num_redone = 0
-        self.is_skipped = False
         self._unscale = 1.0
         self._rates: Rates = (0.0, 0.0)
         self._read_norm: Callable[[], float] | None = None
         self._norm = torch.zeros((), dtype=torch.float64)
+        self._is_skipped = torch.zeros((), dtype=torch.bool)
         self._before_update: Callable[[], None] | None = None
 
     @property
@@ -66,21 +65,22 @@ class PostValidation:
 
     def propose(
         self, lr: float, weight_decay: float, before_update: Callable[[], None] | None
-    ) -> Float[Tensor, ""]:
+    ) -> tuple[Float[Tensor, ""], Bool[Tensor, ""]]:
         """Update the weights without clipping; starts one all-reduce over the world.
 
         Returns:
-            The norm of the gradients, on the host: written once the step is validated, and 0
-            if it was skipped.
+            The norm of the gradients, and whether the step is skipped since they overflowed:
+            both on the host, and written once the step is validated.
         """
         self._rates, self._before_update = (lr, weight_decay), before_update
         self._unscale = 1.0 if self.scaler is None else 1.0 / self.scaler.value
         self._norm = torch.full((), float("nan"), dtype=torch.float64)
+        self._is_skipped = torch.zeros((), dtype=torch.bool)
         self._read_norm = self.optimizer.start_grad_norm()
         if before_update is not None:
             before_update()
         self.optimizer.propose(lr, weight_decay, self._unclipped() * self._unscale)
-        return self._norm
+        return self._norm, self._is_skipped
 
     def accept(self) -> bool:
         """Read the norm and, if nothing is clipped, let state follow; else nothing changes.
@@ -94,9 +94,9 @@ class PostValidation:
         norm = self._read_norm()
         is_finite = isfinite(norm)
         may_skip = self.scaler is not None and self.scaler.update(is_finite=is_finite)
-        self.is_skipped = may_skip and not is_finite
-        self._norm.fill_(0.0 if self.is_skipped else norm * self._unscale)
-        if self.is_skipped:
+        self._norm.fill_(norm * self._unscale)
+        self._is_skipped.fill_(may_skip and not is_finite)
+        if self._is_skipped:
             return False
         if self.max_norm and not bool(clip_coefficient(self._norm, self.max_norm) == 1.0):
             return False
@@ -114,7 +114,7 @@ class PostValidation:
         """
         self.num_redone += 1
         self.optimizer.withdraw()
-        if self.is_skipped:
+        if self._is_skipped:
             self.optimizer.refresh()
         else:
             scale = clip_coefficient(self._norm, self.max_norm) * self._unscale
@@ -123,9 +123,9 @@ class PostValidation:
         self._read_norm = None
 
     def take_skipped(self) -> bool:
-        """Return ``is_skipped``, and forget it."""
-        is_skipped, self.is_skipped = self.is_skipped, False
-        return is_skipped
+        """Return whether the step validated last was skipped, once."""
+        is_skipped, self._is_skipped = self._is_skipped, torch.zeros((), dtype=torch.bool)
+        return bool(is_skipped)
 
     def settle(self) -> None:
         """Validate at once what is pending: before weights are saved or scored."""

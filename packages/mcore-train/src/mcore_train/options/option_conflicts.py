@@ -84,8 +84,9 @@ def _validation_conflicts(config: TrainConfig) -> Iterator[str]:
     name = "--enable-optimizer-post-validation"
     if config.parallelism.pipeline_model_parallel_size == 1:
         yield f"{name} has no effect with --pipeline-model-parallel-size 1: leave it out."
-    if config.logging.log_interval == 1:
-        yield f"{name} has no effect with --log-interval 1, which reads each norm: raise it."
+    for option, interval in looking_intervals(config).items():
+        if interval == 1:
+            yield f"{name} has no effect with {option} 1, which waits for each step: raise it."
     fp8, offloading = config.fp8, config.offloading
     for option, is_on, why in (
         ("--num-experts", config.experts.num_experts, "routers count every forward"),
@@ -103,6 +104,21 @@ def _validation_conflicts(config: TrainConfig) -> Iterator[str]:
     ):  # fmt: skip
         if is_on:
             yield f"{name} does not go with {option} ({why}): leave one out."
+
+
+def looking_intervals(config: TrainConfig) -> dict[str, int]:
+    """Return the steps between looks at norms or weights, by flag; 0: never."""
+    return {
+        "--log-interval": config.logging.log_interval,
+        "--eval-interval": config.evaluation.interval,
+        "--save-interval": config.saving.save_interval,
+        "--non-persistent-save-interval": config.local_saving.non_persistent_save_interval,
+        "--sample-interval": config.samples.sample_interval,
+        "--check-weight-hash-across-dp-replicas-interval": (
+            config.run.check_weight_hash_across_dp_replicas_interval
+        ),
+        "--exit-interval": config.run.exit_interval,
+    }
 
 
 def find_data_conflicts(data: DataConfig, *, evaluates: bool) -> Iterator[str]:
