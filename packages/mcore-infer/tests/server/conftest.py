@@ -59,9 +59,13 @@ class Client:
         return status, json.loads(text)
 
     def stream(self, path, /, **body):
-        """Post JSON; return the JSON of every event, read as the standard says."""
+        """Post JSON; return the JSON of every event."""
         status, headers, text = self.send("POST", path, {**body, "stream": True})
         assert (status, headers["content-type"]) == (200, "text/event-stream"), text
+        return self.events(text)
+
+    def events(self, text):
+        """Return the JSON of every event of a stream but its last one."""
         *events, end, rest = text.decode().split("\n\n")
         assert (end, rest) == ("data: [DONE]", "")
         assert all(e.startswith("data: ") and "\n" not in e for e in events)

@@ -1,7 +1,7 @@
 """The OpenAPI description that ``/openapi.json`` gives, made of the tables that read bodies."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_infer.server.api import api_table, read_api
@@ -24,8 +24,9 @@ class Interface:
     table: Callable[[ServedModel], Table]
     answer: Mapping[str, Schema]
     """What a whole answer always holds."""
+    event: Mapping[str, Schema] = field(default_factory=dict)
+    """What each event of a stream always holds; empty: there are no streams."""
     without_effect: tuple[str, ...] = ()
-    has_streams: bool = False
     has_plain_errors: bool = False
 
 
@@ -33,22 +34,41 @@ def _list(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
 
+def _object(parts: Mapping[str, Schema], needed: Iterable[str] | None = None) -> Schema:
+    required = list(parts if needed is None else needed)
+    return {"type": "object", "required": required, "properties": dict(parts)}
+
+
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _TEXT: Schema = {"type": "string"}
-_HEAD: Mapping[str, Schema] = {
-    "id": _TEXT,
-    "object": _TEXT,
-    "created": _COUNT,
-    "model": _TEXT,
-    "choices": _list({"type": "object"}),
-    "usage": {
-        "type": "object",
-        "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
-        "properties": dict.fromkeys(
-            ("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT
+_USAGE = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT))
+_ROLE: Mapping[str, Schema] = {"role": {"const": "assistant"}}
+_ENDS = ("stop", "length")
+
+
+def _head(
+    kind: str, choice: Mapping[str, Schema], ends: Sequence[str | None]
+) -> dict[str, Schema]:
+    """What OpenAI's answers hold; a choice has an index and how its text ended besides."""
+    end: Schema = {"enum": list(ends)}
+    return {
+        "id": _TEXT,
+        "object": {"const": kind},
+        "created": _COUNT,
+        "model": _TEXT,
+        "choices": _list(
+            _object(
+                {
+                    "index": _COUNT,
+                    **choice,
+                    "logprobs": {"type": ["object", "null"]},
+                    "finish_reason": end,
+                }
+            )
         ),
-    },
-}
+    }
+
+
 INTERFACES = (
     Interface(
         summary="Write on after prompts, as Megatron's server does",
@@ -69,9 +89,9 @@ INTERFACES = (
         methods=("POST",),
         read=read_completion,
         table=completion_table,
-        answer=_HEAD,
+        answer={**_head("text_completion", {"text": _TEXT}, _ENDS), "usage": _USAGE},
+        event=_head("text_completion", {"text": _TEXT}, (*_ENDS, None)),
         without_effect=WITHOUT_EFFECT,
-        has_streams=True,
     ),
     Interface(
         summary="Answer a chat",
@@ -79,9 +99,18 @@ INTERFACES = (
         methods=("POST",),
         read=read_chat,
         table=chat_table,
-        answer=_HEAD,
+        answer={
+            **_head(
+                "chat.completion", {"message": _object({**_ROLE, "content": _TEXT})}, _ENDS
+            ),
+            "usage": _USAGE,
+        },
+        event=_head(
+            "chat.completion.chunk",
+            {"delta": _object({**_ROLE, "content": _TEXT}, needed=())},
+            (*_ENDS, None),
+        ),
         without_effect=WITHOUT_EFFECT,
-        has_streams=True,
     ),
 )
 _REFUSALS: Mapping[int, str] = {
@@ -95,22 +124,18 @@ _REFUSALS: Mapping[int, str] = {
     503: "The server is full, or its engine failed.",
     504: "The answer took too long.",
 }
-_ERROR: Schema = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
+_ERROR = _object(
+    {
+        "error": _object(
+            {
                 "message": _TEXT,
                 "type": _TEXT,
                 "param": {"type": ["string", "null"]},
                 "code": {"type": "integer"},
-            },
-        }
-    },
-}
+            }
+        )
+    }
+)
 
 
 def openapi(served: ServedModel, *, has_key: bool) -> dict[str, Any]:
@@ -139,12 +164,12 @@ def openapi(served: ServedModel, *, has_key: bool) -> dict[str, Any]:
 
 
 def _path(one: Interface, served: ServedModel) -> dict[str, Any]:
-    answer = {"type": "object", "required": list(one.answer), "properties": dict(one.answer)}
-    content: dict[str, Any] = {"application/json": {"schema": answer}}
-    if one.has_streams:
-        content["text/event-stream"] = {}
+    content: dict[str, Any] = {"application/json": {"schema": _object(one.answer)}}
     # Who is not let in gets the same error everywhere.
     error = {"$ref": "#/components/schemas/Error"}
+    if one.event:  # the schema is that of each event but the last, which is [DONE]
+        event = _object({**one.event, "usage": _USAGE}, needed=one.event)
+        content["text/event-stream"] = {"schema": {"anyOf": [event, error]}}
     plain = {"anyOf": [_TEXT, error]} if one.has_plain_errors else error
     refusals = {str(code): _reply(words, plain) for code, words in _REFUSALS.items()}
     body = object_schema(one.table(served), one.without_effect)
