@@ -15,12 +15,16 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import distributed as dist
 
-from mcore_infer import SamplingConfig, generate_text, load_model
+from mcore_infer import InferenceConfig, SamplingConfig, generate_text, load_model
 from mcore_infer.cli import main
+from mcore_infer.commands.opening import ModelOptions
+from mcore_infer.commands.serving import serve
 from mcore_infer.config import ServerConfig
 from mcore_parallel.launch.launcher import free_port
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
 
@@ -164,3 +168,36 @@ def test_a_server_that_cannot_start_says_why_in_one_line(long_folder, words, mes
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
     assert message in errors
+
+
+@pytest.mark.parametrize("words", [("serve", "--port", "0"), ("chat",)])
+def test_a_template_that_is_no_text_is_refused_before_a_model_is_opened(
+    tmp_path, words, capsys
+):
+    template = tmp_path / "chat.jinja"
+    template.write_bytes(b"\xff")
+    assert main([*words, "--load", str(tmp_path / "no"), "--chat-template", str(template)]) == 2
+    assert f"--chat-template {template} is no text in UTF-8" in capsys.readouterr().err
+
+
+def refused_by_ranks(folder, template):
+    """Why each of two ranks serves nothing."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    os.environ |= {"RANK": str(dist.get_rank()), **world}
+    try:
+        serve(
+            ModelOptions(load=str(folder), device="cpu"),
+            InferenceConfig(),
+            ServerConfig(port=0, chat_template=str(template)),
+        )
+    except ValueError as error:
+        return str(error)
+    finally:
+        for name in ("RANK", *world):
+            del os.environ[name]
+
+
+def test_every_rank_refuses_a_template_that_is_none(long_folder, tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ messages }}\n{% for %}")
+    for why in run_ranks(refused_by_ranks, 2, long_folder, tmp_path / "chat.jinja"):
+        assert why.startswith("line 2 of the chat template")

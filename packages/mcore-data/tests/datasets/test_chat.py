@@ -85,6 +85,13 @@ def test_a_template_sees_the_tokenizers_ends_and_may_refuse(bpe_folder):
         load_template("{{ raise_exception('no system') }}", tokenizer)([], False)
 
 
+def test_a_template_that_is_none_or_fails_says_where_or_why():
+    with pytest.raises(ValueError, match="line 2 of the chat template: Expected"):
+        load_template("{{ messages }}\n{% for %}", BYTES)
+    with pytest.raises(ValueError, match="the chat template fails: 'mood' is undefined"):
+        load_template("{{ mood.word }}", BYTES)([], False)
+
+
 def test_templates_without_jinja_name_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
     with pytest.raises(ImportError, match=r"pip install 'mcore-data\[chat\]'"):

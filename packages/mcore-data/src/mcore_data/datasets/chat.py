@@ -59,8 +59,11 @@ def load_template(template: str, tokenizer: Tokenizer) -> Render:
 
     Raises:
         ImportError: if jinja2 is missing.
+        ValueError: if it is no template. What it returns raises one too, for messages that the
+            template refuses or fails on.
     """
     try:
+        from jinja2.exceptions import TemplateError, TemplateSyntaxError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise ImportError(
@@ -74,13 +77,16 @@ def load_template(template: str, tokenizer: Tokenizer) -> Render:
     def refuse(message: str) -> str:
         raise ValueError(f"the chat template refuses a chat: {message}")
 
-    compiled = environment.from_string(
-        template or own_template(tokenizer) or CHATML,
-        globals={
-            "raise_exception": refuse,
-            "strftime_now": lambda form: datetime.now().strftime(form),
-        },
-    )
+    try:
+        compiled = environment.from_string(
+            template or own_template(tokenizer) or CHATML,
+            globals={
+                "raise_exception": refuse,
+                "strftime_now": lambda form: datetime.now().strftime(form),
+            },
+        )
+    except TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno} of the chat template: {error}") from None
     names = {
         f"{role}_token": tokenizer.decode([number])
         for role, number in (("bos", tokenizer.bos), ("eos", tokenizer.eod))
@@ -90,9 +96,11 @@ def load_template(template: str, tokenizer: Tokenizer) -> Render:
     def render(
         messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **more: Any
     ) -> str:
-        return compiled.render(
-            **{**names, **more}, messages=messages, add_generation_prompt=add_generation_prompt
-        )
+        given = {**names, **more, "messages": messages}
+        try:
+            return compiled.render(**given, add_generation_prompt=add_generation_prompt)
+        except TemplateError as error:  # of a name it does not know, say
+            raise ValueError(f"the chat template fails: {error}") from None
 
     return render
 

@@ -4,11 +4,10 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
-from mcore_infer.commands.opening import ModelOptions, opened
+from mcore_infer.commands.opening import ModelOptions, file_text, opened
 from mcore_infer.config import InferenceConfig, SamplingConfig
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def chat(
         chat_template: File with a Jinja template; left out, the tokenizer's own, or ChatML.
         seed: Of the draws; answer i draws from seed + i.
     """
-    template = Path(chat_template).read_text(encoding="utf-8") if chat_template else ""
+    template = file_text("--chat-template", chat_template)
     with opened(model, draft=engine.draft_load) as (loaded, tokenizer, _):
         from mcore_data.datasets.chat import load_template
         from mcore_infer.conversation import Conversation

@@ -1,9 +1,8 @@
 """The command ``mcore-infer generate``: text from prompts."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_infer.commands.opening import ModelOptions, opened
+from mcore_infer.commands.opening import ModelOptions, file_text, opened
 from mcore_infer.config import InferenceConfig, SamplingConfig
 
 if TYPE_CHECKING:
@@ -133,5 +132,5 @@ def _structure(json_schema: str, regex: str) -> "Structure | None":
     if regex:
         return Structure("regex", regex)
     if json_schema.startswith("@"):
-        json_schema = Path(json_schema[1:]).read_text(encoding="utf-8")
+        json_schema = file_text("--json-schema", json_schema[1:])
     return Structure("json_schema", json_schema)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_infer.commands.opening import ModelOptions, opened
+from mcore_infer.commands.opening import ModelOptions, file_text, opened
 from mcore_infer.config import InferenceConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
 
     is_first = read_environment().rank == 0
     limits, worker = _limits(server), None
+    template = file_text("--chat-template", server.chat_template)
 
     def on_fault(fault: str) -> None:
         if worker is not None:
@@ -55,6 +56,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         from mcore_infer.server.worker import EngineWorker, follow
         from mcore_infer.structured import Grammars
 
+        render = load_template(template, tokenizer)  # on every rank, so that all refuse it
         replicas, in_step = loaded.data, loaded.in_step
         running = build_engine(
             loaded.model, engine, loaded.draft, loaded.kv_scales, replicas, in_step
@@ -64,16 +66,13 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
             with _no_exit_on_signals():
                 follow(running, loaded.world, replicas)
             return 0
-        template = server.chat_template
         served = ServedModel(
             name=server.served_model_name or Path(model.load).resolve().name,
             tokenizer=tokenizer,
             vocab_size=loaded.model.vocab_size,
             max_tokens=running.config.max_sequence_tokens,
             ends=loaded.ends,
-            render=load_template(
-                Path(template).read_text(encoding="utf-8") if template else "", tokenizer
-            ),
+            render=render,
         )
         with _no_exit_on_signals():
             worker = EngineWorker(running, loaded.world, replicas)
@@ -144,7 +143,7 @@ def _limits(config: ServerConfig) -> "Limits":
 def _api_key(config: ServerConfig) -> str:
     if not config.api_key.startswith("@"):
         return config.api_key
-    key = Path(config.api_key[1:]).read_text(encoding="utf-8").strip()
+    key = file_text("--api-key", config.api_key[1:]).strip()
     if not key:
         raise ValueError(f"--api-key {config.api_key} is an empty file.")
     return key
