@@ -9,13 +9,14 @@ as arguments it takes their curves first.
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 CROWDED = "moe-layer-on-few-h200-x2.json"
-QUALITY = "fp8-quality-h200.json"
+SHORT_QUALITY, LONG_QUALITY = "fp8-quality-h200.json", "fp8-quality-200m-tokens*.json"
 _EXCHANGES = {
     "alltoall": "all-to-all",
     "alltoall:1.25": "all-to-all, rows limited to 1.25",
@@ -110,26 +111,32 @@ def crowded_curves() -> str:
     return line_chart(curves, x_name, "forward and backward, ms; peak memory, GiB", 0.25)
 
 
-def fp8_curves() -> str:
-    """Draw the losses of the same runs in bf16 and in fp8, means of 50 steps."""
+def fp8_curves(files: str, x_step: float) -> str:
+    """Draw the losses of the same runs in bf16 and in fp8 over tokens, means of 50 steps."""
     curves = {}
-    for run in json.loads((RESULTS / QUALITY).read_text())["runs"]:
-        points = run["curve"][1:]  # the first stands alone, each other for five steps
-        means = [
-            (points[i + 9][0], sum(loss for _, loss in points[i : i + 10]) / 10)
-            for i in range(0, len(points) - 9, 10)
-        ]
-        if run["case"] != "bf16-b":
-            name = "bf16" if run["case"] == "bf16" else f"fp8, {run['case']}"
-            curves[f"seed {run['seed']}, {name}"] = means
-    x_name = "steps of 16 384 tokens"
-    return line_chart(curves, x_name, "training loss, nats per token, means of 50 steps", 200)
+    for path in sorted(RESULTS.glob(files)):
+        result = json.loads(path.read_text())
+        for run in result["runs"]:
+            points = run["curve"][1:]  # the first stands alone, each other for five steps
+            means = [
+                (
+                    points[i + 9][0] * result["tokens_per_step"] / 1e6,
+                    sum(loss for _, loss in points[i : i + 10]) / 10,
+                )
+                for i in range(0, len(points) - 9, 10)
+            ]
+            if run["case"] != "bf16-b":
+                name = "bf16" if run["case"] == "bf16" else f"fp8, {run['case']}"
+                curves[f"seed {run['seed']}, {name}"] = means
+    y_name = "training loss, nats per token, means of 50 steps"
+    return line_chart(curves, "millions of tokens", y_name, x_step)
 
 
 PICTURES = {
     "book_curves.svg": book_curves,
     "expert_balance.svg": balance_curves,
-    "fp8_quality.svg": fp8_curves,
+    "fp8_quality.svg": partial(fp8_curves, SHORT_QUALITY, 2),
+    "fp8_quality_200m_tokens.svg": partial(fp8_curves, LONG_QUALITY, 50),
     "expert_crowding.svg": crowded_curves,
 }
 """What draws each file of docs."""
