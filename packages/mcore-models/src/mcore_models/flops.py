@@ -12,7 +12,7 @@ from math import prod
 
 from mcore_models.config import RecomputeConfig, TransformerConfig, chunk, window
 from mcore_models.encoder_config import T5Config, decoder_layers, encoder_layers, feed_forward
-from mcore_models.fp8_memory import fp8_bytes
+from mcore_models.fp8_memory import CODE_BYTES, fp8_bytes
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.logical_tensors import (
@@ -238,7 +238,8 @@ def rank_bytes(
         config, parallel, tokens, moe, recomputing, has_both_ends, change / weight_bytes
     )
     # The head's chunk of logits comes once, on the last of several stages.
-    logits = has_both_ends * min(tokens, 4096) * vocab_size // tp
+    logits = has_both_ends * weight_bytes * min(tokens, 4096) * vocab_size // tp
+    passing = _passing_bytes(config, moe, fp8, tokens // tp, weight_bytes)
     own_bytes = 0
     if data_parallel.is_fully_sharded:
         # Gathered: all layers, or the one that computes and the next; the ends always. Their
@@ -264,10 +265,25 @@ def rank_bytes(
         weights=weight_bytes * weights + casts // pp,
         gradients=own_bytes + gradient_bytes * gradients,
         optimizer=state * own - state_gone,
-        activations=weight_bytes * (int(kept * passes) - gone + logits),
+        activations=weight_bytes * (int(kept * passes) - gone) + max(logits, passing),
         host=(not on_disk) * kept_away + weight_bytes * gone,
         disk=on_disk * kept_away,
     )
+
+
+def _passing_bytes(
+    config: TransformerConfig, moe: MoEConfig, fp8: Fp8Config, tokens: int, weight_bytes: int
+) -> int:
+    """Count the widest gradient within a layer, of what an MLP's first linear gives.
+
+    In fp8 its codes come beside it. It is there when the head's logits are gone, and is the
+    larger of the two from some 20 000 tokens on.
+    """
+    if not any("mlp" in names for names in _mixers(config, moe)):
+        return 0
+    width = (1 + is_gated(config)) * ffn_size(config)
+    codes = CODE_BYTES.get(fp8.fp8_recipe, 1.0) if fp8.fp8_format else 0
+    return int(tokens * width * (weight_bytes + codes))
 
 
 def _passes_held(pp: int, pipeline: PipelineConfig, num_microbatches: int) -> float:
