@@ -14,7 +14,6 @@ linears stay out of fp8: its times would be those of something else than it says
 
 import argparse
 import gc
-import json
 import logging
 import sys
 import time
@@ -44,6 +43,14 @@ def main() -> None:
     options, common = _options(sys.argv[1:at]), sys.argv[at + 1 :]
     ways = dict(_named(way) for way in options.way)
     found: dict[str, dict] = {}
+    result = {
+        "name": options.name,
+        **versions(options),
+        "flash_attn_4": flash4_attention.is_installed(),
+        "flags": " ".join(common),
+        "warmup": options.warmup,
+        "steps": options.steps,
+    }
     with (
         joined_world(_plan(common)) as ctx,
         torch.cuda.stream(torch.cuda.Stream()),
@@ -57,19 +64,9 @@ def main() -> None:
                 row = {"error": f"{type(error).__name__}: {error}"[:600]}
             same = (other for other in found if _same_losses(found[other], row))
             found[name] = {"flags": " ".join(flags), **row, "same_losses_as": next(same, "")}
-            print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
+            keep(options, {**result, "ways": found})  # a later way may run out of time
             gc.collect()
             torch.cuda.empty_cache()
-    result = {
-        "name": options.name,
-        **versions(options),
-        "flash_attn_4": flash4_attention.is_installed(),
-        "flags": " ".join(common),
-        "warmup": options.warmup,
-        "steps": options.steps,
-        "ways": found,
-    }
-    keep(options, result)
 
 
 def _options(argv: list[str]) -> argparse.Namespace:

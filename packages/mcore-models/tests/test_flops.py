@@ -17,7 +17,7 @@ from mcore_models.flops import (
     rank_bytes,
 )
 from mcore_models.gpt import GPT
-from mcore_models.presets import load_preset
+from mcore_models.presets import find_preset, load_preset
 from mcore_models.protocol import MicroBatch
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_shards
@@ -26,6 +26,7 @@ from mcore_parallel.logical_tensors import delta_sizes, mamba_sizes, tensor_shap
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
+from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.tensor_parallel.embedding import padded_vocab
 
 _NOTHING = OffloadConfig()
@@ -283,17 +284,19 @@ def test_options_of_training_make_gradients_and_moments_narrower_and_pipelines_f
     wide = on(weight_bytes=4)
     assert (wide.weights, wide.optimizer) == (plain.weights * 2, plain.optimizer * 8 // 12)
     # A full pipeline of 4 holds 4 micro-batches on its first rank; with two stages a rank,
-    # 2 x 3 + 4 + 1 halves; with fewer micro-batches in a step, these.
+    # 2 x 3 + 4 + 1 halves; with fewer micro-batches in a step, these. What passes within a
+    # layer is there once.
     chunks = PipelineConfig(num_virtual_stages_per_pipeline_rank=2)
-    held = {"4": on(), "5.5": on(pipeline=chunks), "1": on(num_microbatches=1)}
+    one = on(num_microbatches=1).activations
+    each = (plain.activations - one) / 3
+    held = {5.5: on(pipeline=chunks), 2.0: on(num_microbatches=2)}
     for factor, found in held.items():
-        expected = float(factor) / 4 * plain.activations
-        assert found.activations == pytest.approx(expected, rel=1e-6)
+        assert found.activations == pytest.approx(one + (factor - 1) * each, rel=1e-6)
     # In a V the first rank has the loss too, whose logits come on top.
     both = on(pipeline=PipelineConfig(pipeline_schedule="zb-v"))
     half = on(pipeline=PipelineConfig(pipeline_schedule="dualpipev"))
     assert both.weights > plain.weights
-    assert half.activations - both.activations == pytest.approx(plain.activations / 8, rel=1e-6)
+    assert half.activations - both.activations == pytest.approx(each / 2, rel=1e-6)
 
 
 def test_a_13b_trains_on_one_gpu_of_80_gb_by_recompute_and_offload_alone():
@@ -353,3 +356,26 @@ def test_what_data_ranks_share_and_what_the_host_keeps_is_counted():
     assert away.host == zero1.activations - away.activations > 0.45 * zero1.activations
     assert bytes_of(main="bf16").optimizer == pytest.approx(4 * size)
     assert bytes_of(main_grads_dtype="bf16").gradients == zero1.gradients // 2
+
+
+def test_long_sequences_hold_the_widest_gradient_of_a_layer_instead_of_logits():
+    model = find_preset("llama-3-8b").model
+
+    def activations(seq_length, **options):
+        return rank_bytes(
+            model.config,
+            model.vocab_size,
+            ParallelConfig(),
+            world_size=1,
+            seq_length=seq_length,
+            recomputing=RecomputeConfig(recompute_granularity="full"),
+            **options,
+        ).activations
+
+    fp8 = Fp8Config(fp8_format="hybrid")
+    # 131 072 tokens of 2 x 14336 in bfloat16, and as codes of one byte.
+    for options, width in (({}, 2), ({"fp8": fp8}, 3)):
+        logits = 2 * 4096 * model.vocab_size
+        passing = 131072 * 2 * 14336 * width
+        kept = activations(8192, **options) - logits
+        assert activations(131072, **options) == pytest.approx(16 * kept + passing, rel=1e-3)
