@@ -82,7 +82,7 @@ def test_precision_auto_takes_the_format_of_the_gpu_and_its_options(monkeypatch)
 def test_layers_are_not_recorded_for_pipeline_stages_on_a_gpu(monkeypatch):
     monkeypatch.setattr(launcher, "initialize", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(launcher, "shut_down", lambda: None)
-    more = {"cuda_graph_impl": "local", "pipeline_model_parallel_size": 2}
+    more = {"cuda_graph_impl": "local", "pipeline_model_parallel_size": 2, "mock_data": True}
     plan = resolve(compose(RUN | more), 2)
     with pytest.raises(ValueError, match="in flight on a GPU"), joined_world(plan):
         pass

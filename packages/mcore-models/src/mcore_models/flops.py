@@ -249,8 +249,7 @@ def rank_bytes(
         weights = ends + (layers + experts if is_whole else 2 * layer)
         gradients = counts["head"] // tp + layer
         own_bytes, state = 4 * own, state + 4 * (weight_bytes == 4)
-        casts = 0  # not kept
-        gradient_bytes = 4
+        casts, gradient_bytes = 0, 4  # casts are not kept
     passes = _passes_held(pp, pipeline, num_microbatches)
     layers_here = max(1, -(-config.num_layers // pp))
     # The layer that computes and the one whose copy is on its way stay.

@@ -88,9 +88,8 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
                 # All graphs of a stack share memory: a replay may write over what another
                 # micro-batch in flight keeps for its backward.
                 raise ValueError(
-                    "--cuda-graph-impl local cannot hold the micro-batches that pipeline stages "
-                    "keep in flight on a GPU: leave it out, or use "
-                    "--pipeline-model-parallel-size 1."
+                    "--cuda-graph-impl local cannot hold the micro-batches that pipelines keep "
+                    "in flight on a GPU: leave it out, or use --pipeline-model-parallel-size 1."
                 )
             # A graph cannot be recorded on the default stream, nor from what began on it.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
