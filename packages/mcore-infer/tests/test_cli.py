@@ -218,7 +218,7 @@ def test_eval_prints_bits_per_byte(run_folder, tmp_path, capsys):
         (["generate", "--load", "RUN", "--ckpt-step", "3"], "Complete steps there: 7"),
         (["eval", "--load", "RUN", "--valid-data", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "RUN", "--temprature", "1"], "--temperature"),
-        (["eval", "--load", "RUN", "--valid-data", "RUN"], "is a folder: give text files"),
+        (["eval", "--load", "RUN", "--valid-data", "RUN"], "is a folder: give a text file"),
         (["write"], "The commands are generate, chat, serve, eval"),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_data.command_line import parse
+from mcore_data.command_line import file_text, parse
 from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
 from mcore_data.entry_point import run_program
 
@@ -179,7 +179,7 @@ def prepare_chats(
     from mcore_data.datasets.chat import read_chats
     from mcore_data.tokenizers.building import build_tokenizer
 
-    template = Path(chat_template).read_text(encoding="utf-8") if chat_template else ""
+    template = file_text("--chat-template", chat_template)
     chats = read_chats(input, json_key)
     report = prepare(chats, output_prefix, build_tokenizer(tokenizer), template)
     print(

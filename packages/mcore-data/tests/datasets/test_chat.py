@@ -6,7 +6,13 @@ import pytest
 
 from mcore_data.cli import main
 from mcore_data.config import DataConfig
-from mcore_data.datasets.chat import SFTDataset, encode_chat, load_template, segments
+from mcore_data.datasets.chat import (
+    SFTDataset,
+    encode_chat,
+    load_template,
+    read_chats,
+    segments,
+)
 from mcore_data.datasets.from_flags import build_gpt_datasets
 from mcore_data.tokenizers.building import load_tokenizer
 
@@ -81,15 +87,19 @@ def test_a_template_sees_the_tokenizers_ends_and_may_refuse(bpe_folder):
     tokenizer = load_tokenizer(bpe_folder)
     render = load_template("{{ eos_token }}", tokenizer)
     assert render([], False) == tokenizer.decode([tokenizer.eod])
-    with pytest.raises(ValueError, match="refuses a chat: no system"):
+    with pytest.raises(ValueError, match="template refuses these messages: no system"):
         load_template("{{ raise_exception('no system') }}", tokenizer)([], False)
 
 
 def test_a_template_that_is_none_or_fails_says_where_or_why():
     with pytest.raises(ValueError, match="line 2 of the chat template: Expected"):
         load_template("{{ messages }}\n{% for %}", BYTES)
-    with pytest.raises(ValueError, match="the chat template fails: 'mood' is undefined"):
-        load_template("{{ mood.word }}", BYTES)([], False)
+    for template, why in (
+        ("{{ mood.word }}", "'mood' is undefined"),
+        ("{{ 1 + 'word' }}", "unsupported operand"),
+    ):
+        with pytest.raises(ValueError, match=f"template refuses these messages: {why}"):
+            load_template(template, BYTES)([], False)
 
 
 def test_templates_without_jinja_name_the_extra(monkeypatch):
@@ -138,6 +148,19 @@ def test_bad_chats_are_named(tmp_path, capsys):
     ):
         assert prepare(tmp_path, [line]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_files_that_are_no_text_are_named(tmp_path, capsys):
+    template, chats = tmp_path / "template.jinja", tmp_path / "chats.jsonl"
+    template.write_bytes(b"\xff")
+    assert prepare(tmp_path, ["{}"], "--chat-template", str(template)) == 2
+    told = capsys.readouterr().err
+    assert told.endswith(
+        f"--chat-template {template} is no text in UTF-8 (invalid start byte).\n"
+    )
+    chats.write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match=r"chats\.jsonl, line 1: no chat"):
+        list(read_chats(chats))
 
 
 def test_options_without_effect_on_chats_are_refused():

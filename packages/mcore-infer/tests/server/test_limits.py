@@ -147,7 +147,7 @@ def test_a_request_that_is_none_gets_a_status_and_one_line(
         (
             "/v1/chat/completions",
             {"messages": [{"role": "bad", "content": "a"}]},
-            "template refuses these messages",
+            "the chat template refuses these messages: no",
         ),
         (
             "/v1/chat/completions",

@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 HELP_FLAGS = ("-h", "--help", "--help-all")
@@ -215,6 +216,26 @@ def is_flag(word: str) -> bool:
 def canonical(name: str) -> str:
     """Spell an option with dashes."""
     return "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+
+
+def file_text(flag: str, path: str | Path) -> str:
+    """Return the text of a file that an option names; "" where it names none.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is a folder or no text.
+    """
+    if not path:
+        return ""
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"{flag} {path} is a folder: give a text file.")
+    if not file.exists():
+        raise FileNotFoundError(f"{flag} {path} does not exist: give a text file.")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path} is no text in UTF-8 ({error.reason}).") from None
 
 
 def help_text(

@@ -75,7 +75,7 @@ def load_template(template: str, tokenizer: Tokenizer) -> Render:
     environment.filters["tojson"] = _to_json
 
     def refuse(message: str) -> str:
-        raise ValueError(f"the chat template refuses a chat: {message}")
+        raise TemplateError(message)
 
     try:
         compiled = environment.from_string(
@@ -99,8 +99,8 @@ def load_template(template: str, tokenizer: Tokenizer) -> Render:
         given = {**names, **more, "messages": messages}
         try:
             return compiled.render(**given, add_generation_prompt=add_generation_prompt)
-        except TemplateError as error:  # of a name it does not know, say
-            raise ValueError(f"the chat template fails: {error}") from None
+        except Exception as error:  # a template is a program, which may fail in any way
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     return render
 
@@ -210,7 +210,7 @@ def read_chats(path: str | Path, key: str = "messages") -> Iterator[list[dict[st
     """Yield the chats of a JSONL file: a list of messages under ``key`` in each line."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"--input {path} is not a file.")
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mcore_infer.commands.opening import ModelOptions, opened
+from mcore_parallel.command_line import file_text
 
 if TYPE_CHECKING:
     from mcore_data.tokenizers.protocol import Tokenizer
@@ -47,7 +48,7 @@ def evaluate(
             f"--micro-batch-size {micro_batch_size} must be 1 or more, and --seq-length "
             f"{seq_length} 0 or more."
         )
-    texts = [read_text(file, "--valid-data") for file in valid_data]
+    texts = [file_text("--valid-data", file) for file in valid_data]
     if not any(text.strip() for text in texts):
         raise ValueError(f"--valid-data {' '.join(map(str, valid_data))} has no text.")
     with opened(model) as (loaded, tokenizer, is_first):
@@ -118,17 +119,3 @@ def _on_lambada(
         f"LAMBADA{' strict' if strict else ''} | accuracy {score.accuracy:.4f} | "
         f"{score.num_correct} correct | {score.num_examples} examples"
     )
-
-
-def read_text(file: Path, flag: str) -> str:
-    """Read a file of text that a flag names.
-
-    Raises:
-        ValueError: if it is a folder or no text.
-    """
-    if file.is_dir():
-        raise ValueError(f"{flag} {file} is a folder: give text files.")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{flag} {file} is no text in UTF-8 ({error.reason}).") from None

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mcore_infer.commands.opening import ModelOptions, file_text, opened
+from mcore_infer.commands.opening import ModelOptions, opened
 from mcore_infer.config import InferenceConfig, SamplingConfig
+from mcore_parallel.command_line import file_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

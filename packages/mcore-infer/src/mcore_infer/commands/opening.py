@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -43,14 +42,6 @@ class ModelOptions:
     expert_tensor_parallel_size: int = 0
     """Ranks that split each expert's matrices; 0: the tensor-parallel size over the
     expert-parallel one, at least 1."""
-
-
-def file_text(flag: str, path: str) -> str:
-    """Return the text of a file that a flag names; "" for no file."""
-    try:
-        return Path(path).read_text(encoding="utf-8") if path else ""
-    except UnicodeDecodeError:
-        raise ValueError(f"{flag} {path} is no text in UTF-8.") from None
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_infer.quantization.options import QuantizeConfig
+from mcore_parallel.command_line import file_text
 
 
 def quantize(
@@ -29,10 +30,9 @@ def quantize(
     import torch
 
     from mcore_data.tokenizers.building import load_tokenizer
-    from mcore_infer.commands.evaluating import read_text
     from mcore_infer.quantization import quantizing
 
-    text = "\n".join(read_text(file, "--calibration-data") for file in calibration_data)
+    text = "\n".join(file_text("--calibration-data", file) for file in calibration_data)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     receipt = quantizing.quantize(

@@ -193,10 +193,8 @@ def _rendered(
         if variables["tools"]:
             has_no_place = text == served.render(messages, True, **{**variables, "tools": None})
         ids = served.tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:  # a template may fail in any way on what it did not expect
-        raise RequestError(
-            400, f"the chat template refuses these messages: {error}"[:500], "messages"
-        ) from error
+    except ValueError as error:
+        raise RequestError(400, str(error)[:500], "messages") from error
     if has_no_place:
         raise RequestError(
             400,
