@@ -37,6 +37,10 @@ EXTRAS = {
         "import playwright.sync_api",
         ["packages/mcore-infer/tests/server/test_page.py"],
     ),
+    "loaders": (
+        "import compressed_tensors, modelopt.torch.export",
+        ["packages/mcore-infer/tests/export/test_loaders.py"],
+    ),
 }
 # Files of tests run side by side: in one process more than cores, since each waits for its
 # ranks now and then; more than four would wait for one another's.

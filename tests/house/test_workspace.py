@@ -30,6 +30,7 @@ GROUPS = {
     "s3": {"moto", "s3fs", "pytest"},
     "lm-eval": {"lm-eval", "pytest"},
     "browser": {"playwright", "pytest"},
+    "loaders": {"compressed-tensors", "nvidia-modelopt", "pytest"},
     "resiliency": {"nvidia-resiliency-ext", "pytest"},
 }
 KERNELS = {

@@ -12,6 +12,7 @@ from mcore_ckpt.formats.quantized_layouts import (
     find_layout,
 )
 from mcore_ckpt.formats.quantized_plans import QuantPlan, read_plan
+from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.low_bits import decode, encode, pack, unpack
 from mcore_ckpt.save_load.foreign_loading import opened_quantized
 from mcore_ckpt.save_load.loading import opened_checkpoint
@@ -54,7 +55,7 @@ def test_rounding_is_to_the_nearest_ties_to_even_and_saturates():
 def widened_alone(algo, tensors):
     """Ten lines that know nothing of the package: codes times scales, element by element."""
     w, s = tensors["weight"], tensors["weight_scale"]
-    group = {"FP8_BLOCK_SCALES": (128, 128), "W4A16_AWQ": (1, 128), "W4A16_GPTQ": (1, 128)}
+    group = {"fp8_pb_wo": (128, 128), "W4A16_AWQ": (1, 128), "W4A16_GPTQ": (1, 128)}
     group |= {"NVFP4": (1, 16), "W4A16_MXFP4": (1, 32), "MXFP8": (1, 32)}
     if algo.startswith("W4A16_") and "MX" not in algo:
         nibble = [
@@ -77,6 +78,7 @@ def widened_alone(algo, tensors):
     else:
         q = w.float()
     s = 2.0 ** (s.float() - 127) if s.dtype == torch.uint8 else s.float()
+    s = s[:, 0, :, 0] if s.dim() == 4 else s
     tall, wide = group.get(algo, (1, q.shape[1]))
     i, j = torch.arange(q.shape[0])[:, None] // tall, torch.arange(q.shape[1])[None] // wide
     s = s if s.dim() == 0 else s[:, None][i, 0] if s.dim() == 1 else s[i, j]
@@ -134,7 +136,7 @@ def test_a_layout_says_what_it_cannot_hold():
     assert "odd" in find_layout("W4A16_AWQ").problem((3, 128))
     assert "no multiple of the group of 64" in find_layout("W4A16_GPTQ", 64).problem((4, 96))
     assert "no multiple of the group of 16" in LAYOUTS["NVFP4"].problem((4, 24))
-    assert not LAYOUTS["FP8_BLOCK_SCALES"].problem((129, 1000))
+    assert not find_layout("FP8_BLOCK_SCALES").problem((129, 1000))
     with pytest.raises(ValueError, match="FP9"):
         find_layout("FP9")
     with pytest.raises(ValueError, match="groups of 16, not 32"):
@@ -250,6 +252,24 @@ def test_a_quantized_folder_is_read_as_the_numbers_it_stands_for(tmp_path, algo)
         assert (part.input_scale is not None) == LAYOUTS[algo].input_scale
         assert folder.is_quantized("blocks.0.mlp.fc1.up.weight")
         assert not folder.is_quantized("blocks.0.mlp.fc2.weight")
+
+
+@pytest.mark.parametrize("spelled", ["FP8_BLOCK_SCALES", "FP8_PB_WO"])
+def test_scales_of_blocks_are_read_as_others_write_them(tmp_path, spelled):
+    """In two dimensions, or none where one block is all."""
+
+    def rewrite(tensors, quant):
+        quant["quantization"]["quant_algo"] = spelled
+        for name in (name for name in tensors if name.endswith("weight_scale")):
+            tensors[name] = tensors[name][:, 0, :, 0].contiguous()
+            if tensors[name].numel() == 1:
+                tensors[name] = tensors[name].reshape(())
+
+    wide = quantized_folder(tmp_path, "fp8_pb_wo", rewrite)
+    with opened("hf", tmp_path) as folder:
+        for name, want in wide.items():
+            theirs = f"model.layers.0.{name}.weight"
+            assert torch.equal(folder.theirs.rows(theirs, 1, len(want)), want[1:])
 
 
 def _drop(name):

@@ -318,7 +318,7 @@ def test_a_cut_through_a_group_or_a_byte_is_refused(tmp_path):
     ("algo", "options", "leave", "message"),
     [
         ("NVFP4", {}, (), "no layout for NVFP4"),
-        ("FP8_BLOCK_SCALES", {}, (), "no layout for FP8_BLOCK_SCALES"),
+        ("FP8_BLOCK_SCALES", {}, (), "no layout for fp8_pb_wo"),
         ("W4A16_AWQ", {"tensor_parallel_size": 8}, (), "key/value heads|query heads"),
         ("FP8", {}, ("model.layers.0.self_attn.q_proj",), "one matrix .* quantized only"),
         (

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -323,7 +324,11 @@ class WidenedRows:
 
 
 def _fits(found: TensorEntry, dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is as it should be; scalars may be a row of one, F32 any float."""
+    """Whether a tensor is as it should be.
+
+    One number may have any shape, blocks' scales ``[F/rows, D/columns]``, F32 be any float.
+    """
     is_float = dtype == "F32" and DTYPES[found.dtype].is_floating_point
-    has_shape = found.shape == shape or (not shape and found.shape == (1,))
+    has_shape = found.shape == shape or prod(found.shape) == prod(shape) == 1
+    has_shape |= len(shape) == 4 and found.shape == shape[::2]
     return has_shape and (found.dtype == dtype or is_float)

@@ -57,8 +57,6 @@ class QuantLayout:
     """Whether ``input_scale`` stands in the file; else inputs are scaled as they come."""
     pre_quant_scale: Literal["", "some", "all"] = ""
     """Which modules have one: none, those without a norm to fold it into, all."""
-    vllm: str = ""
-    """What vLLM calls it in ``quantization=``; empty: it does not read it."""
 
     def problem(self, shape: Sequence[int]) -> str:
         """Say why a matrix cannot be stored so; empty: it can."""
@@ -70,13 +68,17 @@ class QuantLayout:
         return ""
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of ``weight_scale``: ``()``, ``[F]`` or ``[F/rows, D/columns]``."""
+        """Return the shape of ``weight_scale``: ``()``, ``[F]`` or ``[F, D/columns]``.
+
+        Blocks of several rows have ``[F/rows, 1, D/columns, 1]``.
+        """
         (rows, columns), (tall, wide) = shape, self.group
         if not tall:
             return ()
         if not wide:
             return (-(-rows // tall),)
-        return (-(-rows // tall), -(-columns // wide))
+        found = (-(-rows // tall), -(-columns // wide))
+        return found if tall == 1 else (found[0], 1, found[1], 1)
 
     def tensors(self, shape: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
         """List what stands in the file for ``M``: dtype and shape by name, ``weight`` first.
@@ -186,15 +188,12 @@ def _not_zero(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, torch.ones_like(scale), scale.clamp(min=_SMALLEST))
 
 
-_FP8 = QuantLayout(
-    algo="FP8", code="e4m3", group=(0, 0), inputs="e4m3", input_scale=True, vllm="modelopt"
-)
 LAYOUTS: Mapping[str, QuantLayout] = {
     one.algo: one
     for one in (
-        _FP8,
+        QuantLayout(algo="FP8", code="e4m3", group=(0, 0), inputs="e4m3", input_scale=True),
         QuantLayout(algo="FP8_PER_CHANNEL_PER_TOKEN", code="e4m3", group=(1, 0), inputs="e4m3"),
-        QuantLayout(algo="FP8_BLOCK_SCALES", code="e4m3", group=(128, 128)),
+        QuantLayout(algo="fp8_pb_wo", code="e4m3", group=(128, 128)),
         QuantLayout(algo="MXFP8", code="e4m3", group=(1, 32), scale_dtype="U8"),
         QuantLayout(algo="W8A16", code="int8", group=(1, 0)),
         QuantLayout(
@@ -214,17 +213,18 @@ LAYOUTS: Mapping[str, QuantLayout] = {
             scale_dtype="F8_E4M3",
             inputs="e2m1",
             input_scale=True,
-            vllm="modelopt_fp4",
         ),
         QuantLayout(algo="W4A16_MXFP4", code="e2m1", group=(1, 32), scale_dtype="U8"),
     )
 }
-"""By ``quant_algo``."""
+"""By ``quant_algo``, spelled as modelopt writes it."""
+_OTHER_SPELLINGS = {"FP8_BLOCK_SCALES": "fp8_pb_wo", "FP8_PB_WO": "fp8_pb_wo"}
+"""TensorRT-LLM's and vLLM's."""
 
 METHODS: Mapping[str, str] = {
     "fp8": "FP8",
     "fp8-channel": "FP8_PER_CHANNEL_PER_TOKEN",
-    "fp8-block": "FP8_BLOCK_SCALES",
+    "fp8-block": "fp8_pb_wo",
     "int8": "W8A16",
     "w8a8": "W8A8_SQ_PER_CHANNEL",
     "awq": "W4A16_AWQ",
@@ -242,6 +242,7 @@ def find_layout(algo: str, group_size: int = 0) -> QuantLayout:
         algo: ``quant_algo``.
         group_size: columns that share a scale, where the layout lets one choose; 0: its own.
     """
+    algo = _OTHER_SPELLINGS.get(algo, algo)
     if algo not in LAYOUTS:
         raise ValueError(
             f"quant_algo {algo!r} is not read here; read are {', '.join(LAYOUTS)}."

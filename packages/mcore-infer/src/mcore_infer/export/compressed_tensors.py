@@ -74,7 +74,7 @@ def _form_of(layout: QuantLayout) -> _Form:
             _numbers(8, "float", "channel"),
             _numbers(8, "float", "token", **by_token),
         ),
-        "FP8_BLOCK_SCALES": _Form(
+        "fp8_pb_wo": _Form(
             "float-quantized",
             _numbers(8, "float", "block", block_structure=[128, 128]),
             _numbers(8, "float", "group", group_size=128, **by_token),
@@ -176,7 +176,11 @@ def _module_items(module: str, widened: WidenedRows, stored: Rows, form: _Form) 
             there = f"{module}.{theirs}_global_scale"
             items.append(_scale(there, stored, f"{module}.{ours}", (1,), inverse=True))
         return items
-    scales = {"tensor": (1,), "channel": (shape[0], 1)}.get(form.weights["strategy"])
+    scales = {
+        "tensor": (1,),
+        "channel": (shape[0], 1),
+        "block": widened.plan.layout.scale_shape(shape)[::2],
+    }.get(form.weights["strategy"], stored.entries[scale].shape)
     if form.format == "pack-quantized":
         per_word = 32 // form.weights["num_bits"]
         width = -(-shape[1] // per_word)
@@ -187,7 +191,7 @@ def _module_items(module: str, widened: WidenedRows, stored: Rows, form: _Form) 
         ]
     else:
         items = [_copy(name, stored)]
-    items.append(_scale(scale, stored, scale, scales or stored.entries[scale].shape))
+    items.append(_scale(scale, stored, scale, scales))
     if f"{module}.{INPUT_SCALE}" in stored.entries:
         inputs = f"{module}.{INPUT_SCALE}"
         items.append(_scale(inputs, stored, inputs, (1,)))

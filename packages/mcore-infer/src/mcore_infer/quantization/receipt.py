@@ -15,7 +15,7 @@ NAME = "receipt"
 BANDS: Mapping[str, float] = {
     "FP8": 0.1,
     "FP8_PER_CHANNEL_PER_TOKEN": 0.1,
-    "FP8_BLOCK_SCALES": 0.1,
+    "fp8_pb_wo": 0.1,
     "W8A16": 0.2,
     "W8A8_SQ_PER_CHANNEL": 0.2,
     "W4A16_AWQ": 2.0,
