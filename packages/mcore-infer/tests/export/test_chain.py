@@ -83,7 +83,8 @@ LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "first_k_dense_replace"
 LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
 LATENT |= {"moe_intermediate_size": 32, "n_shared_experts": 1}
 FAMILIES = {
-    "Qwen2": (SIZES, ["fp8"]),
+    # Scales go into values with biases, which two query heads share.
+    "Qwen2": (SIZES, ["awq", "--group-size", "8"]),
     "DeepseekV3": (SIZES | LATENT, ["fp8"]),
     # Folds scales into gains that are stored less one.
     "Gemma": (SIZES | {"head_dim": 8, "num_key_value_heads": 4}, ["awq", "--group-size", "8"]),

@@ -29,7 +29,7 @@ SIZES = {
     "intermediate_size": 256,
     "vocab_size": 257,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}

@@ -1,5 +1,7 @@
 """GPTQ against exact least squares, AWQ and SmoothQuant against what they promise."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -162,6 +164,19 @@ def test_smoothquant_halves_the_range_between_inputs_and_weights():
     coarse = x.abs().amax() / 127
     unsmoothed = ((x / coarse).round() * coarse @ plain.t() - x @ weight.t()).norm()
     assert error < 0.3 * unsmoothed
+
+
+def test_query_heads_that_read_the_same_values_share_scales_of_their_outputs():
+    torch.manual_seed(5)
+    x, weight = torch.randn(100, 16) * torch.rand(16), torch.randn(8, 16)
+    mixed = replace(matrix(weight), value_heads=(2, 4))
+    for found in (
+        search_strength(mixed, GROUPS_OF_8, seen_of(x)),
+        smooth_and_round(mixed, LAYOUTS["W8A8_SQ_PER_CHANNEL"], seen_of(x)).pre_quant_scale,
+    ):
+        heads = found.view(2, 2, 4)
+        assert torch.equal(heads[:, 0], heads[:, 1])
+        assert heads[:, 0].unique().numel() == 8
 
 
 def test_members_share_the_scale_that_belongs_to_the_whole_tensor():

@@ -28,6 +28,7 @@ from mcore_ckpt.formats.quantized_layouts import (
 from mcore_ckpt.mapping.low_bits import unpack
 from mcore_ckpt.mapping.row_streams import Rows, row_groups, slabs
 from mcore_ckpt.storage.files import Item
+from mcore_ckpt.storage.index import TensorEntry
 from mcore_infer.export.folding import folded_scales
 from mcore_infer.export.hf_quant import hf_config, quantized
 from mcore_infer.quantization.writing import write_tokenizer
@@ -234,11 +235,17 @@ def _words(stored: Rows, name: str, shape: tuple[int, ...], code: Any) -> Iterat
 
 
 class _FoldedTensors:
-    """A folder's tensors, some with a factor for each row; gains may be stored less one."""
+    """A folder's tensors, some with a factor for each row, which are float32 then.
+
+    Gains may be stored less one.
+    """
 
     def __init__(self, under: Rows, factors: Mapping[str, Tensor], shift: float) -> None:
         self._under, self._factors, self._shift = under, factors, shift
-        self.entries = under.entries
+        self.entries = {
+            name: TensorEntry(entry.shape, "F32", ()) if name in factors else entry
+            for name, entry in under.entries.items()
+        }
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows, times their factors."""
@@ -246,6 +253,6 @@ class _FoldedTensors:
         if name not in self._factors:
             return held
         factor = self._factors[name][begin:stop]
-        if held.dim() == 1 and not name.endswith(WEIGHT_SCALE):
-            return ((held.float() + self._shift) * factor - self._shift).to(held.dtype)
-        return (held.float() * factor.view(-1, *[1] * (held.dim() - 1))).to(held.dtype)
+        if name.endswith(".weight"):
+            return (held.float() + self._shift) * factor - self._shift
+        return held.float() * factor.view(-1, *[1] * (held.dim() - 1))

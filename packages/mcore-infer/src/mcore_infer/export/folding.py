@@ -31,7 +31,8 @@ def folded_scales(
     """Find what multiplies the rows of which tensors, so that no input needs a scale.
 
     Returns:
-        By name of a gain or of a ``weight_scale``: a factor for each of its rows.
+        By name of a gain, of a ``weight_scale``, or of the bias beside it: a factor for each
+        of its rows.
 
     Raises:
         ValueError: if a scale cannot go into the layer before.
@@ -46,6 +47,9 @@ def folded_scales(
         if target in found and not torch.equal(found[target], factor):
             raise _refusal(name, "what reads the same norm has another")
         found[target] = factor
+        bias = f"{target.rpartition('.')[0]}.bias"
+        if bias in widened.stored.entries:
+            found[bias] = factor
     return found
 
 

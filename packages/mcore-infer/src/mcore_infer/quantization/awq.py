@@ -31,7 +31,7 @@ def search_strength(
 ) -> Float[Tensor, " D"]:
     """Return what multiplies the columns of a matrix; all ones where nothing is better."""
     weight = matrix.weight.float()
-    magnitude = (seen.abs_sum / max(1, seen.num_rows)).clamp(min=1e-6)
+    magnitude = matrix.shared(seen.abs_sum / max(1, seen.num_rows)).clamp(min=1e-6)
     best, least = torch.ones_like(magnitude), float("inf")
     for step in range(_STEPS):
         strength = magnitude ** (step / _STEPS)

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_ckpt.formats.quantized_layouts import QuantLayout
 from mcore_ckpt.mapping.rules import Link
+from mcore_models.layers.attention import Attention
 from mcore_models.layers.block import TransformerBlock
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_moe.experts.experts import Experts
+from mcore_parallel.logical_tensors import head_dim, num_kv_heads
 from mcore_parallel.sharding import Part, named_shards
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -52,6 +55,19 @@ class FusedMatrix:
     members: tuple[Member, ...]
     norm: RMSNorm | LayerNorm | None
     """The norm that makes its input, and no other matrix's; None: there is none."""
+    value_heads: tuple[int, int] = (0, 0)
+    """Of inputs that attention mixes: heads of values, and channels of each; (0, 0): others."""
+
+    def shared(self, tops: Float[Tensor, " D"]) -> Float[Tensor, " D"]:
+        """Give inputs of query heads that read the same values the largest number of them.
+
+        So a scale of inputs can go into the rows of ``v_proj``.
+        """
+        if not self.value_heads[0]:
+            return tops
+        num_heads, size = self.value_heads
+        heads = tops.view(num_heads, -1, size)
+        return heads.amax(1, keepdim=True).expand_as(heads).flatten()
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,8 @@ def _fused(model: nn.Module, taken: Mapping[str, Link]) -> list[FusedMatrix]:
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             parts = module.layouts()["weight"].parts
             members = _members(path, parts, taken)
-            found.append(FusedMatrix(path, layer, module.weight.detach(), members, norm))
+            heads = _value_heads(model, path)
+            found.append(FusedMatrix(path, layer, module.weight.detach(), members, norm, heads))
         elif isinstance(module, Experts):
             for name in ("fc1_weight", "fc2_weight"):
                 stacked, parts = getattr(module, name).detach(), module.layouts()[name].parts
@@ -145,6 +162,15 @@ def _members(path: str, parts: Sequence[Part], taken: Mapping[str, Link]) -> tup
         else:
             found.append(Member(module, begin, end))
     return tuple(found)
+
+
+def _value_heads(model: nn.Module, path: str) -> tuple[int, int]:
+    """Return the heads of values that a linear's inputs are mixed of, and their channels."""
+    block_path, _, own = path.rpartition(".")
+    mixer = model.get_submodule(block_path)
+    if own != "proj" or not isinstance(mixer, Attention):
+        return (0, 0)
+    return num_kv_heads(mixer.config), head_dim(mixer.config)
 
 
 def _norm_before(model: nn.Module, path: str) -> RMSNorm | LayerNorm | None:

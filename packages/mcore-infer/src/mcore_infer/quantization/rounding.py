@@ -68,9 +68,10 @@ def smooth_and_round(
         Xiao et al. 2022, SmoothQuant, eq. 4 with alpha 0.5. arXiv:2211.10438.
     """
     weight = matrix.weight.float()
-    tops = weight.abs().amax(0).clamp(min=_SMALLEST)
-    strength = seen.amax.clamp(min=_SMALLEST) ** _SMOOTHING / tops ** (1 - _SMOOTHING)
-    strength = torch.where(seen.amax > 0, strength, torch.ones_like(strength))
+    tops = matrix.shared(weight.abs().amax(0)).clamp(min=_SMALLEST)
+    reached = matrix.shared(seen.amax)
+    strength = reached.clamp(min=_SMALLEST) ** _SMOOTHING / tops ** (1 - _SMOOTHING)
+    strength = torch.where(reached > 0, strength, torch.ones_like(strength))
     found = round_to_nearest(matrix, layout, weight * strength)
     top = (seen.amax / strength).amax() if seen.num_rows else None
     return RoundedMatrix(found.packed, found.scales, found.wide, 1 / strength, top)
