@@ -345,6 +345,11 @@ def test_numbers_are_read_by_the_multimodal_null_tokenizer_too():
     assert (tokenizer.encode("3 8"), tokenizer.eod) == ([3, 8], 9)
 
 
+def test_text_of_another_coding_is_refused(bpe_folder):
+    with pytest.raises(ValueError, match=r"'caf\\udce9' is no text in UTF-8"):
+        load_tokenizer(bpe_folder).encode("caf\udce9")
+
+
 def test_null_tokenizer_refuses_words_and_foreign_ids():
     tokenizer = load_tokenizer("NullTokenizer", vocab_size=10)
     assert tokenizer.eod == 10

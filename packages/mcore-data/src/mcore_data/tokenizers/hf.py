@@ -60,8 +60,15 @@ class HFTokenizer:
         ]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; special tokens spelled out in it become their ids."""
-        return self.core.encode(text, add_special_tokens=add_special_tokens).ids
+        """Ids of a text; special tokens spelled out in it become their ids.
+
+        Raises:
+            ValueError: for a text that is no Unicode, as of a command line in another coding.
+        """
+        try:
+            return self.core.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise ValueError(f"{text[:40]!r} is no text in UTF-8.") from None
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True

@@ -48,6 +48,6 @@ def quantize(
         f"{output}: {receipt.algo} | perplexity {receipt.perplexity_before:.4f} -> "
         f"{receipt.perplexity_after:.4f} ({receipt.perplexity_change:+.3f} %) | "
         f"{receipt.bytes_before} -> {receipt.bytes_after} bytes | "
-        f"{len(receipt.left)} modules left in bf16 | {output / 'receipt.md'}"
+        f"{len(receipt.left)} module(s) left in bf16 | {output / 'receipt.md'}"
     )
     return 0
