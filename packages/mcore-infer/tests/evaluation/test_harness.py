@@ -113,7 +113,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
         "--model_args",
         f"load={folder}",
     ]
-    harness.main(["run", "--model", "mcore", "--device", "cpu", *words])
+    harness.main(["run", "--model", "mcore", *words])
     assert "|acc" in capsys.readouterr().out.replace(" ", "")
 
 

@@ -65,7 +65,8 @@ class Requests:
             batch_size: rows in one forward pass; ``auto``: 8.
             max_length: most tokens that the model sees; 0: its positions, or 2048.
             max_gen_toks: most tokens to write where a task does not say.
-            device: ``cpu``, ``cuda`` or one of its devices; None: cuda where it is present.
+            device: ``cpu``; or ``cuda`` or one of its devices, which the harness asks for
+                where it is told nothing: as None, cuda where it is present.
             tensor_model_parallel_size: as the flag.
             data_axis: data ranks that share rows, of ``model``.
             ignored: what the harness gives to all models; None where it must be.
@@ -205,7 +206,7 @@ def _opened(
 
     from mcore_infer.commands.opening import ModelOptions, opened
 
-    kinds: dict[str, Literal["cpu", "cuda"]] = {"cpu": "cpu", "cuda": "cuda"}
+    kinds: dict[str, Literal["cpu", "auto"]] = {"cpu": "cpu", "cuda": "auto"}
     where = kinds[device.partition(":")[0]] if device else "auto"
     options = ModelOptions(
         load=load, tokenizer=tokenizer, device=where, tensor_model_parallel_size=tp
