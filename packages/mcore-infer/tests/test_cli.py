@@ -219,6 +219,7 @@ def test_eval_prints_bits_per_byte(run_folder, tmp_path, capsys):
         (["eval", "--load", "RUN", "--valid-data", "NOWHERE"], "NOWHERE"),
         (["generate", "--load", "RUN", "--temprature", "1"], "--temperature"),
         (["eval", "--load", "RUN", "--valid-data", "RUN"], "is a folder: give a text file"),
+        (["generate", "--load", "RUN", "--seed", str(10**20)], "from -2^62 to 2^62"),
         (["write"], "The commands are generate, chat, serve, eval"),
     ],
 )
@@ -229,6 +230,21 @@ def test_bad_input_ends_with_two_and_one_clear_line(run_folder, words, message, 
     assert errors.count("\n") == 1
     assert message in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["quantize", "--method", "int8", "--calibration-data", "/dev/null"],
+        ["export", "--format", "hf-quant"],
+    ],
+)
+def test_commands_that_write_a_folder_take_one_process(words, monkeypatch, capsys):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert main([*words, "--load", "no", "--output", "out"]) == 2
+    assert "runs in one process: start it without torchrun" in capsys.readouterr().err
 
 
 def test_damage_ends_with_one(loaded, tmp_path, capsys):

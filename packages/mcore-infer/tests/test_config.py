@@ -12,6 +12,7 @@ from mcore_infer import SamplingConfig
         ({"top_k": -1}, "--top-k -1"),
         ({"top_p": 1.5}, "--top-p 1.5"),
         ({"top_k": 5, "top_p": 0.5}, "cannot be used together"),
+        ({"stop_words": ("a", "")}, "--stop-words holds an empty one"),
     ],
 )
 def test_impossible_sampling_names_the_flag(fields, message):

@@ -8,6 +8,9 @@ from mcore_parallel.field_checks import check_field
 Drafts = Literal["ngram", "model", "mtp"]
 """What proposes tokens."""
 
+MAX_SEED = 2**62
+"""Seeds are at most so large: others are drawn below it."""
+
 CacheDtype = Literal["auto", "model", "fp8"]
 """Format of keys and values, see ``InferenceConfig``."""
 
@@ -97,6 +100,8 @@ class SamplingConfig:
             raise ValueError(
                 f"--repetition-penalty {self.repetition_penalty} must be above 0; 1 is none."
             )
+        if "" in self.stop_words:
+            raise ValueError("--stop-words holds an empty one: leave it out.")
         for name in ("presence_penalty", "frequency_penalty"):
             check_field(self, name, -100 <= getattr(self, name) <= 100, "from -100 to 100")
 
@@ -252,3 +257,9 @@ class ServerConfig:
             *("client_timeout_s", "drain_timeout_s"),
         ):
             check_field(self, name, 0 < getattr(self, name) < float("inf"), "above 0")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that texts cannot draw from."""
+    if not -MAX_SEED <= seed <= MAX_SEED:
+        raise ValueError(f"--seed {seed} must be from -2^62 to 2^62.")

@@ -8,7 +8,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from mcore_infer.commands.opening import ModelOptions, opened
-from mcore_infer.config import InferenceConfig, SamplingConfig
+from mcore_infer.config import InferenceConfig, SamplingConfig, check_seed
 from mcore_parallel.command_line import file_text
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def chat(
         chat_template: File with a Jinja template; left out, the tokenizer's own, or ChatML.
         seed: Of the draws; answer i draws from seed + i.
     """
+    check_seed(seed)
     template = file_text("--chat-template", chat_template)
     with opened(model, draft=engine.draft_load) as (loaded, tokenizer, _):
         from mcore_data.datasets.chat import load_template

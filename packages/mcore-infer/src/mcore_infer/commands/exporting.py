@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_ckpt.terminal import ended_by_sigterm, progress_line
+from mcore_infer.commands.opening import refuse_ranks
 
 
 def export(
@@ -32,6 +33,7 @@ def export(
     from mcore_ckpt.storage.sizes import parse_size, size_text
     from mcore_infer.export.exporting import export_model
 
+    refuse_ranks("export")
     with ended_by_sigterm():
         report = export_model(
             load,

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from mcore_infer.commands.opening import ModelOptions, opened
-from mcore_infer.config import InferenceConfig, SamplingConfig
+from mcore_infer.config import InferenceConfig, SamplingConfig, check_seed
 from mcore_parallel.command_line import file_text
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def generate(
         regex: Texts match this expression from beginning to end.
     """
     structure = _structure(json_schema, regex)
+    check_seed(seed)
     if num_samples < 1:
         raise ValueError(f"--num-samples {num_samples} must be 1 or more.")
     if num_samples > 1 and sampling.beam_width:

@@ -44,6 +44,16 @@ class ModelOptions:
     expert-parallel one, at least 1."""
 
 
+def refuse_ranks(command: str) -> None:
+    """Refuse a world of several ranks, for a command that writes a folder alone."""
+    from mcore_parallel.launch.launcher import read_environment
+
+    if read_environment().world_size > 1:
+        raise ValueError(
+            f"mcore-infer {command} runs in one process: start it without torchrun."
+        )
+
+
 @contextmanager
 def opened(
     options: ModelOptions,

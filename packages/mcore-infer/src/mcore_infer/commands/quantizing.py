@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
+from mcore_infer.commands.opening import refuse_ranks
 from mcore_infer.quantization.options import QuantizeConfig
 from mcore_parallel.command_line import file_text
 
@@ -32,6 +33,7 @@ def quantize(
     from mcore_data.tokenizers.building import load_tokenizer
     from mcore_infer.quantization import quantizing
 
+    refuse_ranks("quantize")
     text = "\n".join(file_text("--calibration-data", file) for file in calibration_data)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -65,8 +65,8 @@ class Requests:
             batch_size: rows in one forward pass; ``auto``: 8.
             max_length: most tokens that the model sees; 0: its positions, or 2048.
             max_gen_toks: most tokens to write where a task does not say.
-            device: ``cpu``; or ``cuda`` or one of its devices, which the harness asks for
-                where it is told nothing: as None, cuda where it is present.
+            device: ``cpu``; or ``cuda`` or one of its devices, the harness' own default: as
+                None, cuda where it is present.
             tensor_model_parallel_size: as the flag.
             data_axis: data ranks that share rows, of ``model``.
             ignored: what the harness gives to all models; None where it must be.

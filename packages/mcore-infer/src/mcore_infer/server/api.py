@@ -7,7 +7,7 @@ without beam search) gets a status of 400, as does everything out of range.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_infer.config import SamplingConfig
+from mcore_infer.config import MAX_SEED, SamplingConfig
 from mcore_infer.server.answer import Answer, AnswerPiece
 from mcore_infer.server.fields import (
     Flag,
@@ -21,7 +21,6 @@ from mcore_infer.server.fields import (
     read_fields,
 )
 from mcore_infer.server.job import (
-    MAX_SEED,
     Job,
     ServedModel,
     checked,

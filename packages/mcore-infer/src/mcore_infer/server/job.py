@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from mcore_data.datasets.chat import Render
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.config import SamplingConfig
+from mcore_infer.config import MAX_SEED, SamplingConfig
 from mcore_infer.server.answer import Answer, AnswerPiece
 from mcore_infer.server.fields import (
     Flag,
@@ -32,7 +32,6 @@ from mcore_infer.writing import TokenRules
 
 MAX_TEXTS = 128
 """Texts of one request: prompts times ``n``."""
-MAX_SEED = 2**62
 _MAX_BIASES = 1024
 
 
