@@ -4,8 +4,11 @@
 // blocks meet at a counter in memory. Weights do not depend on what phases compute, so some warps
 // of each block do nothing but copy its share of all weights, in the order of their use, into a
 // ring in shared memory: they meet nobody and are ahead of the others by the ring's length, over
-// the borders of phases. The other warps multiply what the ring holds, sixteen rows of a weight
-// at a time, on tensor cores with the rows of the input as the narrow side.
+// the borders of phases. Few stages are on their way at once: more would queue in the memory, and
+// what is read between phases would wait behind them. For the same reason nothing may be spilled:
+// the warps that copy give registers to those that compute. These multiply what the ring holds,
+// sixteen rows of a weight at a time, on tensor cores with the rows of the input as the narrow
+// side.
 //
 // whole_step.py defines the sizes: ROWS, D, F, HEADS, GROUPS, H, PAGE (tokens), SPLITS (of a
 // row's keys, at most), STAGES (of the ring), CODES (whether weights are e4m3), TALL (outputs
@@ -18,6 +21,7 @@ typedef unsigned short bf16;
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that compute
 constexpr int COPIERS = 4;                      // warps that copy, four rows each
+constexpr int IN_FLIGHT = CODES ? 2 : 3;        // stages that are on their way at once
 constexpr int ITEM = CODES ? 1 : 2;
 constexpr int SPAN = 1024, PITCH = SPAN + 64, STAGE = 16 * PITCH;  // bytes of a row, and of 16
 constexpr int Q = HEADS * H, QKV = Q + 2 * GROUPS * H, PER = HEADS / GROUPS;
@@ -49,6 +53,7 @@ struct Step {
 
 #define DEVICE __device__ __forceinline__
 
+DEVICE int thread() { return threadIdx.x; }  // with a sign: sums of it take fewer registers
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void begin_barrier(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
@@ -68,6 +73,11 @@ DEVICE void wait(u32 barrier, u32 parity) {
 DEVICE void copy_in(u32 to, const char* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
                : "memory");
+}
+DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int MOST>
+DEVICE void wait_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(MOST) : "memory");
 }
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
@@ -190,6 +200,7 @@ __device__ void stream(Ring& ring, const char* weight) {
         for (int b = 0; b < SPAN; b += 512)
           if (at + b + 16 * lane < K * ITEM) copy_in(to + i * PITCH + b, from + i * pitch + b);
       arrive_copied(ring.full + 8 * ring.slot);
+      end_group(), wait_groups<IN_FLIGHT - 1>();
       ring.next();
     }
   }
@@ -200,8 +211,8 @@ __device__ void stream(Ring& ring, const char* weight) {
 // ``begin(tile, row, m)`` read before, while the tile was on its way.
 template <int N, int K, class Begin, class End>
 DEVICE void multiply(Ring& ring, u32 inputs, float* sums, const Begin& begin, const End& end) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int row = threadIdx.x / 8, m = threadIdx.x % 8;
+  const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, t = lane % 4;
+  const int row = thread() / 8, m = thread() % 8;
   const bool ends = row < 8 && m < ROWS;
   const u32 mine = inputs + (g % ROWS) * INPUT_PITCH;
   for (int tile = blockIdx.x, turn = 0; tile < N / 16; tile += gridDim.x, turn ^= 1) {
@@ -246,7 +257,7 @@ DEVICE void multiply(Ring& ring, u32 inputs, float* sums, const Begin& begin, co
       float2 sum = {0, 0};
 #pragma unroll
       for (int w = 0; w < WARPS; w++)
-        sum.x += own[w * 128 + threadIdx.x], sum.y += own[w * 128 + 64 + threadIdx.x];
+        sum.x += own[w * 128 + thread()], sum.y += own[w * 128 + 64 + thread()];
       end(tile, row, m, make_float2(sum.x * FACTOR, sum.y * FACTOR), known);
     }
   }
@@ -261,12 +272,12 @@ DEVICE void read_inputs(const Step& step, u32& passed, char* inputs, const bf16*
     uint4 held[BATCH];
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
-      const int i = begin + j * THREADS + threadIdx.x;
+      const int i = begin + j * THREADS + thread();
       if (i < COUNT) held[j] = fresh16(x + (i + 32 * blockIdx.x) % COUNT * 8);
     }
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
-      const int i = begin + j * THREADS + threadIdx.x, at = (i + 32 * blockIdx.x) % COUNT * 8;
+      const int i = begin + j * THREADS + thread(), at = (i + 32 * blockIdx.x) % COUNT * 8;
       u32* pair = (u32*)&held[j];
 #pragma unroll
       for (int k = 0; CODES && k < 4; k++) pair[k] = as_input(low(pair[k]), high(pair[k]));
@@ -283,14 +294,14 @@ DEVICE void read_normed(const Step& step, u32& passed, char* inputs, const bf16*
   uint4 held[ROWS][TURNS], factors[TURNS];
 #pragma unroll
   for (int j = 0; j < TURNS; j++)
-    if (const int i = j * THREADS + threadIdx.x; i < D / 8)
+    if (const int i = j * THREADS + thread(); i < D / 8)
       factors[j] = *(const uint4*)(norm + (i + 32 * blockIdx.x) % (D / 8) * 8);
   wait_all(step.counters, passed);
 #pragma unroll
   for (int m = 0; m < ROWS; m++)
 #pragma unroll
     for (int j = 0; j < TURNS; j++) {
-      const int i = j * THREADS + threadIdx.x;
+      const int i = j * THREADS + thread();
       held[m][j] = make_uint4(0, 0, 0, 0);
       if (i < D / 8) held[m][j] = fresh16(step.x + m * D + (i + 32 * blockIdx.x) % (D / 8) * 8);
     }
@@ -303,7 +314,7 @@ DEVICE void read_normed(const Step& step, u32& passed, char* inputs, const bf16*
       squares += low(pair) * low(pair) + high(pair) * high(pair);
     }
     squares = sum_of_warp(squares);
-    if (threadIdx.x % 32 == 0) scratch[m * WARPS + threadIdx.x / 32] = squares;
+    if (thread() % 32 == 0) scratch[m * WARPS + thread() / 32] = squares;
   }
   meet();
 #pragma unroll
@@ -314,7 +325,7 @@ DEVICE void read_normed(const Step& step, u32& passed, char* inputs, const bf16*
     const float factor = rsqrtf(total / D + EPSILON);
 #pragma unroll
     for (int j = 0; j < TURNS; j++) {
-      const int i = j * THREADS + threadIdx.x;
+      const int i = j * THREADS + thread();
       u32* pair = (u32*)&held[m][j];
       const u32* by = (const u32*)&factors[j];
 #pragma unroll
@@ -349,7 +360,7 @@ struct Share {  // of a row's keys: one split for the heads of one group
 // Norm and rotate a head; a warp.
 __device__ void turn_head(const Step& step, int m, const bf16* head, const bf16* norm, bf16* to) {
   float a[H / 64], b[H / 64], squares = 0;
-  const int lane = threadIdx.x % 32;
+  const int lane = thread() % 32;
 #pragma unroll
   for (int j = 0; j < H / 64; j++)
     a[j] = fresh(head + lane + 32 * j), b[j] = fresh(head + lane + 32 * j + H / 2);
@@ -368,7 +379,7 @@ __device__ void turn_head(const Step& step, int m, const bf16* head, const bf16*
 
 // Write the new key of a row, normed and rotated, and its value to their place.
 __device__ void write_key(const Step& step, const Layer& layer, const Share& share) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = thread() / 32, lane = thread() % 32;
   const long long place = share.place(step.lengths[share.m] - 1);
   const bf16* row = step.qkv + share.m * QKV + Q + share.group * H;
   if (warp == WARPS - 1)
@@ -384,7 +395,7 @@ struct Mix {  // of one warp's keys; heads are rows g, channels lie as attend_sp
 // Attend to 16 keys from ``start`` on.
 DEVICE void attend(const Layer& layer, const Share& share, int start, const uint4* query,
                    Mix& mix) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int lane = thread() % 32, g = lane / 4, t = lane % 4;
   long long place[2];
   uint4 keys[2][H / 32], values[4][H / 64];
 #pragma unroll
@@ -463,7 +474,7 @@ DEVICE float2 joined(const float* parts, int count, int output, float2& total) {
 // Attend to a share of the keys; the last share of a row and group to end joins them all.
 __device__ void attend_split(const Step& step, const Layer& layer, const Share& share,
                              char* memory) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, t = lane % 4;
   bf16* queries = (bf16*)memory;
   float* own = (float*)(memory + 16 * QUERY_PITCH);
   const bf16* row = step.qkv + share.m * QKV + share.group * PER * H;
@@ -494,7 +505,7 @@ __device__ void attend_split(const Step& step, const Layer& layer, const Share& 
   float *parts = step.parts + place * SPLITS * PART, *part = parts + share.split * PART;
   u32* mixed = (u32*)(step.mixed + share.m * Q + share.group * PER * H);
   float2 total;
-  for (int i = 2 * threadIdx.x; i < PER * H; i += 2 * THREADS) {
+  for (int i = 2 * thread(); i < PER * H; i += 2 * THREADS) {
     const float2 sum = joined<WARPS, false>(own, WARPS, i, total);
     if (share.splits == 1) mixed[i / 2] = narrow(sum.x / total.x, sum.y / total.x);
     if (share.splits == 1) continue;
@@ -504,14 +515,14 @@ __device__ void attend_split(const Step& step, const Layer& layer, const Share& 
   if (share.splits == 1) return meet();
   meet();
   u32 *ended = (u32*)memory, *count = step.counters + 1 + place;
-  if (threadIdx.x == 0) {
+  if (thread() == 0) {
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(*ended) : "l"(count)
                  : "memory");
     if (*ended == share.splits - 1) *count = 0;
   }
   meet();
   if (*ended == share.splits - 1)
-    for (int i = 2 * threadIdx.x; i < PER * H; i += 2 * THREADS) {
+    for (int i = 2 * thread(); i < PER * H; i += 2 * THREADS) {
       const float2 sum = joined<SPLITS, true>(parts, share.splits, i, total);
       mixed[i / 2] = narrow(sum.x / total.x, sum.y / total.x);
     }
@@ -522,7 +533,7 @@ DEVICE void attention(const Step& step, const Layer& layer, char* memory, u32& p
   constexpr int ITEMS = ROWS * GROUPS * SPLITS, LINE = 64;
   for (int item = blockIdx.x; item < ITEMS; item += gridDim.x) {  // keys come nearer meanwhile
     const Share share(step, item);
-    for (int i = threadIdx.x; i < (share.end - share.begin) * (H / LINE); i += THREADS) {
+    for (int i = thread(); i < (share.end - share.begin) * (H / LINE); i += THREADS) {
       const long long at = share.place(share.begin + i / (H / LINE)) + i % (H / LINE) * LINE;
       prefetch(layer.keys + at), prefetch(layer.values + at);
     }
@@ -610,17 +621,22 @@ whole_step(const Step step) {
     for (int i = 0; i < STAGES; i++)
       begin_barrier(ring.full + 8 * i, 32 * COPIERS), begin_barrier(ring.empty + 8 * i, WARPS);
   __syncthreads();
-  const u32 given = shared_address(inputs);
-  u32 passed = 0;
-  for (int l = 0; l < step.num_layers; l++) {
-    const Layer& layer = step.layers[l];
-    if (threadIdx.x >= THREADS) {
+  if (threadIdx.x >= THREADS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    for (int l = 0; l < step.num_layers; l++) {
+      const Layer& layer = step.layers[l];
       stream<QKV, D, false>(ring, layer.weights[0]);
       stream<D, Q, false>(ring, layer.weights[1]);
       stream<2 * F, D, true>(ring, layer.weights[2]);
       stream<D, F, false>(ring, layer.weights[3]);
-      continue;
     }
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  const u32 given = shared_address(inputs);
+  u32 passed = 0;
+  for (int l = 0; l < step.num_layers; l++) {
+    const Layer& layer = step.layers[l];
     read_normed(step, passed, inputs, layer.norms[0], scratch);
     multiply_qkv(step, layer, ring, given, sums);
     attention(step, layer, inputs, passed);

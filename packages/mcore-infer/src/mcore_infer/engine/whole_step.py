@@ -171,7 +171,7 @@ def compiled(sizes: Mapping[str, int | float], capability: str) -> bytes:
     nvrtc = import_module("cuda.bindings.nvrtc")
     source = _SOURCE.read_bytes()
     _, program = nvrtc.nvrtcCreateProgram(source, _SOURCE.name.encode(), 0, None, None)
-    options = [f"--gpu-architecture=sm_{capability}", "--std=c++17"]
+    options = [f"--gpu-architecture=sm_{capability}a", "--std=c++17"]
     for name, size in sizes.items():
         options.append(f"-D{name}={size}" + "f" * isinstance(size, float))
     (failure,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
