@@ -15,11 +15,21 @@ import triton.language as tl
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from mcore_parallel.kernels.fp8_tiles import (
+    largest_bits,
+    load_quarters,
+    magnitude_bits,
+    narrow_bytes,
+    power_scales,
+    store_quarters,
+    store_turned,
+    widened,
+)
+
 BLOCK = 128
 """Numbers that share a scale, along a row or in a square."""
 _SMALLEST = 2.0**-100
-_LINES, _BLOCKS, _SQUARES = 0, 1, 2
-_WARPS = 8
+_WARPS, _BLOCK_WARPS = 8, 4
 _STRIP = 32, 256
 """Rows of a step and columns of a program that looks for the largest magnitudes."""
 _STEPS = 32, 8
@@ -28,27 +38,9 @@ _STEPS = 32, 8
 
 @triton.jit
 @no_type_check
-def _magnitude_bits(value):
-    # Bits of non-negative floats are ordered as the floats are, infinity and NaN on top; as
-    # integers of 16 bits they take half the registers.
-    return value.to(tl.int16, bitcast=True) & 0x7FFF
-
-
-@triton.jit
-@no_type_check
-def _widened(bits, KIND: tl.constexpr):
-    # The reduction widened them. As int32 the bits of a float32 are ordered, too.
-    bits = bits.to(tl.int16).to(KIND, bitcast=True)
-    return bits.to(tl.float32).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-@no_type_check
-def _tops(value, IS_SQUARE: tl.constexpr):
-    tops = tl.max(_magnitude_bits(value), 1)
-    if IS_SQUARE:
-        tops = tl.zeros_like(tops) + tl.max(tops, 0)
-    return _widened(tops, value.dtype)
+def _ordered(bits, KIND: tl.constexpr):
+    # As int32 the bits of non-negative float32 numbers are ordered, too.
+    return widened(bits, KIND).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -74,42 +66,28 @@ def _largest_of_lines(
         row = (tl.program_id(0).to(tl.int64) * STEPS + step) * HEIGHT + tl.arange(0, HEIGHT)
         inside = (row < num_rows)[:, None] & (column < width)[None, :]
         value = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0)
-        bits = _magnitude_bits(value)
+        bits = magnitude_bits(value)
         most = tl.maximum(most, bits)
-        tops = _widened(tl.max(bits, 1), value.dtype)
+        tops = _ordered(tl.max(bits, 1), value.dtype)
         tl.atomic_max(row_tops + row, tops, mask=row < num_rows, sem="relaxed")
-    tops = _widened(tl.max(most, 0), x.dtype.element_ty)
+    tops = _ordered(tl.max(most, 0), x.dtype.element_ty)
     tl.atomic_max(column_tops + column, tops, mask=column < width, sem="relaxed")
 
 
 @triton.jit
 @no_type_check
-def _scales(bits, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, IS_POWER: tl.constexpr):
+def _scales(bits, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
     top = bits.to(tl.float32, bitcast=True)
     is_finite = bits < 0x7F800000
     top = tl.maximum(top, SMALLEST)
     limit = tl.full(top.shape, LIMIT, tl.float32)
-    scale = tl.div_rn(limit, top)
-    inverse = tl.div_rn(top, limit)
-    if IS_POWER:  # rounded down: without its mantissa
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        inverse = tl.div_rn(tl.full(top.shape, 1.0, tl.float32), scale)
+    scale, inverse = tl.div_rn(limit, top), tl.div_rn(top, limit)
     return tl.where(is_finite, scale, float("nan")), tl.where(is_finite, inverse, float("nan"))
 
 
 @triton.jit
 @no_type_check
-def _narrow(value, LIMIT: tl.constexpr, IS_E4M3: tl.constexpr):
-    value = tl.maximum(value, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    value = tl.minimum(value, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    if IS_E4M3:
-        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return value.to(tl.float8e5).to(tl.uint8, bitcast=True)
-
-
-@triton.jit
-@no_type_check
-def _cast(
+def _cast_lines(
     x,
     row_tops,
     column_tops,
@@ -119,18 +97,16 @@ def _cast(
     column_scales,
     num_rows,
     width,
-    row_stride,
-    column_stride,
     LIMIT: tl.constexpr,
     SMALLEST: tl.constexpr,
     IS_E4M3: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
-    GRAIN: tl.constexpr,
+    COMPILED: tl.constexpr,
     TILE: tl.constexpr,
 ):
     down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    matrix = tl.program_id(2).to(tl.int64)  # 0 with scales of blocks
+    matrix = tl.program_id(2).to(tl.int64)
     tall, wide = matrix * num_rows, matrix * width
     x, rows, columns = x + tall * width, rows + tall * width, columns + tall * width
     row, column = down * TILE + tl.arange(0, TILE), across * TILE + tl.arange(0, TILE)
@@ -139,36 +115,106 @@ def _cast(
     place = row[:, None] * width + column[None, :]
     value = tl.load(x + place, mask=inside, other=0.0)
     if HAS_ROWS:
-        if GRAIN == 0:
-            tops = tl.load(row_tops + tall + row, mask=is_row, other=0)
-        else:
-            tops = _tops(value, GRAIN == 2)
-        scale, inverse = _scales(tops, LIMIT, SMALLEST, GRAIN > 0)
-        if GRAIN == 2:
-            at = row_scales + down * row_stride + across
-            tl.store(at + tl.zeros_like(row), inverse, mask=row == down * TILE)
-        else:
-            tl.store(row_scales + tall + across * row_stride + row, inverse, mask=is_row)
-        narrow = _narrow(value.to(tl.float32) * scale[:, None], LIMIT, IS_E4M3)
+        tops = tl.load(row_tops + tall + row, mask=is_row, other=0)
+        scale, inverse = _scales(tops, LIMIT, SMALLEST)
+        tl.store(row_scales + tall + row, inverse, mask=is_row)
+        narrow = narrow_bytes(value.to(tl.float32) * scale[:, None], IS_E4M3, COMPILED)
         tl.store(rows + place, narrow, mask=inside)
     if HAS_COLUMNS:
         # Transposed in 16 bits, not in 8: ptxas 12.8 loses casts that it transposes bytewise.
         turned = tl.trans(value)
-        if GRAIN == 0:
-            tops = tl.load(column_tops + wide + column, mask=is_column, other=0)
-        else:
-            tops = _tops(turned, GRAIN == 2)
-        scale, inverse = _scales(tops, LIMIT, SMALLEST, GRAIN > 0)
-        if GRAIN == 2:
-            at = column_scales + across * column_stride + down
-            tl.store(at + tl.zeros_like(column), inverse, mask=column == across * TILE)
-        else:
-            at = column_scales + wide + down * column_stride + column
-            tl.store(at, inverse, mask=is_column)
+        tops = tl.load(column_tops + wide + column, mask=is_column, other=0)
+        scale, inverse = _scales(tops, LIMIT, SMALLEST)
+        tl.store(column_scales + wide + column, inverse, mask=is_column)
         place = column[:, None] * num_rows + row[None, :]
         inside = is_column[:, None] & is_row[None, :]
-        narrow = _narrow(turned.to(tl.float32) * scale[:, None], LIMIT, IS_E4M3)
+        narrow = narrow_bytes(turned.to(tl.float32) * scale[:, None], IS_E4M3, COMPILED)
         tl.store(columns + place, narrow, mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _store_block_rows(
+    value, row, column, rows, scales, width, SMALLEST: tl.constexpr, IS_E4M3: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    tops = widened(tl.max(magnitude_bits(value), 1), value.dtype)
+    scale, inverse = power_scales(tops, SMALLEST, IS_E4M3)
+    tl.store(scales + row, inverse)
+    narrow = narrow_bytes(value.to(tl.float32) * scale[:, None], IS_E4M3, COMPILED)
+    tl.store(rows + row[:, None] * width + column[None, :], narrow)
+
+
+@triton.jit
+@no_type_check
+def _cast_blocks(
+    x,
+    rows,
+    columns,
+    row_scales,
+    column_scales,
+    num_rows,
+    width,
+    SMALLEST: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    word = down * (TILE // 4) + tl.arange(0, TILE // 4)
+    column = across * TILE + tl.arange(0, TILE)
+    a, b, c, d = load_quarters(x, word, column, width)
+    if HAS_ROWS:
+        to, row = row_scales + across * num_rows, word * 4
+        _store_block_rows(a, row, column, rows, to, width, SMALLEST, IS_E4M3, COMPILED)
+        _store_block_rows(b, row + 1, column, rows, to, width, SMALLEST, IS_E4M3, COMPILED)
+        _store_block_rows(c, row + 2, column, rows, to, width, SMALLEST, IS_E4M3, COMPILED)
+        _store_block_rows(d, row + 3, column, rows, to, width, SMALLEST, IS_E4M3, COMPILED)
+    if HAS_COLUMNS:
+        tops = widened(tl.max(largest_bits(a, b, c, d), 0), x.dtype.element_ty)
+        scale, inverse = power_scales(tops, SMALLEST, IS_E4M3)
+        tl.store(column_scales + down * width + column, inverse)
+        scale = scale[None, :]
+        a, b = a.to(tl.float32) * scale, b.to(tl.float32) * scale
+        c, d = c.to(tl.float32) * scale, d.to(tl.float32) * scale
+        store_turned(columns, a, b, c, d, word, column, num_rows, IS_E4M3, COMPILED)
+
+
+@triton.jit
+@no_type_check
+def _cast_squares(
+    x,
+    rows,
+    columns,
+    row_scales,
+    column_scales,
+    num_rows,
+    width,
+    row_stride,
+    column_stride,
+    SMALLEST: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    down, across = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    word = down * (TILE // 4) + tl.arange(0, TILE // 4)
+    column = across * TILE + tl.arange(0, TILE)
+    a, b, c, d = load_quarters(x, word, column, width)
+    top = widened(tl.max(tl.max(largest_bits(a, b, c, d), 0), 0), x.dtype.element_ty)
+    scale, inverse = power_scales(top, SMALLEST, IS_E4M3)
+    a, b = a.to(tl.float32) * scale, b.to(tl.float32) * scale
+    c, d = c.to(tl.float32) * scale, d.to(tl.float32) * scale
+    if HAS_ROWS:
+        tl.store(row_scales + down * row_stride + across, inverse)
+        store_quarters(rows, a, b, c, d, word, column, width, IS_E4M3, COMPILED)
+    if HAS_COLUMNS:
+        tl.store(column_scales + across * column_stride + down, inverse)
+        store_turned(columns, a, b, c, d, word, column, num_rows, IS_E4M3, COMPILED)
 
 
 def largest_of_lines(
@@ -221,10 +267,28 @@ def cast_lines(
         has_rows: whether to write ``[T, D]``, with scales ``[T, 1]``.
         has_columns: whether to write ``[D, T]``, with scales ``[D, 1]``.
     """
-    tops = row_tops.view(torch.int32), column_tops.view(torch.int32)
+    num_rows, width = x.shape[-2:]
     scales = torch.empty_like(row_tops), torch.empty_like(column_tops)
-    rows, columns = _launch(x, tops, scales, (0, 0), dtype, (has_rows, has_columns), _LINES)
-    return rows, scales[0][..., None], columns, scales[1][..., None]
+    rows, columns = _outputs(x, (has_rows, has_columns))
+    _cast_lines[-(-num_rows // BLOCK), -(-width // BLOCK), prod(x.shape[:-2])](
+        x,
+        row_tops.view(torch.int32),
+        column_tops.view(torch.int32),
+        rows,
+        columns,
+        *scales,
+        num_rows,
+        width,
+        torch.finfo(dtype).max,
+        _SMALLEST,
+        dtype == torch.float8_e4m3fn,
+        has_rows,
+        has_columns,
+        x.is_cuda,
+        BLOCK,
+        num_warps=_WARPS,
+    )
+    return rows.view(dtype), scales[0][..., None], columns.view(dtype), scales[1][..., None]
 
 
 def cast_blocks(
@@ -248,57 +312,32 @@ def cast_blocks(
     num_rows, width = x.shape
     down, across = num_rows // BLOCK, width // BLOCK
     place = {"dtype": torch.float32, "device": x.device}
+    rows, columns = _outputs(x, (has_rows, has_columns))
+    constants = _SMALLEST, dtype == torch.float8_e4m3fn, has_rows, has_columns, x.is_cuda, BLOCK
+    # The transpose is written in words.
+    outputs = rows, columns.view(torch.int32) if has_columns else columns
     if is_square:
         strides = -(-across // 4) * 4, -(-down // 4) * 4
         scales = (
             torch.zeros(down, strides[0], **place),
             torch.zeros(across, strides[1], **place),
         )
+        kernel, sizes = _cast_squares, (num_rows, width, *strides)
     else:
-        strides = num_rows, width
         scales = torch.empty(across, num_rows, **place), torch.empty(down, width, **place)
-    grain = _SQUARES if is_square else _BLOCKS
-    rows, columns = _launch(x, (x, x), scales, strides, dtype, (has_rows, has_columns), grain)
+        kernel, sizes = _cast_blocks, (num_rows, width)
+    kernel[down, across](x, *outputs, *scales, *sizes, *constants, num_warps=_BLOCK_WARPS)
+    rows, columns = rows.view(dtype), columns.view(dtype)
     if is_square:
         return rows, scales[0][:, :across], columns, scales[1][:, :down]
     return rows, scales[0].t(), columns, scales[1].t()
 
 
-def _launch(
-    x: Tensor,
-    tops: tuple[Tensor, Tensor],
-    scales: tuple[Tensor, Tensor],
-    strides: tuple[int, int],
-    dtype: torch.dtype,
-    has: tuple[bool, bool],
-    grain: int,
-) -> tuple[Tensor, Tensor]:
+def _outputs(x: Tensor, has: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
     *lead, num_rows, width = x.shape
     shapes = (*lead, num_rows, width), (*lead, width, num_rows)
     rows, columns = (
         torch.empty(shape if is_there else (0, 0), dtype=torch.uint8, device=x.device)
         for shape, is_there in zip(shapes, has, strict=True)
     )
-    _cast[_grid(x)](
-        x,
-        *tops,
-        rows,
-        columns,
-        *scales,
-        num_rows,
-        width,
-        *strides,
-        torch.finfo(dtype).max,
-        _SMALLEST,
-        dtype == torch.float8_e4m3fn,
-        *has,
-        grain,
-        BLOCK,
-        num_warps=_WARPS,
-    )
-    return rows.view(dtype), columns.view(dtype)
-
-
-def _grid(x: Tensor) -> tuple[int, int, int]:
-    num_rows, width = x.shape[-2:]
-    return -(-num_rows // BLOCK), -(-width // BLOCK), prod(x.shape[:-2])
+    return rows, columns
