@@ -7,7 +7,7 @@ references are in ``precision.fp8_fine_cast``, which give the same bits.
 """
 
 from math import prod
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -309,6 +309,7 @@ def cast_blocks(
             of squares ``[T/128, D/128]`` stored by rows that are padded to 4.
         has_columns: whether to write ``[D, T]``, with scales likewise.
     """
+    kernel: Any = _cast_squares if is_square else _cast_blocks
     num_rows, width = x.shape
     down, across = num_rows // BLOCK, width // BLOCK
     place = {"dtype": torch.float32, "device": x.device}
@@ -322,10 +323,10 @@ def cast_blocks(
             torch.zeros(down, strides[0], **place),
             torch.zeros(across, strides[1], **place),
         )
-        kernel, sizes = _cast_squares, (num_rows, width, *strides)
+        sizes = num_rows, width, *strides
     else:
         scales = torch.empty(across, num_rows, **place), torch.empty(down, width, **place)
-        kernel, sizes = _cast_blocks, (num_rows, width)
+        sizes = num_rows, width
     kernel[down, across](x, *outputs, *scales, *sizes, *constants, num_warps=_BLOCK_WARPS)
     rows, columns = rows.view(dtype), columns.view(dtype)
     if is_square:
