@@ -21,7 +21,11 @@ from mcore_moe.dispatch.permutation import (
     unpermute,
     unpermute_reference,
 )
-from mcore_moe.experts.grouped_gemm import add_weight_gradient_plain, has_grouped_kernel
+from mcore_moe.experts.grouped_gemm import (
+    accumulating_linear,
+    add_weight_gradient_plain,
+    has_grouped_kernel,
+)
 from mcore_moe.kernels import quack_gemm
 from mcore_moe.routing.topk import top_experts, top_experts_plain
 from mcore_parallel.grad_slot import grad_slot
@@ -147,6 +151,34 @@ def test_gemms_that_gather_equal_plain_float64(spread, has_main):
     expected = torch.autograd.grad(want, wide, grad.double())
     for a, b in zip((y, *found), (want, *expected), strict=True):
         assert (a.double() - b).abs().max() < 1.6e-2 * b.abs().max()
+
+
+@pytest.mark.parametrize("counts", [[200, 0, 56, 1], [0, 0, 257, 0], [0, 0, 0, 3]], ids=str)
+@pytest.mark.parametrize("has_main", [False, True])
+def test_gemms_of_wide_experts_equal_plain_float64(counts, has_main):
+    torch.manual_seed(0)
+    offsets = expert_offsets(torch.tensor(counts, device="cuda"))
+    num_rows = sum(counts)
+    x = torch.randn(num_rows, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4, 2304, 2048, device="cuda", dtype=torch.bfloat16).mul(0.02)
+    weight.requires_grad_()
+    assert is_taken(x, weight)
+    assert quack_gemm.sorts_faster(weight)
+    slot = grad_slot(weight)
+    slot.main = torch.ones_like(weight, dtype=torch.float32) if has_main else None
+    grad = torch.randn(num_rows, 2304, device="cuda", dtype=torch.bfloat16)
+    if has_main:
+        y = accumulating_linear(x, weight, offsets, linear=grouped_linear)
+    else:
+        y = grouped_linear(x, weight, offsets)
+    found = list(torch.autograd.grad(y, (x, weight), grad, allow_unused=has_main))
+    if slot.main is not None:
+        found[1] = slot.main - 1
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    want = sequential_linear(*wide, offsets)
+    expected = torch.autograd.grad(want, wide, grad.double())
+    for a, b in zip((y, *found), (want, *expected), strict=True):
+        assert (a.double() - b).abs().max() < 1e-2 * b.abs().max()
 
 
 @pytest.mark.parametrize("counts", [[200, 0, 56, 1], [0, 0, 257, 0]], ids=str)

@@ -104,17 +104,24 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, offsets)
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:])
+        return _multiply(x, weight.transpose(1, 2), offsets)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, offsets = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad, grad_weight = grad.contiguous(), None
-        grad_x = F.grouped_mm(grad, weight, offs=offsets[1:]) if needs_x else None
+        grad_x = _multiply(grad, weight, offsets) if needs_x else None
         if needs_weight:
             grad_weight = take_weight_gradient(None, weight, grad, x, offsets)
         return grad_x, grad_weight, None
+
+
+def _multiply(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply sorted rows with weights ``[e, K, N]`` by the fastest GEMM that is there."""
+    if quack_gemm.sorts_faster(weight) and quack_gemm.usable(x, weight):
+        return quack_gemm.multiply(x, weight, offsets)
+    return F.grouped_mm(x, weight, offs=offsets[1:])
 
 
 class _AccumulatingLinear(torch.autograd.Function):

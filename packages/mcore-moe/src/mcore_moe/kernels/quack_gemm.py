@@ -1,9 +1,10 @@
 """quack's grouped GEMMs: they gather their rows themselves and add to main gradients.
 
 Optional (``pip install "mcore-moe[quack]"``, Hopper): the layer takes them after a trial, and
-torch's grouped GEMM otherwise. No copy of the tokens in expert order is ever made. The tiles
-below are those that were fastest on an H200, for experts of width 512 to 1024 and, where rows
-are sorted, to 14336.
+torch's grouped GEMM otherwise. Where they gather, no copy of the tokens in expert order is ever
+made. The tiles below are those that were fastest on an H200: of narrow experts, of which rows
+are gathered, of wide ones, whose rows are sorted, and of their weights' gradients. Experts
+wider still are torch's.
 """
 
 import warnings
@@ -25,10 +26,13 @@ class _Tile:
     m: int
     n: int
     pingpong: bool = False
+    cluster: tuple[int, int] = (2, 1)
 
 
 _WIDEST_GATHERED = 2048
+_NARROWEST_SORTED, _LARGEST_SORTED = 2048, 2**25
 _WIDE, _PINGPONG = _Tile(128, 256), _Tile(128, 192, pingpong=True)
+_ACROSS = _Tile(128, 256, cluster=(1, 2))
 
 
 def multiply(
@@ -45,9 +49,15 @@ def multiply(
         offsets: where the rows of each begin, and the end of the last; int32.
         sources: row of ``x`` for each row of the result; int32.
     """
+    by_order = _ACROSS if sorts_faster(weight) else _PINGPONG
+    return _multiply(x, weight, offsets, sources, by_order if sources is None else _WIDE)
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, offsets: Tensor, sources: Tensor | None, tile: _Tile
+) -> Tensor:
     num_rows = x.shape[0] if sources is None else sources.shape[0]
     out = x.new_empty(num_rows, weight.shape[2])
-    tile = _PINGPONG if sources is None else _WIDE
     _run(tile)(x, weight, out, cu_seqlens_m=offsets, A_idx=sources)
     return out
 
@@ -86,6 +96,12 @@ def gathers_faster(weight: Tensor) -> bool:
     return weight.shape[1] <= _WIDEST_GATHERED
 
 
+def sorts_faster(weight: Tensor) -> bool:
+    """Whether GEMMs of sorted rows beat torch's: seen for 2048 x 4096 to 4096 x 7168."""
+    _, rows, columns = weight.shape
+    return min(rows, columns) >= _NARROWEST_SORTED and rows * columns <= _LARGEST_SORTED
+
+
 def usable(x: Tensor, weight: Tensor) -> bool:
     """Whether these GEMMs may be chosen; the first call tries them, which compiles them."""
     if torch.compiler.is_compiling() or not x.is_cuda or x.dtype != torch.bfloat16:
@@ -111,8 +127,8 @@ def _run(tile: _Tile) -> Any:
         tile_m=tile.m,
         tile_n=tile.n,
         pingpong=tile.pingpong,
-        cluster_m=2,
-        cluster_n=1,
+        cluster_m=tile.cluster[0],
+        cluster_n=tile.cluster[1],
         is_dynamic_persistent=False,
         device_capacity=9,
     )
@@ -141,7 +157,10 @@ def _try_kernels(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     pairs = []
     for kernel in (weight, weight.mT.contiguous().mT):
         want = _plain(rows, kernel)
-        pairs.append((multiply(rows, kernel, offsets), want))
+        pairs += [
+            (_multiply(rows, kernel, offsets, None, tile), want)
+            for tile in (_PINGPONG, _ACROSS)
+        ]
         got = multiply(tokens, kernel, offsets, sources)
         pairs.append((got, _plain(tokens[sources.long()], kernel)))
     wide = wave(16, 128, device=device, dtype=torch.bfloat16)
