@@ -38,6 +38,8 @@ def batches(run: Run, seed: int, count: int = 2, masked: float = 0.0) -> list[Mi
 
     mask = (torch.rand(shape, device="cuda", generator=generator) >= masked).float()
     return [
-        MicroBatch({"tokens": draw(), "labels": draw(), "loss_mask": mask})
+        MicroBatch(
+            run.chunks[0].prepare({"tokens": draw(), "labels": draw(), "loss_mask": mask})
+        )
         for _ in range(count)
     ]

@@ -7,10 +7,11 @@ the layer shares the tokens out among them and sums the results.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -34,6 +35,23 @@ from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
+
+
+class Routed(NamedTuple):
+    """Tokens that know their experts, none of which travels yet."""
+
+    sent: Float[Tensor, "t d"]
+    """What will travel of those that this rank routes."""
+    ids: Int[Tensor, "t k"]
+    """Of ``Routing``, as are the next two."""
+    probs: Float[Tensor, "t k"]
+    keep: Bool[Tensor, "t k"] | None
+    aux: Float[Tensor, ""]
+    """This rank's share of the auxiliary losses."""
+    shared: Float[Tensor, "T D"] | None
+    """What the expert for all tokens says."""
+    num_tokens: int
+    """Of the layer's input: T."""
 
 
 class MoELayer(nn.Module):
@@ -196,29 +214,44 @@ class MoELayer(nn.Module):
         """
         self._check_routers()
         begin, end = self._own_tokens(x.shape[0])
-        own = copy_to(x, self.tp)[begin:end] if self.splits_tokens else x
-        sequences = torch.arange(begin, end, device=x.device) % num_sequences
+        own, sent, sequences = self._own(x, num_sequences)
         own_mask = mask if mask is None else mask[begin:end]
-
-        is_cut_evenly = not self.splits_tokens or x.shape[0] % self.tp.size == 0
-        equal_tokens = self.equal_tokens and self.training and is_cut_evenly
-        sent = cast_factor(own)
-        if self.latent_down is not None:
-            sent = self.latent_down(sent)
+        equal_tokens = self._has_equal_tokens(x.shape[0])
         in_flight = self.dispatcher.begin(sent, equal_tokens=equal_tokens)
         routing, aux = self.router(own, sequences, num_sequences, own_mask)
         shared: list[Tensor] = []
         overlap = None
         if self.router.config.moe_shared_expert_overlap:
             overlap = lambda: shared.append(self._shared_output(x))  # noqa: E731
-        y = self._exchanged(sent, routing, DispatchOptions(equal_tokens, in_flight, overlap))
-        if self.latent_up is not None:
-            y = self.latent_up(y)
-        if self.splits_tokens:
-            y = reduce_from(F.pad(y, (0, 0, begin, x.shape[0] - end)), self.tp)
+        options = DispatchOptions(equal_tokens, in_flight, overlap)
+        y = self._exchanged(sent, routing, options, x.shape[0])
         if self.shared is not None:
             y = y + (shared[0] if shared else self._shared_output(x))
         return y, aux
+
+    def route(self, x: Float[Tensor, "T D"], num_sequences: int = 1) -> Routed:
+        """Do what comes before tokens travel, whose sizes do not depend on routing.
+
+        ``exchange`` does the rest: together they are ``forward``, one after the other.
+
+        Args:
+            x: see ``forward``, as is the other.
+            num_sequences: see there.
+        """
+        self._check_routers()
+        own, sent, sequences = self._own(x, num_sequences)
+        routing, aux = self.router(own, sequences, num_sequences)
+        shared = None if self.shared is None else self._shared_output(x)
+        return Routed(sent, routing.ids, routing.probs, routing.keep, aux, shared, x.shape[0])
+
+    def exchange(self, routed: Routed) -> Float[Tensor, "T D"]:
+        """Send tokens to their experts and add up what these say of each; see ``route``."""
+        equal_tokens = self._has_equal_tokens(routed.num_tokens)
+        in_flight = self.dispatcher.begin(routed.sent, equal_tokens=equal_tokens)
+        routing = Routing(routed.ids, routed.probs, routed.keep)
+        options = DispatchOptions(equal_tokens, in_flight)
+        y = self._exchanged(routed.sent, routing, options, routed.num_tokens)
+        return y if routed.shared is None else y + routed.shared
 
     def take_turns(self, change: Callable[[], None]) -> None:
         """Call a function from now on while tokens, sums or their gradients travel.
@@ -234,7 +267,32 @@ class MoELayer(nn.Module):
         again = self.recompute_shared and self.training
         return recompute(self.shared, x) if again else self.shared(x)
 
-    def _exchanged(self, x: Tensor, routing: Routing, options: DispatchOptions) -> Tensor:
+    def _own(self, x: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens that this rank routes, what travels, and their sequences."""
+        begin, end = self._own_tokens(x.shape[0])
+        own = copy_to(x, self.tp)[begin:end] if self.splits_tokens else x
+        sent = cast_factor(own)
+        if self.latent_down is not None:
+            sent = self.latent_down(sent)
+        return own, sent, torch.arange(begin, end, device=x.device) % num_sequences
+
+    def _has_equal_tokens(self, num_tokens: int) -> bool:
+        is_cut_evenly = not self.splits_tokens or num_tokens % self.tp.size == 0
+        return self.equal_tokens and self.training and is_cut_evenly
+
+    def _exchanged(
+        self, sent: Tensor, routing: Routing, options: DispatchOptions, num_tokens: int
+    ) -> Tensor:
+        """Send tokens to their experts, and return sums for all tokens of the layer."""
+        y = self._by_experts(sent, routing, options)
+        if self.latent_up is not None:
+            y = self.latent_up(y)
+        if self.splits_tokens:
+            begin, end = self._own_tokens(num_tokens)
+            y = reduce_from(F.pad(y, (0, 0, begin, num_tokens - end)), self.tp)
+        return y
+
+    def _by_experts(self, x: Tensor, routing: Routing, options: DispatchOptions) -> Tensor:
         """Send tokens to their experts, and sum what these say of each."""
         config, dispatcher = self.router.config, self.dispatcher
         limit, splits = config.moe_expert_rows_limit, config.moe_split_batch_overlap

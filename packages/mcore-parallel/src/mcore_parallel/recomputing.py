@@ -30,7 +30,8 @@ def recompute(
     """Call a function, save its inputs only, and run it again in backward.
 
     The second run draws the same random numbers as the first, from the default generators and
-    from every named stream; it leaves their states unchanged. Collectives inside the function
+    from every named stream; it leaves their states unchanged. Where a CUDA graph is recorded
+    no state can be read: there the function must draw nothing. Collectives inside the function
     run again too, on every rank alike.
 
     Args:
@@ -48,7 +49,7 @@ def recompute(
         sharded inputs: Rajbhandari et al. 2019, ZeRO, arXiv:1910.02054 (partitioned activation
         checkpointing).
     """
-    again = nullcontext() if streams is None else _Replay(streams)
+    again = nullcontext() if streams is None or _is_recorded() else _Replay(streams)
     kept = [_ShardedInput(arg, shared_by) if _can_cut(arg, shared_by) else arg for arg in args]
     sharded = [arg for arg in kept if isinstance(arg, _ShardedInput)]
     if not sharded:
@@ -94,8 +95,17 @@ def recompute_between(
 
 def _again(function: Callable[..., Any], args: tuple[object, ...], replay: Any) -> Any:
     return checkpoint(
-        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), replay)
+        function,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), replay),
+        preserve_rng_state=not _is_recorded(),
     )
+
+
+def _is_recorded() -> bool:
+    """Whether a CUDA graph is recorded of what runs now."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _ShardedInput:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import cast
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
+from mcore_models.stage_model import StageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
@@ -44,11 +46,13 @@ from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
 from mcore_train.datasets import Datasets, load_datasets
-from mcore_train.graphs.layers import CudaRecorder, LayerRecorder
+from mcore_train.graphs.layers import LayerRecorder
+from mcore_train.graphs.recorders import CudaRecorder
 from mcore_train.graphs.whole_step import BackwardRecorder
 from mcore_train.guards.post_validation import PostValidation
 from mcore_train.loss_scaling import LossScaler
 from mcore_train.optimizers import OPTIMIZERS, BuildRule, build_optimizer
+from mcore_train.options.expert_conflicts import expert_graph_conflicts
 from mcore_train.options.implementation_conflicts import find_implementation_conflicts
 from mcore_train.precision import check_device_format, torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
@@ -246,8 +250,16 @@ def _build_recorder(
     steps = options.cuda_graph_warmup_steps
     if options.cuda_graph_impl == "full_iteration":
         return BackwardRecorder(data_parallel, streams, steps)
-    stacks = list(chain.from_iterable(map(layer_stacks, chunks)))
-    return LayerRecorder(stacks, data_parallel, partial(CudaRecorder, streams), steps, casts)
+    # Experts of other ranks stay outside graphs, as all messages between ranks do.
+    is_one_rank = plan.config.parallelism.expert_model_parallel_size == 1
+    return LayerRecorder(
+        cast("Sequence[StageModel]", chunks),
+        data_parallel,
+        CudaRecorder(streams),
+        steps,
+        casts,
+        records_experts=is_one_rank and not any(expert_graph_conflicts(plan.config, "")),
+    )
 
 
 def _build_chunks(

@@ -84,13 +84,6 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
                     f"--cuda-graph-impl {config.run.cuda_graph_impl} needs a GPU, and this run "
                     "is on the CPU: leave it out here."
                 )
-            if config.parallelism.pipeline_model_parallel_size > 1:
-                # All graphs of a stack share memory: a replay may write over what another
-                # micro-batch in flight keeps for its backward.
-                raise ValueError(
-                    "--cuda-graph-impl local cannot hold the micro-batches that pipelines keep "
-                    "in flight on a GPU: leave it out, or use --pipeline-model-parallel-size 1."
-                )
             # A graph cannot be recorded on the default stream, nor from what began on it.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         ctx = ParallelContext.build(

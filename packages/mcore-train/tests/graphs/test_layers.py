@@ -1,13 +1,10 @@
 """Layers by recordings give the bits of layers launched singly, with a recorder for CPUs."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.context_parallel.packed_sequences import Documents
-from mcore_parallel.layer_stacks import layer_stacks
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
@@ -41,28 +38,54 @@ PIPELINE = {
     "recompute_granularity": "selective",
     "recompute_modules": ("layernorm", "mlp_act"),
 }
-DATA = {
+EXPERTS = {
     "num_layers": 2,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_aux_loss_coeff": 0.1,
+}
+SPREAD = EXPERTS | {
+    "expert_model_parallel_size": 2,
+    "moe_shared_expert_intermediate_size": 16,
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
+    "recompute_granularity": "selective",
+    "recompute_modules": ("layernorm", "moe", "core_attn"),
 }
+TENSOR = EXPERTS | {
+    "tensor_model_parallel_size": 2,
+    "moe_layer_freq": "[0,1]",
+    "normalization": "LayerNorm",
+    "recompute_granularity": "full",
+    "recompute_method": "block",
+}
+CONTEXT = EXPERTS | {
+    "context_parallel_size": 2,
+    "moe_expert_capacity_factor": 0.8,
+    "recompute_granularity": "full",
+}
+CASES = [(PIPELINE, False), (SPREAD, False), (TENSOR, False), (CONTEXT, True)]
+"""Flags of two ranks, and whether experts are recorded too."""
 
 
 class Closures:
     """A recorder that calls a function again and copies what it returns to one place."""
 
-    def __init__(self, streams):
-        self.streams = streams
+    def __init__(self, run):
+        self.streams = run.streams
+        self.counts = [buffer for chunk in run.chunks for buffer in chunk.buffers()]
 
-    def record(self, function):
-        state = self.streams.state()
+    def record(self, function, memory):
+        state, counts = self.streams.state(), [buffer.clone() for buffer in self.counts]
         outputs = function()
         self.streams.set_state(state)  # a graph that is recorded does not run
+        for buffer, count in zip(self.counts, counts, strict=True):
+            buffer.copy_(count)
 
         def replay():
             for own, x in zip(outputs, function(), strict=True):
-                if own is not None:
+                if own is not None and own.data_ptr() != x.data_ptr():
                     own.copy_(x)
 
         return outputs, replay
@@ -79,40 +102,53 @@ class Recording(LayerRecorder):
         super().__exit__(*exception)
 
 
-def trained(flags, *, is_local):
+def recording(run, *, records_experts=False):
+    """Let layers of a run be launched by recordings after one step."""
+    return Recording(
+        run.chunks,
+        run.data_parallel,
+        Closures(run),
+        1,
+        run.weight_casts,
+        records_experts=records_experts,
+    )
+
+
+def trained(flags, **how):
     """Losses and norms, weights and state of this rank, micro-batches that were recorded."""
     config = compose(FLAGS | flags)
     ctx = ParallelContext.build(config.parallelism)
     run = assemble(resolve(config, 2), ctx)
-    stacks = [stack for chunk in run.chunks for stack in layer_stacks(chunk)]
-    if is_local:
-        recorders = partial(Closures, run.streams)
-        run.recorder = Recording(stacks, run.data_parallel, recorders, 1, run.weight_casts)
+    if how:
+        run.recorder = recording(run, **how)
     reports = []
     train(run, Reporter(None), on_report=reports.append)
     shards = run.data_parallel.weight_shards() | run.optimizer.named_shards()
     tensors = {n: [p.data.clone() for p in s.pieces] for n, s in shards.items()}
     ctx.destroy()
-    counts = run.recorder.counts if is_local else []
-    return [(r.loss, r.grad_norm) for r in reports], tensors, counts
+    return reports, tensors, run.recorder.counts if how else []
 
 
 def both():
-    """Train by layers launched singly, and by recordings, over stages and over data ranks."""
+    """Train by layers launched singly, and by recordings, over ranks of every kind."""
     return [
-        (trained(flags, is_local=False), trained(flags, is_local=True))
-        for flags in (PIPELINE, DATA)
+        (trained(flags), trained(flags, records_experts=records_experts))
+        for flags, records_experts in CASES
     ]
+
+
+def numbers(reports):
+    return [(r.loss, r.aux_loss, r.grad_norm, r.experts) for r in reports]
 
 
 def test_layers_by_recordings_train_to_the_bits_of_layers_launched_singly():
     for rank, found in enumerate(run_ranks(both, 2)):
         for plain, local in found:
-            assert local[0] == plain[0]
+            assert numbers(local[0]) == numbers(plain[0])
             for tensor, pieces in plain[1].items():
                 assert all(map(torch.equal, pieces, local[1][tensor])), tensor
         # As many micro-batches as each of a rank's chunks holds at once.
-        assert [local[2] for _, local in found] == [[[4, 2], [3, 1]][rank], [1]]
+        assert [local[2] for _, local in found] == [[[4, 2], [3, 1]][rank], [1], [1], [1]]
 
 
 def batch(length, documents=None):
@@ -125,11 +161,7 @@ def test_batches_of_other_shapes_wait_for_no_graph_and_stop_none_half_way():
     ctx = ParallelContext.single("cpu")
     runs = [assemble(resolve(compose(FLAGS | {"num_layers": 2}), 1), ctx) for _ in range(2)]
     local = runs[1]
-    recorders = partial(Closures, local.streams)
-    stacks = layer_stacks(local.chunks[0])
-    local.recorder = LayerRecorder(
-        stacks, local.data_parallel, recorders, 1, local.weight_casts
-    )
+    local.recorder = recording(local)
     (stack,) = local.recorder.stacks
     found = []
     for length in (16, 16, 8, 8, 16):
@@ -150,14 +182,25 @@ def test_batches_of_other_shapes_wait_for_no_graph_and_stop_none_half_way():
     ("flags", "expected"),
     [
         ({"pipeline_schedule": "zb-h1"}, "cannot cut a layer's backward"),
-        ({"recompute_granularity": "full"}, "recompute-modules layernorm, mlp_act or moe_act"),
-        ({"num_experts": 2}, "was not tried with --num-experts on a GPU"),
-        ({"tensor_model_parallel_size": 2}, "with --tensor-model-parallel-size above 1 on a"),
-        ({"context_parallel_size": 2}, "not tried with --context-parallel-size above 1"),
-        ({"mtp_num_layers": 1}, "not tried with --mtp-num-layers"),
-        ({"multi_latent_attention": True}, "not tried with --multi-latent-attention"),
-        ({"hybrid_override_pattern": "*-*-"}, "not tried with --hybrid-override-pattern"),
-        ({"qk_clip": True}, "not tried with --qk-clip"),
+        (
+            {"recompute_granularity": "full", "hidden_dropout": 0.1},
+            "draws --hidden-dropout 0.1",
+        ),
+        (
+            {"recompute_granularity": "full", "num_layers": 8, "recompute_num_layers": 2},
+            "recomputes layers one by one",
+        ),
+        ({"tensor_model_parallel_size": 2}, "not tried on GPUs with --tensor-model-parallel"),
+        ({"context_parallel_size": 2}, "not tried on GPUs with --context-parallel-size 2"),
+        ({"num_experts": 2, "parallel_residual": "one_norm"}, "cannot be left out"),
+        (
+            {"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"},
+            "for whose rounds the host waits",
+        ),
+        (
+            {"hybrid_override_pattern": "M[SM]M-", "mamba_num_groups": 1},
+            "layers with S of --hybrid-override",
+        ),
         ({"reset_attention_mask": True}, "cannot record packed documents"),
     ],
 )

@@ -52,8 +52,19 @@ def trained(run, counts=(2,) * 6):
         {"fp8_format": "hybrid", "fp8_recipe": "delayed"},
         {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_aux_loss_coeff": 0.01},
         {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_expert_capacity_factor": 0.8},
+        {"recompute_granularity": "full"},
     ],
-    ids=["dense", "dropout", "tied", "sharded", "fp8", "fp8_delayed", "experts", "dropped"],
+    ids=[
+        "dense",
+        "dropout",
+        "tied",
+        "sharded",
+        "fp8",
+        "fp8_delayed",
+        "experts",
+        "dropped",
+        "recomputed",
+    ],
 )
 def test_a_recorded_step_gives_the_bits_of_one_launched_singly(changes):
     with deterministic_algorithms():

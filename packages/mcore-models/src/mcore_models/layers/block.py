@@ -14,6 +14,7 @@ from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.mixers import MIXERS
 from mcore_models.layers.residual import PreNorm, Residual, stream_dropout, stream_norm
+from mcore_moe.layer import Routed
 from mcore_parallel.logical_tensors import layer_mixers, layer_norms
 
 _NO_NORM = nn.Identity()
@@ -76,8 +77,37 @@ class TransformerBlock(nn.Module):
         """
         if self.parallel_residual != "off":
             return self._in_parallel(stream, inputs)
+        return self._in_turn(stream, inputs, len(self.mixers))
+
+    @property
+    def stops_at_experts(self) -> bool:
+        """Whether the last mixer is experts, so that ``to_experts`` is all that precedes."""
+        return self.mixers[-1] == "moe" and self.parallel_residual == "off"
+
+    def to_experts(self, stream: Residual, inputs: BlockInputs) -> tuple[Residual, Routed]:
+        """Do what comes before tokens travel to experts; no size depends on routing.
+
+        ``from_experts`` does the rest: together they are ``forward``, one after the other, but
+        that ``--recompute-modules moe`` has no effect.
+        """
+        stream = self._in_turn(stream, inputs, len(self.mixers) - 1)
+
+        def route(x: Tensor) -> Routed:
+            return self.moe.route(x.flatten(0, 1), num_sequences=x.shape[1])
+
+        return self.residual.read(stream, self._norm(self.norms[-1][0]), route)
+
+    def from_experts(self, stream: Residual, routed: Routed) -> Residual:
+        """Send tokens to experts, and join what these say to the stream; see ``to_experts``."""
+        y, post_norm = self.moe.exchange(routed).view(stream.x.shape), self.norms[-1][1]
+        found = y, routed.aux
+        return self.residual.join(stream, found, self._norm(post_norm) if post_norm else None)
+
+    def _in_turn(self, stream: Residual, inputs: BlockInputs, count: int) -> Residual:
+        """Run the first mixers, each on what the one before has left."""
         beside = None
-        for name, (norm, post_norm) in zip(self.mixers, self.norms, strict=True):
+        halves = list(zip(self.mixers, self.norms, strict=True))
+        for name, (norm, post_norm) in halves[:count]:
             if MIXERS[name].is_beside:
                 stream = Residual(stream.total(), None, stream.aux)
                 beside = self._mixer(name, inputs)(stream.x)

@@ -129,15 +129,32 @@ class PreNorm(nn.Module):
             beside: added to what the norm reads alone, which is then kept whatever
                 ``recomputed`` says; None: nothing.
         """
+        stream, found = self.read(stream, norm, layer, name, beside)
+        return self.join(stream, found, post_norm)
+
+    def read(
+        self,
+        stream: Residual,
+        norm: Norm,
+        layer: Callable[[Tensor], Any],
+        name: str = "",
+        beside: Float[Tensor, "s B D"] | None = None,
+    ) -> tuple[Residual, Any]:
+        """Return the stream with nothing left to add, and what the layer says of its norm.
+
+        The first half of ``forward``, which has the arguments; ``join`` is the other.
+        """
         if beside is not None:
             layer, norm = partial(_read_beside, layer, norm, beside), nn.Identity()
         has_norm = not isinstance(norm, nn.Identity)
         if "layernorm" in self.recomputed and self.training and has_norm:
             stream = Residual(stream.total(), None, stream.aux)  # the norm is made from it
-            found = self._forgetting_norm(norm, layer, stream.x, name)
-        else:
-            normed, stream = stream.normed(norm)
-            found = self.call(layer, normed, name)
+            return stream, self._forgetting_norm(norm, layer, stream.x, name)
+        normed, stream = stream.normed(norm)
+        return stream, self.call(layer, normed, name)
+
+    def join(self, stream: Residual, found: Any, post_norm: Norm | None = None) -> Residual:
+        """Join what a layer said to the stream; see ``read``."""
         y, aux = found if isinstance(found, tuple) else (found, None)
         y = self.dropout(y if post_norm is None else post_norm(y))
         return stream.plus(y if self.multiplier == 1.0 else y * self.multiplier, aux)

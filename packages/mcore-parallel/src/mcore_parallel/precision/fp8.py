@@ -85,6 +85,15 @@ class WeightCasts:
         finally:
             self._kept = None
 
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Forget after it what is made inside: its memory may be written over."""
+        before = None if self._kept is None else dict(self._kept)
+        try:
+            yield
+        finally:
+            self._kept = before
+
     def held(self) -> list[Any]:
         """Return what is kept now, for those who must keep its memory."""
         return list((self._kept or {}).values())

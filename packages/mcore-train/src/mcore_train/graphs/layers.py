@@ -1,10 +1,13 @@
 """Forward and backward of each layer as CUDA graphs, where a whole step cannot be recorded.
 
 Between layers the host stays in charge: it waits for messages of the pipeline, runs any
-schedule, and starts the sums of gradients. A layer has two graphs for each micro-batch that is
-in flight at once, since what its forward keeps must last until its backward. They are recorded
-when a micro-batch first needs them; micro-batches take the first that are free, so that each
-step takes them in the same order. A layer reads its input where the one before has written it.
+schedule, and starts the sums of gradients. A layer of experts whose sizes follow from routing
+is recorded as far as its tokens know their experts (``TransformerBlock.to_experts``); what
+comes after is launched singly. A layer has two graphs for each micro-batch that is in flight
+at once, since what its forward keeps must last until its backward. They are recorded when a
+micro-batch first needs them; micro-batches take the first that are free, so that each step
+takes them in the same order. A layer reads its input where the one before has written it, and
+all backwards write gradients of the stream to one place.
 
 Kernels, their order and their random numbers are those of layers launched singly, so the bits
 are too, but for the sign of zeros: gradients are always added to zeros.
@@ -14,81 +17,48 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
+from mcore_models.config import RecomputeConfig
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.residual import Residual
+from mcore_models.layers.stack import block_groups
 from mcore_models.protocol import MicroBatch
+from mcore_models.stage_model import StageModel
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.grad_slot import slot_of
+from mcore_parallel.layer_stacks import layer_stacks
 from mcore_parallel.precision.fp8 import WeightCasts
-from mcore_parallel.rng import RngStreams
+from mcore_train.graphs.layer_parts import LayerParts, layer_parts
+from mcore_train.graphs.recorders import Recorder, Tensors
 from mcore_train.graphs.whole_step import signature_of
 from mcore_train.losses import StepLosses
 
-Tensors = tuple[Tensor | None, ...]
-Layer = Callable[[Residual, BlockInputs], Residual]
-
-
-class Recorder(Protocol):
-    """Makes of a function what does the same again on the same memory."""
-
-    def record(self, function: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
-        """Return what it returns, to be written by each call of what is returned beside it."""
-
-    def forget(self) -> None:
-        """Let go of all recordings."""
-
-
-class CudaRecorder:
-    """Records CUDA graphs, which share one pool of memory."""
-
-    def __init__(self, streams: RngStreams) -> None:
-        """Record nothing yet; ``streams`` may be drawn from."""
-        self._streams, self._pool = streams, torch.cuda.graph_pool_handle()
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-
-    def record(self, function: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
-        """Record a graph, whose kernels do not run yet."""
-        graph = torch.cuda.CUDAGraph()
-        for generator in self._streams.generators():
-            graph.register_generator_state(generator)
-        # Threads that read data or write checkpoints may go on calling CUDA meanwhile. Not by
-        # torch.cuda.graph, which empties the allocator's cache before each of many graphs.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            outputs = function()
-        finally:
-            graph.capture_end()
-        self._graphs.append(graph)
-        return outputs, graph.replay
-
-    def forget(self) -> None:
-        """Reset all graphs: nccl waits for those that hold its operations."""
-        for graph in self._graphs:
-            graph.reset()
-        self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # none may follow the last of a pool
+_NUM_STREAM = len(Residual._fields)
 
 
 @dataclass(eq=False)
 class _Recording:
-    """A layer for one micro-batch in flight."""
+    """The head of a layer for one micro-batch in flight."""
 
     begin: Tensors
     """What it reads: the stream, as leaves."""
     outputs: Tensors = ()
+    """The stream, then what its tail is given."""
+    live: Tensors = ()
+    """The same with autograd's graph, which backward keeps."""
+    spec: TreeSpec | None = None
+    """What they and ``constants`` are leaves of."""
+    constants: tuple[Any, ...] = ()
     grad_outputs: Tensors = ()
     grads: Tensors = ()
     """Of what it reads, then of its parameters; None: added to main gradients, or none."""
     forward: Callable[[], None] | None = None
     backward: Callable[[], None] | None = None
-    live: Tensors = ()
-    """Outputs with autograd's graph, which backward keeps."""
 
 
 @dataclass(eq=False)
@@ -104,80 +74,65 @@ class LayerGraphs:
     """The layers of one stack, launched as graphs after some steps of launching singly."""
 
     def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        recorder: Recorder,
-        num_warmup_steps: int,
-        casts: WeightCasts,
+        self, modules: Sequence[nn.Module], layers: Sequence[LayerParts], casts: WeightCasts
     ) -> None:
         """Wrap layers; no communication.
 
         Args:
-            layers: of a stack, in forward order; their ``forward`` is replaced.
-            recorder: of graphs.
-            num_warmup_steps: steps that come before recording: they compile, choose
-                algorithms and connect ranks.
+            modules: of a stack, in forward order; their ``forward`` is replaced.
+            layers: how each is launched.
             casts: of weights to fp8, which later micro-batches read where the first wrote.
         """
-        self.layers, self._recorder, self._casts = layers, recorder, casts
-        self._num_warmup_steps = self._num_left = num_warmup_steps
-        self._parameters = [
-            [p for p in layer.parameters() if p.requires_grad] for layer in layers
-        ]
-        self._signature: Any = None
-        self._is_open = False
+        self.layers, self._casts = layers, casts
+        self._recorder: Recorder | None = None
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
         self._current: _Slot | None = None
+        self._grads: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
         self._held: list[Any] = []
-        for place, layer in enumerate(layers):
-            layer.forward = partial(self._call, place, layer.forward)
+        for place, module in enumerate(modules):
+            module.forward = partial(self._call, place)
 
     @property
     def num_recorded(self) -> int:
         """Micro-batches in flight for which all layers have graphs."""
         return sum(len(slot.layers) == len(self.layers) for slot in self._slots)
 
-    def begin_step(self, signature: Any) -> None:
-        """Count a step; weights must have been gathered.
-
-        Args:
-            signature: shapes of all its micro-batches; others than before let go of graphs.
-        """
-        if signature != self._signature:
-            self.forget()
-            self._signature, self._num_left = signature, self._num_warmup_steps + 1
-        self._num_left = max(0, self._num_left - 1)
+    def begin_step(self, recorder: Recorder) -> None:
+        """Launch layers as graphs until ``end_step``; weights must have been gathered."""
         self._free = list(self._slots)  # whatever a step left open
-        self._is_open = True
+        self._recorder = recorder
 
     def end_step(self) -> None:
         """Launch layers singly until the next step begins."""
-        self._is_open = False
+        self._recorder = None
 
     def forget(self) -> None:
-        """Let go of graphs and their memory."""
-        self._recorder.forget()
-        self._slots, self._free, self._current, self._held = [], [], None, []
+        """Let go of the memory of graphs, which the recorder has forgotten."""
+        self._slots, self._free, self._current = [], [], None
+        self._held, self._grads = [], {}
 
-    def _call(
-        self, place: int, forward: Layer, stream: Residual, inputs: BlockInputs
-    ) -> Residual:
-        if self._num_left or not self._is_open or not torch.is_grad_enabled():
-            return forward(stream, inputs)
+    def _call(self, place: int, stream: Residual, inputs: BlockInputs) -> Residual:
+        layer = self.layers[place]
+        if self._recorder is None or not torch.is_grad_enabled():
+            return layer.forward(stream, inputs)
         if place == 0:
             self._current = self._take(inputs)
         slot = self._current
         assert slot is not None
         if place not in slot.layers:
-            slot.layers[place] = self._record(place, forward, stream, slot)
-        found = _Replay.apply(self, slot, place, *stream, *self._parameters[place])
-        return Residual(*found)
+            slot.layers[place] = self._record(place, stream, slot, self._recorder)
+        made = slot.layers[place]
+        found = _Replay.apply(self, slot, place, *stream, *layer.parameters)
+        both = zip(found, made.constants, strict=True)
+        assert made.spec is not None
+        left, given = tree_unflatten([c if x is None else x for x, c in both], made.spec)
+        return layer.tail(left, given)
 
     def _take(self, inputs: BlockInputs) -> _Slot:
         """Take the first free slot for a micro-batch, or make one."""
         tables = _tables(inputs)
-        for parameter in chain.from_iterable(self._parameters):
+        for parameter in chain.from_iterable(layer.parameters for layer in self.layers):
             if (gradient := slot_of(parameter)) is not None and gradient.take_stale():
                 gradient.zero()
         if self._free:
@@ -191,10 +146,12 @@ class LayerGraphs:
         self._slots.append(_Slot(len(self._slots), kept))
         return self._slots[-1]
 
-    def _record(self, place: int, forward: Layer, stream: Residual, slot: _Slot) -> _Recording:
+    def _record(
+        self, place: int, stream: Residual, slot: _Slot, recorder: Recorder
+    ) -> _Recording:
         before = slot.layers[place - 1].outputs if place else ()
         own = {x.data_ptr() for x in before if x is not None}
-        begin = tuple(
+        begin: Any = tuple(
             None
             if x is None
             else (x.detach() if x.data_ptr() in own else x.detach().clone()).requires_grad_(
@@ -202,42 +159,66 @@ class LayerGraphs:
             )
             for x in stream
         )
-        made = _Recording(begin)
-        inputs = [x for x in (*begin, *self._parameters[place]) if x is not None]
-        inputs = [x for x in inputs if x.requires_grad]
+        made, layer = _Recording(begin), self.layers[place]
 
         def run_forward() -> Tensors:
             with torch.enable_grad():
-                begin: Any = made.begin
-                made.live = tuple(forward(Residual(*begin), slot.inputs))
+                leaves, made.spec = tree_flatten(layer.head(Residual(*begin), slot.inputs))
+            made.live = tuple(x if isinstance(x, Tensor) else None for x in leaves)
+            made.constants = tuple(None if isinstance(x, Tensor) else x for x in leaves)
             return tuple(x if x is None else x.detach() for x in made.live)
+
+        # One slot's forward must not write over what another keeps for its backward.
+        memory = id(self), slot.number
+        made.outputs, made.forward = recorder.record(run_forward, memory)
+        self._held.append(self._casts.held())
+        self._record_backward(made, layer.parameters, recorder)
+        return made
+
+    def _record_backward(
+        self, made: _Recording, parameters: list[nn.Parameter], recorder: Recorder
+    ) -> None:
+        made.grad_outputs = self._gradients(made.live)
+        into = self._gradients(made.begin)
+        leaves = [*made.begin, *parameters]
+        inputs = [x for x in leaves if x is not None and x.requires_grad]
 
         def run_backward() -> Tensors:
             pairs = [
                 (x, g)
                 for x, g in zip(made.live, made.grad_outputs, strict=True)
-                if x is not None and x.requires_grad
+                if x is not None and g is not None
             ]
             outputs, grads = zip(*pairs, strict=True)
-            return torch.autograd.grad(
-                outputs, inputs, grads, retain_graph=True, allow_unused=True
+            found = iter(
+                torch.autograd.grad(
+                    outputs, inputs, grads, retain_graph=True, allow_unused=True
+                )
             )
+            grads = [next(found) if x is not None and x.requires_grad else None for x in leaves]
+            own = _written(into, grads[:_NUM_STREAM])
+            return *own, *grads[_NUM_STREAM:]
 
-        made.outputs, made.forward = self._recorder.record(run_forward)
-        made.grad_outputs = tuple(
-            None if x is None else torch.zeros_like(x) for x in made.outputs
-        )
-        found, made.backward = self._recorder.record(run_backward)
-        grads = iter(found)
-        made.grads = tuple(
-            next(grads) if x is not None and x.requires_grad else None
-            for x in (*begin, *self._parameters[place])
-        )
-        self._held.append(self._casts.held())
-        return made
+        # Backwards run one after the other, and what they return is used at once; but a cast
+        # that another read would have been written over.
+        with self._casts.forgetting():
+            made.grads, made.backward = recorder.record(run_backward, "backward")
+
+    def _gradients(self, tensors: Tensors) -> Tensors:
+        """Return where gradients of tensors lie, which all backwards of the stack share."""
+        found: list[Tensor | None] = []
+        for number, x in enumerate(tensors):
+            if x is None or not x.requires_grad:
+                found.append(None)
+                continue
+            key = number, x.shape, x.dtype
+            if key not in self._grads:
+                self._grads[key] = torch.zeros_like(x, memory_format=torch.contiguous_format)
+            found.append(self._grads[key])
+        return tuple(found)
 
     def run_forward(self, slot: _Slot, place: int, stream: Tensors) -> _Recording:
-        """Launch a layer's forward."""
+        """Launch the forward of a layer's head."""
         made = slot.layers[place]
         _copy(made.begin, stream)
         assert made.forward is not None
@@ -245,7 +226,7 @@ class LayerGraphs:
         return made
 
     def run_backward(self, slot: _Slot, place: int, grads: Tensors) -> Tensors:
-        """Launch a layer's backward; return the gradients of stream and parameters."""
+        """Launch the backward of a head; return the gradients of stream and parameters."""
         made = slot.layers[place]
         for own, grad in zip(made.grad_outputs, grads, strict=True):
             if own is not None and grad is None:
@@ -264,27 +245,38 @@ class LayerRecorder:
 
     def __init__(
         self,
-        stacks: Sequence[Sequence[nn.Module]],
+        chunks: Sequence[StageModel],
         data_parallel: GradientSync,
-        recorders: Callable[[], Recorder],
+        recorder: Recorder,
         num_warmup_steps: int,
         casts: WeightCasts,
+        *,
+        records_experts: bool,
     ) -> None:
-        """Wrap the layers of all stacks of this rank; see ``LayerGraphs``.
+        """Wrap the layers of this rank, and take over which are recomputed whole.
 
         Args:
-            stacks: of ``layer_stacks``.
+            chunks: of the model.
             data_parallel: holds weights and gradients.
-            recorders: makes what records one stack.
-            num_warmup_steps: see there.
-            casts: see there.
+            recorder: of graphs.
+            num_warmup_steps: steps that come before recording: they compile, choose
+                algorithms and connect ranks.
+            casts: see ``LayerGraphs``.
+            records_experts: whether experts are recorded too: no size depends on routing.
         """
-        self._data_parallel = data_parallel
-        self.stacks = [
-            LayerGraphs(layers, recorders(), num_warmup_steps, casts)
-            for layers in stacks
-            if layers
-        ]
+        self._data_parallel, self._recorder = data_parallel, recorder
+        self._num_warmup_steps = self._num_left = num_warmup_steps
+        self._signature: Any = None
+        self.stacks: list[LayerGraphs] = []
+        for chunk in chunks:
+            for modules in filter(None, layer_stacks(chunk)):
+                layers = [
+                    layer_parts(module, chunk.streams, is_recomputed, records_experts)
+                    for group, is_recomputed in block_groups(modules, chunk.recomputing)
+                    for module in group
+                ]
+                self.stacks.append(LayerGraphs(modules, layers, casts))
+            chunk.recomputing = RecomputeConfig()
 
     def __call__(
         self, compute: Callable[[Any], StepLosses], batches: Sequence[MicroBatch]
@@ -301,9 +293,16 @@ class LayerRecorder:
                 "micro-batches of one step differ in shape, and the graphs of its layers do "
                 "not: pad them to one length, or leave --cuda-graph-impl out."
             )
+        if first != self._signature:
+            self.forget()
+            self._signature, self._num_left = first, self._num_warmup_steps
+        elif self._num_left:
+            self._num_left -= 1
+        if self._num_left:
+            return compute(batches)
         self._data_parallel.wait_params()  # gathers that began outside graphs
         for stack in self.stacks:
-            stack.begin_step(first)
+            stack.begin_step(self._recorder)
         try:
             return compute(batches)
         finally:
@@ -314,6 +313,11 @@ class LayerRecorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all graphs and their memory."""
+        self._recorder.forget()
         for stack in self.stacks:
             stack.forget()
 
@@ -322,13 +326,14 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, graphs: LayerGraphs, slot: _Slot, place: int, *tensors: Tensor | None
-    ) -> Tensors:
+    ) -> Tensor:
         ctx.graphs, ctx.slot, ctx.place = graphs, slot, place
         ctx.set_materialize_grads(False)
-        made = graphs.run_forward(slot, place, tensors[: len(Residual._fields)])
+        made = graphs.run_forward(slot, place, tensors[:_NUM_STREAM])
         is_last = place == len(graphs.layers) - 1  # what follows may keep it, or send it
         found = tuple(
-            x if x is None else x.clone() if is_last else x.detach() for x in made.outputs
+            x if x is None else x.clone() if is_last and n < _NUM_STREAM else x.detach()
+            for n, x in enumerate(made.outputs)
         )
         ctx.mark_non_differentiable(
             *(
@@ -342,6 +347,17 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return None, None, None, *ctx.graphs.run_backward(ctx.slot, ctx.place, grads)
+
+
+def _written(to: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> Tensors:
+    """Write gradients to their places; return the places, or None for what has none."""
+    places = {x.data_ptr() for x in to if x is not None}
+    apart = []  # from what is written first
+    for own, g in zip(to, grads, strict=True):
+        is_elsewhere = own is None or g is None or g.data_ptr() not in places - {own.data_ptr()}
+        apart.append(g if is_elsewhere else g.clone())
+    _copy(to, apart)
+    return tuple(None if g is None else own for own, g in zip(to, apart, strict=True))
 
 
 def _tables(inputs: BlockInputs) -> tuple[Any, Any, Tensor | None]:

@@ -35,11 +35,6 @@ def expert_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
             f"{name} can record experts only as grouped GEMMs: use --bf16, leave out "
             "--no-moe-grouped-gemm, and make their sizes multiples of 8; or leave it out."
         )
-    if experts.moe_router_load_balancing_type == "sinkhorn":
-        yield (
-            f"{name} cannot record --moe-router-load-balancing-type sinkhorn, for whose rounds "
-            "the host waits: leave out one of the two."
-        )
 
 
 def _pair_conflicts(config: TrainConfig) -> Iterator[str]:

@@ -6,24 +6,28 @@ from mcore_models.config import TransformerConfig
 from mcore_train.composition import TrainConfig
 from mcore_train.options.expert_conflicts import expert_graph_conflicts
 
+_DRAW_NOTHING = frozenset({"layernorm", "mlp_act", "moe_act"})
+"""Of ``--recompute-modules``: made again by elementwise operations alone."""
+
 
 def find_graph_conflicts(config: TrainConfig) -> Iterator[str]:
     """Name what a recorded step or layer cannot hold, one line each: see ``graphs``."""
     name = f"--cuda-graph-impl {config.run.cuda_graph_impl}"
-    is_local = config.run.cuda_graph_impl == "local"
-    if config.experts.num_experts and not is_local:
-        yield from expert_graph_conflicts(config, name)
-    if is_local:
+    if config.run.cuda_graph_impl == "local":
         yield from _layer_graph_conflicts(config, name)
-    elif config.parallelism.pipeline_model_parallel_size > 1:
+    else:
+        if config.experts.num_experts:
+            yield from expert_graph_conflicts(config, name)
+        if config.parallelism.pipeline_model_parallel_size > 1:
+            yield (
+                f"{name} cannot record pipeline stages, whose hosts wait for messages: use "
+                "local, or --pipeline-model-parallel-size 1."
+            )
+    yield from _recompute_conflicts(config, name)
+    if config.experts.moe_router_load_balancing_type == "sinkhorn":
         yield (
-            f"{name} cannot record pipeline stages, whose hosts wait for messages: leave it "
-            "out, or use --pipeline-model-parallel-size 1."
-        )
-    if not is_local and config.recomputation.recompute_granularity:
-        yield (
-            f"{name} cannot record recomputation, which reads random states on the host: leave "
-            "out one of the two. Graphs pay for small models, which need no recomputation."
+            f"{name} cannot record --moe-router-load-balancing-type sinkhorn, for whose rounds "
+            "the host waits: leave out one of the two."
         )
     if config.data.reset_attention_mask or config.data.dataloader_inter_document_masking:
         yield (
@@ -34,31 +38,53 @@ def find_graph_conflicts(config: TrainConfig) -> Iterator[str]:
 
 def _layer_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
     """What graphs of single layers cannot hold."""
-    model, parallel = config.model, config.parallelism
+    model, recomputation, parallel = config.model, config.recomputation, config.parallelism
+    for option, size in (
+        ("--tensor-model-parallel-size", parallel.tensor_model_parallel_size),
+        ("--context-parallel-size", parallel.context_parallel_size),
+    ):
+        if size > 1:
+            yield (
+                f"{name} was not tried on GPUs with {option} {size}, whose messages would be "
+                "in the graphs: leave out one of the two."
+            )
     if type(model) is not TransformerConfig:
         yield f"{name} records layers of mcore-train gpt alone: leave it out."
-    for option, is_on in (
-        ("--num-experts", config.experts.num_experts),
-        ("--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
-        ("--context-parallel-size above 1", parallel.context_parallel_size > 1),
-        ("--mtp-num-layers", model.mtp_num_layers),
-        ("--multi-latent-attention", model.multi_latent_attention),
-        ("--hybrid-override-pattern", model.hybrid_override_pattern),
-        ("--qk-clip", config.qk_clipping.qk_clip),
-    ):
-        if is_on:
-            yield f"{name} was not tried with {option} on a GPU: leave out one of the two."
+    if "S" in model.hybrid_override_pattern:
+        yield (
+            f"{name} cannot record layers with S of --hybrid-override-pattern, which read more "
+            "than the layer before: leave it out."
+        )
+    if config.experts.num_experts and model.parallel_residual != "off":
+        for problem in expert_graph_conflicts(config, name):
+            yield f"{problem} Beside attention (--parallel-residual) they cannot be left out."
     if config.pipeline.splits_backward or config.pipeline.overlap_moe_expert_parallel_comm:
         yield (
             f"{name} cannot cut a layer's backward: use --pipeline-schedule 1f1b or "
             "interleaved, without --overlap-moe-expert-parallel-comm."
         )
-    modules = config.recomputation.recompute_modules
-    cheap = {"layernorm", "mlp_act", "moe_act"}
-    granularity = config.recomputation.recompute_granularity
-    if granularity == "full" or (granularity and not set(modules) <= cheap):
+    if recomputation.recompute_method != "block" and recomputation.recompute_num_layers > 1:
         yield (
-            f"{name} cannot record recomputation that reads random states on the host: use "
-            "--recompute-granularity selective with --recompute-modules layernorm, mlp_act or "
-            "moe_act."
+            f"{name} recomputes layers one by one: use --recompute-num-layers 1, or "
+            "--recompute-method block."
         )
+
+
+def _recompute_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
+    """What is recomputed draws no random numbers, whose state the host would read."""
+    granularity = config.recomputation.recompute_granularity
+    modules = set(config.recomputation.recompute_modules)
+    if not granularity or (granularity == "selective" and modules <= _DRAW_NOTHING):
+        return
+    model, experts = config.model, config.experts
+    for option, value in (
+        ("--attention-dropout", model.attention_dropout),
+        ("--hidden-dropout", model.hidden_dropout),
+        ("--moe-input-jitter-eps", experts.moe_input_jitter_eps),
+    ):
+        if value:
+            yield (
+                f"{name} cannot record recomputation that draws {option} {value} again, for "
+                "which the host reads a random state: use 0, or --recompute-granularity "
+                f"selective with --recompute-modules {', '.join(sorted(_DRAW_NOTHING))}."
+            )

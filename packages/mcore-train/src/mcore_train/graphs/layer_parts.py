@@ -1,0 +1,72 @@
+"""Which part of a layer is recorded as a graph, and which is launched singly behind it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.residual import Residual
+from mcore_parallel.recomputing import recompute
+from mcore_parallel.rng import RngStreams
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A layer as it is launched: ``tail(*head(stream, inputs))`` is ``forward``."""
+
+    forward: Callable[[Residual, BlockInputs], Residual]
+    """All of it, singly."""
+    head: Callable[[Residual, BlockInputs], tuple[Residual, Any]]
+    """What is recorded, of which no size depends on routing."""
+    tail: Callable[[Residual, Any], Residual]
+    """What follows singly, of the stream and what the head returns beside it."""
+    parameters: list[nn.Parameter]
+    """Of the head."""
+
+
+def layer_parts(
+    layer: Any, streams: RngStreams, is_recomputed: bool, records_experts: bool
+) -> LayerParts:
+    """Take a layer apart.
+
+    Args:
+        layer: a ``TransformerBlock``.
+        streams: that it draws from.
+        is_recomputed: whether backward computes all of it again.
+        records_experts: whether experts are recorded too; else they are the tail.
+    """
+    forward = layer.forward
+
+    def whole(stream: Residual, inputs: BlockInputs) -> tuple[Residual, None]:
+        return forward(stream, inputs), None
+
+    head, tail, late = whole, _nothing, set()
+    if not records_experts and layer.stops_at_experts:
+        head, tail = layer.to_experts, layer.from_experts
+        late = set(layer.moe.experts.parameters())
+        if is_recomputed or "moe" in layer.residual.recomputed:
+            tail = partial(recompute, tail, streams=streams)
+    if is_recomputed:
+        forward, head = _recomputed(forward, streams), _recomputed(head, streams)
+    parameters = [p for p in layer.parameters() if p.requires_grad and p not in late]
+    return LayerParts(forward, head, tail, parameters)
+
+
+def _nothing(stream: Residual, _: None) -> Residual:
+    return stream
+
+
+def _recomputed(function: Callable[..., Any], streams: RngStreams) -> Callable[..., Any]:
+    """Return a function of a layer's input that keeps nothing else until backward."""
+
+    def run(stream: Residual, inputs: BlockInputs) -> Any:
+        def again(x: Tensor, aux: Tensor) -> Any:
+            return function(Residual(x, None, aux), inputs)
+
+        # The sum, so that one tensor is kept, not two.
+        return recompute(again, stream.total(), stream.aux, streams=streams)
+
+    return run

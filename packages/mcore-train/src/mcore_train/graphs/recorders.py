@@ -1,0 +1,65 @@
+"""What records functions on the device as CUDA graphs, and where their memory lies."""
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_parallel.rng import RngStreams
+
+Tensors = tuple[Tensor | None, ...]
+
+
+class Recorder(Protocol):
+    """Makes of a function what does the same again on the same memory."""
+
+    def record(
+        self, function: Callable[[], Tensors], memory: Hashable
+    ) -> tuple[Tensors, Callable[[], None]]:
+        """Return what it returns, to be written by each call of what is returned beside it.
+
+        Args:
+            function: recorded.
+            memory: names the memory that it shares. What a function lets go of is given to
+                those recorded after it there: calling it again overwrites what they keep.
+        """
+
+    def forget(self) -> None:
+        """Let go of all recordings."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs, each in one of several pools of memory."""
+
+    def __init__(self, streams: RngStreams) -> None:
+        """Record nothing yet; ``streams`` may be drawn from."""
+        self._streams = streams
+        self._pools: dict[Hashable, tuple[int, int]] = {}
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def record(
+        self, function: Callable[[], Tensors], memory: Hashable
+    ) -> tuple[Tensors, Callable[[], None]]:
+        """Record a graph, whose kernels do not run yet."""
+        if memory not in self._pools:
+            self._pools[memory] = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._streams.generators():
+            graph.register_generator_state(generator)
+        # Threads that read data or write checkpoints may go on calling CUDA meanwhile. Not by
+        # torch.cuda.graph, which empties the allocator's cache before each of many graphs.
+        graph.capture_begin(pool=self._pools[memory], capture_error_mode="thread_local")
+        try:
+            outputs = function()
+        finally:
+            graph.capture_end()
+        self._graphs.append(graph)
+        return outputs, graph.replay
+
+    def forget(self) -> None:
+        """Reset all graphs: nccl waits for those that hold its operations."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self._pools.clear()  # none may follow the last of a pool
