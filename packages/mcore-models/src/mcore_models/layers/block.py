@@ -6,7 +6,7 @@ layers consist of says ``layer_mixers``.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -14,7 +14,7 @@ from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.mixers import MIXERS
 from mcore_models.layers.residual import PreNorm, Residual, stream_dropout, stream_norm
-from mcore_moe.layer import Routed
+from mcore_moe.layer import MoELayer, Routed
 from mcore_parallel.logical_tensors import layer_mixers, layer_norms
 
 _NO_NORM = nn.Identity()
@@ -93,15 +93,18 @@ class TransformerBlock(nn.Module):
         stream = self._in_turn(stream, inputs, len(self.mixers) - 1)
 
         def route(x: Tensor) -> Routed:
-            return self.moe.route(x.flatten(0, 1), num_sequences=x.shape[1])
+            return self._experts().route(x.flatten(0, 1), num_sequences=x.shape[1])
 
         return self.residual.read(stream, self._norm(self.norms[-1][0]), route)
 
     def from_experts(self, stream: Residual, routed: Routed) -> Residual:
         """Send tokens to experts, and join what these say to the stream; see ``to_experts``."""
-        y, post_norm = self.moe.exchange(routed).view(stream.x.shape), self.norms[-1][1]
+        y, post_norm = self._experts().exchange(routed).view(stream.x.shape), self.norms[-1][1]
         found = y, routed.aux
         return self.residual.join(stream, found, self._norm(post_norm) if post_norm else None)
+
+    def _experts(self) -> MoELayer:
+        return cast("MoELayer", self.get_submodule("moe"))
 
     def _in_turn(self, stream: Residual, inputs: BlockInputs, count: int) -> Residual:
         """Run the first mixers, each on what the one before has left."""

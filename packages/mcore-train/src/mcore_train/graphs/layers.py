@@ -326,7 +326,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, graphs: LayerGraphs, slot: _Slot, place: int, *tensors: Tensor | None
-    ) -> Tensor:
+    ) -> Any:
         ctx.graphs, ctx.slot, ctx.place = graphs, slot, place
         ctx.set_materialize_grads(False)
         made = graphs.run_forward(slot, place, tensors[:_NUM_STREAM])

@@ -1,7 +1,7 @@
 """What records functions on the device as CUDA graphs, and where their memory lies."""
 
 from collections.abc import Callable, Hashable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class CudaRecorder:
     def __init__(self, streams: RngStreams) -> None:
         """Record nothing yet; ``streams`` may be drawn from."""
         self._streams = streams
-        self._pools: dict[Hashable, tuple[int, int]] = {}
+        self._pools: dict[Hashable, Any] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def record(
