@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt.storage.paths import complete_steps
-from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.cli import main
@@ -77,15 +76,6 @@ def test_precision_auto_takes_the_format_of_the_gpu_and_its_options(monkeypatch)
     capabilities[0] = (8, 0)
     with pytest.raises(ValueError, match="--loss-scale has no effect without --fp16"):
         with_device_precision(config, 0)
-
-
-def test_layers_are_not_recorded_for_pipeline_stages_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(launcher, "initialize", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(launcher, "shut_down", lambda: None)
-    more = {"cuda_graph_impl": "local", "pipeline_model_parallel_size": 2, "mock_data": True}
-    plan = resolve(compose(RUN | more), 2)
-    with pytest.raises(ValueError, match="in flight on a GPU"), joined_world(plan):
-        pass
 
 
 def test_a_program_without_a_terminal_joins_a_world_whose_faults_leave_a_stack(monkeypatch):
