@@ -112,6 +112,10 @@ def delete(path):
     return change
 
 
+def for_an_engine(home):
+    Path(home, "hf/model.safetensors").rename(Path(home, "hf/rank0.safetensors"))
+
+
 def shards_without_one(home):
     delete("hf/model.safetensors")(home)
     places = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
@@ -175,6 +179,7 @@ WRONG = {
     ),
     "a shard that is missing": (shards_without_one, IN, 1, "of-00002.safetensors is missing"),
     "an empty weight file": (write("hf/model.safetensors", b""), IN, 1, "it has no header"),
+    "an engine's weights": (for_an_engine, IN, 2, "hf is a checkpoint for TensorRT-LLM"),
     "no weights": (delete("hf/model.safetensors"), IN, 2, "hf has neither model.safetensors"),
     "an absent input": (None, IN.replace("hf --", "absent --"), 2, "absent is no Hugging Face"),
     "a file as input": (

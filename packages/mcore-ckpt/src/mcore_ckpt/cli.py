@@ -169,7 +169,8 @@ def upcycle(folder: Path, /, *, output: Path, experts: UpcycleOptions) -> int:
     """Make a mixture of experts of a dense model; training goes on from the result.
 
     Args:
-        folder: Run folder (its latest step) or step folder of a dense model.
+        folder: Dense model: run folder (its latest step), step folder, or a folder of Hugging
+            Face or Megatron.
         output: Run folder that gets the release.
         experts: what they shall be.
     """

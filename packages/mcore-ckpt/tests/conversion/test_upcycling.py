@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mcore_ckpt.cli import main
+from mcore_ckpt.conversion.conversion import convert
 from mcore_ckpt.conversion.upcycling import UpcycleOptions, upcycle
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.save_load.saving import save
@@ -90,6 +92,27 @@ def test_an_upcycled_model_computes_what_the_dense_one_did(tmp_path, kind, granu
     routers = [block.moe.router.weight for block in model.blocks.values()]
     assert all(len(router.unique(dim=0)) == 6 // granularity for router in routers)
     assert not torch.equal(routers[0], routers[1])
+
+
+@pytest.mark.parametrize("form", ["hf", "megatron"])
+def test_a_folder_of_another_format_is_upcycled_as_it_is(tmp_path, form):
+    expected = save_dense(
+        tmp_path / "dense",
+        **KINDS["gated"],
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+    )
+    convert("mcore", tmp_path / "dense", form, tmp_path / form)
+    options = UpcycleOptions(num_experts=4)
+    upcycle(tmp_path / form, tmp_path / "moe", options)
+    result, _ = upcycled_logits(tmp_path / "moe")
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
+    of_ours = upcycle(tmp_path / "dense", tmp_path / "moe of ours", options)
+    theirs = resolve_folder(tmp_path / "moe")
+    one, other = (load_file(step / "rank_00000.safetensors") for step in (of_ours, theirs))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_command_upcycles_some_layers_and_refuses_what_cannot_be(tmp_path, capsys, caplog):

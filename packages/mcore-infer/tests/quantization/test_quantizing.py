@@ -269,6 +269,7 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
     assert get_args(get_type_hints(QuantizeConfig)["method"]) == (*METHODS, "mixed")
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(TEXT)
+    (short := tmp_path / "short.txt").write_text(TEXT[:255])
     given = {
         "--load": str(run),
         "--method": "gptq",
@@ -308,6 +309,7 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
         ({"output": fresh, "method": "mixed", "budget": "16"}, "every matrix in 16 bits"),
         ({"output": fresh, "load": str(out), "tokenizer": model[3]}, "quantized already"),
         ({"output": fresh, "group_size": "40"}, "no multiple of the group of 40"),
+        ({"output": fresh, "calibration_data": str(short)}, "has 255 tokens: give 256"),
     ):
         assert quantized(**changed) == 2, changed
         said = capsys.readouterr()

@@ -20,11 +20,16 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.conversion.options import UpcycleOptions
-from mcore_ckpt.conversion.resharding import native_steps, write_step
+from mcore_ckpt.conversion.resharding import write_whole
+from mcore_ckpt.conversion.targets import write_small_files
 from mcore_ckpt.families.common.experts import MOE_DEFAULTS
-from mcore_ckpt.mapping.row_streams import Progress, Source, row_groups, slabs, with_progress
-from mcore_ckpt.storage.files import DTYPES, Item, Reader
-from mcore_ckpt.storage.paths import RELEASE
+from mcore_ckpt.formats.recognition import folder_format
+from mcore_ckpt.formats.sources import PREFIX, opened
+from mcore_ckpt.mapping.row_streams import Progress, Rows, row_groups, slabs, with_progress
+from mcore_ckpt.storage.checksums import sealed
+from mcore_ckpt.storage.files import DTYPES, Item
+from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
+from mcore_ckpt.storage.paths import RELEASE, commit, resolve_folder
 from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.logical_tensors import moe_layers
 
@@ -43,7 +48,8 @@ def upcycle(
     Streams slabs of rows: no tensor is held whole.
 
     Args:
-        source: run folder (its latest step) or step folder of a dense model.
+        source: run folder (its latest step) or step folder of a dense model, or its folder in
+            the format of Hugging Face or Megatron.
         output: run folder that gets the release.
         options: what the experts shall be.
         on_progress: called for each slab written.
@@ -57,8 +63,10 @@ def upcycle(
         CheckpointError: if files are damaged, the disk is full, or the output holds a release.
             Then nothing is left of the output.
     """
-    output = as_path(output)
-    ((step, index),) = native_steps(output, source)
+    output, folder = as_path(output), resolve_folder(as_path(source), takes_any=True)
+    form = folder_format(folder) or "mcore"
+    check_place(output, folder)
+    check_run_folder(output)
     if options.moe_router_topk % options.moe_upcycling_granularity:
         log.warning(
             "--moe-router-topk %d is no multiple of --moe-upcycling-granularity %d: the new "
@@ -66,30 +74,23 @@ def upcycle(
             options.moe_router_topk,
             options.moe_upcycling_granularity,
         )
-    description = _dense_description(step, index.extra)
-    layers = _layers(step, description, options)
-    weights = {n: e for n, e in index.tensors.items() if n.startswith("model.")}
-    with Reader(step) as reader:
-        items = _items(Source(reader, weights), layers, options)
-        dense_width = weights[f"model.blocks.{layers[0]}.mlp.fc2.weight"].shape[1]
+    with opened(form, folder) as found:
+        description = found.description
+        if description.get("moe", {}).get("num_experts", 0):
+            raise ValueError(f"{folder} holds experts already: upcycle a dense model.")
+        layers = _layers(folder, description, options)
+        items = _items(found.ours, layers, options)
+        dense_width = found.ours.entries[f"blocks.{layers[0]}.mlp.fc2.weight"].shape[1]
         moe = {
             **_fields(options),
             "moe_ffn_hidden_size": dense_width // options.moe_upcycling_granularity,
         }
-        extra = {"model": {**description, "moe": moe}, "upcycled": str(step)}
-        items = with_progress(items, on_progress)
-        return write_step(output, RELEASE, items, extra, (step, index))
-
-
-def _dense_description(step: Path, extra: Mapping[str, Any]) -> dict[str, Any]:
-    description = extra.get("model")
-    if not description or "config" not in description:
-        raise ValueError(
-            f"{step} does not say which model it holds: write it by training or convert."
-        )
-    if description.get("moe", {}).get("num_experts", 0):
-        raise ValueError(f"{step} holds experts already: upcycle a dense model.")
-    return dict(description)
+        extra = {"model": {**description, "moe": moe}, "upcycled": str(folder)}
+        check_room(output, sum(item.num_bytes for item in items))
+        with fresh_step(output, RELEASE) as target:
+            index = write_whole(target, with_progress(items, on_progress), extra)
+            write_small_files(target, found)
+            return commit(target, output, RELEASE, sealed(index, target))
 
 
 def _layers(step: Path, description: Mapping[str, Any], options: UpcycleOptions) -> list[int]:
@@ -114,15 +115,17 @@ def _fields(options: UpcycleOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def _items(source: Source, layers: list[int], options: UpcycleOptions) -> list[Item]:
+def _items(source: Rows, layers: list[int], options: UpcycleOptions) -> list[Item]:
     """List the tensors of the new checkpoint, in the order of the old one."""
     items = []
-    places = {f"model.blocks.{layer}.mlp.": layer for layer in layers}
+    places = {f"blocks.{layer}.mlp.": layer for layer in layers}
     seen = set()
     for name, entry in source.entries.items():
         place = next((p for p in places if name.startswith(p)), None)
         if place is None:
-            items.append(Item(name, entry.dtype, entry.shape, partial(slabs, source, name)))
+            items.append(
+                Item(PREFIX + name, entry.dtype, entry.shape, partial(slabs, source, name))
+            )
             continue
         if place not in seen:
             seen.add(place)
@@ -137,7 +140,7 @@ def _items(source: Source, layers: list[int], options: UpcycleOptions) -> list[I
     return items
 
 
-def _router(source: Source, place: str, layer: int, options: UpcycleOptions) -> Item:
+def _router(source: Rows, place: str, layer: int, options: UpcycleOptions) -> Item:
     hidden_size = source.entries[f"{place}fc2.weight"].shape[0]
     dtype = source.entries[f"{place}fc2.weight"].dtype
     shape = (options.num_experts, hidden_size)
@@ -157,10 +160,10 @@ def _router_rows(
 
 
 def _moe(place: str) -> str:
-    return place.removesuffix("mlp.") + "moe."
+    return PREFIX + place.removesuffix("mlp.") + "moe."
 
 
-def _experts(source: Source, name: str, place: str, options: UpcycleOptions) -> list[Item]:
+def _experts(source: Rows, name: str, place: str, options: UpcycleOptions) -> list[Item]:
     """List what one dense tensor becomes: a slice of it for every expert."""
     entry, part, slices = (
         source.entries[name],
@@ -196,7 +199,7 @@ def _factor(part: str, is_gated: bool, options: UpcycleOptions) -> float:
 
 
 def _slice(
-    source: Source,
+    source: Rows,
     name: str,
     shape: tuple[int, ...],
     cut: int | None,

@@ -80,6 +80,11 @@ def read_hf_folder(path: str | Path) -> HFFolder:
         return HFFolder(path, config, _read_sharded(path, _PICKLE_INDEX))
     if (path / _PICKLE).is_file():
         return HFFolder(path, config, _read_pickle(path / _PICKLE))
+    if (path / "rank0.safetensors").is_file():
+        raise ValueError(
+            f"{path} is a checkpoint for TensorRT-LLM, which builds engines of it: give the "
+            "folder that it was exported from."
+        )
     raise ValueError(
         f"{path} has neither {_SINGLE} nor {_INDEX}, nor {_PICKLE} or {_PICKLE_INDEX}."
     )

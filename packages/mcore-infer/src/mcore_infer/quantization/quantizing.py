@@ -47,6 +47,8 @@ from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import ParallelContext
 
 log = logging.getLogger(__name__)
+_FEWEST_TOKENS = 256
+"""Of a text to quantize by; even these show that it works, not what it costs."""
 
 MIXED_METHOD = "mixed"
 """Word of ``--method`` for ``budget.ways_within``."""
@@ -177,10 +179,10 @@ def _cut(
     length = config.seq_length or min(limit, 2048)
     used = min(config.calibration_tokens, len(ids) // 2)
     length = min(length, used)
-    if length < 2:
+    if len(ids) < _FEWEST_TOKENS:
         raise ValueError(
-            f"--calibration-data has {len(ids)} tokens: it needs some hundreds at least, half "
-            "to calibrate on and half to measure perplexity on."
+            f"--calibration-data has {len(ids)} tokens: give {_FEWEST_TOKENS} at least, better "
+            "many thousand, half to calibrate on and half to measure perplexity on."
         )
     rows = torch.tensor(ids[: used // length * length]).view(-1, length)
     scored = ids[used : used + config.scored_tokens]

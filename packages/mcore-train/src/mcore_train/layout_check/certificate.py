@@ -27,7 +27,11 @@ BANDS: dict[torch.dtype, float] = {
 """The formats that people train in, beside float64. Where one rank's own worst tensor is
 further off than half of that, twice its distance: rounding sets it, not the layout."""
 MEAN_ROOM, SCALE_ROOM = 1.25, 2.0
-"""What a layout's means over tensors may be of one rank's, where GEMMs are in few bits."""
+"""What a layout's means over tensors may be of one rank's, where GEMMs are in few bits.
+
+Those of right layouts of tensor, context, pipeline, data and expert ranks in float32 were at
+most 1.0 of it, in a pipeline, which rounds what one rank rounds.
+"""
 VANISHING = 1e-12
 """Share of the model's largest gradient below which a gradient is rounding."""
 
