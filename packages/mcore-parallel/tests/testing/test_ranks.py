@@ -93,6 +93,16 @@ def test_a_rank_that_hangs_is_named_when_time_is_up():
     assert [answer[0] for answer in run_ranks(describe, 2, "again")] == [0, 1]
 
 
+def test_the_time_to_load_a_test_file_is_not_the_functions(tmp_path):
+    path = tmp_path / "slow_to_load.py"
+    path.write_text(
+        f"import os, time\nif os.getpid() != {os.getpid()}:\n    time.sleep(1)\n\n\n"
+        "def answer():\n    return 7\n"
+    )
+    answer = worker_pool.load_function((path.stem, str(path), "answer"))
+    assert run_ranks(answer, 1, timeout_s=0.8) == [7]
+
+
 def return_a_function():
     return lambda: None
 

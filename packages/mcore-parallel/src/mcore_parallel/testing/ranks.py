@@ -44,7 +44,7 @@ def run_ranks(
         function: a module-level function.
         world_size: ranks, 1 or more.
         arguments: passed to every rank.
-        timeout_s: after which the ranks are ended.
+        timeout_s: after which the ranks are ended, from when all have loaded the function.
         check_shapes: run with the jaxtyping annotations of these packages checked, where
             beartype is installed; false for compiled code.
 

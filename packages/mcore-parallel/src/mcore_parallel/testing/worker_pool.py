@@ -35,6 +35,9 @@ from mcore_parallel.testing.shape_checks import CHECKED_PACKAGES, install_shape_
 # What a first ``torch.compile`` loads, for 4 s a rank; starts no thread, so it may be forked.
 # Beside a GPU it starts CUDA, which a forked process cannot use: there each rank loads it.
 COMPILER = ("torch._dynamo.backends.debugging", "torch._inductor.lowering")
+LOADING_S = 300.0
+"""More than a task's own limit, for ranks that load its file and meet: on a crowded host that
+takes longer than most tasks."""
 OUR_PACKAGES = (*CHECKED_PACKAGES, "mcore_data", "mcore_train")
 
 
@@ -144,6 +147,7 @@ class Pool:
         try:
             for rank in range(world_size):
                 self.members[rank].pipe.send_bytes(pickle.dumps((rank, *task)))
+            self._collect(world_size, timeout_s + LOADING_S)
             return self._collect(world_size, timeout_s)
         except BaseException:
             for member in self.members[:world_size]:
@@ -160,6 +164,7 @@ class Pool:
         return self.fork_server
 
     def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
+        """Wait for one message of every rank: that it is ready, or its result."""
         waiting = {self.members[rank].pipe: rank for rank in range(world_size)}
         results: list[Any] = [None] * world_size
         deadline = time.monotonic() + timeout_s
@@ -282,6 +287,7 @@ def _serve(pipe: Connection) -> None:
             )
             # No rank may leave before all are connected to each other.
             dist.barrier(group=dist.group.WORLD)
+            pipe.send_bytes(pickle.dumps((None, None)))
             answer = pickle.dumps((None, function(*pickle.loads(arguments))))
             dist.destroy_process_group()
         except BaseException:  # noqa: BLE001 - the parent raises it, with this traceback
