@@ -330,6 +330,15 @@ def test_the_worst_routing_costs_parts_and_never_memory():
         assert without > most, name
 
 
+def test_rows_read_in_parts_give_the_gradients_of_one_rank():
+    names = ["ep4", "ep4 folded over tp2 and cp2"]
+    for calls in run_ranks(check_bounded, 4, names, 1.0, "symmetric"):
+        for seen in calls:  # three parts at worst, all but the first once more in backward
+            assert len(seen) in (3, 5, 7)
+            assert all(tokens == rows for tokens, rows in seen)
+    run_layouts(names, "even", moe_token_dispatcher_type="symmetric")
+
+
 def test_rows_of_fixed_number_do_not_depend_on_routing():
     names = ["ep4", "tp2 cp2 expert_tp2 ep2"]
     topk = FULL["moe_router_topk"]

@@ -93,9 +93,12 @@ class MoEConfig:
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
     """Which tokens stay when an expert is full: the most wanted, or the first."""
 
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "deepep"] = "alltoall"
-    """How tokens travel to the ranks of their experts; deepep: by that library's kernels.
-    Megatron's default: allgather."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "deepep", "symmetric"] = (
+        "alltoall"
+    )
+    """How tokens travel to the ranks of their experts; deepep: by that library's kernels;
+    symmetric: each GPU reads its rows from the memory of the others of its node. Megatron's
+    default: allgather."""
 
     moe_dispatch_dtype: Literal["", "fp8"] = ""
     """Format in which tokens travel to the ranks of their experts; empty: the model's own; fp8:
@@ -113,7 +116,7 @@ class MoEConfig:
     moe_expert_rows_limit: float = 0.0
     """Rows that a rank computes at once, in units of the mean over the ranks; with more it
     computes in parts and again in backward, so that routing never costs memory; 0: no limit.
-    2 is a good limit. With allgather these are the rows that experts always get, so that the
+    2 is a good limit. With allgather and symmetric these are the rows that experts always get, so that the
     host waits for no number: in one part if it is --expert-model-parallel-size or more."""
 
     moe_grouped_gemm: bool = True
@@ -233,27 +236,25 @@ class MoEConfig:
                 "--moe-split-batch-overlap cuts what an all-to-all sends: use "
                 "--moe-token-dispatcher-type alltoall, or leave it out."
             )
-        self._check_deepep()
+        self._check_kernels()
         if self.moe_experts_dtype and not self.moe_grouped_gemm:
             raise ValueError(
                 f"--moe-experts-dtype {self.moe_experts_dtype} multiplies in a grouped GEMM: "
                 "leave out --no-moe-grouped-gemm."
             )
 
-    def _check_deepep(self) -> None:
-        if self.moe_token_dispatcher_type != "deepep":
+    def _check_kernels(self) -> None:
+        kind = self.moe_token_dispatcher_type
+        if kind not in ("deepep", "symmetric"):
             return
-        for name in (
-            "moe_expert_rows_limit",
-            "moe_dispatch_dtype",
-            "moe_shared_expert_overlap",
-        ):
+        names = ("moe_dispatch_dtype", "moe_shared_expert_overlap")
+        for name in (*names, "moe_expert_rows_limit") if kind == "deepep" else names:
             if getattr(self, name):
                 raise ValueError(
                     f"--{name.replace('_', '-')} has no effect with "
-                    "--moe-token-dispatcher-type deepep: leave it out, or use alltoall."
+                    f"--moe-token-dispatcher-type {kind}: leave it out, or use alltoall."
                 )
-        if self.moe_router_dtype == "fp64":
+        if kind == "deepep" and self.moe_router_dtype == "fp64":
             raise ValueError(
                 "--moe-token-dispatcher-type deepep sends weights in float32: use "
                 "--moe-router-dtype fp32, or alltoall."

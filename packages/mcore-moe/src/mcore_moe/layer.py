@@ -22,8 +22,9 @@ from mcore_moe.dispatch.dispatching import (
     build_dispatcher,
 )
 from mcore_moe.dispatch.protocol import DispatchOptions
+from mcore_moe.dispatch.symmetric import SymmetricDispatcher
 from mcore_moe.expert_parallel import check_same
-from mcore_moe.experts.chunked import run_in_parts, run_with_fixed_rows
+from mcore_moe.experts.chunked import run_in_parts, run_with_fixed_rows, run_with_read_rows
 from mcore_moe.experts.experts import Experts
 from mcore_moe.experts.latent import latent_projections
 from mcore_moe.experts.shared_expert import SharedExpert
@@ -301,6 +302,8 @@ class MoELayer(nn.Module):
             return run_in_parts(dispatcher, x, routing, self.experts, limit, **how)
         if limit and isinstance(dispatcher, AllGatherDispatcher):
             return run_with_fixed_rows(dispatcher, x, routing, self.experts, limit, options)
+        if limit and isinstance(dispatcher, SymmetricDispatcher):
+            return run_with_read_rows(dispatcher, x, routing, self.experts, limit, options)
         sent = dispatcher.dispatch(x, routing, options)
         return dispatcher.combine(self.experts(sent.x, sent.probs, sent.plan), sent.handle)
 

@@ -7,6 +7,7 @@ import torch
 from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher, limited
 from mcore_moe.dispatch.permutation import permute, permute_probs, unpermute
 from mcore_moe.dispatch.protocol import DispatchOptions
+from mcore_moe.dispatch.symmetric import Places
 from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
 from mcore_moe.kernels.deepep import DeepEPDispatcher
 from mcore_parallel.collectives import all_reduce
@@ -50,8 +51,11 @@ def through(config, dispatcher, x, routing, first_expert=0, equal_tokens=False):
     )
     counts = sent.plan.counts
     rows, probs = permute(sent.x, sent.plan), permute_probs(sent.probs, sent.plan)
-    assert int(counts.sum()) == rows.shape[0] == probs.shape[0]
+    assert int(counts.sum()) <= rows.shape[0] == probs.shape[0]
     factor = (first_expert + torch.arange(counts.numel()) + 1).repeat_interleave(counts)
+    behind = rows.shape[0] - factor.numel()  # rows of no expert
+    assert not behind or isinstance(sent.handle, Places)
+    factor = torch.nn.functional.pad(factor, (0, behind), value=10**6)
     sums = unpermute(rows * (factor * probs)[:, None], sent.plan)
     y = dispatcher.combine(sums, sent.handle)
     y.square().sum().backward()
@@ -65,6 +69,7 @@ def check_against_local(kind, dispatcher_type, etp):
     left_out = {
         "allgather": {"moe_pad_expert_input_to_capacity"},
         "deepep": {"moe_pad_expert_input_to_capacity", "moe_dispatch_dtype"},
+        "symmetric": {"moe_pad_expert_input_to_capacity", "moe_dispatch_dtype"},
     }
     for fields in CASES.values():
         if left_out.get(dispatcher_type, set()) & set(fields):
@@ -209,6 +214,11 @@ class DeepEPBuffer:
         return summed(x), None if topk_weights is None else summed(topk_weights), None
 
 
+@pytest.mark.parametrize("kind", ["even", "skewed", "equal"])
+def test_rows_read_from_the_ranks_of_their_tokens_are_as_if_they_had_stayed(kind):
+    run_ranks(check_against_local, 4, kind, "symmetric", 1)
+
+
 @pytest.mark.parametrize("kind", ["even", "skewed"])
 def test_tokens_that_travel_by_deepeps_interface_do_so_too(kind):
     run_ranks(check_against_local, 4, kind, "deepep", 1)
@@ -221,6 +231,11 @@ def test_deepep_is_refused_by_name_where_it_is_missing_or_cannot_serve():
         build_dispatcher(config, two, SINGLE)
     with pytest.raises(ValueError, match="--expert-tensor-parallel-size 1, not 2"):
         build_dispatcher(config, two, two)
+    symmetric = replace(config, moe_token_dispatcher_type="symmetric")
+    with pytest.raises(ValueError, match="symmetric sends whole experts' tokens"):
+        build_dispatcher(symmetric, two, two)
+    with pytest.raises(ValueError, match="--moe-dispatch-dtype has no effect"):
+        replace(symmetric, moe_dispatch_dtype="fp8")
     with pytest.raises(ValueError, match="--moe-expert-rows-limit has no effect"):
         replace(config, moe_expert_rows_limit=2.0)
     with pytest.raises(ValueError, match="deepep sends weights in float32"):

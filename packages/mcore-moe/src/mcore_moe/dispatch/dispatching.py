@@ -3,6 +3,7 @@
 * ``LocalDispatcher``: all experts are on this rank; no communication.
 * ``AllToAllDispatcher``: an all-to-all sends each row to its expert's rank, after the counts.
 * ``AllGatherDispatcher``: all tokens are gathered on every rank, which keeps its own rows.
+* ``symmetric.SymmetricDispatcher``: each rank reads its rows from the memory of the others.
 
 Where ``expert_tp`` splits each expert's matrices, its ranks gather each other's rows and sum
 their results. A rank may have any number of tokens, also none.
@@ -59,7 +60,8 @@ def build_dispatcher(
         levels: ``ep`` between nodes and within one; of one rank each: tokens take one step.
 
     Raises:
-        ValueError: if ``deepep`` is not installed, or ``expert_tp`` is more than one rank.
+        ValueError: if ``deepep`` is not installed, or ``expert_tp`` is more than one rank with
+            it or ``symmetric``.
     """
     if ep.size == 1 and expert_tp.size == 1:
         return LocalDispatcher(config)
@@ -67,16 +69,21 @@ def build_dispatcher(
         from mcore_moe.dispatch.hierarchical import HierarchicalDispatcher
 
         return HierarchicalDispatcher(config, *levels)
-    if config.moe_token_dispatcher_type == "deepep":
+    kind = config.moe_token_dispatcher_type
+    if kind in ("deepep", "symmetric") and expert_tp.size > 1:
+        raise ValueError(
+            f"--moe-token-dispatcher-type {kind} sends whole experts' tokens: use "
+            f"--expert-tensor-parallel-size 1, not {expert_tp.size}, or alltoall."
+        )
+    if kind == "deepep":
         from mcore_moe.kernels.deepep import DeepEPDispatcher
 
-        if expert_tp.size > 1:
-            raise ValueError(
-                "--moe-token-dispatcher-type deepep sends whole experts' tokens: use "
-                f"--expert-tensor-parallel-size 1, not {expert_tp.size}, or alltoall."
-            )
         return DeepEPDispatcher(config, ep)
-    if config.moe_token_dispatcher_type == "allgather":
+    if kind == "symmetric":
+        from mcore_moe.dispatch.symmetric import SymmetricDispatcher
+
+        return SymmetricDispatcher(config, ep)
+    if kind == "allgather":
         return AllGatherDispatcher(config, ep, expert_tp)
     return AllToAllDispatcher(config, ep, expert_tp)
 

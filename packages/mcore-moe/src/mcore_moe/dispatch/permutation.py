@@ -33,6 +33,8 @@ class RowPlan:
     """Whether rows and choices are known to match one to one: none dropped, none filled."""
     is_dense: bool = False
     """Whether every row is known to name a token; those behind the last offset name any."""
+    is_in_order: bool = False
+    """Whether row r is token r, which chose one expert: nothing has to be moved."""
 
     @property
     def counts(self) -> Int[Tensor, " E"]:
@@ -185,17 +187,23 @@ def within_capacity(
 
 def permute(x: Float[Tensor, "T D"], plan: RowPlan) -> Float[Tensor, "R D"]:
     """Copy each token to its rows; padding rows are zero."""
+    if plan.is_in_order:
+        return x
     return _Permute.apply(x, plan.choices, plan.slots, plan.is_complete)
 
 
 def permute_probs(probs: Float[Tensor, "T k"], plan: RowPlan) -> Float[Tensor, " R"]:
     """Copy the weight of each choice to its row; padding rows get 0."""
+    if plan.is_in_order:
+        return probs[:, 0]
     every = (plan.is_complete or plan.is_dense, plan.is_complete)
     return _PermuteProbs.apply(probs, plan.choices, plan.slots, every)
 
 
 def unpermute(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tensor, "T D"]:
     """Sum the rows of each token, in the order of its choices; dropped choices add nothing."""
+    if plan.is_in_order:
+        return rows
     return _Unpermute.apply(rows, plan.choices, plan.slots, plan.is_complete)
 
 

@@ -36,6 +36,7 @@ from mcore_moe.dispatch.permutation import (
     unpermute,
 )
 from mcore_moe.dispatch.protocol import DispatchOptions, Overlap
+from mcore_moe.dispatch.symmetric import SymmetricDispatcher
 from mcore_moe.routing.topk import Routing
 from mcore_parallel.recomputing import recompute
 
@@ -148,6 +149,33 @@ def run_with_fixed_rows(
 
         y = y + recompute(run, x, probs)
     return dispatcher.combine(y, (sizes, options.equal_tokens))
+
+
+def run_with_read_rows(
+    dispatcher: SymmetricDispatcher,
+    x: Float[Tensor, "T D"],
+    routing: Routing,
+    experts: Compute,
+    limit: float,
+    options: DispatchOptions,
+) -> Float[Tensor, "T D"]:
+    """Read, compute and sum rows in parts of fixed sizes, as ``run_with_fixed_rows`` does.
+
+    Every part is exchanged by itself, so that what ranks have in memory is that of one.
+    """
+    places = dispatcher.plan(routing, options)
+    worst, topk = places.sources.numel(), places.owners.shape[1]
+    size = max(1, min(worst, ceil(limit * places.num_tokens * topk)))
+
+    def run(x: Tensor, probs: Tensor, begin: int = 0) -> Tensor:
+        part = places.part(begin, min(size, worst - begin))
+        sent = dispatcher.there(x, probs, part)
+        return dispatcher.combine(experts(sent.x, sent.probs, sent.plan), sent.handle)
+
+    y = run(x, routing.probs)
+    for begin in range(size, worst, size):
+        y = y + recompute(partial(run, begin=begin), x, routing.probs)
+    return y
 
 
 def _exchange(

@@ -19,13 +19,14 @@ def expert_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
     parallel, experts = config.parallelism, config.experts
     expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     is_spread = parallel.expert_model_parallel_size > 1 or expert_tp > 1
-    is_gathered = experts.moe_token_dispatcher_type == "allgather"
-    if is_spread and not (
-        is_gathered and experts.moe_expert_rows_limit >= parallel.expert_model_parallel_size
-    ):
+    kind, limit = experts.moe_token_dispatcher_type, experts.moe_expert_rows_limit
+    is_one_part = limit >= parallel.expert_model_parallel_size or (
+        kind == "symmetric" and not limit
+    )
+    if is_spread and not (kind in ("allgather", "symmetric") and is_one_part):
         yield (
             f"{name} cannot record experts that exchange tokens in other numbers each step: "
-            "leave it out, or use --moe-token-dispatcher-type allgather and "
+            "leave it out, or use --moe-token-dispatcher-type allgather or symmetric and "
             f"--moe-expert-rows-limit {parallel.expert_model_parallel_size}."
         )
     sizes = _expert_sizes(config)
@@ -66,9 +67,10 @@ def _pair_conflicts(config: TrainConfig) -> Iterator[str]:
             f"{name} has no effect with --hierarchical-expert-parallel-size, whose two steps "
             "give no turn away: leave one out."
         )
-    if config.experts.moe_token_dispatcher_type == "deepep":
+    kind = config.experts.moe_token_dispatcher_type
+    if kind in ("deepep", "symmetric"):
         yield (
-            f"{name} has no effect with --moe-token-dispatcher-type deepep, which gives no "
+            f"{name} has no effect with --moe-token-dispatcher-type {kind}, which gives no "
             "turn away: use alltoall or allgather."
         )
 
@@ -94,6 +96,12 @@ def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
             "--moe-token-dispatcher-type deepep sends bfloat16 tokens of whole experts over "
             "--expert-model-parallel-size: use --bf16, an --expert-model-parallel-size above 1 "
             "and --expert-tensor-parallel-size 1, or another dispatcher."
+        )
+    if experts.moe_token_dispatcher_type == "symmetric" and (not is_spread or expert_tp > 1):
+        yield (
+            "--moe-token-dispatcher-type symmetric reads rows of whole experts over "
+            "--expert-model-parallel-size: use one above 1 and --expert-tensor-parallel-size "
+            "1, or another dispatcher."
         )
     if not experts.moe_experts_dtype or not experts.num_experts:
         return

@@ -225,7 +225,7 @@ INSTEAD: dict[str, str] = {
     "--moe-permute-fusion --moe-router-fusion": (
         "leave it out: kernels of the experts are chosen by what is installed."
     ),
-    "--moe-flex-*": "use --moe-token-dispatcher-type allgather, alltoall or deepep.",
+    "--moe-flex-*": "use --moe-token-dispatcher-type allgather, alltoall, deepep or symmetric.",
     "--moe-use-upcycling --moe-upcycling-*": (
         "use mcore-ckpt upcycle, which makes experts of a dense checkpoint: --load its result."
     ),
