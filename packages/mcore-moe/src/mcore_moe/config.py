@@ -116,8 +116,9 @@ class MoEConfig:
     moe_expert_rows_limit: float = 0.0
     """Rows that a rank computes at once, in units of the mean over the ranks; with more it
     computes in parts and again in backward, so that routing never costs memory; 0: no limit.
-    2 is a good limit. With allgather and symmetric these are the rows that experts always get, so that the
-    host waits for no number: in one part if it is --expert-model-parallel-size or more."""
+    2 is a good limit. With allgather and symmetric these are the rows that experts always get,
+    so that the host waits for no number: in one part if it is --expert-model-parallel-size or
+    more, for symmetric also if it is 0."""
 
     moe_grouped_gemm: bool = True
     """Compute all experts of a rank in one grouped GEMM where the device has one. Megatron's

@@ -40,8 +40,8 @@ class DispatchOptions:
     """What is known of tokens that are dispatched, and what overlaps with that."""
 
     equal_tokens: bool = False
-    """Whether all ranks bring equally many tokens, so that none has to say how many; only
-    ``AllGatherDispatcher`` reads it."""
+    """Whether all ranks bring equally many tokens, so that none has to say how many;
+    ``AllGatherDispatcher`` and ``SymmetricDispatcher`` read it."""
     in_flight: InFlight | None = None
     """What ``Dispatcher.begin`` returned for them; None: none of them travels yet."""
     overlap: Overlap | None = None

@@ -8,6 +8,8 @@ instead, which is the reference. The way over GPUs was not run on several yet.
 """
 
 import socket
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
@@ -73,9 +75,22 @@ class Exchange(Protocol):
 class SymmetricDispatcher(Dispatcher):
     """Reads rows from the ranks of their tokens, and results from those of their experts."""
 
-    def __init__(self, config: MoEConfig, ep: Axis) -> None:
-        """Keep the config and the axis; no communication."""
+    def __init__(
+        self,
+        config: MoEConfig,
+        ep: Axis,
+        make_exchange: Callable[[Axis, torch.device], Exchange] | None = None,
+    ) -> None:
+        """Keep the config and the axis; no communication.
+
+        Args:
+            config: of the layer.
+            ep: ranks that share the experts, of one node.
+            make_exchange: gives what reads the tensors of other ranks; None: their memory on
+                GPUs, by buffers that all layers share, or gathers on CPUs.
+        """
         self.config, self.ep = config, ep
+        self.make_exchange = make_exchange or _exchange
 
     def dispatch(
         self,
@@ -133,8 +148,8 @@ class SymmetricDispatcher(Dispatcher):
         )
 
     def exchange(self, x: Tensor) -> Exchange:
-        """Return how ranks read each other's tensors: over NVLink, or gathered on a CPU."""
-        return _peers(self.ep.group, x.device) if x.is_cuda else Gathered(self.ep)
+        """Return how ranks read each other's tensors of a device."""
+        return self.make_exchange(self.ep, x.device)
 
 
 class Gathered:
@@ -152,14 +167,12 @@ class Gathered:
         """See ``Exchange``."""
         missing, topk = places.num_tokens - x.shape[0], places.owners.shape[1]
         source, is_empty = places.sources.clamp(min=0), places.sources < 0
-
-        def taken(x: Tensor, source: Tensor) -> Tensor:
-            everyone = all_gather(F.pad(x, (0, 0, 0, missing)), self.ep)
-            everyone = everyone.flatten(0, 1) if x is probs else everyone
-            rows = everyone[source]
-            return rows.masked_fill(is_empty.view(-1, *(1,) * (rows.dim() - 1)), 0)
-
-        return taken(x, source // topk), None if probs is None else taken(probs, source)
+        everyone = all_gather(F.pad(x, (0, 0, 0, missing)), self.ep)
+        rows = everyone[source // topk].masked_fill(is_empty[:, None], 0)
+        if probs is None:
+            return rows, None
+        weights = all_gather(F.pad(probs, (0, 0, 0, missing)), self.ep).flatten()
+        return rows, weights[source].masked_fill(is_empty, 0)
 
     def add(self, y: Tensor, probs: Tensor | None, places: Places) -> Any:
         """See ``Exchange``."""
@@ -186,8 +199,13 @@ class Peers:
     write. All ranks exchange in the same order, so they agree where that is.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: Any, device: torch.device, memory: Any = None) -> None:
         """Check that the ranks are of one node: they exchange its name.
+
+        Args:
+            group: of the ranks.
+            device: of this one.
+            memory: what allocates and connects it; None: ``torch.distributed``'s.
 
         Raises:
             ValueError: on all ranks, if they are not, or torch has no symmetric memory.
@@ -196,13 +214,9 @@ class Peers:
         torch.distributed.all_gather_object(hosts, socket.gethostname(), group=group)
         if len(set(hosts)) > 1:
             raise ValueError(_refusal(f"they are on {', '.join(sorted(set(hosts)))}"))
-        try:
-            from torch.distributed import _symmetric_memory
-        except ImportError as error:
-            raise ValueError(_refusal(f"torch {torch.__version__}: {error}")) from error
-        self.memory, self.group, self.device = _symmetric_memory, group, device
-        self.buffers: dict[tuple[str, int], tuple[Tensor, Any, Tensor]] = {}
-        self.last: Any = None
+        self.memory, self.group, self.device = memory or _memory(), group, device
+        self.buffers: dict[str, list[tuple[Tensor, Any, Tensor]]] = defaultdict(list)
+        self.last: tuple[int, bool] | None = None
 
     def gather(self, ids: Int[Tensor, "T k"]) -> Int[Tensor, "M k"]:
         """See ``Exchange``."""
@@ -239,11 +253,11 @@ class Peers:
         Returns:
             The handle and the addresses of all ranks' buffers; where the second tensor begins.
         """
-        row_bytes = x[:1].numel() * x.element_size() if len(x) else x.shape[1] * x.itemsize
+        row_bytes = x.shape[1] * x.element_size()
         offset = -(-num_rows * row_bytes // 16) * 16
         width = 0 if probs is None else probs.shape[1:].numel() * probs.element_size()
         buffer, handle, table = self._buffer(kind, offset + num_rows * width)
-        now = (buffer.data_ptr(), torch.cuda.is_current_stream_capturing())
+        now = (buffer.data_ptr(), self._is_recorded())
         if self.last is not None and (self.last[0] == now[0] or self.last[1] != now[1]):
             handle.barrier()
         self.last = now
@@ -255,23 +269,38 @@ class Peers:
         return (handle, table), offset
 
     def _buffer(self, kind: str, num_bytes: int) -> tuple[Tensor, Any, Tensor]:
-        """Return a buffer of at most an eighth more bytes; all ranks make it, or none."""
+        """Return a buffer that is large enough; all ranks make a new one, or none.
+
+        It is an eighth larger at most. Smaller ones stay: a CUDA graph may read them.
+        """
+        for entry in self.buffers[kind]:
+            if entry[0].numel() >= num_bytes:
+                return entry
+        if self._is_recorded():
+            raise RuntimeError("a step must run once before it is recorded.")
         step = 1 << max(4, num_bytes.bit_length() - 4)
         size = -(-num_bytes // step) * step
-        if (kind, size) not in self.buffers:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("a step must run once before it is recorded.")
-            memory, device = self.memory, self.device
-            try:
-                buffer = memory.empty(size, dtype=torch.uint8, device=device)
-                handle = memory.rendezvous(buffer, self.group)
-            except RuntimeError as error:
-                raise ValueError(_refusal(str(error))) from error
-            peers = range(self.group.size())
-            seen = [handle.get_remote_tensor(p, (size,), torch.uint8) for p in peers]
-            table = torch.tensor([x.data_ptr() for x in seen], device=device)
-            self.buffers[kind, size] = buffer, handle, table
-        return self.buffers[kind, size]
+        try:
+            buffer = self.memory.empty(size, dtype=torch.uint8, device=self.device)
+            handle = self.memory.rendezvous(buffer, self.group)
+        except RuntimeError as error:
+            raise ValueError(_refusal(str(error))) from error
+        peers = range(self.group.size())
+        seen = [handle.get_remote_tensor(p, (size,), torch.uint8) for p in peers]
+        table = torch.tensor([x.data_ptr() for x in seen], device=self.device)
+        self.buffers[kind].append((buffer, handle, table))
+        return self.buffers[kind][-1]
+
+    def _is_recorded(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _memory() -> Any:
+    try:
+        from torch.distributed import _symmetric_memory
+    except ImportError as error:
+        raise ValueError(_refusal(f"torch {torch.__version__}: {error}")) from error
+    return _symmetric_memory
 
 
 def _refusal(why: str) -> str:
@@ -280,6 +309,10 @@ def _refusal(why: str) -> str:
         "on one node, whose GPUs can read each other's memory, and torch's symmetric memory: "
         f"{why}. Use allgather or alltoall."
     )
+
+
+def _exchange(ep: Axis, device: torch.device) -> Exchange:
+    return _peers(ep.group, device) if device.type == "cuda" else Gathered(ep)
 
 
 @cache

@@ -234,7 +234,7 @@ class Experts(nn.Module):
         weight, has_bias = self.fc1_weight, self.fc2_bias is not None
         if self.probs_on_input or self.adapter is not None:
             return False
-        if self.linear is not None:
+        if self.linear is not None or plan.is_in_order:
             return False
         if not self.grouped or has_bias or not plan.is_dense or not x.shape[0]:
             return False

@@ -67,7 +67,7 @@ def _sum_rows(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    total = tl.zeros((BLOCK,), dtype=TOTAL)
+    total = tl.full((BLOCK,), 0, TOTAL)
     for j in tl.static_range(TOPK):
         owner = tl.load(owners + token * TOPK + j)
         row = tl.load(places + token * TOPK + j).to(tl.int64)
