@@ -1,4 +1,3 @@
-import time
 from dataclasses import replace
 from itertools import product
 
@@ -8,7 +7,7 @@ import torch
 from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher, limited
 from mcore_moe.dispatch.permutation import permute, permute_probs, unpermute
 from mcore_moe.dispatch.protocol import DispatchOptions
-from mcore_moe.dispatch.symmetric import Peers, Places, SymmetricDispatcher
+from mcore_moe.dispatch.symmetric import Places
 from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
 from mcore_moe.kernels.deepep import DeepEPDispatcher
 from mcore_parallel.collectives import all_reduce
@@ -63,7 +62,7 @@ def through(config, dispatcher, x, routing, first_expert=0, equal_tokens=False):
     return y.detach(), x.grad, routing.probs.grad, counts
 
 
-def check_against_local(kind, dispatcher_type, etp, make_exchange=None):
+def check_against_local(kind, dispatcher_type, etp):
     ctx = ParallelContext.build(
         ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=etp)
     )
@@ -78,8 +77,6 @@ def check_against_local(kind, dispatcher_type, etp, make_exchange=None):
         config = MoEConfig(num_experts=E, moe_token_dispatcher_type=dispatcher_type, **fields)
         if dispatcher_type == "deepep":
             dispatcher = DeepEPDispatcher(config, ctx.ep, lambda ep, _: DeepEPBuffer(ep))
-        elif make_exchange:
-            dispatcher = SymmetricDispatcher(config, ctx.ep, make_exchange)
         else:
             dispatcher = build_dispatcher(config, ctx.ep, ctx.expert_tp)
         local = build_dispatcher(config, SINGLE, SINGLE)
@@ -220,69 +217,6 @@ class DeepEPBuffer:
 @pytest.mark.parametrize("kind", ["even", "skewed", "equal"])
 def test_rows_read_from_the_ranks_of_their_tokens_are_as_if_they_had_stayed(kind):
     run_ranks(check_against_local, 4, kind, "symmetric", 1)
-
-
-class SymmetricMemory:
-    """What torch publishes of its symmetric memory, in files that ranks map.
-
-    Its barrier lets every other rank go late, so that what is written too early is read.
-    """
-
-    def __init__(self, folder, barriers):
-        self.folder, self.barriers, self.paths = folder, barriers, []
-
-    def empty(self, size, dtype, device):
-        assert device.type == "cpu"
-        path = f"{self.folder}/{torch.distributed.get_rank()}-{len(self.paths)}"
-        self.paths.append(path)
-        return torch.from_file(path, shared=True, size=size, dtype=dtype)
-
-    def rendezvous(self, buffer, group):
-        paths = [None] * group.size()
-        torch.distributed.all_gather_object(paths, self.paths[-1], group=group)
-        return SymmetricHandle(group, paths, buffer.numel(), self.barriers)
-
-
-class SymmetricHandle:
-    def __init__(self, group, paths, size, barriers):
-        self.group, self.size, self.barriers = group, size, barriers
-        self.seen = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in paths]
-
-    def barrier(self):
-        self.barriers.append(self)
-        torch.distributed.barrier(self.group)
-        time.sleep(0.02 * (self.group.rank() % 2))
-
-    def get_remote_tensor(self, peer, shape, dtype):
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        return self.seen[peer][:num_bytes].view(dtype).view(shape)
-
-
-def interpret_kernels():
-    """Have Triton's own interpreter run the kernels that read other ranks' rows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        import mcore_moe.kernels.peer_rows  # noqa: F401
-
-
-def check_read_by_kernels(kind, folder):
-    interpret_kernels()
-    barriers, peers = [], {}
-
-    def exchange(ep, device):
-        if ep.group not in peers:
-            memory = SymmetricMemory(folder, barriers)
-            peers[ep.group] = Peers(ep.group, device, memory)
-        return peers[ep.group]
-
-    check_against_local(kind, "symmetric", 1, exchange)
-    assert len(barriers) == 3 * 5  # of choices, tokens, sums, and back twice
-    return True
-
-
-@pytest.mark.parametrize("kind", ["even", "skewed"])
-def test_kernels_that_read_the_memory_of_other_ranks_give_what_gathers_do(kind, tmp_path):
-    run_ranks(check_read_by_kernels, 4, kind, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["even", "skewed"])

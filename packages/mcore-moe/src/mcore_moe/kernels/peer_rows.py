@@ -40,10 +40,9 @@ def _pull_rows(
     inside = column < width
     place = tl.multiple_of(base, 16).to(rows.dtype) + (token % num_tokens) * width + column
     tl.store(rows + row * width + column, tl.load(place, mask=inside & found), mask=inside)
-    if HAS_PROBS:
-        if tl.program_id(1) == 0:
-            weight = (base + probs_offset).to(probs.dtype) + choice % (num_tokens * TOPK)
-            tl.store(probs + row, tl.load(weight, mask=found, other=0.0))
+    if HAS_PROBS and tl.program_id(1) == 0:
+        weight = (base + probs_offset).to(probs.dtype) + choice % (num_tokens * TOPK)
+        tl.store(probs + row, tl.load(weight, mask=found, other=0.0))
 
 
 @triton.jit
@@ -75,10 +74,9 @@ def _sum_rows(
         base = tl.load(table + owner, mask=found, other=0)
         place = tl.multiple_of(base, 16).to(out.dtype) + row * width + column
         total += tl.load(place, mask=inside & found, other=0.0).to(TOTAL)
-        if HAS_PROBS:
-            if tl.program_id(1) == 0:
-                weight = (base + probs_offset).to(probs.dtype) + row
-                tl.store(probs + token * TOPK + j, tl.load(weight, mask=found, other=0.0))
+        if HAS_PROBS and tl.program_id(1) == 0:
+            weight = (base + probs_offset).to(probs.dtype) + row
+            tl.store(probs + token * TOPK + j, tl.load(weight, mask=found, other=0.0))
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
