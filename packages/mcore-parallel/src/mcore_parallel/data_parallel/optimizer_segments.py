@@ -123,19 +123,23 @@ def new_segment(
     weights = unit.own_weights() if own is None else own
     weights = weights[begin:stop]
     wide = torch.promote_types(weights.dtype, torch.float32)
-    main = weights if wide == weights.dtype or not has_main else weights.to(wide)
-    make: Callable[..., Tensor] = partial(torch.zeros, device=main.device)
-    if on_host and file is not None:
-        make = file.zeros
-        main = make(tuple(main.shape), dtype=main.dtype).copy_(main)
-    elif on_host:
+    kept = wide if has_main else weights.dtype
+    make: Callable[..., Tensor] = partial(torch.zeros, device=weights.device)
+    if on_host:  # copied narrow and widened there: the device has no room for main weights
+        make = torch.zeros if file is None else file.zeros
         # Only main weights that travel as they are need to be pinned.
-        travels = main.is_cuda and main.dtype == weights.dtype
-        main = torch.empty_like(main, device="cpu", pin_memory=travels).copy_(main)
-        make = torch.zeros
+        travels = file is None and weights.is_cuda and kept == weights.dtype
+        source = weights if travels else weights.cpu()
+        if file is None:
+            main = torch.empty(weights.shape, dtype=kept, pin_memory=travels)
+        else:
+            main = make(tuple(weights.shape), dtype=kept)
+        main.copy_(source)
+    else:
+        main = weights if kept == weights.dtype else weights.to(kept)
     moments = {
-        name: make(tuple(main.shape), dtype=torch.bfloat16 if kept == "bf16" else wide)
-        for name, kept in rule.moments.items()
+        name: make(tuple(main.shape), dtype=torch.bfloat16 if moment == "bf16" else wide)
+        for name, moment in rule.moments.items()
     }
     return Segment(unit, begin, main, moments, weights, on_host)
 

@@ -152,6 +152,7 @@ class _HeadLoss(torch.autograd.Function):
                 if needs_weight:
                     accumulate_matmul(dw, logits.t(), x[part], overwrite=is_new)
                 is_new = False
+            del logits, slope  # before the next chunk's: one is in memory at a time
         if is_new:  # no token came
             dw.zero_()
         if needs_grad:
