@@ -85,7 +85,7 @@ def check_read(kind, device, dtype, folder=None):
             import mcore_moe.kernels.peer_rows  # noqa: F401
     ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=2))
     memory = SymmetricMemory(folder) if folder else None
-    peers = Peers(ctx.ep.group, torch.device(device), memory)
+    peers = Peers(ctx.ep, torch.device(device), memory)
     config = MoEConfig(num_experts=E, moe_router_topk=K)
     plain, read = (
         SymmetricDispatcher(config, ctx.ep, lambda *_, way=way: way)

@@ -1,8 +1,11 @@
 """The fused head and loss against torch's own cross-entropy on whole logits."""
 
+from weakref import ref
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_parallel import ParallelConfig, ParallelContext, run_ranks
 from mcore_parallel.collectives import all_gather, own_slice
@@ -111,6 +114,29 @@ def test_a_gradient_other_than_one_is_refused():
     total, _ = head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V)
     with pytest.raises(RuntimeError, match="root of backward"):
         (2 * total).backward()
+
+
+class LiveLogits(TorchDispatchMode):
+    """Counts the chunks of logits that are alive whenever one is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.most = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.name() == "aten::mm" and result.shape == (5, V):
+            self.made.append(ref(result))
+            self.most = max(self.most, sum(chunk() is not None for chunk in self.made))
+        return result
+
+
+def test_one_chunk_of_logits_is_in_memory_at_a_time():
+    x, weight, labels, weights = inputs()
+    with LiveLogits() as seen:
+        head_loss(x.requires_grad_(), weight, labels, weights, vocab_size=V, chunk_tokens=5)
+    assert len(seen.made) == 3
+    assert seen.most == 1
 
 
 def test_a_token_without_weight_cannot_spoil_the_loss():

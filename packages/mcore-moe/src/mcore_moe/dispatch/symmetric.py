@@ -4,7 +4,7 @@ Each rank lays its tokens into a buffer that all ranks of ``ep`` can read. Each 
 the choices of all ranks which rows its experts need, and copies these straight into the order
 of its experts; the results are read and summed by the tokens' own ranks. Sizes follow from the
 number of tokens alone and no number reaches the host. On a CPU the ranks gather the buffers
-instead, which is the reference. The way over GPUs was not run on several yet.
+instead, which is the reference. The way over GPUs was tested by processes of one GPU.
 """
 
 import socket
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ class Places:
     offsets: Int[Tensor, " e1"]
     """Where the rows of this rank's experts begin, and the end of the last."""
     num_tokens: int
-    """Of the rank that has most; the others' buffers end in tokens that nobody reads."""
+    """Of the rank that has most; the others' buffers end in tokens that are not read."""
 
     def part(self, begin: int, size: int) -> "Places":
         """Return those of ``size`` rows of each rank from ``begin`` on."""
@@ -193,28 +194,29 @@ class Peers:
     Every exchange writes its own buffer, meets the others at a barrier and reads theirs, in
     the order of one stream. What a rank reads in exchange n it has read before it arrives at
     the barrier of n+1. So a buffer may be written again once the barrier of any later exchange
-    has been passed: nobody reads it any more. Choices, rows and sums have buffers of their
+    has been passed: all reads of it are over. Choices, rows and sums have buffers of their
     own, so that exchanges in turn need one barrier each; where two in a row use one buffer, or
     a CUDA graph begins or ends, which may follow anything, one barrier more comes before the
     write. All ranks exchange in the same order, so they agree where that is.
     """
 
-    def __init__(self, group: Any, device: torch.device, memory: Any = None) -> None:
-        """Check that the ranks are of one node: they exchange its name.
+    def __init__(self, ep: Axis, device: torch.device, memory: Any = None) -> None:
+        """Check that the ranks are of one node: they exchange a checksum of its name.
 
         Args:
-            group: of the ranks.
+            ep: the ranks.
             device: of this one.
             memory: what allocates and connects it; None: ``torch.distributed``'s.
 
         Raises:
             ValueError: on all ranks, if they are not, or torch has no symmetric memory.
         """
-        hosts: list[Any] = [None] * group.size()
-        torch.distributed.all_gather_object(hosts, socket.gethostname(), group=group)
-        if len(set(hosts)) > 1:
-            raise ValueError(_refusal(f"they are on {', '.join(sorted(set(hosts)))}"))
-        self.memory, self.group, self.device = memory or _memory(), group, device
+        by_device = "nccl" in torch.distributed.get_backend(ep.group)
+        own = torch.tensor([crc32(socket.gethostname().encode())])
+        num_nodes = all_gather(own.to(device if by_device else "cpu"), ep).unique().numel()
+        if num_nodes > 1:
+            raise ValueError(_refusal(f"they are on {num_nodes} nodes"))
+        self.memory, self.group, self.device = memory or _memory(), ep.group, device
         self.buffers: dict[str, list[tuple[Tensor, Any, Tensor]]] = defaultdict(list)
         self.last: tuple[int, bool] | None = None
 
@@ -312,12 +314,12 @@ def _refusal(why: str) -> str:
 
 
 def _exchange(ep: Axis, device: torch.device) -> Exchange:
-    return _peers(ep.group, device) if device.type == "cuda" else Gathered(ep)
+    return _peers(ep, device) if device.type == "cuda" else Gathered(ep)
 
 
 @cache
-def _peers(group: Any, device: torch.device) -> Peers:
-    return Peers(group, device)
+def _peers(ep: Axis, device: torch.device) -> Peers:
+    return Peers(ep, device)
 
 
 class _There(torch.autograd.Function):

@@ -116,6 +116,7 @@ class _HeadLoss(torch.autograd.Function):
         weights = weights.to(wide)
         first = axis.rank * weight.shape[0]
         width = min(max(vocab_size - first, 0), weight.shape[0])
+        shape = width, first, label_smoothing, vocab_size
         needs_grad, needs_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         dx = torch.empty_like(x if needs_grad else x[:0])
         slot = ctx.slot = slot_of(weight)
@@ -138,16 +139,7 @@ class _HeadLoss(torch.autograd.Function):
             spread = log_sum - plain / vocab_size
             losses[part] = torch.lerp(log_sum - target, spread, label_smoothing)
             if needs_grad:
-                gradient_(
-                    logits,
-                    labels[part],
-                    log_sum,
-                    weights[part],
-                    width,
-                    first,
-                    label_smoothing,
-                    vocab_size,
-                )
+                gradient_(logits, labels[part], log_sum, weights[part], *shape)
                 torch.mm(_bent_(logits, slope), matrix, out=dx[part])
                 if needs_weight:
                     accumulate_matmul(dw, logits.t(), x[part], overwrite=is_new)
