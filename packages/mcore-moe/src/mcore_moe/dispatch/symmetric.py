@@ -216,7 +216,8 @@ class Peers:
         num_nodes = all_gather(own.to(device if by_device else "cpu"), ep).unique().numel()
         if num_nodes > 1:
             raise ValueError(_refusal(f"they are on {num_nodes} nodes"))
-        self.memory, self.group, self.device = memory or _memory(), ep.group, device
+        self.memory, self.device = memory or _memory(), device
+        self.group: Any = ep.group
         self.buffers: dict[str, list[tuple[Tensor, Any, Tensor]]] = defaultdict(list)
         self.last: tuple[int, bool] | None = None
 
