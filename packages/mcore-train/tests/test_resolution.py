@@ -140,7 +140,7 @@ BESIDE = {
          "can record experts only as grouped GEMMs: use --bf16"),
         (2, {"cuda_graph_impl": "full_iteration", "num_experts": 4,
              "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"},
-         "allgather and --moe-expert-rows-limit 2"),
+         "or symmetric and --moe-expert-rows-limit 2"),
         (1, {"num_experts": 4, "moe_shared_expert_intermediate_size": 8,
              "moe_shared_expert_overlap": True}, "overlap has an effect only with"),
         (2, {"num_experts": 4, "moe_split_batch_overlap": True}, "batch-overlap has an effect"),

@@ -65,6 +65,13 @@ def test_one_rank_alone_sees_the_same_micro_batches():
     assert lone.padded_vocab_size >= plan.vocab_size
 
 
+def test_one_rank_alone_needs_no_dispatcher_of_several():
+    experts = {"num_experts": 4, "expert_model_parallel_size": 2}
+    flags = FLAGS | experts | {"moe_token_dispatcher_type": "symmetric"}
+    plan = resolve(compose(flags | {"tensor_model_parallel_size": 1}), 2)
+    assert alone(plan).world_size == 1
+
+
 @pytest.mark.parametrize(("error", "code"), [(0.0, 0), (1.0, 1)])
 def test_the_command_ends_as_the_certificate_says(tmp_path, caplog, error, code):
     line = Line(what="loss", tensor="", worst="", error=error, tolerance=1e-10)

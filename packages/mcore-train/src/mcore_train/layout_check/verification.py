@@ -225,7 +225,10 @@ def alone(plan: Plan) -> Plan:
         recomputation=replace(plan.config.recomputation, distribute_saved_activations=False),
         offloading=OffloadConfig(),
         experts=replace(
-            plan.config.experts, moe_shared_expert_overlap=False, moe_split_batch_overlap=False
+            plan.config.experts,
+            moe_token_dispatcher_type="alltoall",
+            moe_shared_expert_overlap=False,
+            moe_split_batch_overlap=False,
         ),
         batch=replace(plan.config.batch, global_batch_size=plan.global_batch_size),
     )
