@@ -1,8 +1,11 @@
 """Rows read from the memory of other ranks: by the kernels, and as gathers bring them."""
 
+import itertools
 import os
+import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from mcore_moe import MoEConfig, Routing
 from mcore_moe.dispatch.protocol import DispatchOptions
 from mcore_moe.dispatch.symmetric import Gathered, Peers, SymmetricDispatcher
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.launch.launcher import initialize, launch_local, shut_down
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 
@@ -78,12 +82,12 @@ def there_and_back(dispatcher, x, probs, ids, keep, *, equal_tokens):
     return y.detach(), *grads, sent.plan.offsets
 
 
-def check_read(kind, device, dtype, folder=None):
+def check_read(kind, device, dtype, folder=None, *, ep=2, plain_device="cpu"):
     if folder:
         with pytest.MonkeyPatch.context() as patch:  # the interpreter runs the kernels
             patch.setenv("TRITON_INTERPRET", "1")
             import mcore_moe.kernels.peer_rows  # noqa: F401
-    ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=2))
+    ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=ep), plain_device)
     memory = SymmetricMemory(folder) if folder else None
     peers = Peers(ctx.ep, torch.device(device), memory)
     config = MoEConfig(num_experts=E, moe_router_topk=K)
@@ -96,32 +100,35 @@ def check_read(kind, device, dtype, folder=None):
     for seed, width in enumerate((24, 2048, 8)):
         inputs = draw(ctx.global_rank, kind, seed, width, dtype)
         got = run(read, *(part.to(device) for part in inputs))
-        for a, b in zip(got, run(plain, *inputs), strict=True):
-            torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=tolerance)
-    if not folder:
-        check_recorded(run, read, plain, inputs, kind, ctx.global_rank)
+        expected = run(plain, *(part.to(plain_device) for part in inputs))
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a.cpu(), b.cpu(), rtol=tolerance, atol=tolerance)
+    if not folder and "equal" in kind:
+        plain = partial(run, plain)
+        check_recorded(partial(run, read), plain, inputs, kind, ctx.global_rank, plain_device)
     ctx.destroy()
     return len(memory.barriers) if memory else None
 
 
-def check_recorded(run, read, plain, inputs, kind, rank):
+def check_recorded(read, plain, inputs, kind, rank, plain_device):
     """Replays follow what is in their inputs; runs between them share their buffers."""
     held = [part.cuda() for part in inputs]
-    run(read, *held)
+    read(*held)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = run(read, *held)
+        results = read(*held)
     for seed in range(3, 7):
         drawn = draw(rank, kind, seed, inputs[0].shape[1], inputs[0].dtype)
         for part, new in zip(held, drawn, strict=True):
             part.copy_(new)
         graph.replay()
         found = [result.cpu() for result in results]
-        again = run(read, *held)
-        for a, b, c in zip(found, again, run(plain, *drawn), strict=True):
+        again = read(*held)
+        expected = plain(*(part.to(plain_device) for part in drawn))
+        for a, b, c in zip(found, again, expected, strict=True):
             assert torch.equal(a, b.cpu())
-            torch.testing.assert_close(a, c, rtol=1.6e-2, atol=1.6e-2)
+            torch.testing.assert_close(a, c.cpu(), rtol=1.6e-2, atol=1.6e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,3 +149,24 @@ def check_on_one_gpu(kind, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_processes_of_one_gpu_read_each_others_memory(kind, dtype):
     run_ranks(check_on_one_gpu, 4, kind, dtype, check_shapes=False, timeout_s=280.0)
+
+
+def check_over_gpus():
+    device = initialize("cuda")
+    world = torch.distributed.get_world_size()
+    for ep, kind in itertools.product({2, world}, KINDS):
+        for dtype in (torch.bfloat16, torch.float64):
+            check_read(kind, str(device), dtype, ep=ep, plain_device=str(device))
+    shut_down()
+
+
+@pytest.mark.gpu
+def test_gpus_read_each_others_memory():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    world = 4 if torch.cuda.device_count() >= 4 else 2
+    assert launch_local([sys.executable, str(Path(__file__))], world) == 0
+
+
+if __name__ == "__main__" and "RANK" in os.environ:
+    check_over_gpus()
