@@ -41,7 +41,9 @@ peer "megatron-core-llama-3-8b-$at-dp" 170 --num-layers $peer_layers --accumulat
 step "llama-3-8b-$at-dp-fp8" 150 $llama $layers $zero --global-batch-size $((4 * world)) --fp8-format hybrid --fp8-recipe delayed
 step "llama-3-8b-$at-dp-fp8-gather" 150 $llama $layers $zero --global-batch-size $((4 * world)) --fp8-format hybrid --fp8-param-gather
 # 3: experts.
-warmup=16 step "qwen3-30b-$at-ep" 150 --recipe recipes/model/qwen3-30b-a3b.toml $qwen --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((8 * world)) --moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type allgather --moe-expert-rows-limit "$world" --cuda-graph-impl full_iteration
+for way in allgather symmetric; do
+  warmup=16 step "qwen3-30b-$at-ep-$way" 150 --recipe recipes/model/qwen3-30b-a3b.toml $qwen --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((8 * world)) --moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type "$way" --moe-expert-rows-limit "$world" --cuda-graph-impl full_iteration
+done
 step "mixtral-8x7b-$at-ep" 150 --recipe recipes/model/mixtral-8x7b.toml $mixtral --seq-length 4096 --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((4 * world))
 # 4: 30B and 70B.
 warmup=2 steps=5 profiled=0
