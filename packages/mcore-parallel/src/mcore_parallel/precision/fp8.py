@@ -48,6 +48,7 @@ from mcore_parallel.precision.fp8_recipes import (
     Tensorwise,
 )
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
+from mcore_parallel.precision.noted_largest import note_largest, noted_largest
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +217,12 @@ class Fp8Gemm:
 
 
 def _flat(x: Tensor | Uncast) -> Tensor | Uncast:
-    return x.flatten(0, -2) if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor):
+        return x
+    flat, amax = x.flatten(0, -2), noted_largest(x)
+    if amax is not None:
+        note_largest(flat, amax)
+    return flat
 
 
 @dataclass(frozen=True)
@@ -229,6 +235,11 @@ class LinearGemms:
     """For ``RowParallelLinear``."""
     casts: WeightCasts | None = None
     """Where casts of experts' weights are kept; None outside fp8."""
+
+    @property
+    def reads_largest(self) -> bool:
+        """Whether casts read what ``note_largest`` leaves with a tensor."""
+        return isinstance(self.column, Fp8Gemm) and self.column.recipe.reads_largest
 
 
 PLAIN_GEMMS = LinearGemms()
