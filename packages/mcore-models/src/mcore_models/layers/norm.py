@@ -35,6 +35,10 @@ class _Norm(nn.Module, ABC):
     """What RMSNorm and LayerNorm share: a weight, a kernel, and the addition before.
 
     Statistics are float32 or wider; the result has the input's dtype.
+
+    Attributes:
+        notes_largest: let this package's kernels leave largest magnitudes with what they
+            return, for linears in fp8: see ``mcore_parallel.precision.noted_largest``.
     """
 
     def __init__(
@@ -63,13 +67,16 @@ class _Norm(nn.Module, ABC):
         self.epsilon, self.zero_centered = epsilon, zero_centered
         self.replicas, self.partial = replicas, partial
         self.kernel: NormKernel | None = None
+        self.notes_largest = False
         self.weight = _identity(size, zero_centered, device, dtype)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Norm the last dimension."""
-        kernel = self.kernel or (_kernels().fused_norm if _has_kernel(x) else None)
-        if kernel is not None:
-            return kernel(x, *self.parameters_of_kernel(), **self._constants())
+        if self.kernel is not None:
+            return self.kernel(x, *self.parameters_of_kernel(), **self._constants())
+        if _has_kernel(x):
+            options = {**self._constants(), "notes_largest": self.notes_largest}
+            return _kernels().fused_norm(x, *self.parameters_of_kernel(), **options)
         weight = self.weight + 1 if self.zero_centered else self.weight
         wide = torch.promote_types(x.dtype, weight.dtype)  # they differ under autocast
         return self._plain(x.to(wide), weight).to(x.dtype)
@@ -80,7 +87,8 @@ class _Norm(nn.Module, ABC):
         """Return the norm of ``x + branch``, and the sum."""
         if self.kernel is None and _has_kernel(x):
             parameters = self.parameters_of_kernel()
-            return _kernels().fused_add_and_norm(x, branch, *parameters, **self._constants())
+            options = {**self._constants(), "notes_largest": self.notes_largest}
+            return _kernels().fused_add_and_norm(x, branch, *parameters, **options)
         total = x + branch
         return self(total), total
 
