@@ -21,7 +21,7 @@ from mcore_infer.quantization.kernels import widened
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels import delta as kernels_of_delta
-from mcore_models.kernels import gated_fp8
+from mcore_models.kernels import gated_fp8, normed_fp8
 from mcore_models.kernels import ssd as kernels_of_ssd
 from mcore_models.kernels.conv import fused_conv_silu
 from mcore_models.kernels.delta import fused_delta_rule
@@ -62,7 +62,7 @@ from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.optimizers.adamw import adamw_plain
 from mcore_parallel.optional_kernels import kernel_failure
-from mcore_parallel.precision.fp8_cast import cast_plain
+from mcore_parallel.precision.fp8_cast import cast_plain, uncast_of
 from mcore_parallel.precision.fp8_fine_cast import cast_blocks_plain, cast_lines_plain
 from mcore_parallel.precision.noted_largest import noted_largest
 from mcore_parallel.tensor_parallel.embedding import add_rows_plain
@@ -374,6 +374,33 @@ def check_gated_casts():
                 assert (a.float() == b.float()).double().mean() > 0.99
 
 
+def check_normed_casts():
+    norm = RMSNorm(150, zero_centered=True)
+    torch.nn.init.normal_(norm.weight)
+    x, branch = (torch.randn(66, 2, 150).half() for _ in range(2))
+    options = {"epsilon": norm.epsilon, "offset": 1.0}
+    want, total = fused_add_and_norm(x, branch, norm.weight, None, **options)
+    stand_in, same = fused_add_and_norm(x, branch, norm.weight, None, **options, casts=True)
+    assert stand_in.isnan().all()
+    assert stand_in.shape == want.shape
+    compare([same], [total], 0, 0)
+    dy, leaves = torch.randn_like(want), [norm.weight]
+    compare(*[torch.autograd.grad(y, leaves, dy) for y in (stand_in, want)], 0, 0)
+    own = uncast_of(stand_in)
+    compare([own.largest(), own.make()], [want.abs().max().float().view(1), want], 1e-3)
+    for seen in (None, own.largest() / 2):
+        got = normed_fp8.cast_by(
+            total.view(132, 150),
+            *own._factors[1:],
+            own.largest(),
+            torch.float8_e4m3fn,
+            seen=seen,
+        )
+        expected = cast_by(want.detach().view(132, 150), own.largest(), torch.float8_e4m3fn)
+        assert all(map(torch.equal, got, expected))
+    assert seen == own.largest()
+
+
 def check_quantized_weights():
     for algo, rows in (("FP8", 20), ("W8A16", 1), ("W4A16_AWQ", 2), ("NVFP4", 2)):
         layout = LAYOUTS[algo]
@@ -453,6 +480,7 @@ if __name__ == "__main__":
         check_weight_gradients,
         check_fp8_casts,
         check_gated_casts,
+        check_normed_casts,
         check_quantized_weights,
         check_attention_to_codes,
         check_latent_attention,

@@ -14,6 +14,9 @@ TILE = {
     **dict.fromkeys(("columns", "seen"), "*i32"),
     **dict.fromkeys(("num_rows", "width"), "i32"),
     "rows": "*u8",
+    "scales": "*fp32",
+    "weight": "*bf16",
+    "offset": "fp32",
 }
 NORM = {
     **dict.fromkeys(("x", "branch", "weight", "bias", "total", "out"), "*bf16"),
@@ -62,7 +65,7 @@ def usage(function, types, constants, folder, **options):
 
 
 def test_the_kernels_compile_and_spill_nothing(tmp_path):
-    from mcore_models.kernels import gated_fp8, norm, rope
+    from mcore_models.kernels import gated_fp8, norm, normed_fp8, rope
     from mcore_parallel.kernels import fp8_cast
 
     found = {}
@@ -70,6 +73,10 @@ def test_the_kernels_compile_and_spill_nothing(tmp_path):
         options = {**FORMAT, "HAS_ROWS": True, "HAS_SEEN": seen, "TILE": fp8_cast._TILE}
         warps = {"num_warps": fp8_cast._TILE_WARPS}
         found["cast", seen] = usage(fp8_cast._cast, TILE, options, tmp_path, **warps)
+        options |= {"WORDS": normed_fp8._WORDS, "COLUMNS": normed_fp8._COLUMNS}
+        warps = {"num_warps": normed_fp8._WARPS}
+        made = usage(normed_fp8._norm_and_cast, TILE, options, tmp_path, **warps)
+        found["norm and cast", seen] = made
     for grad, seen in product((False, True), (False, True)):
         words, columns, warps = gated_fp8._TILES[grad]
         options = {**FORMAT, "HAS_ROWS": True, "HAS_SEEN": seen, "KIND": 0, "IS_GRAD": grad}
@@ -80,7 +87,7 @@ def test_the_kernels_compile_and_spill_nothing(tmp_path):
     options = {"KIND": 0, "IS_GRAD": True, "LANES": gated_fp8._LANES}
     found["note"] = usage(gated_fp8._gate_and_note, TILE, options, tmp_path, num_warps=4)
     options = {"HAS_BRANCH": True, "HAS_DTOTAL": True, "CENTERED": False, "NOTES": True}
-    options["BLOCK"] = 4096
+    options |= {"BLOCK": 4096, "WRITES": False}
     found["norm"] = usage(norm._forward, NORM, options, tmp_path, num_warps=8)
     found["norm backward"] = usage(norm._backward, NORM, options, tmp_path, num_warps=4)
     options = {"INVERSE": True, "NOTES": True, "HALF": 64, "HEADS": 16}

@@ -16,8 +16,10 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_models.layers.normed_fp8 import NormedCast
 from mcore_parallel.grad_slot import slot_of
 from mcore_parallel.kernels.fp8_tiles import magnitude_bits, raised
+from mcore_parallel.precision.fp8_cast import in_place_of
 from mcore_parallel.precision.noted_largest import note_largest
 
 _PROGRAMS_PER_PROCESSOR = 3
@@ -42,6 +44,7 @@ def _forward(
     HAS_BRANCH: tl.constexpr,
     CENTERED: tl.constexpr,
     NOTES: tl.constexpr,
+    WRITES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -63,8 +66,9 @@ def _forward(
     result = value * scale * (tl.load(weight + column, mask=inside).to(tl.float32) + offset)
     if CENTERED:
         result += tl.load(bias + column, mask=inside).to(tl.float32)
-    result = result.to(out.dtype.element_ty)
-    tl.store(out + at, result, mask=inside)
+    result = result.to(x.dtype.element_ty)
+    if WRITES:
+        tl.store(out + at, result, mask=inside)
     if NOTES:
         bits = magnitude_bits(result)
         raised(largest, tl.where(inside, bits, tl.zeros_like(bits)), result.dtype)
@@ -163,14 +167,15 @@ class _AddAndNorm(torch.autograd.Function):
         epsilon: float,
         offset: float,
         notes: bool,
+        casts: bool,
     ) -> Tensor | tuple[Tensor, ...]:
         width = x.shape[-1]
         num_rows = x.numel() // width
         total = x if branch is None else torch.empty_like(x)
-        out = torch.empty_like(x)
+        out = x if casts else torch.empty_like(x)
         scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
         means = scales if bias is None else torch.empty_like(scales)
-        largest = torch.zeros(int(notes), dtype=torch.float32, device=x.device)
+        largest = torch.zeros(int(notes or casts), dtype=torch.float32, device=x.device)
         block = triton.next_power_of_2(width)
         if num_rows:
             _forward[(num_rows,)](
@@ -188,17 +193,20 @@ class _AddAndNorm(torch.autograd.Function):
                 epsilon,
                 branch is not None,
                 bias is not None,
-                notes,
+                notes or casts,
+                not casts,
                 block,
                 num_warps=_num_warps(block),
             )
+        if casts:
+            out = in_place_of(NormedCast(total, scales, weight, offset, largest), x)
         ctx.save_for_backward(total, weight, means, scales)
         ctx.offset, ctx.has_branch, ctx.notes = offset, branch is not None, notes
         # Saved tensors may come back as copies (recomputation); the slot is the original's.
         ctx.parameters = (weight, bias)
         ctx.set_materialize_grads(False)
         outputs = (out,) if branch is None else (out, total)
-        if notes:
+        if notes and not casts:
             ctx.mark_non_differentiable(largest)
             return *outputs, largest
         return outputs
@@ -208,7 +216,7 @@ class _AddAndNorm(torch.autograd.Function):
         total, weight, means, scales = ctx.saved_tensors
         dtotal = others[0] if ctx.has_branch else None
         if dout is None:
-            return dtotal, dtotal if ctx.has_branch else None, *[None] * 5
+            return dtotal, dtotal if ctx.has_branch else None, *[None] * 6
         width = total.shape[-1]
         num_rows = total.numel() // width
         block = triton.next_power_of_2(width)
@@ -245,7 +253,7 @@ class _AddAndNorm(torch.autograd.Function):
         if ctx.notes:
             note_largest(dx, largest)
         dbranch = dx if ctx.has_branch else None
-        return dx, dbranch, grads[0], grads[1] if centered else None, None, None, None
+        return dx, dbranch, grads[0], grads[1] if centered else None, *[None] * 4
 
 
 def _parameter_gradient(parameter: Tensor, parts: Tensor) -> Tensor | None:
@@ -283,6 +291,7 @@ def fused_norm(
     epsilon: float,
     offset: float = 0.0,
     notes_largest: bool = False,
+    casts: bool = False,
 ) -> Float[Tensor, "*B D"]:
     """Norm the last dimension; with a bias a LayerNorm, without one an RMSNorm.
 
@@ -294,8 +303,10 @@ def fused_norm(
         offset: added to the weight.
         notes_largest: leave the largest magnitude with the result, and with the gradient of x
             in backward: see ``mcore_parallel.precision.noted_largest``.
+        casts: return what stands in place of the result, which a linear in fp8 computes as it
+            casts it: see ``mcore_parallel.precision.fp8_cast.in_place_of``. Not of a LayerNorm.
     """
-    constants = epsilon, offset, notes_largest
+    constants = epsilon, offset, notes_largest, casts
     out, *noted = _AddAndNorm.apply(x.contiguous(), None, weight, bias, *constants)
     for largest in noted:
         note_largest(out, largest)
@@ -311,6 +322,7 @@ def fused_add_and_norm(
     epsilon: float,
     offset: float = 0.0,
     notes_largest: bool = False,
+    casts: bool = False,
 ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
     """Norm the sum of ``x`` and ``branch``, rounded to their dtype; see ``fused_norm``.
 
@@ -318,7 +330,7 @@ def fused_add_and_norm(
         The normed sum, and the sum.
     """
     factors = x.contiguous(), branch.contiguous(), weight, bias
-    out, total, *noted = _AddAndNorm.apply(*factors, epsilon, offset, notes_largest)
+    out, total, *noted = _AddAndNorm.apply(*factors, epsilon, offset, notes_largest, casts)
     for largest in noted:
         note_largest(out, largest)
     return out, total

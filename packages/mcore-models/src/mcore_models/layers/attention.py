@@ -123,6 +123,12 @@ class Attention(nn.Module):
         # Each rank norms its own heads: its gradient is their share of the sum.
         return build_norm(config, H, replicas=tp, partial=tp, **placed)
 
+    def takes_uncast(self, x: Float[Tensor, "s B D"]) -> bool:
+        """Say whether it computes an input like x as it casts it to fp8."""
+        hooks = self._forward_hooks or self._forward_pre_hooks
+        is_plain = isinstance(self.qkv, ColumnParallelLinear) and not hooks
+        return is_plain and self.qkv.takes_uncast(x)
+
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the sinks, see ``mcore_parallel.sharding``."""
         if self.sinks is None:

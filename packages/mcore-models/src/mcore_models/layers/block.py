@@ -62,7 +62,11 @@ class TransformerBlock(nn.Module):
                 norm = stream_norm(config, ctx, **setup.placed)
                 norm.notes_largest = setup.gemms.reads_largest
                 self.add_module(norm_name, norm)
-            self.add_module(name, parts.get(name, MIXERS[name].build)(setup))
+            mixer = parts.get(name, MIXERS[name].build)(setup)
+            self.add_module(name, mixer)
+            if around[0] and self.parallel_residual == "off":
+                norm = getattr(self, around[0])
+                norm.is_cast_by_reader = getattr(mixer, "takes_uncast", None)
         dropout = stream_dropout(config, ctx, setup.streams)
         factor = config.residual_multiplier
         self.residual = PreNorm(dropout, setup.streams, setup.recomputed, factor)

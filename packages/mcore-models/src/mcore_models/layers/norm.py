@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
+from mcore_models.layers.normed_fp8 import has_kernel
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.logical_tensors import head_dim
 from mcore_parallel.mesh import SINGLE, Axis
@@ -39,6 +40,8 @@ class _Norm(nn.Module, ABC):
     Attributes:
         notes_largest: let this package's kernels leave largest magnitudes with what they
             return, for linears in fp8: see ``mcore_parallel.precision.noted_largest``.
+        is_cast_by_reader: says of an input whether what alone reads the norm of it computes
+            that norm as it casts it to fp8; None: no.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class _Norm(nn.Module, ABC):
         self.replicas, self.partial = replicas, partial
         self.kernel: NormKernel | None = None
         self.notes_largest = False
+        self.is_cast_by_reader: Callable[[Tensor], bool] | None = None
         self.weight = _identity(size, zero_centered, device, dtype)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
@@ -75,7 +79,7 @@ class _Norm(nn.Module, ABC):
         if self.kernel is not None:
             return self.kernel(x, *self.parameters_of_kernel(), **self._constants())
         if _has_kernel(x):
-            options = {**self._constants(), "notes_largest": self.notes_largest}
+            options = {**self._constants(), **self._left(x)}
             return _kernels().fused_norm(x, *self.parameters_of_kernel(), **options)
         weight = self.weight + 1 if self.zero_centered else self.weight
         wide = torch.promote_types(x.dtype, weight.dtype)  # they differ under autocast
@@ -87,7 +91,7 @@ class _Norm(nn.Module, ABC):
         """Return the norm of ``x + branch``, and the sum."""
         if self.kernel is None and _has_kernel(x):
             parameters = self.parameters_of_kernel()
-            options = {**self._constants(), "notes_largest": self.notes_largest}
+            options = {**self._constants(), **self._left(x)}
             return _kernels().fused_add_and_norm(x, branch, *parameters, **options)
         total = x + branch
         return self(total), total
@@ -105,6 +109,13 @@ class _Norm(nn.Module, ABC):
 
     def _constants(self) -> dict[str, float]:
         return {"epsilon": self.epsilon, "offset": float(self.zero_centered)}
+
+    def _left(self, x: Tensor) -> dict[str, bool]:
+        """Say what to leave for linears in fp8, as the kernels take it."""
+        reader = self.is_cast_by_reader
+        is_read = reader is not None and isinstance(self, RMSNorm) and not self._forward_hooks
+        casts = is_read and reader(x) and has_kernel(x)
+        return {"notes_largest": self.notes_largest, "casts": casts}
 
     @abstractmethod
     def _plain(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -72,6 +72,24 @@ class Uncast(ABC):
         return self._made
 
 
+_UNCAST = "_mcore_uncast"
+
+
+def in_place_of(uncast: Uncast, like: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return what autograd passes on for a matrix that a linear computes as it casts it.
+
+    NaN in its shape, which takes no memory: whoever else reads it sees that at once.
+    """
+    x = like.new_full((1,), float("nan")).expand(uncast.shape)
+    setattr(x, _UNCAST, uncast)
+    return x
+
+
+def uncast_of(x: Float[Tensor, "..."]) -> Uncast | None:
+    """Return what this very tensor stands in place of; None: it is itself."""
+    return getattr(x, _UNCAST, None)
+
+
 def cast(
     x: Float[Tensor, "T D"] | Uncast,
     dtype: torch.dtype,
