@@ -62,11 +62,7 @@ class TransformerBlock(nn.Module):
                 norm = stream_norm(config, ctx, **setup.placed)
                 norm.notes_largest = setup.gemms.reads_largest
                 self.add_module(norm_name, norm)
-            mixer = parts.get(name, MIXERS[name].build)(setup)
-            self.add_module(name, mixer)
-            if around[0] and self.parallel_residual == "off":
-                norm = getattr(self, around[0])
-                norm.is_cast_by_reader = getattr(mixer, "takes_uncast", None)
+            self.add_module(name, parts.get(name, MIXERS[name].build)(setup))
         dropout = stream_dropout(config, ctx, setup.streams)
         factor = config.residual_multiplier
         self.residual = PreNorm(dropout, setup.streams, setup.recomputed, factor)
@@ -129,6 +125,7 @@ class TransformerBlock(nn.Module):
                 MIXERS[name].recomputed_as,
                 self._norm(post_norm) if post_norm else None,
                 beside,
+                getattr(getattr(self, name), "takes_uncast", None),
             )
             beside = None
         return stream

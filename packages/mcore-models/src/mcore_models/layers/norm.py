@@ -40,8 +40,6 @@ class _Norm(nn.Module, ABC):
     Attributes:
         notes_largest: let this package's kernels leave largest magnitudes with what they
             return, for linears in fp8: see ``mcore_parallel.precision.noted_largest``.
-        is_cast_by_reader: says of an input whether what alone reads the norm of it computes
-            that norm as it casts it to fp8; None: no.
     """
 
     def __init__(
@@ -71,27 +69,37 @@ class _Norm(nn.Module, ABC):
         self.replicas, self.partial = replicas, partial
         self.kernel: NormKernel | None = None
         self.notes_largest = False
-        self.is_cast_by_reader: Callable[[Tensor], bool] | None = None
         self.weight = _identity(size, zero_centered, device, dtype)
 
-    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        """Norm the last dimension."""
+    def forward(
+        self, x: Float[Tensor, "*B D"], reader: Callable[[Tensor], bool] | None = None
+    ) -> Float[Tensor, "*B D"]:
+        """Norm the last dimension.
+
+        Args:
+            x: to norm.
+            reader: says of x whether what alone reads the result computes it as it casts it
+                to fp8, in place of which it may get what ``fp8_cast.in_place_of`` returns.
+        """
         if self.kernel is not None:
             return self.kernel(x, *self.parameters_of_kernel(), **self._constants())
         if _has_kernel(x):
-            options = {**self._constants(), **self._left(x)}
+            options = {**self._constants(), **self._left(x, reader)}
             return _kernels().fused_norm(x, *self.parameters_of_kernel(), **options)
         weight = self.weight + 1 if self.zero_centered else self.weight
         wide = torch.promote_types(x.dtype, weight.dtype)  # they differ under autocast
         return self._plain(x.to(wide), weight).to(x.dtype)
 
     def add_and_norm(
-        self, x: Float[Tensor, "*B D"], branch: Float[Tensor, "*B D"]
+        self,
+        x: Float[Tensor, "*B D"],
+        branch: Float[Tensor, "*B D"],
+        reader: Callable[[Tensor], bool] | None = None,
     ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
-        """Return the norm of ``x + branch``, and the sum."""
+        """Return the norm of ``x + branch``, and the sum; ``reader``: see ``forward``."""
         if self.kernel is None and _has_kernel(x):
             parameters = self.parameters_of_kernel()
-            options = {**self._constants(), **self._left(x)}
+            options = {**self._constants(), **self._left(x, reader)}
             return _kernels().fused_add_and_norm(x, branch, *parameters, **options)
         total = x + branch
         return self(total), total
@@ -110,9 +118,8 @@ class _Norm(nn.Module, ABC):
     def _constants(self) -> dict[str, float]:
         return {"epsilon": self.epsilon, "offset": float(self.zero_centered)}
 
-    def _left(self, x: Tensor) -> dict[str, bool]:
+    def _left(self, x: Tensor, reader: Callable[[Tensor], bool] | None) -> dict[str, bool]:
         """Say what to leave for linears in fp8, as the kernels take it."""
-        reader = self.is_cast_by_reader
         is_read = reader is not None and isinstance(self, RMSNorm) and not self._forward_hooks
         casts = is_read and reader(x) and has_kernel(x)
         return {"notes_largest": self.notes_largest, "casts": casts}
