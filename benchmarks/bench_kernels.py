@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
 
-from mcore_models.kernels import flash4_attention
+from mcore_models.kernels import flash4_attention, gated_fp8, normed_fp8
 from mcore_models.kernels.attention_backends import attend
 from mcore_models.kernels.rope import fused_rotary_split
 from mcore_models.layers.norm import RMSNorm
@@ -25,6 +25,7 @@ from mcore_moe.kernels.gate import fused_gated
 from mcore_parallel.grad_slot import accumulate_matmul, grad_slot
 from mcore_parallel.kernels.adam import fused_adamw
 from mcore_parallel.kernels.embedding import add_rows
+from mcore_parallel.kernels.fp8_cast import cast_by, largest
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
 from mcore_parallel.tensor_parallel.linear_cross_entropy import CHUNK_TOKENS, head_loss
 
@@ -117,6 +118,7 @@ def cases() -> Iterator[Case]:
     yield from norms()
     yield from rotary()
     yield from gated()
+    yield from fp8_casts()
     yield from attention()
     yield from embedding()
     yield from head()
@@ -199,6 +201,40 @@ def gated() -> Iterator[Case]:
     yield from both_ways(
         "swiglu", lambda: (fused_gated(x),), [x], 6 * T * F, 10 * T * F, "TB/s"
     )
+
+
+def fp8_casts() -> Iterator[Case]:
+    """Cast by a scale of the tensor itself (two passes), and by an earlier one."""
+    x, hidden, dy = draw(T, D).detach(), draw(T, 2 * F).detach(), draw(T, F).detach()
+    amax, seen = torch.full((1,), 4.0, device="cuda"), torch.zeros(1, device="cuda")
+    narrow = torch.float8_e4m3fn
+    yield Case("fp8 largest magnitude", lambda: largest(x), 2 * T * D, "TB/s")
+    for name, noted in (("fp8 cast", None), ("fp8 cast, noting", seen)):
+        yield Case(
+            name, lambda noted=noted: cast_by(x, amax, narrow, seen=noted), 4 * T * D, "TB/s"
+        )
+    rows, weight = torch.ones(T, device="cuda"), draw(D).detach()
+    yield Case(
+        "fp8 norm",
+        lambda: normed_fp8.cast_by(x, rows, weight, 0.0, amax, narrow),
+        4 * T * D,
+        "TB/s",
+    )
+    for name, grad, size in (("swiglu", None, 4 * T * F), ("swiglu gradient", dy, 6 * T * F)):
+        yield Case(
+            f"fp8 {name}, largest magnitude",
+            lambda grad=grad: gated_fp8.largest(hidden, grad, "silu"),
+            size,
+            "TB/s",
+        )
+        written = 2 * T * F if grad is None else 4 * T * F
+        for suffix, noted in (("", None), (", noting", seen)):
+            yield Case(
+                f"fp8 {name}{suffix}",
+                partial(gated_fp8.cast_by, hidden, grad, "silu", amax, narrow, seen=noted),
+                size + written,
+                "TB/s",
+            )
 
 
 def attention() -> Iterator[Case]:

@@ -8,6 +8,7 @@ from mcore_models.config import KernelConfig, TransformerConfig, activation, has
 from mcore_models.kernels import flash4_attention as flash4
 from mcore_models.layers.gated_fp8 import GATED_CAST_KERNEL
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
+from mcore_models.layers.normed_fp8 import NORMED_CAST_KERNEL
 from mcore_models.layers.recurrent.causal_conv import CONV_KERNELS
 from mcore_models.layers.recurrent.delta_rule import DELTA_KERNELS, kernel_widths
 from mcore_models.layers.recurrent.gated_norm import GATED_NORM_KERNELS
@@ -52,11 +53,7 @@ def optional_kernels(
     if dtype == torch.float64:
         return found
     found.append((LOSS_KERNELS, (dtype,)))
-    if fp8.fp8_format and fp8.fp8_recipe not in BLACKWELL:
-        is_fine = fp8.fp8_recipe in ("rowwise", "blockwise")
-        found.append((FINE_CAST_KERNEL if is_fine else CAST_KERNEL, (dtype,)))
-        if not is_fine and is_gated(config) and activation(config) in FUSED:
-            found.append((GATED_CAST_KERNEL, (dtype,)))
+    found += _of_fp8(config, dtype, fp8)
     if NARROWEST <= config.hidden_size <= WIDEST:
         found.append((NORM_KERNELS, (dtype,)))
     if is_gated(config) and activation(config) in FUSED:
@@ -79,6 +76,21 @@ def optional_kernels(
         q, v = (torch.empty(1, 1, *shape, device=device, dtype=dtype) for shape in shapes)
         if not flash4.misfit(q, v, config.attention_dropout):
             found.append((flash4.FLASH4_KERNEL, flash4.kind(q, v)))
+    return found
+
+
+def _of_fp8(
+    config: TransformerConfig, dtype: torch.dtype, fp8: Fp8Config
+) -> list[tuple[OptionalKernel, tuple[Hashable, ...]]]:
+    if not fp8.fp8_format or fp8.fp8_recipe in BLACKWELL:
+        return []
+    if fp8.fp8_recipe in ("rowwise", "blockwise"):
+        return [(FINE_CAST_KERNEL, (dtype,))]
+    found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = [(CAST_KERNEL, (dtype,))]
+    if config.normalization == "RMSNorm" and dtype in NARROW:
+        found.append((NORMED_CAST_KERNEL, (dtype,)))
+    if is_gated(config) and activation(config) in FUSED:
+        found.append((GATED_CAST_KERNEL, (dtype,)))
     return found
 
 

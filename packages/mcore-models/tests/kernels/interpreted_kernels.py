@@ -21,7 +21,7 @@ from mcore_infer.quantization.kernels import widened
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels import delta as kernels_of_delta
-from mcore_models.kernels import gated_fp8
+from mcore_models.kernels import gated_fp8, normed_fp8
 from mcore_models.kernels import ssd as kernels_of_ssd
 from mcore_models.kernels.conv import fused_conv_silu
 from mcore_models.kernels.delta import fused_delta_rule
@@ -56,12 +56,15 @@ from mcore_parallel.kernels import fp8_fine_cast
 from mcore_parallel.kernels.adam import fused_adamw
 from mcore_parallel.kernels.embedding import add_rows
 from mcore_parallel.kernels.fp8_cast import cast_by, largest
+from mcore_parallel.kernels.fp8_cast import narrow as cast_flat
+from mcore_parallel.kernels.fp8_cast import widen as dequantize_flat
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.optimizers.adamw import adamw_plain
 from mcore_parallel.optional_kernels import kernel_failure
-from mcore_parallel.precision.fp8_cast import cast_plain
+from mcore_parallel.precision.fp8_cast import cast_plain, uncast_of
 from mcore_parallel.precision.fp8_fine_cast import cast_blocks_plain, cast_lines_plain
+from mcore_parallel.precision.noted_largest import noted_largest
 from mcore_parallel.tensor_parallel.embedding import add_rows_plain
 from mcore_parallel.tensor_parallel.linear_cross_entropy import (
     row_stats_plain,
@@ -128,6 +131,11 @@ def check_loss():
     compare([got], [want])
 
 
+def check_noted(*tensors):
+    for tensor in tensors:
+        assert noted_largest(tensor) == tensor.abs().max()
+
+
 def check_norms():
     for norm in (RMSNorm(130, zero_centered=True), LayerNorm(130), LayerNorm(130, bias=False)):
         parameters = list(norm.parameters())
@@ -139,13 +147,15 @@ def check_norms():
         x.requires_grad_()
         branch.requires_grad_()
         want = norm.add_and_norm(x, branch)
-        got = fused_add_and_norm(x, branch, *own, **options)
+        got = fused_add_and_norm(x, branch, *own, **options, notes_largest=True)
         compare(got, want)
         grads = [
             torch.autograd.grad(y, [x, branch, *parameters], [dy, dtotal]) for y in (got, want)
         ]
         compare(*grads)
-        want, got = norm(x), fused_norm(x, *own, **options)
+        check_noted(got[0], grads[0][1])
+        want, got = norm(x), fused_norm(x, *own, **options, notes_largest=True)
+        check_noted(got)
         expected = torch.autograd.grad(want, [x, *parameters], dy)
         compare([got, *torch.autograd.grad(got, [x, *parameters], dy)], [want, *expected])
         for parameter in parameters:
@@ -175,12 +185,14 @@ def check_rotation():
     qkv = torch.randn(4, 2, (n + 2 * g) * size, requires_grad=True)
     angle = torch.randn(4, size // 2)
     tables = angle.cos(), angle.sin()
-    got = fused_rotary_split(qkv, *tables, n, g)
+    got = fused_rotary_split(qkv, *tables, n, g, notes_largest=True)
     q, k, v = qkv.view(4, 2, n + 2 * g, size).split([n, g, g], 2)
     want = rotate(q, tables), rotate(k, tables), v
     compare(got, want)
     grads = [torch.randn_like(t) for t in want]
-    compare(*[torch.autograd.grad(y, [qkv], grads) for y in (got, want)])
+    own, expected = [torch.autograd.grad(y, [qkv], grads) for y in (got, want)]
+    compare(own, expected)
+    check_noted(*own)
 
 
 def check_norm_and_rotation():
@@ -236,7 +248,7 @@ def check_weight_gradients():
 def check_fp8_casts():
     for narrow in (torch.float8_e4m3fn, torch.float8_e5m2):
         # Numbers that fp8 holds: the interpreter rounds others wrongly.
-        x = (9 * torch.randn(30, 150)).to(narrow).float() * 2.0**-20
+        x = (9 * torch.randn(132, 150)).to(narrow).float() * 2.0**-20
         x[3, 5] = -torch.finfo(narrow).max * 2.0**-20
         assert largest(x) == x.abs().max()
         compare(
@@ -252,6 +264,12 @@ def check_fp8_casts():
         compare([part.float() for part in got], [part.float() for part in want], 0, 0)
         assert seen == x.abs().max()
         check_fine_casts(x.bfloat16(), narrow)
+        flat, back = torch.empty(x.numel(), dtype=narrow), torch.empty(x.numel())
+        cast_flat(x.view(-1), earlier, flat)
+        dequantize_flat(flat, earlier, back)
+        scaled = cast_plain(x, earlier, narrow)
+        compare([flat.float()], [scaled.rows.float().view(-1)], 0, 0)
+        compare([back], [flat.float() * scaled.scale_inv], 0, 0)
     for strange in (float("inf"), float("nan")):
         x[7, 7] = strange
         assert cast_by(x, largest(x), torch.float8_e5m2)[2].isnan()
@@ -266,7 +284,7 @@ def check_fine_casts(x, narrow):
         got = fp8_fine_cast.cast_lines(lines, *tops, narrow)
         pairs.append((got, cast_lines_plain(lines, *tops, narrow)))
     blocks = x.new_zeros(256, 384)
-    blocks[100:130, 100:250] = x
+    blocks[100:232, 100:250] = x
     for is_square in (False, True):
         got = fp8_fine_cast.cast_blocks(blocks, narrow, is_square=is_square)
         pairs.append((got, cast_blocks_plain(blocks, narrow, is_square=is_square)))
@@ -342,7 +360,7 @@ def check_convolution_and_gated_norm():
 
 def check_gated_casts():
     # More than a tile either way; the interpreter rounds to fp8 wrongly, but always alike.
-    x, dy = torch.randn(70, 160).half(), torch.randn(70, 80).half()
+    x, dy = torch.randn(132, 300).half(), torch.randn(132, 150).half()
     for activation in ("silu", "gelu_tanh"):
         for grad, narrow in ((None, torch.float8_e4m3fn), (dy, torch.float8_e5m2)):
             matrix = GatedCast(x, grad, activation).make()
@@ -354,6 +372,33 @@ def check_gated_casts():
             compare([seen, got.scale_inv], [amax, want[2]], rtol=1e-3)
             for a, b in zip(got[:2], want[:2], strict=True):
                 assert (a.float() == b.float()).double().mean() > 0.99
+
+
+def check_normed_casts():
+    norm = RMSNorm(150, zero_centered=True)
+    torch.nn.init.normal_(norm.weight)
+    x, branch = (torch.randn(66, 2, 150).half() for _ in range(2))
+    options = {"epsilon": norm.epsilon, "offset": 1.0}
+    want, total = fused_add_and_norm(x, branch, norm.weight, None, **options)
+    stand_in, same = fused_add_and_norm(x, branch, norm.weight, None, **options, casts=True)
+    assert stand_in.isnan().all()
+    assert stand_in.shape == want.shape
+    compare([same], [total], 0, 0)
+    dy, leaves = torch.randn_like(want), [norm.weight]
+    compare(*[torch.autograd.grad(y, leaves, dy) for y in (stand_in, want)], 0, 0)
+    own = uncast_of(stand_in)
+    compare([own.largest(), own.make()], [want.abs().max().float().view(1), want], 1e-3)
+    for seen in (None, own.largest() / 2):
+        got = normed_fp8.cast_by(
+            total.view(132, 150),
+            *own._factors[1:],
+            own.largest(),
+            torch.float8_e4m3fn,
+            seen=seen,
+        )
+        expected = cast_by(want.detach().view(132, 150), own.largest(), torch.float8_e4m3fn)
+        assert all(map(torch.equal, got, expected))
+    assert seen == own.largest()
 
 
 def check_quantized_weights():
@@ -435,6 +480,7 @@ if __name__ == "__main__":
         check_weight_gradients,
         check_fp8_casts,
         check_gated_casts,
+        check_normed_casts,
         check_quantized_weights,
         check_attention_to_codes,
         check_latent_attention,

@@ -15,6 +15,7 @@ from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import WeightCasts, delayed_scales, fp8_gemms
 from mcore_parallel.precision.fp8_between import CastBetween
+from mcore_parallel.precision.fp8_cast import Uncast, in_place_of
 from mcore_parallel.precision.fp8_recipes import Delayed
 
 E4M3 = torch.float8_e4m3fn
@@ -124,3 +125,39 @@ def test_what_else_reads_the_hidden_layer_is_given_it():
     assert layer._cast_between(x) is None
     for options in ({"bias": True}, {"clamp": 7.0}, {"gated": False}, {"activation": "relu"}):
         assert narrow_mlp("tensorwise", **options)[0]._cast_between(x) is None
+
+
+class Doubled(Uncast):
+    """A matrix that is computed as it is cast: twice another."""
+
+    def __init__(self, half):
+        super().__init__(half.shape)
+        self.half = half
+
+    def make(self):
+        return 2 * self.half
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_an_input_is_computed_as_it_is_cast_by_the_linear_that_alone_reads_it(recipe):
+    found = []
+    for is_made in (True, False):
+        layer, scales = narrow_mlp(recipe)
+        x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
+        assert layer.takes_uncast(x)
+        given = 2 * x if is_made else in_place_of(Doubled(x), x)
+        assert given.isnan().all() != is_made
+        with nullcontext() if scales is None else scales.noting():
+            y = layer(given.requires_grad_())
+            y.backward(torch.cos(y.detach()))
+        found.append([y, given.grad, layer.fc1.weight.grad, layer.fc2.weight.grad])
+    assert all(map(torch.equal, *found))
+    assert not layer.takes_uncast(x[:3])
+    assert not MLP(32, 48).takes_uncast(x)
+    with torch.autograd.set_detect_anomaly(True):
+        assert not layer.takes_uncast(x)
+    hook = layer.register_forward_pre_hook(lambda *_: None)
+    assert not layer.takes_uncast(x)
+    hook.remove()
+    layer.fc1.register_forward_pre_hook(lambda *_: None)
+    assert not layer.takes_uncast(x)

@@ -76,10 +76,9 @@ def halves(tp, overlap):
         ctx, DataParallelConfig(**options, fp8_param_gather=True)
     )
     assert losses == wide[0]
-    if tp == 1:
-        narrow = [count for dtype, count in sent if dtype == torch.uint8]
-        assert sum(narrow) == 3 * 2 * F * D
-        assert sum(count for dtype, count in sent if dtype == torch.bfloat16) == 3 * D * D
+    narrow = [count for dtype, count in sent if dtype == torch.uint8]
+    assert sum(narrow) == 3 * 2 * F * D // tp
+    assert sum(count for dtype, count in sent if dtype == torch.bfloat16) == 3 * D * D
     torch.testing.assert_close(model.plain.weight, wide[1].plain.weight, rtol=0, atol=0)
     # Main weights went on in full: what is held is their cast by the whole tensor's scale.
     for name in ("up", "down"):
@@ -106,13 +105,27 @@ def halves(tp, overlap):
     optimizer.data_parallel.check_weights()
 
 
-def all_layouts():
-    for tp, overlap in ((1, False), (1, True), (2, False)):
-        halves(tp, overlap)
+def of_data_ranks():
+    for overlap in (False, True):
+        halves(1, overlap)
+
+
+def of_tensor_and_data_ranks():
+    halves(2, overlap=False)
 
 
 def test_weights_travel_in_fp8_and_no_gemm_sees_a_difference():
-    run_ranks(all_layouts, 2)
+    run_ranks(of_data_ranks, 2)
+    run_ranks(of_tensor_and_data_ranks, 4)
+
+
+def test_weights_that_travel_nowhere_are_not_cast_for_it():
+    options = {"use_distributed_optimizer": True}
+    ctx = ParallelContext.single("cpu")
+    wide = train(ctx, DataParallelConfig(**options))
+    losses, model, *_ = train(ctx, DataParallelConfig(**options, fp8_param_gather=True))
+    assert losses == wide[0]
+    assert all(map(torch.equal, model.parameters(), wide[1].parameters()))
 
 
 def test_without_the_distributed_optimizer_there_is_no_gather():

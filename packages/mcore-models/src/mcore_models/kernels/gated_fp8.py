@@ -2,8 +2,8 @@
 
 One program reads a tile of gate and up-projection, and in backward one of the output's
 gradient; it rounds what it computes to the tensor's own dtype and casts it as
-``mcore_parallel.kernels.fp8_cast`` does, in both orders. Without outputs it only finds the
-largest magnitude. The bits are those of ``mcore_moe.kernels.gate`` and that cast in turn.
+``mcore_parallel.kernels.fp8_cast`` does, in both orders. A pass over rows finds the largest
+magnitude. The bits are those of ``mcore_moe.kernels.gate`` and that cast in turn.
 """
 
 from typing import no_type_check
@@ -15,60 +15,34 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_moe.kernels.gate import KINDS, activate
+from mcore_parallel.kernels.fp8_tiles import (
+    load_quarters,
+    magnitude_bits,
+    one_scale,
+    raised,
+    store_both,
+)
 from mcore_parallel.precision.fp8_cast import SMALLEST_AMAX, Fp8
 
-_ROWS, _COLUMNS, _WARPS = 64, 64, 8
+_TILES = (32, 64, 4), (16, 64, 4)
+"""Words of the transpose, columns and warps of a program: of outputs, and of gradients."""
+_LANES, _LANE_WARPS = 1024, 4
+"""Columns of a program that only looks for the largest magnitude of a row."""
 
 
 @triton.jit
 @no_type_check
-def _note(value, seen):
-    """Raise ``seen`` to the largest magnitude of a 16-bit tile; return it."""
-    # Bits of non-negative floats are ordered as the floats are, infinity and NaN on top.
-    bits = value.to(tl.int16, bitcast=True) & 0x7FFF
-    size: tl.constexpr = value.shape[0] * value.shape[1]
-    most = tl.max(tl.reshape(bits, [size], can_reorder=True), 0).to(tl.int16)
-    most = most.to(value.dtype, bitcast=True).to(tl.float32)
-    tl.atomic_max(seen, most.to(tl.int32, bitcast=True), sem="relaxed")
-    return most
+def _rounded(gate, up, KIND: tl.constexpr):
+    active, _ = activate(gate.to(tl.float32), KIND)
+    return (active * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
 @no_type_check
-def _scale(amax, scale_inv, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
-    """Return what multiplies a matrix of this magnitude; one program stores its inverse."""
-    top = tl.load(amax)
-    is_finite = top < float("inf")  # false for NaN
-    top = tl.maximum(top, SMALLEST)
-    limit = tl.full([], LIMIT, tl.float32)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(scale_inv, tl.where(is_finite, tl.div_rn(top, limit), float("nan")))
-    return tl.where(is_finite, tl.div_rn(limit, top), float("nan"))
-
-
-@triton.jit
-@no_type_check
-def _write(
-    value,
-    scale,
-    rows,
-    columns,
-    inside,
-    LIMIT: tl.constexpr,
-    IS_E4M3: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-):
-    """Scale, clamp and cast a tile; store it at ``rows``, and its transpose at ``columns``."""
-    value = value.to(tl.float32) * scale
-    value = tl.maximum(value, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    value = tl.minimum(value, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    if IS_E4M3:
-        narrow = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        narrow = value.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    if HAS_ROWS:
-        tl.store(rows, narrow, mask=inside)
-    tl.store(columns, tl.trans(narrow), mask=tl.trans(inside))
+def _rounded_grads(gate, up, dy, KIND: tl.constexpr):
+    active, slope = activate(gate.to(tl.float32), KIND)
+    dy = dy.to(tl.float32)
+    return (dy * up.to(tl.float32) * slope).to(gate.dtype), (dy * active).to(gate.dtype)
 
 
 @triton.jit
@@ -89,54 +63,77 @@ def _gate_and_cast(
     IS_GRAD: tl.constexpr,
     IS_E4M3: tl.constexpr,
     HAS_SEEN: tl.constexpr,
-    WRITES: tl.constexpr,
     HAS_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    WORDS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    wide = row[:, None] * (2 * width) + column[None, :]
-    own = row[:, None] * width + column[None, :]
-    turned = column[:, None] * num_rows + row[None, :]
-    kind = x.dtype.element_ty
-    gate = tl.load(x + wide, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + wide + width, mask=inside, other=0.0).to(tl.float32)
-    active, slope = activate(gate, KIND)
+    inside = (word < num_rows // 4)[:, None] & (column < width)[None, :]
+    gate_a, gate_b, gate_c, gate_d = load_quarters(x, word, column, 2 * width, inside)
+    up_a, up_b, up_c, up_d = load_quarters(x, word, column + width, 2 * width, inside)
+    scale = one_scale(amax, scale_inv, LIMIT, SMALLEST)
     if IS_GRAD:
-        dy = tl.load(grad + own, mask=inside, other=0.0).to(tl.float32)
-        value, of_up = (dy * up * slope).to(kind), (dy * active).to(kind)
+        dy_a, dy_b, dy_c, dy_d = load_quarters(grad, word, column, width, inside)
+        a, up_a = _rounded_grads(gate_a, up_a, dy_a, KIND)
+        b, up_b = _rounded_grads(gate_b, up_b, dy_b, KIND)
+        c, up_c = _rounded_grads(gate_c, up_c, dy_c, KIND)
+        d, up_d = _rounded_grads(gate_d, up_d, dy_d, KIND)
     else:
-        value = (active * up).to(kind)
-    most = 0.0
-    if HAS_SEEN:
-        most = _note(value, seen)
+        a, b = _rounded(gate_a, up_a, KIND), _rounded(gate_b, up_b, KIND)
+        c, d = _rounded(gate_c, up_c, KIND), _rounded(gate_d, up_d, KIND)
+    stride = 2 * width if IS_GRAD else width
+    store_both(
+        rows, columns, a, b, c, d, scale, seen, word, column, stride, num_rows,
+        IS_E4M3, HAS_ROWS, HAS_SEEN, COMPILED, inside,
+    )  # fmt: skip
+    if IS_GRAD:
+        store_both(
+            rows, columns, up_a, up_b, up_c, up_d, scale, seen, word, column + width, stride,
+            num_rows, IS_E4M3, HAS_ROWS, HAS_SEEN, COMPILED, inside,
+        )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _gate_and_note(
+    x, grad, seen, width, KIND: tl.constexpr, IS_GRAD: tl.constexpr, LANES: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    most = tl.zeros([LANES], tl.int16)
+    for begin in range(0, width, LANES):
+        column = begin + tl.arange(0, LANES)
+        inside = column < width
+        at = x + row * 2 * width + column
+        gate = tl.load(at, mask=inside, other=0.0)
+        up = tl.load(at + width, mask=inside, other=0.0)
         if IS_GRAD:
-            most = tl.maximum(most, _note(of_up, seen), propagate_nan=tl.PropagateNan.ALL)
-    if WRITES:
-        scale = _scale(amax, scale_inv, LIMIT, SMALLEST)
-        if HAS_SEEN:
-            # The scale is of other numbers than these, so it says nothing of them.
-            scale = tl.where(most < float("inf"), scale, float("nan"))
-        if IS_GRAD:
-            below = columns + width.to(tl.int64) * num_rows
-            at, under = rows + wide, rows + wide + width
-            _write(value, scale, at, columns + turned, inside, LIMIT, IS_E4M3, HAS_ROWS)
-            _write(of_up, scale, under, below + turned, inside, LIMIT, IS_E4M3, HAS_ROWS)
+            dy = tl.load(grad + row * width + column, mask=inside, other=0.0)
+            value, of_up = _rounded_grads(gate, up, dy, KIND)
+            most = tl.maximum(most, magnitude_bits(of_up))
         else:
-            at = rows + own
-            _write(value, scale, at, columns + turned, inside, LIMIT, IS_E4M3, HAS_ROWS)
+            value = _rounded(gate, up, KIND)
+        most = tl.maximum(most, magnitude_bits(value))
+    raised(seen, most, x.dtype.element_ty)
 
 
 def largest(
     x: Float[Tensor, "T F2"], grad: Float[Tensor, "T F"] | None, activation: str
 ) -> Float[Tensor, " 1"]:
     """Return the largest magnitude of the output, or of x's gradient; NaN if there is one."""
-    seen = torch.zeros(1, dtype=torch.float32, device=x.device)
-    none = torch.empty(0, 0, dtype=torch.uint8, device=x.device)
-    _launch(x, grad, seen, seen, (none, none, seen), activation, torch.float8_e4m3fn)
-    return seen
+    seen = torch.zeros(1, dtype=torch.int32, device=x.device)
+    _gate_and_note[(x.shape[0],)](
+        x,
+        x if grad is None else grad,
+        seen,
+        x.shape[1] // 2,
+        KINDS[activation],
+        grad is not None,
+        _LANES,
+        num_warps=_LANE_WARPS,
+    )
+    return seen.view(torch.float32)
 
 
 def cast_by(
@@ -152,7 +149,7 @@ def cast_by(
     """Cast activation(gate) * up, or with ``grad`` the gradient of x.
 
     Args:
-        x: gate and up-projection, contiguous, 16 bits.
+        x: gate and up-projection, contiguous, 16 bits; T is a multiple of 4.
         grad: of the output.
         activation: see ``mcore_moe.kernels.gate.KINDS``.
         amax: the magnitude that becomes the format's largest number.
@@ -161,31 +158,21 @@ def cast_by(
         seen: float32, 0 or above; raised in place to the largest magnitude. What is not
             finite is then NaN, and its neighbours in the kernel's tile with it.
     """
-    num_rows, width = x.shape[0], x.shape[1] // (1 if grad is not None else 2)
-    shapes = (num_rows, width) if has_rows else (0, 0), (width, num_rows)
-    rows, columns = (torch.empty(s, dtype=torch.uint8, device=x.device) for s in shapes)
-    outputs = rows, columns, torch.empty(1, dtype=torch.float32, device=x.device)
-    _launch(x, grad, amax, seen, outputs, activation, dtype)
-    return Fp8(rows.view(dtype), columns.view(dtype), outputs[2])
-
-
-def _launch(
-    x: Tensor,
-    grad: Tensor | None,
-    amax: Tensor,
-    seen: Tensor | None,
-    outputs: tuple[Tensor, Tensor, Tensor],
-    activation: str,
-    dtype: torch.dtype,
-) -> None:
     num_rows, width = x.shape[0], x.shape[1] // 2
-    grid = triton.cdiv(num_rows, _ROWS), triton.cdiv(width, _COLUMNS)
-    _gate_and_cast[grid](
+    wide = width if grad is None else 2 * width
+    shapes = (num_rows, wide) if has_rows else (0, 0), (wide, num_rows // 4)
+    rows = torch.empty(shapes[0], dtype=torch.uint8, device=x.device)
+    columns = torch.empty(shapes[1], dtype=torch.int32, device=x.device)  # written in words
+    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    words, across, warps = _TILES[grad is not None]
+    _gate_and_cast[triton.cdiv(num_rows, 4 * words), triton.cdiv(width, across)](
         x,
         x if grad is None else grad,
         amax,
         (amax if seen is None else seen).view(torch.int32),
-        *outputs,
+        rows,
+        columns,
+        scale_inv,
         num_rows,
         width,
         KINDS[activation],
@@ -194,9 +181,10 @@ def _launch(
         grad is not None,
         dtype == torch.float8_e4m3fn,
         seen is not None,
-        outputs[1].numel() > 0,
-        outputs[0].numel() > 0,
-        _ROWS,
-        _COLUMNS,
-        num_warps=_WARPS,
+        has_rows,
+        x.is_cuda,
+        words,
+        across,
+        num_warps=warps,
     )
+    return Fp8(rows.view(dtype), columns.view(dtype), scale_inv)

@@ -13,24 +13,16 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel.kernels.fp8_tiles import magnitude_bits, raised
+from mcore_parallel.precision.noted_largest import note_largest
+
 
 @triton.jit
 @no_type_check
 def _rotate(
-    packed,
-    q,
-    k,
-    v,
-    cos,
-    sin,
-    batch,
-    n,
-    g,
-    half,
-    INVERSE: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+    packed, q, k, v, cos, sin, largest, batch, n, g, half,
+    INVERSE: tl.constexpr, NOTES: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     # One program: HEADS heads of one token. Forward reads packed and writes q, k, v;
     # backward reads their gradients, rotates back, and writes packed.
     token = tl.program_id(0).to(tl.int64)
@@ -70,6 +62,9 @@ def _rotate(
     if INVERSE:
         tl.store(at_packed, low, mask=inside)
         tl.store(at_packed + half, high, mask=inside)
+        if NOTES:  # zeros outside: all that is loaded there is
+            bits = tl.maximum(magnitude_bits(low), magnitude_bits(high))
+            raised(largest, tl.reshape(bits, [HEADS * HALF], can_reorder=True), kind)
     else:
         tl.store(at_q, low, mask=inside & is_q)
         tl.store(at_q + half, high, mask=inside & is_q)
@@ -82,7 +77,7 @@ def _rotate(
 class _RotarySplit(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, n: int, g: int
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, n: int, g: int, notes: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         seq, batch, width = qkv.shape
         size = width // (n + 2 * g)
@@ -90,7 +85,8 @@ class _RotarySplit(torch.autograd.Function):
         k = qkv.new_empty(seq, batch, g, size)
         v = qkv.new_empty(seq, batch, g, size)
         ctx.save_for_backward(cos, sin)
-        _launch_rotate(qkv, q, k, v, cos, sin, inverse=False)
+        ctx.notes = notes
+        _launch_rotate(qkv, q, k, v, cos, sin)
         return q, k, v
 
     @staticmethod
@@ -98,15 +94,24 @@ class _RotarySplit(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         seq, batch, n, size = dq.shape
         packed = dq.new_empty(seq, batch, (n + 2 * dk.shape[2]) * size)
-        _launch_rotate(
-            packed, dq.contiguous(), dk.contiguous(), dv.contiguous(), cos, sin, inverse=True
-        )
-        return packed, None, None, None, None
+        grads = dq.contiguous(), dk.contiguous(), dv.contiguous()
+        largest = torch.zeros(int(ctx.notes), dtype=torch.float32, device=dq.device)
+        _launch_rotate(packed, *grads, cos, sin, largest)
+        if ctx.notes:
+            note_largest(packed, largest)
+        return packed, None, None, None, None, None
 
 
 def _launch_rotate(
-    packed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool
+    packed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    largest: Tensor | None = None,
 ) -> None:
+    """Rotate forward; with ``largest``, which may be empty, back."""
     seq, batch, n, size = q.shape
     g, half = k.shape[2], size // 2
     heads = 16  # so that a thread of 4 warps moves 16 bytes at a time
@@ -118,11 +123,13 @@ def _launch_rotate(
         v,
         cos,
         sin,
+        cos if largest is None else largest.view(torch.int32),
         batch,
         n,
         g,
         half,
-        inverse,
+        largest is not None,
+        largest is not None and largest.numel() > 0,
         triton.next_power_of_2(half),
         heads,
         num_warps=4,
@@ -135,6 +142,8 @@ def fused_rotary_split(
     sin: Float[Tensor, "S H2"],
     num_heads: int,
     num_groups: int,
+    *,
+    notes_largest: bool = False,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
     """Split a fused q·k·v into heads and rotate q and k by their positions.
 
@@ -144,10 +153,11 @@ def fused_rotary_split(
         sin: sine likewise.
         num_heads: N, query heads on this rank.
         num_groups: G, key/value heads on this rank.
+        notes_largest: leave the largest magnitude with the gradient of qkv, see
+            ``mcore_parallel.precision.noted_largest``.
 
     Reference:
         Su et al. 2021, RoFormer, arXiv:2104.09864, in the rotate-half layout.
     """
-    return _RotarySplit.apply(
-        qkv.contiguous(), cos.contiguous(), sin.contiguous(), num_heads, num_groups
-    )
+    tables = cos.contiguous(), sin.contiguous()
+    return _RotarySplit.apply(qkv.contiguous(), *tables, num_heads, num_groups, notes_largest)

@@ -59,7 +59,9 @@ class TransformerBlock(nn.Module):
         self.norms = layer_norms(config, self.mixers)
         for name, around in zip(self.mixers, self.norms, strict=True):
             for norm_name in filter(None, around):
-                self.add_module(norm_name, stream_norm(config, ctx, **setup.placed))
+                norm = stream_norm(config, ctx, **setup.placed)
+                norm.notes_largest = setup.gemms.reads_largest
+                self.add_module(norm_name, norm)
             self.add_module(name, parts.get(name, MIXERS[name].build)(setup))
         dropout = stream_dropout(config, ctx, setup.streams)
         factor = config.residual_multiplier
@@ -123,6 +125,7 @@ class TransformerBlock(nn.Module):
                 MIXERS[name].recomputed_as,
                 self._norm(post_norm) if post_norm else None,
                 beside,
+                getattr(getattr(self, name), "takes_uncast", None),
             )
             beside = None
         return stream

@@ -100,7 +100,8 @@ class GatedCast(Uncast):
 
     def _uses_kernel(self) -> bool:
         hidden = self._factors[0]
-        return hidden.is_cuda and _has_kernel(hidden)
+        is_in_words = self.shape[:-1].numel() % 4 == 0
+        return hidden.is_cuda and is_in_words and _has_kernel(hidden)
 
     def _flat(self) -> tuple[Tensor, Tensor | None, str]:
         hidden, grad, activation = self._factors

@@ -108,6 +108,12 @@ class MLP(nn.Module):
             y = self.fc2(self._activate(hidden))
         return y if self.output_multiplier == 1.0 else y * self.output_multiplier
 
+    def takes_uncast(self, x: Float[Tensor, "s B D"]) -> bool:
+        """Say whether it computes an input like x as it casts it to fp8."""
+        hooks = self._forward_hooks or self._forward_pre_hooks
+        is_plain = isinstance(self.fc1, ColumnParallelLinear) and not hooks
+        return is_plain and self.fc1.takes_uncast(x)
+
     def _cast_between(self, x: Tensor) -> CastBetween | None:
         """Return what computes the activation as it is cast to fp8; None: it does not apply."""
         is_plain = self.gate_multiplier == 1.0 and not (self.clamp or self.offset)

@@ -20,6 +20,8 @@ from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.recomputing import recompute, recompute_between
 from mcore_parallel.rng import RngStreams, StreamDropout
 
+Reader = Callable[[Tensor], bool]
+"""Says of the stream whether what alone reads the norm of it computes that as it casts it."""
 Norm = RMSNorm | LayerNorm | nn.Identity
 """What a half of a layer reads the stream through; some families norm only what it adds."""
 
@@ -49,14 +51,21 @@ class Residual(NamedTuple):
         """Return the stream with the output of a layer, and its auxiliary loss, joined."""
         return Residual(self.total(), branch, self.aux if aux is None else self.aux + aux)
 
-    def normed(self, norm: Norm) -> tuple[Float[Tensor, "s B D"], "Residual"]:
-        """Return the norm of the stream, and the stream with nothing left to add."""
-        if self.branch is None:
-            return norm(self.x), self
+    def normed(
+        self, norm: Norm, reader: Reader | None = None
+    ) -> tuple[Float[Tensor, "s B D"], "Residual"]:
+        """Return the norm of the stream, and the stream with nothing left to add.
+
+        Args:
+            norm: of the sum.
+            reader: of the norm, see ``RMSNorm.forward``.
+        """
         if not isinstance(norm, RMSNorm | LayerNorm):
             x = self.total()
             return norm(x), Residual(x, None, self.aux)
-        normed, x = norm.add_and_norm(self.x, self.branch)
+        if self.branch is None:
+            return norm(self.x, reader), self
+        normed, x = norm.add_and_norm(self.x, self.branch, reader)
         return normed, Residual(x, None, self.aux)
 
 
@@ -117,6 +126,7 @@ class PreNorm(nn.Module):
         name: str = "",
         post_norm: Norm | None = None,
         beside: Float[Tensor, "s B D"] | None = None,
+        reader: Reader | None = None,
     ) -> Residual:
         """Join a layer to the stream; communicates as the layer does.
 
@@ -128,8 +138,9 @@ class PreNorm(nn.Module):
             post_norm: of what the layer adds; None: none.
             beside: added to what the norm reads alone, which is then kept whatever
                 ``recomputed`` says; None: nothing.
+            reader: whether the layer computes its input as it casts it; None: no.
         """
-        stream, found = self.read(stream, norm, layer, name, beside)
+        stream, found = self.read(stream, norm, layer, name, beside, reader)
         return self.join(stream, found, post_norm)
 
     def read(
@@ -139,6 +150,7 @@ class PreNorm(nn.Module):
         layer: Callable[[Tensor], Any],
         name: str = "",
         beside: Float[Tensor, "s B D"] | None = None,
+        reader: Reader | None = None,
     ) -> tuple[Residual, Any]:
         """Return the stream with nothing left to add, and what the layer says of its norm.
 
@@ -150,7 +162,7 @@ class PreNorm(nn.Module):
         if "layernorm" in self.recomputed and self.training and has_norm:
             stream = Residual(stream.total(), None, stream.aux)  # the norm is made from it
             return stream, self._forgetting_norm(norm, layer, stream.x, name)
-        normed, stream = stream.normed(norm)
+        normed, stream = stream.normed(norm, reader)
         return stream, self.call(layer, normed, name)
 
     def join(self, stream: Residual, found: Any, post_norm: Norm | None = None) -> Residual:

@@ -257,7 +257,8 @@ def build_buckets(
         parameters: model chunk and parameter, in registration order.
         ctx: gives the data axes.
         config: bucket size, sharding, gradient dtype.
-        narrow: weights to gather in fp8, in buckets of their own.
+        narrow: weights to gather in fp8, in buckets of their own; one rank gathers nothing
+            and leaves them as they are.
 
     Returns:
         Buckets in the order in which backward completes them, late ones last.
@@ -289,7 +290,8 @@ def build_buckets(
                 Slot(members[i][2], members[i][1], start)
                 for i, start in zip(plan.members, plan.starts, strict=True)
             ]
-            scales = ctx.axis("tp", "cp", "dp") if is_narrow else None
+            is_sent = is_narrow and shard.size > 1
+            scales = ctx.axis("tp", "cp", "dp") if is_sent else None
             bucket = Bucket(slots, plan.size, grad_dtype, shard, replica, data, scales)
             last = max(members[i][0] for i in plan.members)
             built.append(((bucket.is_late, last), bucket))

@@ -19,7 +19,7 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.launch.call_checks import agree
 from mcore_parallel.mesh import Axis
 from mcore_parallel.precision.fp8 import FORWARD_DTYPE, Fp8Gemm
-from mcore_parallel.precision.fp8_cast import cast_rows, dequantized, largest_magnitude
+from mcore_parallel.precision.fp8_cast import cast_flat, dequantize_flat, largest_magnitude
 from mcore_parallel.precision.fp8_recipes import Tensorwise
 
 if TYPE_CHECKING:
@@ -61,16 +61,12 @@ class Fp8Gather:
         self._wire = torch.zeros(bucket.size, dtype=torch.uint8, device=own.device)
         own_wire = bucket.owned(self._wire)
         for owned in ranges:
-            rows, _ = cast_rows(
-                owned.view(own), self._of(places[owned.named.parameter]), FORWARD_DTYPE
-            )
-            owned.view(own_wire).copy_(rows.view(torch.uint8))
-        self._work = None
-        if bucket.shard.size > 1:
-            agree(bucket.shard.agreement, "all_gather of weights in fp8", self._wire)
-            self._work = dist.all_gather_into_tensor(
-                self._wire, own_wire, group=bucket.shard.group, async_op=async_op
-            )
+            amax = self._of(places[owned.named.parameter])
+            cast_flat(owned.view(own), amax, owned.view(own_wire).view(FORWARD_DTYPE))
+        agree(bucket.shard.agreement, "all_gather of weights in fp8", self._wire)
+        self._work = dist.all_gather_into_tensor(
+            self._wire, own_wire, group=bucket.shard.group, async_op=async_op
+        )
 
     def wait(self) -> None:
         """Wait for the bytes and write the weights, in place."""
@@ -78,9 +74,9 @@ class Fp8Gather:
             self._work.wait()
         for place, slot in enumerate(self._bucket.slots):
             numbers = self._wire[slot.start : slot.stop].view(FORWARD_DTYPE)
-            _, scale_inv = cast_rows(self._amax.new_zeros(1), self._of(place), FORWARD_DTYPE)
-            weight = self._bucket.params[slot.start : slot.stop]
-            weight.copy_(dequantized(numbers, scale_inv))
+            dequantize_flat(
+                numbers, self._of(place), self._bucket.params[slot.start : slot.stop]
+            )
 
     def _of(self, place: int) -> Shaped[Tensor, " 1"]:
         return self._amax[place : place + 1]

@@ -2,8 +2,9 @@
 
 Two passes at the memory limit: ``largest`` reads the matrix, ``cast_by`` reads it again and
 writes one byte an element for each of the two orders, in one pass over tiles. The scale is
-computed on the device from the largest magnitude, so ranks may reduce that in between. The
-plain reference is ``precision.fp8_cast.cast_plain``, which gives the same bits.
+computed on the device from the largest magnitude, so ranks may reduce that in between.
+``narrow`` and ``widen`` cast flat memory there and back. The plain references, which give the
+same bits, are ``cast_plain``, ``cast_rows`` and ``dequantized`` of ``precision.fp8_cast``.
 """
 
 from typing import no_type_check
@@ -14,9 +15,16 @@ import triton.language as tl
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from mcore_parallel.kernels.fp8_tiles import (
+    both_scales,
+    load_quarters,
+    narrow_bytes,
+    one_scale,
+    store_both,
+)
+
 _LANES, _LANE_WARPS, _MOST_PROGRAMS = 4096, 8, 4096
-_TILE, _TILE_WARPS = 128, 8
-_SEEING_TILE, _SEEING_WARPS = 64, 8
+_TILE, _TILE_WARPS = 128, 4
 _SMALLEST = 2.0**-100
 
 
@@ -52,48 +60,42 @@ def _cast(
     SMALLEST: tl.constexpr,
     IS_E4M3: tl.constexpr,
     HAS_ROWS: tl.constexpr,
-    HAS_COLUMNS: tl.constexpr,
     HAS_SEEN: tl.constexpr,
-    IS_16_BITS: tl.constexpr,
+    COMPILED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    top = tl.load(amax)
-    is_finite = top < float("inf")  # false for NaN
-    top = tl.maximum(top, SMALLEST)
-    limit = tl.full([], LIMIT, tl.float32)
-    scale = tl.where(is_finite, tl.div_rn(limit, top), float("nan"))
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(scale_inv, tl.where(is_finite, tl.div_rn(top, limit), float("nan")))
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    word = tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    place = row[:, None] * width + column[None, :]
-    raw = tl.load(x + place, mask=inside, other=0.0)
-    if HAS_SEEN:
-        # As integers of the tensor's own width, in any order: a fourth of the registers.
-        if IS_16_BITS:
-            bits = raw.to(tl.int16, bitcast=True) & 0x7FFF
-        else:
-            bits = raw.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        most = tl.max(tl.reshape(bits, [TILE * TILE], can_reorder=True), 0)
-        most = most.to(bits.dtype)  # which the reduction may have widened
-        most = most.to(raw.dtype, bitcast=True).to(tl.float32)
-        tl.atomic_max(seen, most.to(tl.int32, bitcast=True), sem="relaxed")
-        # The scale is of other numbers than these, so it says nothing of them.
-        scale = tl.where(most < float("inf"), scale, float("nan"))
-    value = raw.to(tl.float32) * scale
-    value = tl.maximum(value, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    value = tl.minimum(value, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    if IS_E4M3:
-        narrow = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        narrow = value.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    if HAS_ROWS:
-        tl.store(rows + place, narrow, mask=inside)
-    if HAS_COLUMNS:
-        inside = (column < width)[:, None] & (row < num_rows)[None, :]
-        place = column[:, None] * num_rows + row[None, :]
-        tl.store(columns + place, tl.trans(narrow), mask=inside)
+    inside = (word < num_rows // 4)[:, None] & (column < width)[None, :]
+    a, b, c, d = load_quarters(x, word, column, width, inside)
+    scale = one_scale(amax, scale_inv, LIMIT, SMALLEST)
+    store_both(
+        rows, columns, a, b, c, d, scale, seen, word, column, width, num_rows,
+        IS_E4M3, HAS_ROWS, HAS_SEEN, COMPILED, inside,
+    )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _narrow(
+    x, amax, out, size, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, IS_E4M3: tl.constexpr,
+    COMPILED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    scale, _ = both_scales(amax, LIMIT, SMALLEST)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * scale
+    tl.store(out + at, narrow_bytes(value, IS_E4M3, COMPILED), mask=at < size)
+
+
+@triton.jit
+@no_type_check
+def _widen(
+    x, amax, out, size, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, LANES: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    _, inverse = both_scales(amax, LIMIT, SMALLEST)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * inverse
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
 
 
 def largest(x: Float[Tensor, "T D"]) -> Float[Tensor, " 1"]:
@@ -114,18 +116,16 @@ def cast_by(
     dtype: torch.dtype,
     *,
     has_rows: bool = True,
-    has_columns: bool = True,
     seen: Float[Tensor, " 1"] | None = None,
 ) -> tuple[Shaped[Tensor, "_ _"], Shaped[Tensor, "_ _"], Float[Tensor, " 1"]]:
     """Cast a matrix to fp8.
 
     Args:
-        x: contiguous, float32 or 16 bits.
+        x: contiguous, float32 or 16 bits; T is a multiple of 4.
         amax: the magnitude that becomes the format's largest number: x's own, or an earlier
             tensor's.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         has_rows: whether to write ``[T, D]``; else it is empty.
-        has_columns: whether to write ``[D, T]``; else it is empty.
         seen: float32, 0 or above; raised in place to x's own largest magnitude. What is not
             finite is then NaN, and its neighbours in the kernel's tile with it.
 
@@ -134,21 +134,11 @@ def cast_by(
         has a number that is not finite.
     """
     num_rows, width = x.shape
-    # ptxas 12.8 loses the packed casts of float32 tiles that it transposes byte by byte.
-    turns_later = has_columns and x.dtype == torch.float32
-    if turns_later:
-        rows, _, scale_inv = cast_by(x, amax, dtype, has_columns=False, seen=seen)
-        columns = rows.view(torch.uint8).t().contiguous().view(dtype)
-        return rows if has_rows else rows.new_empty(0, 0), columns, scale_inv
-    rows, columns = (
-        torch.empty(shape if is_there else (0, 0), dtype=torch.uint8, device=x.device)
-        for shape, is_there in (((num_rows, width), has_rows), ((width, num_rows), has_columns))
-    )
+    shapes = (num_rows, width) if has_rows else (0, 0), (width, num_rows // 4)
+    rows = torch.empty(shapes[0], dtype=torch.uint8, device=x.device)
+    columns = torch.empty(shapes[1], dtype=torch.int32, device=x.device)  # written in words
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
-    is_seeing = seen is not None
-    tile = _SEEING_TILE if is_seeing else _TILE
-    grid = (triton.cdiv(num_rows, tile), triton.cdiv(width, tile))
-    _cast[grid](
+    _cast[triton.cdiv(num_rows, _TILE), triton.cdiv(width, _TILE)](
         x,
         amax,
         rows,
@@ -161,10 +151,52 @@ def cast_by(
         _SMALLEST,
         dtype == torch.float8_e4m3fn,
         has_rows,
-        has_columns,
-        is_seeing,
-        x.element_size() == 2,
-        tile,
-        num_warps=_SEEING_WARPS if is_seeing else _TILE_WARPS,
+        seen is not None,
+        x.is_cuda,
+        _TILE,
+        num_warps=_TILE_WARPS,
     )
     return rows.view(dtype), columns.view(dtype), scale_inv
+
+
+def narrow(
+    x: Float[Tensor, " T"], amax: Float[Tensor, " 1"], out: Shaped[Tensor, " T"]
+) -> None:
+    """Cast numbers into fp8 memory by a known magnitude, in their own order.
+
+    Args:
+        x: contiguous, float32 or 16 bits.
+        amax: the magnitude that becomes the format's largest number.
+        out: ``float8_e4m3fn`` or ``float8_e5m2``; written.
+    """
+    constants = torch.finfo(out.dtype).max, _SMALLEST, out.dtype == torch.float8_e4m3fn
+    _narrow[(triton.cdiv(x.numel(), _LANES),)](
+        x,
+        amax,
+        out.view(torch.uint8),
+        x.numel(),
+        *constants,
+        x.is_cuda,
+        _LANES,
+        num_warps=_LANE_WARPS,
+    )
+
+
+def widen(x: Shaped[Tensor, " T"], amax: Float[Tensor, " 1"], out: Float[Tensor, " T"]) -> None:
+    """Write what fp8 numbers stand for, which were cast by a known magnitude.
+
+    Args:
+        x: ``float8_e4m3fn`` or ``float8_e5m2``, contiguous.
+        amax: see ``narrow``.
+        out: float32 or 16 bits; written.
+    """
+    _widen[(triton.cdiv(x.numel(), _LANES),)](
+        x,
+        amax,
+        out,
+        x.numel(),
+        torch.finfo(x.dtype).max,
+        _SMALLEST,
+        _LANES,
+        num_warps=_LANE_WARPS,
+    )

@@ -29,18 +29,34 @@ mov.b32 $0, {low, high};
 @triton.jit
 @no_type_check
 def magnitude_bits(value):
-    """Return 16-bit numbers' magnitudes as integers, which are ordered as these are.
+    """Return numbers' magnitudes as integers of their width, which are ordered as these are.
 
     Infinity and NaN are on top; as integers of 16 bits they take half the registers.
     """
-    return value.to(tl.int16, bitcast=True) & 0x7FFF
+    if value.dtype.primitive_bitwidth == 16:
+        bits = value.to(tl.int16, bitcast=True) & 0x7FFF
+    else:
+        bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return bits
 
 
 @triton.jit
 @no_type_check
 def widened(bits, KIND: tl.constexpr):
     """Return magnitudes in float32 by their bits, which a reduction may have widened."""
-    return bits.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+    if KIND.primitive_bitwidth == 16:
+        bits = bits.to(tl.int16)
+    return bits.to(KIND, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def raised(largest, bits, KIND: tl.constexpr):
+    """Raise ``largest``, a float32's bits, to the largest of some magnitudes; return these'."""
+    most = widened(tl.max(bits, 0), KIND)
+    # As int32 the bits of non-negative floats are ordered, infinity and NaN on top.
+    tl.atomic_max(largest, most.to(tl.int32, bitcast=True), sem="relaxed")
+    return most
 
 
 @triton.jit
@@ -106,41 +122,95 @@ def narrow_words(a, b, c, d, IS_E4M3: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def load_quarters(x, word, column, stride):
-    """Load the four quarters of a tile that lies within its matrix.
+def load_quarters(x, word, column, stride, inside=None):
+    """Load the four quarters of a tile.
 
     Args:
         x: pointer to the matrix.
         word: numbers of the tile's words in a column of the transpose.
         column: numbers of the tile's columns.
         stride: from one row to the next.
+        inside: which places of a quarter lie within the matrix, zeros elsewhere; None: all.
     """
+    other: tl.constexpr = None if inside is None else 0.0
     place = (word * 4)[:, None] * stride + column[None, :]
-    a, b = tl.load(x + place), tl.load(x + place + stride)
+    a = tl.load(x + place, mask=inside, other=other)
+    b = tl.load(x + place + stride, mask=inside, other=other)
     place += 2 * stride
-    return a, b, tl.load(x + place), tl.load(x + place + stride)
+    c = tl.load(x + place, mask=inside, other=other)
+    return a, b, c, tl.load(x + place + stride, mask=inside, other=other)
 
 
 @triton.jit
 @no_type_check
 def store_quarters(
-    rows, a, b, c, d, word, column, stride, IS_E4M3: tl.constexpr, COMPILED: tl.constexpr
-):
+    rows, a, b, c, d, word, column, stride, IS_E4M3: tl.constexpr, COMPILED: tl.constexpr,
+    inside=None,
+):  # fmt: skip
     """Cast the four quarters of a tile and store them in the matrix' own order."""
     at = rows + (word * 4)[:, None] * stride + column[None, :]
-    tl.store(at, narrow_bytes(a, IS_E4M3, COMPILED))
-    tl.store(at + stride, narrow_bytes(b, IS_E4M3, COMPILED))
+    tl.store(at, narrow_bytes(a, IS_E4M3, COMPILED), mask=inside)
+    tl.store(at + stride, narrow_bytes(b, IS_E4M3, COMPILED), mask=inside)
     at += 2 * stride
-    tl.store(at, narrow_bytes(c, IS_E4M3, COMPILED))
-    tl.store(at + stride, narrow_bytes(d, IS_E4M3, COMPILED))
+    tl.store(at, narrow_bytes(c, IS_E4M3, COMPILED), mask=inside)
+    tl.store(at + stride, narrow_bytes(d, IS_E4M3, COMPILED), mask=inside)
 
 
 @triton.jit
 @no_type_check
 def store_turned(
-    columns, a, b, c, d, word, column, num_rows, IS_E4M3: tl.constexpr, COMPILED: tl.constexpr
-):
+    columns, a, b, c, d, word, column, num_rows, IS_E4M3: tl.constexpr, COMPILED: tl.constexpr,
+    inside=None,
+):  # fmt: skip
     """Cast the four quarters of a tile and store its transpose, whose rows are in words."""
     words = narrow_words(a, b, c, d, IS_E4M3, COMPILED)
     place = column[:, None] * (num_rows // 4) + word[None, :]
-    tl.store(columns + place, tl.trans(words))
+    turned = None if inside is None else tl.trans(inside)
+    tl.store(columns + place, tl.trans(words), mask=turned)
+
+
+@triton.jit
+@no_type_check
+def both_scales(amax, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
+    """Return what multiplies numbers of this magnitude, and what undoes that; else NaN."""
+    top = tl.load(amax)
+    is_finite = top < float("inf")  # false for NaN
+    top = tl.maximum(top, SMALLEST)
+    limit = tl.full([], LIMIT, tl.float32)
+    scale, inverse = tl.div_rn(limit, top), tl.div_rn(top, limit)
+    return tl.where(is_finite, scale, float("nan")), tl.where(is_finite, inverse, float("nan"))
+
+
+@triton.jit
+@no_type_check
+def one_scale(amax, scale_inv, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
+    """Return what multiplies a matrix of this magnitude; one program stores its inverse."""
+    scale, inverse = both_scales(amax, LIMIT, SMALLEST)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale_inv, inverse)
+    return scale
+
+
+@triton.jit
+@no_type_check
+def store_both(
+    rows, columns, a, b, c, d, scale, seen, word, column, stride, num_rows,
+    IS_E4M3: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_SEEN: tl.constexpr,
+    COMPILED: tl.constexpr, inside,
+):  # fmt: skip
+    """Scale and cast the quarters of a tile; store them in both orders.
+
+    With ``HAS_SEEN`` raises the bits ``seen`` to the largest magnitude of the quarters; the
+    tile is NaN if that is not finite. The transpose is written in words.
+    """
+    if HAS_SEEN:
+        bits = largest_bits(a, b, c, d)
+        size: tl.constexpr = bits.shape[0] * bits.shape[1]
+        most = raised(seen, tl.reshape(bits, [size], can_reorder=True), a.dtype)
+        # The scale is of other numbers than these, so it says nothing of them.
+        scale = tl.where(most < float("inf"), scale, float("nan"))
+    a, b = a.to(tl.float32) * scale, b.to(tl.float32) * scale
+    c, d = c.to(tl.float32) * scale, d.to(tl.float32) * scale
+    if HAS_ROWS:
+        store_quarters(rows, a, b, c, d, word, column, stride, IS_E4M3, COMPILED, inside)
+    store_turned(columns, a, b, c, d, word, column, num_rows, IS_E4M3, COMPILED, inside)

@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from mcore_parallel.autocasting import autocast_dtype
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import try_kernel
@@ -34,7 +35,7 @@ from mcore_parallel.precision.block_scaling import BLACKWELL_GEMM
 from mcore_parallel.precision.capability import fp8_problem
 from mcore_parallel.precision.config import BLACKWELL, Fp8Config
 from mcore_parallel.precision.delayed_scaling import DelayedScales
-from mcore_parallel.precision.fp8_cast import Uncast
+from mcore_parallel.precision.fp8_cast import Uncast, uncast_of
 from mcore_parallel.precision.fp8_recipes import (
     Blockwise,
     Cut,
@@ -48,6 +49,7 @@ from mcore_parallel.precision.fp8_recipes import (
     Tensorwise,
 )
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
+from mcore_parallel.precision.noted_largest import note_largest, noted_largest
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +164,7 @@ class Fp8Gemm:
         """Return the output, and the input's transpose with its scales."""
         if isinstance(x, Tensor) and not self.fits(x):
             return PLAIN_GEMM.forward(x, weight, bias)
+        x = _made_in_cast(x)
         own = self.recipe.cast("x", _flat(x), FORWARD_DTYPE, self.x_cut)
         wide = self._cast_of(weight)
         y = self.recipe.multiply(own.rows, wide.rows, weight.dtype, fast_accum=True)
@@ -172,7 +175,7 @@ class Fp8Gemm:
         """Return the input's transpose in fp8, and its scales."""
         if isinstance(x, Tensor) and not self.fits(x):
             return (x,)
-        flat = _flat(x)
+        flat = _flat(_made_in_cast(x))
         return self.recipe.cast("x", flat, FORWARD_DTYPE, self.x_cut, has_rows=False).columns
 
     def prepare(self, grad: Float[Tensor, "S *B F"] | Uncast) -> Operands:
@@ -211,12 +214,30 @@ class Fp8Gemm:
         """Say whether a matrix has as many rows as tensor cores take; else torch multiplies."""
         return x.shape[:-1].numel() % self.recipe.multiple == 0
 
+    def takes_uncast(self, x: Float[Tensor, "S *B D"]) -> bool:
+        """Say whether ``forward`` takes a matrix of this shape that it computes as it casts it.
+
+        Not where code is compiled or autocast, nor under anomaly detection, which finds NaN.
+        """
+        is_plain = autocast_dtype(x.device) is None and not torch.compiler.is_compiling()
+        is_taken = self.recipe.takes_uncast and self.fits(x)
+        return is_taken and is_plain and not torch.is_anomaly_enabled()
+
     def _cast_of(self, weight: Tensor) -> Scaled:
         return self.casts.of(weight, self.recipe, self.weight_cut)
 
 
+def _made_in_cast(x: Tensor | Uncast) -> Tensor | Uncast:
+    return (uncast_of(x) or x) if isinstance(x, Tensor) else x
+
+
 def _flat(x: Tensor | Uncast) -> Tensor | Uncast:
-    return x.flatten(0, -2) if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor):
+        return x
+    flat, amax = x.flatten(0, -2), noted_largest(x)
+    if amax is not None:
+        note_largest(flat, amax)
+    return flat
 
 
 @dataclass(frozen=True)
@@ -229,6 +250,11 @@ class LinearGemms:
     """For ``RowParallelLinear``."""
     casts: WeightCasts | None = None
     """Where casts of experts' weights are kept; None outside fp8."""
+
+    @property
+    def reads_largest(self) -> bool:
+        """Whether casts read what ``note_largest`` leaves with a tensor."""
+        return isinstance(self.column, Fp8Gemm) and self.column.recipe.reads_largest
 
 
 PLAIN_GEMMS = LinearGemms()

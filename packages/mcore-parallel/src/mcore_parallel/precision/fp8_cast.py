@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+from mcore_parallel.precision.noted_largest import noted_largest
 
 SMALLEST_AMAX = 2.0**-100
 """Below it a matrix is scaled as if this were its largest magnitude."""
@@ -71,6 +72,24 @@ class Uncast(ABC):
         return self._made
 
 
+_UNCAST = "_mcore_uncast"
+
+
+def in_place_of(uncast: Uncast, like: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return what autograd passes on for a matrix that a linear computes as it casts it.
+
+    NaN in its shape, which takes no memory: whoever else reads it sees that at once.
+    """
+    x = like.new_full((1,), float("nan")).expand(uncast.shape)
+    setattr(x, _UNCAST, uncast)
+    return x
+
+
+def uncast_of(x: Float[Tensor, "..."]) -> Uncast | None:
+    """Return what this very tensor stands in place of; None: it is itself."""
+    return getattr(x, _UNCAST, None)
+
+
 def cast(
     x: Float[Tensor, "T D"] | Uncast,
     dtype: torch.dtype,
@@ -82,7 +101,8 @@ def cast(
 ) -> Fp8:
     """Cast a matrix to fp8; without ``amax`` all-reduces its largest magnitude over ``axis``.
 
-    By two kernels on a GPU, else by ``cast_plain``'s arithmetic: the same bits.
+    That is what ``note_largest`` has left with it, or is looked for here. By two kernels on a
+    GPU, else by ``cast_plain``'s arithmetic: the same bits.
 
     Args:
         x: floating, any memory order; or one that is computed on the way.
@@ -93,17 +113,20 @@ def cast(
             ranks.
         seen: float32; raised in place to this matrix' own largest magnitude.
     """
+    noted = noted_largest(x) if isinstance(x, Tensor) and amax is None else None
     if isinstance(x, Tensor):
         x = x.detach().contiguous()
     if amax is None:
-        own = largest_magnitude(x) if isinstance(x, Tensor) else x.largest()
+        own = noted
+        if own is None:
+            own = largest_magnitude(x) if isinstance(x, Tensor) else x.largest()
         if seen is not None:
             seen.copy_(torch.maximum(seen, own))
             seen = None
         amax = all_reduce(own, axis, "max")
     if not isinstance(x, Tensor):
         return x.cast(amax, dtype, has_rows=has_rows, seen=seen)
-    if _has_kernel(x):
+    if _has_kernel(x) and x.shape[0] % 4 == 0:  # the transpose is written in words of 4
         from mcore_parallel.kernels.fp8_cast import cast_by
 
         return Fp8(*cast_by(x, amax, dtype, has_rows=has_rows, seen=seen))
@@ -133,6 +156,34 @@ def cast_rows(
     )
     scaled = torch.where(x.isfinite(), x, float("nan")).to(wide) * scale
     return scaled.clamp(-limit, limit).to(dtype), scale_inv
+
+
+def cast_flat(
+    x: Float[Tensor, " T"], amax: Float[Tensor, " 1"], out: Shaped[Tensor, " T"]
+) -> None:
+    """Cast as ``cast_rows`` does into ``out``, whose dtype is that of the format.
+
+    By a kernel on a GPU, to the same bits.
+    """
+    if _has_kernel(x):
+        from mcore_parallel.kernels.fp8_cast import narrow
+
+        narrow(x, amax, out)
+    else:
+        out.copy_(cast_rows(x, amax, out.dtype)[0])
+
+
+def dequantize_flat(
+    fp8: Shaped[Tensor, " T"], amax: Float[Tensor, " 1"], out: Float[Tensor, " T"]
+) -> None:
+    """Write into ``out`` what ``cast_flat`` made of other memory by the same magnitude."""
+    if _has_kernel(out):
+        from mcore_parallel.kernels.fp8_cast import widen
+
+        widen(fp8, amax, out)
+    else:
+        _, scale_inv = cast_rows(amax.new_zeros(1), amax, fp8.dtype)
+        out.copy_(dequantized(fp8, scale_inv))
 
 
 def dequantized(
@@ -170,15 +221,20 @@ def _has_kernel(x: Tensor) -> bool:
 
 def _try_cast(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """Cast by the kernels and in torch, both formats; a trial of ``CAST_KERNEL``."""
-    from mcore_parallel.kernels.fp8_cast import cast_by, largest
+    from mcore_parallel.kernels import fp8_cast as kernels
 
     x = 3.0 * wave(160, 272, device=device, dtype=dtype)
     amax = _largest_plain(x)
-    yield largest(x), amax
+    yield kernels.largest(x), amax
     for narrow in (torch.float8_e4m3fn, torch.float8_e5m2):
         want = cast_plain(x, amax, narrow)
-        for got, expected in zip(cast_by(x, amax, narrow), want, strict=True):
+        for got, expected in zip(kernels.cast_by(x, amax, narrow), want, strict=True):
             yield got.float(), expected.float()
+        flat, back = torch.empty_like(want.rows).view(-1), torch.empty_like(x).view(-1)
+        kernels.narrow(x.view(-1), amax, flat)
+        yield flat.float(), want.rows.float().view(-1)
+        kernels.widen(flat, amax, back)
+        yield back, dequantized(want.rows, want.scale_inv).view(-1).to(dtype)
 
 
 CAST_KERNEL = OptionalKernel("the fp8 casts", ("triton",), _try_cast)

@@ -91,6 +91,8 @@ class Recipe(ABC):
     """Sizes of operands are multiples of it: tensor cores take no others."""
     takes_uncast: bool = False
     """Whether ``cast`` takes matrices that are computed when they are cast."""
+    reads_largest: bool = False
+    """Whether every ``cast`` needs the matrix' own largest magnitude."""
 
     def claim(self, grad_dtype: torch.dtype) -> "Recipe":  # noqa: ARG002
         """Return the recipe of one linear: itself, unless it remembers something."""
@@ -153,6 +155,7 @@ class Tensorwise(Recipe):
     """One scale a tensor, from its own largest magnitude."""
 
     takes_uncast = True
+    reads_largest = True
 
     def add(self, slot: GradSlot, a: Factor, b: Factor) -> None:
         """Add that GEMM to the slot's main gradient, in its epilogue if it can."""
@@ -184,6 +187,7 @@ class Delayed(Tensorwise):
     """Of the linears that share this object, in checkpoints."""
     number: int = -1
     """Of one linear; below 0: not claimed yet."""
+    reads_largest = False
 
     def claim(self, grad_dtype: torch.dtype) -> Recipe:
         """Return the recipe of one linear."""

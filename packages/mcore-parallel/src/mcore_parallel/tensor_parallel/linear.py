@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.grad_slot import overwrites
 from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.precision.fp8 import Fp8Gemm
 from mcore_parallel.precision.fp8_between import CastBetween
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm
 from mcore_parallel.rng import reset_weight_
@@ -153,6 +154,16 @@ class ColumnParallelLinear(_SplitLinear):
         return column_parallel(
             x, self.weight, self.bias, self.axis, self.sequence_parallel, self.gemm, between
         )
+
+    def takes_uncast(self, x: Float[Tensor, "s *B D"]) -> bool:
+        """Say whether it computes an input like x as it casts it, see ``fp8_cast.in_place_of``.
+
+        Not where tokens are gathered before it, nor where a hook reads them.
+        """
+        hooks = self._forward_hooks or self._forward_pre_hooks
+        is_seen = hooks or self._backward_hooks or self._backward_pre_hooks
+        is_fp8 = isinstance(self.gemm, Fp8Gemm) and self.gemm.takes_uncast(x)
+        return is_fp8 and not self.sequence_parallel and not is_seen
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the local parameters, see ``sharding``."""
