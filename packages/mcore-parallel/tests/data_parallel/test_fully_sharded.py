@@ -46,7 +46,10 @@ def train(strategy, dtype, steps=2, **options):
     ctx = ParallelContext.single() if is_alone else ParallelContext.build(ParallelConfig())
     config = DataParallelConfig(data_parallel_sharding_strategy=strategy, **options)
     chunk = Chunk(dtype)
+    held = list(chunk.parameters())
     engine = ENGINES[config.sharding]([chunk], ctx, config)
+    left = {id(parameter) for parameter in chunk.parameters()}
+    assert not [p for p in held if p.numel() and id(p) not in left]  # no whole weight stays
     optimizer = DistributedOptimizer(engine, AdamW(AdamConfig()))
     for step in range(steps):
         engine.zero_grad()

@@ -146,6 +146,8 @@ class FullyShardedDataParallel(GradientSync):
             ),
             ignored_params=left_out,
         )
+        for parameter in own:  # whole still; callers may hold it until all is sharded
+            parameter.data = parameter.data.new_empty(0)
         assert isinstance(module, FSDPModule)
         # Losses are divided by global counts, so gradients are summed and never averaged.
         module.set_gradient_divide_factor(1.0)
