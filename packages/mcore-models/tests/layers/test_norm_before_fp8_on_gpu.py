@@ -128,9 +128,9 @@ def train_gpt(fused, recipe, modules=()):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-@pytest.mark.parametrize("modules", [(), ("layernorm",), ("mlp", "core_attn")])
+@pytest.mark.parametrize("modules", [(), ("mlp", "core_attn")])
 def test_a_model_computes_the_same_by_norms_that_its_linears_cast(recipe, modules):
-    losses, grads = train_gpt(False, recipe)
+    losses, grads = train_gpt(False, recipe, modules)
     own = train_gpt(True, recipe, modules)
     assert all(map(torch.equal, own[0], losses))
     for got, want in zip(own[1], grads, strict=True):

@@ -24,9 +24,9 @@ from mcore_parallel.kernels.fp8_tiles import (
 )
 from mcore_parallel.precision.fp8_cast import SMALLEST_AMAX, Fp8
 
-_TILES = (32, 64, 4), (16, 64, 4)
+_TILES = (16, 128, 8), (16, 64, 4)
 """Words of the transpose, columns and warps of a program: of outputs, and of gradients."""
-_LANES, _LANE_WARPS = 1024, 4
+_LANES, _LANE_WARPS = 2048, 8
 """Columns of a program that only looks for the largest magnitude of a row."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_parallel.kernels.fp8_tiles import load_quarters, one_scale, store_both
 from mcore_parallel.precision.fp8_cast import SMALLEST_AMAX, Fp8
 
-_WORDS, _COLUMNS, _WARPS = 32, 64, 4
+_WORDS, _COLUMNS, _WARPS = 32, 64, 8
 """Words of the transpose, columns and warps of a program."""
 
 

@@ -24,7 +24,7 @@ from mcore_parallel.kernels.fp8_tiles import (
 )
 
 _LANES, _LANE_WARPS, _MOST_PROGRAMS = 4096, 8, 4096
-_TILE, _TILE_WARPS = 128, 4
+_TILE, _TILE_WARPS = 128, 8
 _SMALLEST = 2.0**-100
 
 
