@@ -4,10 +4,11 @@
         -- --recipe recipes/model/llama-3-8b.toml --num-layers 8 --bf16 --mock-data ...
 
 Everything after ``--`` is flags of ``mcore-train gpt``, or of the command that ``--program``
-names, whose batches then are those of ``--mock-data``; ``--peft-base-bits`` rounds the drawn
-weights, and the peak is that of the steps. Rank 0 prints one JSON line and
-writes it to ``--output``: median step with p10 and p90, tokens/s/GPU, model TFLOP/s, peak
-memory, the planner's figure for it, and the split of a profiled step by kind of kernel.
+names, whose batches then are those of ``--mock-data``. Weights are drawn on the device, which
+takes a fraction of the usual time; ``--peft-base-bits`` rounds them, and the peak is that of
+the steps. Rank 0 prints one JSON line and writes it to ``--output``: median step with p10 and
+p90, tokens/s/GPU, model TFLOP/s, peak memory, the planner's figure for it, and the split of a
+profiled step by kind of kernel.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import islice
+from unittest.mock import patch
 
 import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
@@ -27,6 +29,7 @@ from mcore_models.flops import flops_per_token
 from mcore_models.kernels import flash4_attention
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.launch import launcher
+from mcore_parallel.random_tiles import hash_words
 from mcore_train.assembly import Run, assemble
 from mcore_train.batches import train_batches
 from mcore_train.checkpoints.adapter_bases import quantize_weights
@@ -45,7 +48,8 @@ def main() -> None:
     config = parse(flags, f"mcore-train {options.program}", command.run, command.beginning)
     plan = resolve(config, launcher.read_environment().world_size, family=command.family)
     with joined_world(plan) as ctx:
-        run = assemble(plan, ctx)
+        with patch("mcore_parallel.rng.plan_fills", device_fills):
+            run = assemble(plan, ctx)
         quantize_weights(run)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -122,6 +126,19 @@ def profile_steps(step: Callable[[int], object], steps: int) -> tuple[dict, list
     kernels = device_kernels(profile)
     wall_us = 1e3 * begin.elapsed_time(end)
     return split_ms(kernels, wall_us, steps), heaviest(kernels, steps)
+
+
+def device_fills(
+    view: torch.Tensor, *, seed: int, name: str, std: float, **_: object
+) -> list[Callable[[object], None]]:
+    """Draw a weight by the device's generator, in the thread that is told to fill it."""
+
+    def fill(_: object) -> None:
+        generator = torch.Generator(view.device).manual_seed(hash_words(seed, name))
+        view.normal_(std=std, generator=generator)
+        torch.cuda.synchronize()
+
+    return [fill]
 
 
 def planned_gib(program: str, flags: list[str], world_size: int) -> float:

@@ -17,18 +17,17 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import torch
-from bench_train_step import planned_gib, profile_steps, random_batches
+from bench_train_step import device_fills, planned_gib, profile_steps, random_batches
 from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_models.flops import flops_per_token
 from mcore_models.kernels import flash4_attention
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.random_tiles import hash_words
 from mcore_train.assembly import Run, assemble
 from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.options.parsing import parse
@@ -92,19 +91,6 @@ def _plan(flags: list[str]) -> Plan:
 
 def _same_losses(one: dict, other: dict) -> bool:
     return "losses" in one and one["losses"] == other.get("losses")
-
-
-def device_fills(
-    view: torch.Tensor, *, seed: int, name: str, std: float, **_: object
-) -> list[Callable[[object], None]]:
-    """Draw a weight by the device's generator, in the thread that is told to fill it."""
-
-    def fill(_: object) -> None:
-        generator = torch.Generator(view.device).manual_seed(hash_words(seed, name))
-        view.normal_(std=std, generator=generator)
-        torch.cuda.synchronize()
-
-    return [fill]
 
 
 @contextmanager

@@ -17,7 +17,9 @@ step() {  # NAME LIMIT_S FLAGS...: a training step
 peer() {  # NAME LIMIT_S WORDS...: megatron-core, where it is installed
   local name=$1 limit=$2; shift 2
   "$PY" -c "import megatron.core, transformer_engine" 2>/dev/null || { echo "$name: no megatron-core here"; return; }
-  launch "$name" "$limit" "$world" benchmarks/peer_megatron_core.py "$@"
+  # torch's cuDNN before another one of the host, which Transformer Engine would take.
+  local cudnn; cudnn=$("$PY" -c "import nvidia.cudnn; print(nvidia.cudnn.__path__[0])")
+  LD_LIBRARY_PATH=$cudnn/lib:${LD_LIBRARY_PATH:-} launch "$name" "$limit" "$world" benchmarks/peer_megatron_core.py "$@"
 }
 
 common="--bf16 --mock-data --train-iters 60 --lr 1e-4"
@@ -44,7 +46,10 @@ step "llama-3-8b-$at-dp-fp8-gather" 150 $llama $layers $zero --global-batch-size
 for way in allgather symmetric; do
   warmup=16 step "qwen3-30b-$at-ep-$way" 150 --recipe recipes/model/qwen3-30b-a3b.toml $qwen --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((8 * world)) --moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type "$way" --moe-expert-rows-limit "$world" --cuda-graph-impl full_iteration
 done
-step "mixtral-8x7b-$at-ep" 150 --recipe recipes/model/mixtral-8x7b.toml $mixtral --seq-length 4096 --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((4 * world))
+for way in alltoall symmetric; do  # with an even choice, as the peer's
+  [ $way = symmetric ] && limit="--moe-expert-rows-limit $world" || limit=
+  step "mixtral-8x7b-$at-ep-$way" 150 --recipe recipes/model/mixtral-8x7b.toml $mixtral --seq-length 4096 --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((4 * world)) --moe-router-force-load-balancing --moe-token-dispatcher-type $way $limit
+done
 # 4: 30B and 70B.
 warmup=2 steps=5 profiled=0
 step "llama-30b-$at-zero3" 180 $wide30 $large --use-torch-fsdp2 --global-batch-size $((2 * world)) $narrow --recompute-granularity full

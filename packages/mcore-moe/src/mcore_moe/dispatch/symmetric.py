@@ -3,9 +3,9 @@
 Each rank lays its tokens into a buffer that all ranks of ``ep`` can read. Each computes from
 the choices of all ranks which rows its experts need, and copies these straight into the order
 of its experts; the results are read and summed by the tokens' own ranks. Sizes follow from the
-number of tokens alone and no number reaches the host. On a CPU the ranks gather the buffers
-instead, which is the reference. Over an
-all-gather it pays with fewer choices of a token than ranks.
+number of tokens alone and no number reaches the host. Fewer rows travel than in an all-gather
+where a token has fewer choices than there are ranks. On a CPU the ranks gather the buffers
+instead, which is the reference.
 """
 
 import socket
