@@ -46,6 +46,10 @@ experts="--moe-experts-dtype fp8"
 bench ways "qwen3-30b-$qwen_layers-layers-fp8-$at" 100 --warmup 12 --steps 8 --way "bf16: $graph" \
   --way "fp8 linears: $fp8 $graph" --way "fp8 linears and experts: $fp8 $experts $graph" \
   -- $common --recipe recipes/model/qwen3-30b-a3b.toml --num-layers $qwen_layers --global-batch-size 8 $moe
+together="--moe-wgrad-micro-batches"
+bench ways "qwen3-30b-$qwen_layers-layers-wgrad-$at" 110 --warmup 12 --steps 8 --way "1: $graph" \
+  --way "2: $graph $together 2" --way "4: $graph $together 4" --way "8: $graph $together 8" \
+  -- $common --recipe recipes/model/qwen3-30b-a3b.toml --num-layers $qwen_layers --global-batch-size 8 $moe
 bench ways "mixtral-8x7b-$mixtral_layers-layers-fp8-$at" 70 $brief --way bf16 --way "fp8 linears: $fp8" \
   --way "fp8 linears and experts: $fp8 $experts" \
   -- $common --recipe recipes/model/mixtral-8x7b.toml --num-layers $mixtral_layers --seq-length 4096 --global-batch-size 4 $moe

@@ -21,9 +21,11 @@ from mcore_moe.dispatch.permutation import (
     unpermute,
     unpermute_reference,
 )
-from mcore_moe.experts.grouped_gemm import (
-    accumulating_linear,
+from mcore_moe.experts.grouped_gemm import accumulating_linear
+from mcore_moe.experts.weight_gradient import (
+    Factors,
     add_weight_gradient_plain,
+    add_weight_gradients,
     has_grouped_kernel,
 )
 from mcore_moe.kernels import quack_gemm
@@ -89,21 +91,33 @@ def test_experts_and_rows_are_those_of_stable_sorts(num_experts):
         torch.testing.assert_close(got_grad.double(), want_grad, rtol=1.6e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("counts", [[200, 0, 56, 1], [0, 0, 1257, 0], [0, 0, 0, 0]], ids=str)
+PARTS = [[[200, 0, 56, 1]], [[0, 0, 0, 0]], [[0, 0, 1257, 0], [0, 1, 64, 0], [0, 0, 0, 0]]]
+
+
+@pytest.mark.parametrize("counts", PARTS, ids=str)
+@pytest.mark.parametrize("gathered", ["", "grad", "x"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_main_gradients_of_experts_equal_plain_float64(counts, overwrite):
+def test_main_gradients_of_experts_equal_plain_float64(counts, gathered, overwrite):
     from mcore_moe.kernels.weight_grad import fused_weight_gradient
 
     torch.manual_seed(0)
-    offsets = expert_offsets(torch.tensor(counts, device="cuda"))
-    dy, x = (
-        torch.randn(sum(counts), n, device="cuda", dtype=torch.bfloat16) for n in (200, 136)
-    )
-    got = torch.randn(4, 200, 136, device="cuda")
-    want = got.double()
-    fused_weight_gradient(got, dy, x, offsets, overwrite=overwrite)
-    add_weight_gradient_plain(want, dy.double(), x.double(), offsets, overwrite=overwrite)
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
+    parts = []
+    for of_part in counts:
+        offsets = expert_offsets(torch.tensor(of_part, device="cuda"))
+        size = max(9, sum(of_part))
+        sources = torch.randint(9, (size,), device="cuda", dtype=torch.int32)
+        dy, x = (torch.randn(size, n, device="cuda", dtype=torch.bfloat16) for n in (200, 136))
+        named = {f"{gathered}_sources": sources} if gathered else {}
+        parts.append(Factors(dy, x, offsets, **named))
+    before = torch.randn(4, 200, 136, device="cuda")
+    want = torch.zeros_like(before).double() if overwrite else before.double()
+    for part in parts:
+        wide = part._replace(grad=part.grad.double(), x=part.x.double())
+        add_weight_gradient_plain(want, wide)
+    for add in (fused_weight_gradient, add_weight_gradients):
+        got = before.clone()
+        add(got, parts, overwrite=overwrite)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
 
 
 def is_taken(x, weight):

@@ -12,7 +12,7 @@ from math import prod
 
 from mcore_models.config import RecomputeConfig, TransformerConfig, chunk, window
 from mcore_models.encoder_config import T5Config, decoder_layers, encoder_layers, feed_forward
-from mcore_models.fp8_memory import CODE_BYTES, fp8_bytes
+from mcore_models.memory_changes import CODE_BYTES, fp8_bytes, waiting_elements
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.logical_tensors import (
@@ -214,10 +214,8 @@ def rank_bytes(
     shapes = shapes_of(config, vocab_size, moe)
     counts = _counts(shapes)
     experts = counts["experts"] // pp // expert_ranks
-    ends = max(counts["embedding"], counts["head"])
     has_both_ends = pp == 1 or pipeline.v_shaped
-    if has_both_ends:
-        ends = counts["embedding"] + counts["head"]
+    ends = (sum if has_both_ends else max)([counts["embedding"], counts["head"]])
     ends, layers = ends // tp, counts["layers"] // pp // tp
     dense = ends + layers
     # Bytes of state for each parameter: moments, and main weights in float32 under 16 bits.
@@ -250,6 +248,7 @@ def rank_bytes(
         gradients = counts["head"] // tp + layer
         own_bytes, state = 4 * own, state + 4 * (weight_bytes == 4)
         casts, gradient_bytes = 0, 4  # casts are not kept
+    waiting = waiting_elements(config, parallel, moe, tokens, num_microbatches or pp)
     passes = _passes_held(pp, pipeline, num_microbatches)
     layers_here = max(1, -(-config.num_layers // pp))
     # The layer that computes and the one whose copy is on its way stay.
@@ -264,7 +263,7 @@ def rank_bytes(
         weights=weight_bytes * weights + casts // pp,
         gradients=own_bytes + gradient_bytes * gradients,
         optimizer=state * own - state_gone,
-        activations=weight_bytes * (int(kept * passes) - gone) + max(logits, passing),
+        activations=weight_bytes * (int(kept * passes) - gone + waiting) + max(logits, passing),
         host=(not on_disk) * kept_away + weight_bytes * gone,
         disk=on_disk * kept_away,
     )

@@ -18,7 +18,7 @@ from mcore_models.layers.rope import rotary_kernel
 from mcore_moe.activations import FUSED, GATE_KERNELS
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import ROWS_KERNELS
-from mcore_moe.experts.grouped_gemm import WEIGHT_GRAD_KERNEL
+from mcore_moe.experts.weight_gradient import WEIGHT_GRAD_KERNEL
 from mcore_moe.kernels import quack_gemm
 from mcore_moe.routing.topk import TOP_KERNEL
 from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads, value_dim

@@ -45,7 +45,11 @@ from mcore_moe.dispatch.permutation import (
     plan_rows_plain,
     unpermute_reference,
 )
-from mcore_moe.experts.grouped_gemm import WEIGHT_GRAD_KERNEL, add_weight_gradient_plain
+from mcore_moe.experts.weight_gradient import (
+    WEIGHT_GRAD_KERNEL,
+    Factors,
+    add_weight_gradient_plain,
+)
 from mcore_moe.kernels.gate import fused_gated, fused_weighted_gated
 from mcore_moe.kernels.rows import copy_to_rows, fused_plan, sum_rows
 from mcore_moe.kernels.topk import fused_top_experts
@@ -234,15 +238,23 @@ def check_experts_of_tokens():
 
 
 def check_weight_gradients():
-    for counts in ([70, 0, 1, 130], [0, 0, 0, 0]):
-        offsets = expert_offsets(torch.tensor(counts))
-        dy, x = torch.randn(sum(counts), 130), torch.randn(sum(counts), 20)
-        for overwrite in (False, True):
-            got = torch.randn(4, 130, 20)
-            want = got.clone()
-            fused_weight_gradient(got, dy, x, offsets, overwrite=overwrite)
-            add_weight_gradient_plain(want, dy, x, offsets, overwrite=overwrite)
-            compare([got], [want], atol=1e-4)
+    sizes = [70, 0, 1, 130], [0, 0, 3, 64], [0, 0, 0, 0]
+    for gathered in ("", "grad", "x"):
+        parts = []
+        for counts in sizes:
+            offsets = expert_offsets(torch.tensor(counts))
+            sources = torch.randint(7, (sum(counts),), dtype=torch.int32)
+            dy, x = torch.randn(max(7, sum(counts)), 130), torch.randn(max(7, sum(counts)), 20)
+            named = {f"{gathered}_sources": sources} if gathered else {}
+            parts.append(Factors(dy, x, offsets, **named))
+        for several in (parts[:1], parts[2:], parts):
+            for overwrite in (False, True):
+                got = torch.randn(4, 130, 20)
+                want = torch.zeros_like(got) if overwrite else got.clone()
+                fused_weight_gradient(got, several, overwrite=overwrite)
+                for part in several:
+                    add_weight_gradient_plain(want, part)
+                compare([got], [want], atol=1e-4)
 
 
 def check_fp8_casts():

@@ -168,6 +168,7 @@ class MoELayer(nn.Module):
             probs_on_input=config.moe_apply_probs_on_input,
             recompute_activation=recompute_activation,
             fp8_casts=(fp8_casts or WeightCasts()) if config.moe_experts_dtype else None,
+            wgrad_micro_batches=config.moe_wgrad_micro_batches,
             **feed_forward,
         )
         self.shared = (

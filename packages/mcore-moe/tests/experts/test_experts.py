@@ -4,6 +4,11 @@ import torch.nn.functional as F
 
 from mcore_moe import Experts, MoEConfig, MoELayer, Routing, plan_rows
 from mcore_moe.dispatch.permutation import plan_slice
+from mcore_moe.experts import weight_gradient
+from mcore_parallel.config import DataParallelConfig
+from mcore_parallel.data_parallel.ddp import DataParallel
+from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 
 
@@ -156,3 +161,63 @@ def test_impossible_experts_are_refused():
         Experts(8, 16, 4, activation="tanh")
     with pytest.raises(ValueError, match="--num-experts 0"):
         MoELayer(8, 16, MoEConfig())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("num_batches", [1, 4, 5])
+def test_weight_gradients_of_micro_batches_together_are_their_sums(
+    monkeypatch, dtype, num_batches
+):
+    sizes = []
+    add = weight_gradient.add_weight_gradients
+
+    def noted(main, parts, *, overwrite=False):
+        sizes.append(len(parts))
+        add(main, parts, overwrite=overwrite)
+
+    monkeypatch.setattr(weight_gradient, "add_weight_gradients", noted)
+    found = []
+    for together in (1, 2):
+        config = MoEConfig(num_experts=4, moe_wgrad_micro_batches=together)
+        torch.manual_seed(0)
+        layer = MoELayer(8, 16, config, dtype=dtype, init_std=0.5)
+        options = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1)
+        data_parallel = DataParallel([layer], ParallelContext.single(), options)
+        weights = layer.experts.fc1_weight, layer.experts.fc2_weight
+        for _ in range(2):  # of a second step, into gradients that are stale
+            data_parallel.zero_grad()
+            sizes.clear()
+            with data_parallel.no_sync():
+                for batch in range(num_batches):
+                    if batch == num_batches - 1:
+                        data_parallel.start_sync(0)
+                    x = torch.randn(6, 8, dtype=dtype)
+                    layer(x)[0].square().sum().backward()
+                    with torch.no_grad():
+                        layer(x)
+            # What the sums over data have begun with, before anything else is added.
+            assert all(bucket.is_reducing for bucket in data_parallel.buckets)
+            begun = [grad_slot(weight).main.clone() for weight in weights]
+            data_parallel.finish()
+        found.append(begun)
+    whole, rest = divmod(num_batches, 2)
+    assert sizes == [2] * (2 * whole) + [1] * (2 * rest)
+    for got, want in zip(found[1], found[0], strict=True):
+        assert torch.equal(got, want)
+
+
+def test_weight_gradients_that_wait_reach_a_step_whose_last_micro_batch_has_none():
+    config = MoEConfig(num_experts=4, moe_wgrad_micro_batches=3)
+    torch.manual_seed(0)
+    layer = MoELayer(8, 16, config, dtype=torch.float64, init_std=0.5)
+    weight, x = layer.experts.fc1_weight, torch.randn(6, 8, dtype=torch.float64)
+    want = torch.autograd.grad(layer(x)[0].sum(), weight)[0]
+    data_parallel = DataParallel([layer], ParallelContext.single(), DataParallelConfig())
+    for is_finished in (False, True):  # what an unfinished step kept is dropped
+        data_parallel.zero_grad()
+        with data_parallel.no_sync():
+            layer(x)[0].sum().backward()
+        assert grad_slot(weight).is_keeping
+        if is_finished:
+            data_parallel.finish()
+    torch.testing.assert_close(grad_slot(weight).main, want)

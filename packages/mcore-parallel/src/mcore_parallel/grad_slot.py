@@ -8,6 +8,9 @@ gradient. The parameter's hook still runs at the end of backward and counts it.
 A layer whose operations all write by ``GradSlot.add_matmul``, or call ``take_stale`` first,
 says so with ``overwrites``: then ``zero_grad`` leaves the memory as it is, and the first GEMM
 of a step is written over it instead of being added. Neither zeros are written nor read.
+
+Where reading and writing the main gradient takes longer than a micro-batch's GEMM, the slot
+may keep what some micro-batches add (``take_part``) until one operation adds all of it.
 """
 
 from collections.abc import Callable
@@ -43,16 +46,28 @@ class GradSlot:
         is_stale: whether the next addition is written over ``main`` instead of being added.
         queue: takes the weight's gradient later (zero-bubble schedules); None: at once.
         on_ready: called when operations have added all gradients that a queue put off.
+        num_together: micro-batches whose parts ``take_part`` adds at once.
     """
 
-    __slots__ = ("_num_put_off", "is_stale", "main", "on_ready", "overwrites", "queue")
+    __slots__ = (
+        *("_add_parts", "_num_ended", "_num_put_off", "_parts"),
+        *("is_stale", "main", "num_together", "on_ready", "overwrites", "queue"),
+    )
 
     def __init__(self) -> None:
         self.main: Tensor | None = None
         self.overwrites = self.is_stale = False
         self.queue: DeferredWork | None = None
         self.on_ready: Callable[[], None] | None = None
-        self._num_put_off = 0
+        self.num_together = 1
+        self._num_put_off = self._num_ended = 0
+        self._parts: list[Any] = []
+        self._add_parts: Callable[..., object] | None = None
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether parts of the gradient are kept that ``main`` lacks."""
+        return bool(self._parts)
 
     def take_stale(self) -> bool:
         """Whether ``main`` is to be written over; from now on it is not."""
@@ -87,6 +102,43 @@ class GradSlot:
             self._num_put_off += 1
             self.queue.put(work)
 
+    def take_part(self, add: Callable[..., object], part: object) -> None:
+        """Let ``add(main, parts, overwrite=...)`` add a part with those of other batches.
+
+        With ``num_together`` above 1 parts are kept until the owner of ``main``, who calls
+        ``end_backward``, has counted as many micro-batches; else as ``take``.
+
+        Args:
+            add: the same for all parts.
+            part: tensors that nothing writes over before they are added.
+        """
+        if self.num_together == 1:
+            self.take(lambda main, overwrite: add(main, [part], overwrite=overwrite))
+            return
+        self._add_parts = add
+        self._parts.append(part)
+
+    def end_backward(self, *, is_last: bool) -> None:
+        """Count a micro-batch whose parts have all come; ``is_last``: of the step."""
+        self._num_ended += 1
+        if is_last or self._num_ended >= self.num_together:
+            self.add_parts()
+
+    def add_parts(self) -> None:
+        """Add the parts that are kept, and count micro-batches anew."""
+        self._num_ended = 0
+        if not self._parts:
+            return
+        assert self.main is not None
+        assert self._add_parts is not None
+        parts, self._parts = self._parts, []
+        with torch.no_grad():
+            self._add_parts(self.main, parts, overwrite=self.take_stale())
+
+    def drop_parts(self) -> None:
+        """Forget what is kept of a step that was not finished."""
+        self._parts, self._num_ended = [], 0
+
     def ready(self) -> None:
         """Say that an operation has added its gradient, the last one if none is put off."""
         self._num_put_off = max(0, self._num_put_off - 1)
@@ -103,6 +155,7 @@ class GradSlot:
         self.main = self.on_ready = None
         self.is_stale = False
         self._num_put_off = 0
+        self.drop_parts()
 
 
 def grad_slot(parameter: Any) -> GradSlot:

@@ -21,6 +21,7 @@ from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
 from mcore_train.lr_schedule import LRSchedule, build_lr_schedule
 from mcore_train.options.adapter_conflicts import find_adapter_conflicts
+from mcore_train.options.expert_conflicts import idle_gradient_sums
 from mcore_train.options.option_conflicts import (
     endless_numbers,
     find_data_conflicts,
@@ -165,7 +166,9 @@ def resolve(
     if not lines:  # a model that can be described
         lines += find_adapter_conflicts(config, family, vocab_size, stages or ())
     sizes = ramp.sizes() if ramp else (batch_size,)
-    lines += _schedule_conflicts(config.pipeline, pp, [max(1, size // micro) for size in sizes])
+    counts = [max(1, size // micro) for size in sizes]
+    lines += _schedule_conflicts(config.pipeline, pp, counts)
+    lines += idle_gradient_sums(config, counts)
     schedule = None
     if config.optimizer.lr and _train_samples(config, batch_size):
         flags = config.optimizer, config.schedule, config.batch

@@ -28,7 +28,7 @@ from mcore_moe.experts.grouped_gemm import (
 )
 from mcore_moe.kernels import quack_gemm
 from mcore_parallel.autocasting import cast_factor
-from mcore_parallel.grad_slot import overwrites, slot_of
+from mcore_parallel.grad_slot import grad_slot, overwrites, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.recomputing import recompute_between
@@ -85,6 +85,7 @@ class Experts(nn.Module):
         output_std: float | None = None,
         recompute_activation: bool = False,
         fp8_casts: WeightCasts | None = None,
+        wgrad_micro_batches: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -107,6 +108,7 @@ class Experts(nn.Module):
             output_std: of fc2; None: as fc1.
             recompute_activation: forget what goes into fc2, make it again in backward.
             fp8_casts: multiply in fp8, and keep casts of weights there; None: as the weights.
+            wgrad_micro_batches: whose rows one GEMM adds to main gradients.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -135,6 +137,8 @@ class Experts(nn.Module):
 
         self.fc1_weight = overwrites(allocate(rows, hidden_size))
         self.fc2_weight = overwrites(allocate(hidden_size, width))
+        for weight in (self.fc1_weight, self.fc2_weight):
+            grad_slot(weight).num_together = wgrad_micro_batches
         self.fc1_bias = allocate(rows) if bias else None
         self.fc2_bias = allocate(hidden_size) if bias else None
         self.adapter: RowsAdapter | None = None

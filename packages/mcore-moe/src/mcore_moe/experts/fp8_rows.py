@@ -19,7 +19,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from mcore_moe.experts.grouped_gemm import sequential_linear, take_weight_gradient
+from mcore_moe.experts.grouped_gemm import sequential_linear
+from mcore_moe.experts.weight_gradient import Factors, take_weight_gradient
 from mcore_parallel.autocasting import cast_factor
 from mcore_parallel.grad_slot import slot_of
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
@@ -149,7 +150,7 @@ class _Fp8Linear(torch.autograd.Function):
             _, columns = weight_casts(weight, ctx.casts)
             grad_x = multiply_rows(cast_rows(grad), columns, offsets, x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = take_weight_gradient(ctx.slot, weight, grad, x, offsets)
+            grad_weight = take_weight_gradient(ctx.slot, weight, Factors(grad, x, offsets))
         return grad_x, grad_weight, None, None
 
 

@@ -6,7 +6,6 @@ their rows. ``permute``, ``grouped_linear`` and ``unpermute`` in turn are the re
 tokens are cast before they become rows, and the rows are copies of a byte a number.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +14,11 @@ from torch import Tensor
 
 from mcore_moe.dispatch.permutation import RowPlan
 from mcore_moe.experts.fp8_rows import cast_rows, multiply_rows, weight_casts
-from mcore_moe.kernels.quack_gemm import add_weight_gradient, multiply
+from mcore_moe.experts.weight_gradient import Factors, take_weight_gradient
+from mcore_moe.kernels.quack_gemm import multiply
 from mcore_moe.kernels.rows import sum_rows
 from mcore_parallel.autocasting import cast_factor
-from mcore_parallel.grad_slot import GradSlot, slot_of
+from mcore_parallel.grad_slot import slot_of
 from mcore_parallel.precision.fp8 import WeightCasts
 
 
@@ -93,8 +93,8 @@ class _GatheredGemm(torch.autograd.Function):
             rows = _times_rows(grad, weight, offsets, None, ctx.casts, transposed=True)
             grad_x = sum_rows(rows, slots)
         if ctx.needs_input_grad[1]:
-            factors = {"grad": grad, "x": x, "offsets": offsets, "x_sources": sources}
-            grad_weight = _weight_gradient(ctx.slot, weight, factors)
+            factors = Factors(grad, x, offsets, x_sources=sources)
+            grad_weight = take_weight_gradient(ctx.slot, weight, factors)
         return grad_x, grad_weight, None, None, None, None
 
 
@@ -123,18 +123,6 @@ class _SummedGemm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_rows = _times_rows(grad, weight, offsets, sources, ctx.casts, transposed=True)
         if ctx.needs_input_grad[1]:
-            factors = {"grad": grad, "x": rows, "offsets": offsets, "grad_sources": sources}
-            grad_weight = _weight_gradient(ctx.slot, weight, factors)
+            factors = Factors(grad, rows, offsets, grad_sources=sources)
+            grad_weight = take_weight_gradient(ctx.slot, weight, factors)
         return grad_rows, grad_weight, None, None, None, None
-
-
-def _weight_gradient(
-    slot: GradSlot | None, weight: Tensor, factors: dict[str, Tensor]
-) -> Tensor | None:
-    """Add to the main gradient, at once or later; without one return the gradient."""
-    if slot is None:
-        gradient = torch.empty_like(weight)
-        add_weight_gradient(gradient, **factors, overwrite=True)
-        return gradient
-    slot.take(partial(add_weight_gradient, **factors))
-    return None

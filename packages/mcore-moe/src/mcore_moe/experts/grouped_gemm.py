@@ -2,12 +2,10 @@
 
 The sequential form loops over the experts; the grouped GEMM is a single kernel. Both compute
 the same function; device and dtype decide which one runs. Where the weight has a main gradient
-(``grad_slot``) either adds its gradient to it, on a GPU in the epilogue of a grouped GEMM, at
-once or, for pipeline schedules that split backward, later.
+(``grad_slot``) either adds its gradient to it: see ``weight_gradient``.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +13,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mcore_moe.experts.weight_gradient import (
+    Factors,
+    has_grouped_kernel,
+    rows_by_expert,
+    take_weight_gradient,
+)
 from mcore_moe.kernels import quack_gemm
 from mcore_parallel.autocasting import cast_factor
-from mcore_parallel.grad_slot import GradSlot, accumulate_matmul, slot_of
-from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+from mcore_parallel.grad_slot import slot_of
 
 Linear = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``grouped_linear`` or ``sequential_linear``."""
@@ -38,15 +41,9 @@ def sequential_linear(
             give zeros.
     """
     x, weight = cast_factor(x), cast_factor(weight)
-    *parts, rest = _by_expert(x, offsets)
+    *parts, rest = rows_by_expert(x, offsets)
     results = [F.linear(rows, w) for rows, w in zip(parts, weight, strict=True)]
     return torch.cat([*results, x.new_zeros(rest.shape[0], weight.shape[1])])
-
-
-def _by_expert(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of each expert, and those behind the last; the host waits."""
-    sizes = offsets.diff().tolist()
-    return x.split([*sizes, x.shape[0] - sum(sizes)])
 
 
 def grouped_linear(
@@ -86,18 +83,6 @@ def accumulating_linear(
     return _AccumulatingLinear.apply(x, weight, offsets, linear)
 
 
-def has_grouped_kernel(x: Float[Tensor, "R K"], weight: Float[Tensor, "e N K"]) -> bool:
-    """Return whether torch's grouped GEMM takes these tensors, eager and compiled alike.
-
-    On torch 2.11: bfloat16 with rows of a multiple of 16 bytes; on CUDA from compute
-    capability 8.0.
-    """
-    aligned = all(n * x.element_size() % 16 == 0 for n in weight.shape[1:])
-    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 0):
-        return False
-    return aligned and x.dtype == torch.bfloat16
-
-
 class _GroupedLinear(torch.autograd.Function):
     """The grouped GEMM with a backward that takes gradients of any strides."""
 
@@ -113,7 +98,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad, grad_weight = grad.contiguous(), None
         grad_x = _multiply(grad, weight, offsets) if needs_x else None
         if needs_weight:
-            grad_weight = take_weight_gradient(None, weight, grad, x, offsets)
+            grad_weight = take_weight_gradient(None, weight, Factors(grad, x, offsets))
         return grad_x, grad_weight, None
 
 
@@ -140,97 +125,5 @@ class _AccumulatingLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = ctx.linear(grad, weight.transpose(1, 2), offsets)
         if ctx.needs_input_grad[1]:
-            take_weight_gradient(ctx.slot, weight, grad, x, offsets)
+            take_weight_gradient(ctx.slot, weight, Factors(grad, x, offsets))
         return grad_x, None, None, None
-
-
-def take_weight_gradient(
-    slot: GradSlot | None,
-    weight: Float[Tensor, "e N K"],
-    grad: Float[Tensor, "R N"],
-    x: Float[Tensor, "R K"],
-    offsets: Int[Tensor, " e1"],
-) -> Float[Tensor, "e N K"] | None:
-    """Add the gradient of stacked weights to their main gradient, at once or later.
-
-    Args:
-        slot: of the weights; None: return the gradient.
-        weight: the weights.
-        grad: gradient of the rows' results.
-        x: rows sorted by expert.
-        offsets: where the rows of each begin, and the end of the last.
-    """
-    if slot is None:
-        if x.shape[0] and quack_gemm.usable(x, weight):
-            gradient = torch.empty_like(weight)
-            quack_gemm.add_weight_gradient(gradient, grad, x, offsets, overwrite=True)
-            return gradient
-        if x.shape[0] and has_grouped_kernel(x, weight):
-            return F.grouped_mm(grad.t(), x, offs=offsets[1:])
-        gradient = torch.empty_like(weight)
-        add_weight_gradient_plain(gradient, grad, x, offsets, overwrite=True)
-        return gradient
-    slot.take(partial(_add_weight_gradient, grad=grad, x=x, offsets=offsets))
-    return None
-
-
-def _add_weight_gradient(
-    main: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, *, overwrite: bool
-) -> None:
-    """Add the gradient of stacked weights by the fastest GEMM that is there."""
-    if x.shape[0] and grad.shape[0] and quack_gemm.usable(x, main):
-        quack_gemm.add_weight_gradient(main, grad, x, offsets, overwrite=overwrite)
-    elif _has_accumulating_kernel(main, x):
-        from mcore_moe.kernels.weight_grad import fused_weight_gradient
-
-        fused_weight_gradient(main, grad, x, offsets, overwrite=overwrite)
-    elif x.shape[0] and has_grouped_kernel(x, main):
-        total = F.grouped_mm(grad.t(), x, offs=offsets[1:])
-        main.copy_(total) if overwrite else main.add_(total)
-    else:
-        add_weight_gradient_plain(main, grad, x, offsets, overwrite=overwrite)
-
-
-def add_weight_gradient_plain(
-    main: Float[Tensor, "e N K"],
-    grad: Float[Tensor, "R N"],
-    x: Float[Tensor, "R K"],
-    offsets: Int[Tensor, " e1"],
-    *,
-    overwrite: bool = False,
-) -> None:
-    """Reference of ``kernels.weight_grad.fused_weight_gradient``, expert by expert."""
-    parts = zip(main, _by_expert(grad, offsets), _by_expert(x, offsets), strict=False)
-    for total, rows, inputs in parts:
-        accumulate_matmul(total, rows.t(), inputs, overwrite=overwrite)
-
-
-def _has_accumulating_kernel(main: Tensor, x: Tensor) -> bool:
-    return (
-        x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and main.dtype == torch.float32
-        and main.is_contiguous()
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
-        and works(WEIGHT_GRAD_KERNEL, x.device, x.dtype)
-    )
-
-
-def _try_kernel(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    from mcore_moe.kernels.weight_grad import fused_weight_gradient
-
-    offsets = torch.tensor([0, 5, 5, 16], dtype=torch.int32, device=device)
-    grad, x = (wave(16, n, device=device, dtype=dtype) for n in (24, 40))
-    pairs = []
-    for overwrite in (False, True):
-        got, want = (wave(3, 24, 40, device=device, dtype=torch.float32) for _ in range(2))
-        fused_weight_gradient(got, grad, x, offsets, overwrite=overwrite)
-        wide = grad.float(), x.float()
-        add_weight_gradient_plain(want, *wide, offsets, overwrite=overwrite)
-        pairs.append((got, want))
-    return pairs
-
-
-WEIGHT_GRAD_KERNEL = OptionalKernel(
-    "main gradients of experts in Triton", ("triton",), _try_kernel
-)

@@ -102,6 +102,7 @@ class DataParallel(GradientSync):
         self._overwritten = [slot for slot in slots if slot.overwrites]
         self._zeroed = [s.main for s in slots if s.main is not None and not s.overwrites]
         self._queues = {slot.queue for slot in slots if slot.queue is not None}
+        self._keeping = [slot for slot in slots if slot.num_together > 1]
         self._restart()
 
     @property
@@ -129,6 +130,8 @@ class DataParallel(GradientSync):
             torch._foreach_zero_(self._zeroed)
         for slot in self._overwritten:
             slot.is_stale = True
+        for slot in self._keeping:
+            slot.drop_parts()
         self._restart()
 
     @contextmanager
@@ -182,6 +185,8 @@ class DataParallel(GradientSync):
             )
         self._check_taken()
         self.wait_params()
+        for slot in self._keeping:
+            slot.add_parts()  # of weights that the last micro-batch did not use
         for slot in self._overwritten:
             if slot.take_stale():  # no micro-batch came through it
                 slot.zero()
@@ -315,11 +320,13 @@ class _GradientHook:
         owner, bucket = self._check()
         if gradient is None and self.slot.queue is not None:
             return  # its operation adds to the main gradient itself, later
+        is_last = owner._is_syncing[self.chunk]
+        self.slot.end_backward(is_last=is_last)
         if gradient is not None:  # None: its operation added to the main gradient itself
             self.slot.add(gradient)
-        elif self.slot.take_stale():  # nothing was added: its operation had no gradient
-            self.slot.zero()
-        if owner._is_syncing[self.chunk]:
+        elif not self.slot.is_keeping and self.slot.take_stale():
+            self.slot.zero()  # nothing was added: its operation had no gradient
+        if is_last:
             owner._complete(bucket, self.index)
 
     def accumulated_later(self) -> None:

@@ -39,7 +39,7 @@ FREE = frozenset(
         *("moe_pad_expert_input_to_capacity", "moe_token_drop_policy"),
         *("moe_token_dispatcher_type", "moe_expert_rows_limit", "moe_grouped_gemm"),
         *("moe_dispatch_dtype", "moe_experts_dtype", "moe_shared_expert_overlap"),
-        "moe_split_batch_overlap",
+        *("moe_split_batch_overlap", "moe_wgrad_micro_batches"),
     )
 )
 """Fields that a continued run may change: they change no stored tensor's meaning."""

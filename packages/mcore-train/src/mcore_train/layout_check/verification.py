@@ -229,6 +229,7 @@ def alone(plan: Plan) -> Plan:
             moe_token_dispatcher_type="alltoall",
             moe_shared_expert_overlap=False,
             moe_split_batch_overlap=False,
+            moe_wgrad_micro_batches=1,
         ),
         batch=replace(plan.config.batch, global_batch_size=plan.global_batch_size),
     )

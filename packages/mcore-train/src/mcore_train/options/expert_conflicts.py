@@ -1,6 +1,6 @@
 """What experts contradict, and need: exchanges beside computation, narrow formats, graphs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mcore_moe.config import one_step_option
 from mcore_parallel.field_checks import flag
@@ -12,6 +12,7 @@ def find_expert_conflicts(config: TrainConfig) -> Iterator[str]:
     """Name what options of experts contradict or lack, one line each."""
     yield from _pair_conflicts(config)
     yield from _narrow_expert_conflicts(config)
+    yield from _shared_gradient_conflicts(config)
 
 
 def expert_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
@@ -115,6 +116,40 @@ def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
         yield (
             f"{name} scales whole rows, which --expert-tensor-parallel-size {expert_tp} cuts: "
             "use 1."
+        )
+
+
+def _shared_gradient_conflicts(config: TrainConfig) -> Iterator[str]:
+    """What keeps rows of several micro-batches from one GEMM into main gradients."""
+    number = config.experts.moe_wgrad_micro_batches
+    if number == 1 or not config.experts.num_experts:
+        return
+    schedule, sharding = config.pipeline.pipeline_schedule, config.data_parallelism.sharding
+    for name, is_on, why in (
+        (f"--pipeline-schedule {schedule}", config.pipeline.splits_backward,
+         "has its own time for weight gradients"),
+        (f"--data-parallel-sharding-strategy {sharding}",
+         config.data_parallelism.is_fully_sharded, "sums gradients in every backward"),
+        ("--main-grads-dtype bf16 or --grad-reduce-in-bf16",
+         config.data_parallelism.has_narrow_grads, "has no main gradients in float32"),
+        ("--cuda-graph-impl local", config.run.cuda_graph_impl == "local",
+         "writes rows of the next micro-batch over these"),
+        ("--transformer-impl transformer_engine",
+         config.kernels.transformer_impl == "transformer_engine", "adds each by itself"),
+        ("--no-moe-grouped-gemm", not config.experts.moe_grouped_gemm, "has no such GEMM"),
+        ("--peft", config.peft.peft != "none", "freezes these weights"),
+    ):  # fmt: skip
+        if is_on:
+            yield f"--moe-wgrad-micro-batches {number}: {name} {why}; leave one out."
+
+
+def idle_gradient_sums(config: TrainConfig, counts: Sequence[int]) -> Iterator[str]:
+    """Refuse to wait for micro-batches that do not come; ``counts``: of the steps."""
+    number = config.experts.moe_wgrad_micro_batches
+    if number > 1 and max(counts) == 1:
+        yield (
+            f"--moe-wgrad-micro-batches {number} has no effect with one micro-batch a step: "
+            "leave it out, or lower --micro-batch-size."
         )
 
 

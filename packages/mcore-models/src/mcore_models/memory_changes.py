@@ -1,8 +1,8 @@
-"""What fp8 changes in the memory of a rank, from configs alone.
+"""What options change in the memory of a rank, from configs alone.
 
-A step keeps each weight's cast and its transpose beside the weight, and each linear the codes
-of its input instead of the input, where nothing else needs that. What a column-parallel linear
-reads is kept as it came under sequence parallelism, cut and in the model's own format.
+In fp8 a step keeps each weight's cast and its transpose beside the weight, and each linear the
+codes of its input instead of the input, where nothing else needs that. What a column-parallel
+linear reads is kept as it came under sequence parallelism, cut and in the model's own format.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from mcore_models.config import TransformerConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.logical_tensors import layer_mixers
+from mcore_parallel.logical_tensors import expert_size, is_gated, layer_mixers
 from mcore_parallel.precision.config import Fp8Config
 
 CODE_BYTES = {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 4 / 32, "nvfp4": 1 / 2 + 4 / 16}
@@ -71,3 +71,32 @@ def fp8_bytes(
     num_layers = len(layer_mixers(config, moe))
     share = max(0.0, 1 - fp8.first_last_layers_bf16 * ends / num_layers)
     return int(2 * code * weights * share), token * share
+
+
+def waiting_elements(
+    config: TransformerConfig,
+    parallel: ParallelConfig,
+    moe: MoEConfig,
+    tokens: int,
+    num_microbatches: int,
+) -> int:
+    """Count what waits for the last of ``moe_wgrad_micro_batches`` on a rank, in elements.
+
+    The inputs of the experts' GEMMs and the gradients of their results, where GEMMs gather
+    tokens; others keep a token for each of its choices.
+
+    Args:
+        config: of the model.
+        parallel: the degrees.
+        moe: of its experts.
+        tokens: of a micro-batch.
+        num_microbatches: of a step.
+    """
+    num_waiting = min(moe.moe_wgrad_micro_batches, num_microbatches) - 1
+    if num_waiting < 1:
+        return 0
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    stream = tp if parallel.sequence_parallel else 1
+    inside = (3 if is_gated(config) else 2) * expert_size(config, moe) * moe.moe_router_topk
+    layers = -(-sum("moe" in names for names in layer_mixers(config, moe)) // pp)
+    return num_waiting * layers * tokens * (inside // tp + 2 * config.hidden_size // stream)
