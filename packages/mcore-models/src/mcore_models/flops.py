@@ -12,7 +12,12 @@ from math import prod
 
 from mcore_models.config import RecomputeConfig, TransformerConfig, chunk, window
 from mcore_models.encoder_config import T5Config, decoder_layers, encoder_layers, feed_forward
-from mcore_models.memory_changes import CODE_BYTES, fp8_bytes, waiting_elements
+from mcore_models.memory_changes import (
+    CODE_BYTES,
+    exchange_elements,
+    fp8_bytes,
+    waiting_elements,
+)
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.logical_tensors import (
@@ -321,19 +326,14 @@ def _counts(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
 
 
 def _kept_elements(
-    config: TransformerConfig,
-    parallel: ParallelConfig,
-    tokens: int,
-    moe: MoEConfig,
-    recomputing: RecomputeConfig,
-    has_both_ends: bool,
-    fp8_change: float,
-) -> int:
+    config: TransformerConfig, parallel: ParallelConfig, tokens: int, moe: MoEConfig,
+    recomputing: RecomputeConfig, has_both_ends: bool, fp8_change: float,
+) -> int:  # fmt: skip
     """Count what the first rank keeps of a micro-batch's own tokens for backward.
 
     The tensors that our layers save, as in Korthikanti et al. 2022, arXiv:2205.05198, with
-    attention that keeps no scores and an activation that keeps no intermediate.
-    ``fp8_change`` is what fp8 adds to a token's elements of all layers.
+    attention that keeps no scores and an activation that keeps no intermediate;
+    ``fp8_change``: added to a token's elements of all layers.
     """
     D = config.hidden_size
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -343,6 +343,7 @@ def _kept_elements(
     if has_both_ends:  # else the last stage has them
         mixers += (further_mixers(config, moe),) * config.mtp_num_layers
     names = [name for names in mixers for name in names]
+    widths["moe"] += exchange_elements(config, parallel, moe)
     latent = config.q_lora_rank + config.kv_lora_rank + config.qk_pos_emb_head_dim
     inner = sum(widths[name] // tp + 2 * D // stream for name in names)
     inner += names.count("mla") * 2 * latent // stream

@@ -3,6 +3,7 @@
 In fp8 a step keeps each weight's cast and its transpose beside the weight, and each linear the
 codes of its input instead of the input, where nothing else needs that. What a column-parallel
 linear reads is kept as it came under sequence parallelism, cut and in the model's own format.
+Exchanges between experts may keep rows for the worst routing.
 """
 
 import re
@@ -100,3 +101,31 @@ def waiting_elements(
     inside = (3 if is_gated(config) else 2) * expert_size(config, moe) * moe.moe_router_topk
     layers = -(-sum("moe" in names for names in layer_mixers(config, moe)) // pp)
     return num_waiting * layers * tokens * (inside // tp + 2 * config.hidden_size // stream)
+
+
+def exchange_elements(
+    config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig
+) -> int:
+    """Count what a layer of experts keeps more of a token than one without an exchange.
+
+    An all-gather keeps the tokens of all ranks, and symmetric reads a row for each choice.
+    Where no host waits for numbers, experts have as many rows as the worst routing gives, and
+    all that lies within the experts is as long. Parts are not counted: they are computed again.
+
+    Args:
+        config: of the model.
+        parallel: the degrees.
+        moe: of its experts.
+
+    Returns:
+        Elements, over all tensor ranks.
+    """
+    ep, kind = parallel.expert_model_parallel_size, moe.moe_token_dispatcher_type
+    limit, topk = moe.moe_expert_rows_limit, moe.moe_router_topk
+    if ep == 1 or kind not in ("allgather", "symmetric") or 0 < limit < ep:
+        return 0
+    rows = ep * min(topk, moe.num_experts // ep)
+    inside = (3 if is_gated(config) else 2) * expert_size(config, moe)
+    if kind == "symmetric":
+        return rows * config.hidden_size + (rows - topk) * inside
+    return (ep - 1) * config.hidden_size + (rows - topk) * inside * (limit > 0)
