@@ -254,8 +254,11 @@ def rank_bytes(
         own_bytes, state = 4 * own, state + 4 * (weight_bytes == 4)
         casts, gradient_bytes = 0, 4  # casts are not kept
     waiting = waiting_elements(config, parallel, moe, tokens, num_microbatches or pp)
-    passes = _passes_held(pp, pipeline, num_microbatches)
     layers_here = max(1, -(-config.num_layers // pp))
+    passes = _passes_held(pp, pipeline, num_microbatches)
+    if pipeline.overlap_moe_expert_parallel_comm and passes > 1:
+        # A pair's forward keeps a layer as its backward gives one back.
+        passes -= (1 - pipeline.num_chunks / layers_here) / pipeline.num_chunks
     # The layer that computes and the one whose copy is on its way stay.
     away = max(0, offload.cpu_offloading_num_layers - 1) / layers_here
     gone = int(away * kept * passes) if offload.cpu_offloading else 0
