@@ -255,10 +255,7 @@ def rank_bytes(
         casts, gradient_bytes = 0, 4  # casts are not kept
     waiting = waiting_elements(config, parallel, moe, tokens, num_microbatches or pp)
     layers_here = max(1, -(-config.num_layers // pp))
-    passes = _passes_held(pp, pipeline, num_microbatches)
-    if pipeline.overlap_moe_expert_parallel_comm and passes > 1:
-        # A pair's forward keeps a layer as its backward gives one back.
-        passes -= (1 - pipeline.num_chunks / layers_here) / pipeline.num_chunks
+    passes = _passes_held(pp, pipeline, num_microbatches, layers_here)
     # The layer that computes and the one whose copy is on its way stay.
     away = max(0, offload.cpu_offloading_num_layers - 1) / layers_here
     gone = int(away * kept * passes) if offload.cpu_offloading else 0
@@ -292,10 +289,13 @@ def _passing_bytes(
     return int(tokens * width * (weight_bytes + codes))
 
 
-def _passes_held(pp: int, pipeline: PipelineConfig, num_microbatches: int) -> float:
+def _passes_held(
+    pp: int, pipeline: PipelineConfig, num_microbatches: int, num_layers: int
+) -> float:
     """Micro-batches whose activations the first of ``pp`` ranks holds at once, at most.
 
-    The simulator counts the same (``simulate(...).peak_activations``, in chunks).
+    The simulator counts the same (``simulate(...).peak_activations``, in chunks), but for
+    pairs, whose forward keeps a layer as their backward gives one back.
     """
     vpp = pipeline.num_chunks
     held = float(pp)
@@ -303,7 +303,7 @@ def _passes_held(pp: int, pipeline: PipelineConfig, num_microbatches: int) -> fl
         held += 0.5 * (pipeline.pipeline_schedule == "dualpipev")
     elif vpp > 1 or pipeline.overlap_moe_expert_parallel_comm:
         group = pipeline.microbatch_group_size_per_virtual_pipeline_stage or pp
-        more = 1 + pipeline.overlap_moe_expert_parallel_comm
+        more = 1 + pipeline.overlap_moe_expert_parallel_comm * vpp / num_layers
         held = (2 * (pp - 1) + (vpp - 1) * group + more) / vpp
     return min(held, float(num_microbatches or held))
 
