@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mcore_moe.kernels.gate import KINDS, activate
 from mcore_parallel.kernels.fp8_tiles import (
+    empty_outputs,
     load_quarters,
     magnitude_bits,
     one_scale,
@@ -160,10 +161,7 @@ def cast_by(
     """
     num_rows, width = x.shape[0], x.shape[1] // 2
     wide = width if grad is None else 2 * width
-    shapes = (num_rows, wide) if has_rows else (0, 0), (wide, num_rows // 4)
-    rows = torch.empty(shapes[0], dtype=torch.uint8, device=x.device)
-    columns = torch.empty(shapes[1], dtype=torch.int32, device=x.device)  # written in words
-    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    rows, columns, scale_inv = empty_outputs(num_rows, wide, x.device, has_rows=has_rows)
     words, across, warps = _TILES[grad is not None]
     _gate_and_cast[triton.cdiv(num_rows, 4 * words), triton.cdiv(width, across)](
         x,

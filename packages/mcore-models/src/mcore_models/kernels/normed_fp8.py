@@ -13,7 +13,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.kernels.fp8_tiles import load_quarters, one_scale, store_both
+from mcore_parallel.kernels.fp8_tiles import empty_outputs, load_quarters, one_scale, store_both
 from mcore_parallel.precision.fp8_cast import SMALLEST_AMAX, Fp8
 
 _WORDS, _COLUMNS, _WARPS = 32, 64, 8
@@ -98,10 +98,7 @@ def cast_by(
             finite is then NaN, and its neighbours in the kernel's tile with it.
     """
     num_rows, width = x.shape
-    shapes = (num_rows, width) if has_rows else (0, 0), (width, num_rows // 4)
-    rows = torch.empty(shapes[0], dtype=torch.uint8, device=x.device)
-    columns = torch.empty(shapes[1], dtype=torch.int32, device=x.device)  # written in words
-    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    rows, columns, scale_inv = empty_outputs(num_rows, width, x.device, has_rows=has_rows)
     _norm_and_cast[triton.cdiv(num_rows, 4 * _WORDS), triton.cdiv(width, _COLUMNS)](
         x,
         scales,

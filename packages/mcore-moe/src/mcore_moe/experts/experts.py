@@ -108,7 +108,8 @@ class Experts(nn.Module):
             output_std: of fc2; None: as fc1.
             recompute_activation: forget what goes into fc2, make it again in backward.
             fp8_casts: multiply in fp8, and keep casts of weights there; None: as the weights.
-            wgrad_micro_batches: whose rows one GEMM adds to main gradients.
+            wgrad_micro_batches: whose rows one GEMM adds to main gradients; above 1 their
+                owner calls ``GradSlot.end_backward``, as ``DataParallel`` does.
             device: of the parameters.
             dtype: of the parameters.
 

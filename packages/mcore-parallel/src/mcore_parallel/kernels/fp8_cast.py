@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mcore_parallel.kernels.fp8_tiles import (
     both_scales,
+    empty_outputs,
     load_quarters,
     narrow_bytes,
     one_scale,
@@ -134,10 +135,7 @@ def cast_by(
         has a number that is not finite.
     """
     num_rows, width = x.shape
-    shapes = (num_rows, width) if has_rows else (0, 0), (width, num_rows // 4)
-    rows = torch.empty(shapes[0], dtype=torch.uint8, device=x.device)
-    columns = torch.empty(shapes[1], dtype=torch.int32, device=x.device)  # written in words
-    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    rows, columns, scale_inv = empty_outputs(num_rows, width, x.device, has_rows=has_rows)
     _cast[triton.cdiv(num_rows, _TILE), triton.cdiv(width, _TILE)](
         x,
         amax,

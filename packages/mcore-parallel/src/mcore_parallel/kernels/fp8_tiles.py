@@ -9,8 +9,10 @@ again. The interpreter knows no instructions, so it casts by Triton's own conver
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _E4M3 = tl.constexpr("""{
 .reg .b16 low, high;
@@ -214,3 +216,18 @@ def store_both(
     if HAS_ROWS:
         store_quarters(rows, a, b, c, d, word, column, stride, IS_E4M3, COMPILED, inside)
     store_turned(columns, a, b, c, d, word, column, num_rows, IS_E4M3, COMPILED, inside)
+
+
+def empty_outputs(
+    num_rows: int, width: int, device: torch.device, *, has_rows: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for what ``store_both`` and ``one_scale`` write.
+
+    Returns:
+        Bytes of the matrix in its own order, empty without ``has_rows``; its transpose in words
+        of four bytes, ``[width, num_rows / 4]``; the inverse of its scale, float32.
+    """
+    shape = (num_rows, width) if has_rows else (0, 0)
+    rows = torch.empty(shape, dtype=torch.uint8, device=device)
+    columns = torch.empty(width, num_rows // 4, dtype=torch.int32, device=device)
+    return rows, columns, torch.empty(1, dtype=torch.float32, device=device)
