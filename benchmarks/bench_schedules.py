@@ -16,10 +16,11 @@ peak memory stands the planner's figure. Rank 0 prints a table and one JSON line
 import argparse
 import gc
 import sys
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from bench_train_step import planned_gib, random_batches
+from bench_train_step import device_fills, planned_gib, random_batches
 from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_parallel.launch import launcher
@@ -62,7 +63,10 @@ def main() -> None:
     plans = {
         name: resolve(parse([*flags, *FLAGS[name]]), world_size) for name in options.schedules
     }
-    with joined_world(next(iter(plans.values()))) as ctx:
+    with (
+        joined_world(next(iter(plans.values()))) as ctx,
+        patch("mcore_parallel.rng.plan_fills", device_fills),
+    ):
         rows: dict[str, dict] = {}
         for name, plan in plans.items():
             ends = plan.embedding_stages

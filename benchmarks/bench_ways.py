@@ -9,7 +9,8 @@ Each begins from the same weights, drawn on the device in a fraction of the usua
 reads the same batches; ``same_losses_as`` names the first way before it whose losses have the
 same bits. A way that fails, for want of memory say, is kept with its error, and the next one
 begins; so is one that the packages warn of, as where Transformer Engine is not installed or
-linears stay out of fp8: its times would be those of something else than it says. On one GPU.
+linears stay out of fp8: its times would be those of something else than it says. Started by
+``torchrun``, all ways have the layout of the flags after ``--``.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_models.flops import flops_per_token
 from mcore_models.kernels import flash4_attention
+from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import Run, assemble
 from mcore_train.composition import FAMILY_COMMANDS
@@ -47,6 +49,7 @@ def main() -> None:
         **versions(options),
         "flash_attn_4": flash4_attention.is_installed(),
         "flags": " ".join(common),
+        "num_gpus": launcher.read_environment().world_size,
         "warmup": options.warmup,
         "steps": options.steps,
     }
@@ -63,7 +66,8 @@ def main() -> None:
                 row = {"error": f"{type(error).__name__}: {error}"[:600]}
             same = (other for other in found if _same_losses(found[other], row))
             found[name] = {"flags": " ".join(flags), **row, "same_losses_as": next(same, "")}
-            keep(options, {**result, "ways": found})  # a later way may run out of time
+            if ctx.global_rank == 0:  # at once: a later way may run out of time
+                keep(options, {**result, "ways": found})
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -86,7 +90,8 @@ def _named(way: str) -> tuple[str, list[str]]:
 
 def _plan(flags: list[str]) -> Plan:
     command = FAMILY_COMMANDS["gpt"]
-    return resolve(parse(flags, "mcore-train gpt", command.run, ()), 1, family=command.family)
+    config = parse(flags, "mcore-train gpt", command.run, ())
+    return resolve(config, launcher.read_environment().world_size, family=command.family)
 
 
 def _same_losses(one: dict, other: dict) -> bool:
@@ -137,7 +142,7 @@ def train(
         **quantiles(times, "step_ms", 2),
         **_rates(run, times),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "planned_gib": round(planned_gib("gpt", flags, 1), 2),
+        "planned_gib": round(planned_gib("gpt", flags, plan.world_size), 2),
         **({"split_ms": split} if split else {}),
         "losses": [loss.item() for loss in losses],
     }
@@ -145,7 +150,7 @@ def train(
 
 def _rates(run: Run, times: list[float]) -> dict[str, float]:
     config, plan = run.plan.config, run.plan
-    tokens_per_s = plan.tokens_per_step / quantiles(times)["ms"] * 1e3
+    tokens_per_s = plan.tokens_per_step / quantiles(times)["ms"] * 1e3 / plan.world_size
     flops = flops_per_token(
         config.model,
         seq_length=config.batch.seq_length,
@@ -153,8 +158,8 @@ def _rates(run: Run, times: list[float]) -> dict[str, float]:
         moe=config.experts,
     )
     return {
-        "tokens_per_s": round(tokens_per_s, 1),
-        "tflops": round(tokens_per_s * flops / 1e12, 1),
+        "tokens_per_s_per_gpu": round(tokens_per_s, 1),
+        "tflops_per_gpu": round(tokens_per_s * flops / 1e12, 1),
     }
 
 

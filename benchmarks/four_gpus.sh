@@ -14,6 +14,11 @@ step() {  # NAME LIMIT_S FLAGS...: a training step
   launch "$name" "$limit" "${ranks:-$world}" benchmarks/bench_train_step.py --name "$name" --warmup "${warmup:-$usual_warmup}" \
     --steps "${steps:-$usual_steps}" --profiled-steps "${profiled:-1}" --output "$out" --commit "$COMMIT" -- $common "$@"
 }
+ways() {  # NAME LIMIT_S WORDS...: steps of one model in several ways, by one start
+  local name=$1 limit=$2; shift 2
+  launch "$name" "$limit" "${ranks:-$world}" benchmarks/bench_ways.py --name "$name" --warmup "${warmup:-$usual_warmup}" \
+    --steps "${steps:-$usual_steps}" --profiled-steps "${profiled:-1}" --output "$out" --commit "$COMMIT" "$@"
+}
 peer() {  # NAME LIMIT_S WORDS...: megatron-core, where it is installed
   local name=$1 limit=$2; shift 2
   "$PY" -c "import megatron.core, transformer_engine" 2>/dev/null || { echo "$name: no megatron-core here"; return; }
@@ -46,10 +51,11 @@ step "llama-3-8b-$at-dp-fp8-gather" 150 $llama $layers $zero --global-batch-size
 for way in allgather symmetric; do
   warmup=16 step "qwen3-30b-$at-ep-$way" 150 --recipe recipes/model/qwen3-30b-a3b.toml $qwen --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((8 * world)) --moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type "$way" --moe-expert-rows-limit "$world" --cuda-graph-impl full_iteration
 done
-for way in alltoall symmetric; do  # with an even choice, as the peer's
-  [ $way = symmetric ] && limit="--moe-expert-rows-limit $world" || limit=
-  step "mixtral-8x7b-$at-ep-$way" 150 --recipe recipes/model/mixtral-8x7b.toml $mixtral --seq-length 4096 --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size $((4 * world)) --moe-router-force-load-balancing --moe-token-dispatcher-type $way $limit
-done
+static="--moe-expert-rows-limit $world --cuda-graph-impl full_iteration --cuda-graph-warmup-steps 4"
+warmup=8 ways "mixtral-8x7b-$at-ep" 240 --way alltoall --way "alltoall beside: --overlap-moe-expert-parallel-comm" \
+  --way "allgather: --moe-token-dispatcher-type allgather $static" --way "symmetric: --moe-token-dispatcher-type symmetric $static" \
+  -- $common --recipe recipes/model/mixtral-8x7b.toml $mixtral --seq-length 4096 --use-distributed-optimizer --expert-model-parallel-size "$world" \
+  --global-batch-size $((4 * world)) --moe-router-force-load-balancing  # an even choice, as the peer's
 # 4: 30B and 70B.
 warmup=2 steps=5 profiled=0
 step "llama-30b-$at-zero3" 180 $wide30 $large --use-torch-fsdp2 --global-batch-size $((2 * world)) $narrow --recompute-granularity full
@@ -57,7 +63,7 @@ step "llama-70b-$at-tp-bf16-states" 280 --recipe recipes/model/llama-3-70b.toml 
 unset warmup steps profiled
 # 5: pipeline schedules, measured over predicted.
 launch "llama-3-8b-pp-schedules-$at" 280 "$world" benchmarks/bench_schedules.py --name "llama-3-8b-pp-schedules-$at" \
-  --warmup 1 --steps 4 --output "$out" --commit "$COMMIT" -- $common $llama $layers $narrow \
+  --schedules interleaved zb-v dualpipev --warmup 1 --steps 4 --output "$out" --commit "$COMMIT" -- $common $llama $layers $narrow \
   --pipeline-model-parallel-size "$world" --global-batch-size "$few"
 launch "qwen3-30b-ep-beside-$at" 200 "$world" benchmarks/bench_schedules.py --name "qwen3-30b-ep-beside-$at" \
   --schedules 1f1b 1f1b-beside --warmup 2 --steps 5 --output "$out" --commit "$COMMIT" -- $common \
@@ -66,8 +72,8 @@ launch "qwen3-30b-ep-beside-$at" 200 "$world" benchmarks/bench_schedules.py --na
 # 6: weak and strong scaling; sequences of a rank, then of the step, stay the same.
 for ranks in 1 2 4; do
   [ "$ranks" -gt "$world" ] && continue
-  step "llama-3-8b-8-layers-weak-x$ranks-of-$world" 100 $llama ${layers:---num-layers 8} $zero --global-batch-size $((4 * ranks))
-  step "llama-3-8b-8-layers-strong-x$ranks-of-$world" 100 $llama ${layers:---num-layers 8} $zero --global-batch-size 16
+  ways "llama-3-8b-8-layers-x$ranks-of-$world" 120 --way "weak: --global-batch-size $((4 * ranks))" --way "strong: --global-batch-size 16" \
+    -- $common $llama ${layers:---num-layers 8} $zero
   step "qwen3-30b-4-layers-weak-x$ranks-of-$world" 100 --recipe recipes/model/qwen3-30b-a3b.toml --num-layers 4 --use-distributed-optimizer --expert-model-parallel-size "$ranks" --global-batch-size $((4 * ranks)) --moe-router-load-balancing-type aux_loss
 done
 unset ranks
@@ -91,7 +97,7 @@ done
 if [ "$world" -eq 4 ]; then  # beside llama-3-8b-8-layers-131k-cp4-{p2p,all_gather,a2a}
   step "llama-3-8b-8-layers-131k-$at-cp2x2" 150 $llama --num-layers 8 --seq-length 131072 --max-position-embeddings 131072 --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --use-distributed-optimizer --global-batch-size 1
 fi
-launch "determinism-$at" 280 0 benchmarks/bench_determinism.py --name "determinism-$at" --output "$out" --commit "$COMMIT"
+launch "determinism-$at" 280 0 benchmarks/bench_determinism.py --name "determinism-$at" --cases "zero dp2" "tp2 sp" "experts ep2" --output "$out" --commit "$COMMIT"
 launch "checkpoint-qwen3-30b-$at-ep" 280 "$world" benchmarks/bench_checkpoint.py --name "checkpoint-qwen3-30b-$at-ep" \
   --folder "${TMPDIR:-/tmp}/four-gpus-checkpoint" --reshard-gib 0 --rounds 1 --output "$out" --commit "$COMMIT" -- $common \
   --recipe recipes/model/qwen3-30b-a3b.toml $small --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size "$world"
