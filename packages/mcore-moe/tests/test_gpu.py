@@ -92,6 +92,28 @@ def test_experts_and_rows_are_those_of_stable_sorts(num_experts):
 
 
 PARTS = [[[200, 0, 56, 1]], [[0, 0, 0, 0]], [[0, 0, 1257, 0], [0, 1, 64, 0], [0, 0, 0, 0]]]
+PARTS += [
+    [[70, 0, 1, 130], [5, 0, 300, 0]],
+    [[9, 0, 64, 2], [1, 0, 0, 0], [0, 0, 0, 99], [7] * 4],
+]
+
+
+def draw_part(counts, gathered):
+    """Factors with rows that are of no expert and no numbers."""
+    offsets = expert_offsets(torch.tensor(counts, device="cuda"))
+    size = sum(counts) + 9
+    sources = torch.randint(9, (size,), device="cuda", dtype=torch.int32)
+    dy, x = (torch.randn(size, n, device="cuda", dtype=torch.bfloat16) for n in (200, 136))
+    for side, rows in (("grad", dy), ("x", x)):
+        if gathered != side:
+            rows[sum(counts) :] = float("nan")
+    return Factors(dy, x, offsets, **({f"{gathered}_sources": sources} if gathered else {}))
+
+
+def add_plain(total, parts):
+    for part in parts:
+        wide = part._replace(grad=part.grad.double(), x=part.x.double())
+        add_weight_gradient_plain(total, wide)
 
 
 @pytest.mark.parametrize("counts", PARTS, ids=str)
@@ -101,23 +123,36 @@ def test_main_gradients_of_experts_equal_plain_float64(counts, gathered, overwri
     from mcore_moe.kernels.weight_grad import fused_weight_gradient
 
     torch.manual_seed(0)
-    parts = []
-    for of_part in counts:
-        offsets = expert_offsets(torch.tensor(of_part, device="cuda"))
-        size = max(9, sum(of_part))
-        sources = torch.randint(9, (size,), device="cuda", dtype=torch.int32)
-        dy, x = (torch.randn(size, n, device="cuda", dtype=torch.bfloat16) for n in (200, 136))
-        named = {f"{gathered}_sources": sources} if gathered else {}
-        parts.append(Factors(dy, x, offsets, **named))
+    parts = [draw_part(of_part, gathered) for of_part in counts]
     before = torch.randn(4, 200, 136, device="cuda")
     want = torch.zeros_like(before).double() if overwrite else before.double()
-    for part in parts:
-        wide = part._replace(grad=part.grad.double(), x=part.x.double())
-        add_weight_gradient_plain(want, wide)
+    add_plain(want, parts)
+    # One kernel reads the rows of all parts; quack's, where it is installed, those of copies.
+    assert quack_gemm.usable(parts[0].x, before) == quack_gemm.fits(before.device)
     for add in (fused_weight_gradient, add_weight_gradients):
         got = before.clone()
         add(got, parts, overwrite=overwrite)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("gathered", ["", "grad", "x"])
+def test_main_gradients_of_four_micro_batches_follow_new_sizes_in_a_recorded_graph(gathered):
+    torch.manual_seed(0)
+    parts = [draw_part([64, 0, 30, 6], gathered) for _ in range(4)]
+    got = torch.zeros(4, 200, 136, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        add_weight_gradients(got, parts)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_weight_gradients(got, parts, overwrite=True)
+    new = [0, 0, 0, 100], [1, 98, 1, 0], [0] * 4, [25] * 4
+    for part, counts in zip(parts, new, strict=True):
+        part.offsets.copy_(expert_offsets(torch.tensor(counts)))
+    want = torch.zeros_like(got).double()
+    add_plain(want, parts)
+    graph.replay()
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
 
 
 def is_taken(x, weight):

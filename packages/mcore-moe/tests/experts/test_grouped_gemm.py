@@ -6,7 +6,12 @@ import torch
 from mcore_moe import grouped_linear, sequential_linear
 from mcore_moe.dispatch.permutation import expert_offsets
 from mcore_moe.experts.grouped_gemm import accumulating_linear
-from mcore_moe.experts.weight_gradient import has_grouped_kernel
+from mcore_moe.experts.weight_gradient import (
+    Factors,
+    has_grouped_kernel,
+    merge_parts,
+    rows_by_expert,
+)
 from mcore_parallel.grad_slot import grad_slot
 
 OFFSETS = [
@@ -71,6 +76,41 @@ def test_weight_gradients_reach_main_gradients_at_once_or_later(offsets, dtype):
             torch.testing.assert_close(grad_x, expected[0])
             added = (slot.main - (0.0 if is_stale else 1.0)).to(dtype)
             torch.testing.assert_close(added, expected[1], atol=1e-6, rtol=1.6e-2)
+
+
+@pytest.mark.parametrize("gathered", [None, "grad", "x"])
+def test_merged_micro_batches_hold_the_rows_of_each_expert_and_tell_the_host_no_size(gathered):
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for counts in ([3, 0, 4, 1], [0, 0, 5, 0], [1, 2, 0, 9], [0, 0, 0, 0]):
+        size = sum(counts) + 2  # of which two are of no expert
+        sources = torch.randint(4, (size,), generator=generator, dtype=torch.int32)
+        part = Factors(
+            *(
+                torch.randn(
+                    4 if gathered == side else size, width, generator=generator
+                ).double()
+                for side, width in (("grad", 6), ("x", 5))
+            ),
+            expert_offsets(torch.tensor(counts)),
+        )
+        parts.append(part._replace(**{f"{gathered}_sources": sources} if gathered else {}))
+    merged = merge_parts(parts)
+    assert merged.offsets.tolist() == [0, 4, 6, 15, 25]
+    assert merged.offsets.dtype == torch.int32
+    in_order = [part.in_order() for part in parts]
+    for side in (0, 1):
+        # What a part's expert has, and behind the last what no expert has.
+        shares = [rows_by_expert(part[side], part.offsets) for part in in_order]
+        want = torch.cat([torch.cat(share) for share in zip(*shares, strict=True)])
+        assert torch.equal(merged.in_order()[side], want)
+        if gathered == ("grad", "x")[side]:
+            assert torch.equal(merged[side], torch.cat([part[side] for part in parts]))
+    without_numbers = merge_parts(
+        [Factors(*(x if x is None else x.to("meta") for x in part)) for part in parts]
+    )
+    for got, want in zip(without_numbers, merged, strict=True):
+        assert (got is None and want is None) or got.shape == want.shape
 
 
 def test_rows_that_the_kernel_cannot_align_are_computed_all_the_same():

@@ -224,6 +224,18 @@ def unpermute_reference(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tens
     return torch.stack(sums) if sums else rows.new_zeros(0, rows.shape[1])
 
 
+def put_rows(
+    rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], places: Int[Tensor, " T"]
+) -> None:
+    """Write each row of ``x`` to a row of ``rows``, in place, each to another."""
+    if _has_kernels(x):
+        from mcore_moe.kernels.rows import copy_into_rows
+
+        copy_into_rows(rows, x, places.unsqueeze(1))
+    else:
+        rows.index_copy_(0, places, x)
+
+
 def _count(ids: Tensor, size: int) -> Tensor:
     return ids.new_zeros(size).scatter_add_(0, ids, torch.ones_like(ids))
 

@@ -3,10 +3,13 @@
 Where a weight has a main gradient (``grad_slot``), its gradient is added to it in the epilogue
 of a grouped GEMM on a GPU: at once, later for pipeline schedules that split backward, or with
 those of other micro-batches. Few rows an expert take less time to multiply than the main
-gradient takes to be read and written, which the rows of several micro-batches then share.
+gradient takes to be read and written, which the rows of several micro-batches then share:
+quack's GEMM takes copies of them, each expert's side by side, and a kernel in Triton reads them
+where they lie.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -14,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mcore_moe.dispatch.permutation import put_rows
 from mcore_moe.kernels import quack_gemm
 from mcore_parallel.grad_slot import GradSlot, accumulate_matmul
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
@@ -32,6 +36,11 @@ class Factors(NamedTuple):
     """Row of ``grad`` for each row, if it is in another order; int32."""
     x_sources: Int[Tensor, " R"] | None = None
     """Row of ``x`` likewise; only one of the two may be."""
+
+    @property
+    def num_rows(self) -> int:
+        """R, with those behind the last expert's."""
+        return len(self.grad if self.grad_sources is None else self.grad_sources)
 
     def in_order(self) -> "Factors":
         """Copy what is in another order to the order of experts."""
@@ -72,13 +81,16 @@ def add_weight_gradients(
 
     Args:
         main: changed in place.
-        parts: factors of a micro-batch or of some, which one kernel adds at once on a GPU.
+        parts: factors of a micro-batch or of some, which one kernel adds at once on a GPU:
+            quack's, of merged rows, or one that reads them where they lie.
         overwrite: replace ``main``.
     """
     parts = [part for part in parts if part.x.shape[0] and part.grad.shape[0]]
     if not parts and overwrite:
         main.zero_()
-    if len(parts) > 1 and _has_accumulating_kernel(main, parts[0].x):
+    if len(parts) > 1 and quack_gemm.usable(parts[0].x, main):
+        parts = [merge_parts(alike) for alike in _by_kind(parts)]
+    elif len(parts) > 1 and _has_accumulating_kernel(main, parts[0].x):
         from mcore_moe.kernels.weight_grad import fused_weight_gradient
 
         for alike in _by_kind(parts):
@@ -97,6 +109,48 @@ def _by_kind(parts: Sequence[Factors]) -> list[list[Factors]]:
         kind = part.grad_sources is None, part.x_sources is None
         groups.setdefault(kind, []).append(part)
     return list(groups.values())
+
+
+def merge_parts(parts: Sequence[Factors]) -> Factors:
+    """Copy the rows that an expert has in all parts next to each other.
+
+    The host waits for nothing. A side whose rows are in another order stays in that order:
+    their numbers alone move. Where the rows of an expert begin depends on all parts, so they
+    cannot be written to their place before the last part is there.
+
+    Args:
+        parts: which gather alike.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    grads, xs, _, grad_sources, x_sources = zip(*parts, strict=True)
+    num_rows = sum(part.num_rows for part in parts)
+    bounds = torch.stack([F.pad(part.offsets, (0, 1), value=part.num_rows) for part in parts])
+    sizes = bounds.diff()  # [parts, e + 1]: the last are of no expert
+    # An expert's rows of a part move from their end in that order to the one by experts.
+    ends = sizes.t().flatten().cumsum(0).view(-1, len(parts)).t().flatten()
+    sizes = sizes.flatten()
+    moves = (ends - sizes.cumsum(0)).repeat_interleave(sizes, output_size=num_rows)
+    places = torch.arange(num_rows, device=moves.device) + moves
+    grad, grad_sources = _merge_side(grads, grad_sources, places)
+    x, x_sources = _merge_side(xs, x_sources, places)
+    offsets = bounds[:, :-1].sum(0, dtype=torch.int32)
+    return Factors(grad, x, offsets, grad_sources, x_sources)
+
+
+def _merge_side(
+    parts: tuple[Tensor, ...], sources: tuple[Tensor | None, ...], places: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Copy rows to their places, or their numbers if they are in another order."""
+    numbers = [own for own in sources if own is not None]
+    if not numbers:
+        rows = parts[0].new_empty(len(places), parts[0].shape[1])
+        for part, at in zip(parts, places.split([len(part) for part in parts]), strict=True):
+            put_rows(rows, part, at)
+        return rows, None
+    begins = accumulate((len(part) for part in parts), initial=0)
+    moved = torch.cat([own + begin for own, begin in zip(numbers, begins, strict=False)])
+    return torch.cat(parts), torch.empty_like(moved).index_copy_(0, places, moved)
 
 
 def _add_weight_gradient(main: Tensor, factors: Factors, *, overwrite: bool) -> None:

@@ -165,11 +165,18 @@ def copy_to_rows(
     """
     new = x.new_empty if is_complete else x.new_zeros
     rows = new(num_rows, x.shape[1])
+    copy_into_rows(rows, x, slots)
+    return rows
+
+
+def copy_into_rows(
+    rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], slots: Int[Tensor, "T k"]
+) -> None:
+    """Copy each token to its rows of ``rows``, contiguous; R or more: none."""
     if slots.numel() and x.shape[1]:
         _copy_rows[_grid(x)](
-            x.contiguous(), slots, rows, num_rows, x.shape[1], slots.shape[1], _WIDTH
+            x.contiguous(), slots, rows, rows.shape[0], x.shape[1], slots.shape[1], _WIDTH
         )
-    return rows
 
 
 def sum_rows(rows: Float[Tensor, "R D"], slots: Int[Tensor, "T k"]) -> Float[Tensor, "T D"]:
