@@ -324,6 +324,30 @@ def test_a_13b_trains_on_one_gpu_of_80_gb_by_recompute_and_offload_alone():
     assert gib(recomputing=recomputing, offload=offload) < usable
 
 
+def test_what_experts_keep_of_several_micro_batches_is_planned_as_it_was_measured():
+    model = load_preset("qwen3-30b-a3b")
+
+    def planned(together, vocab_size=model.vocab_size):
+        return rank_bytes(
+            replace(model.config, num_layers=8),
+            vocab_size,
+            ParallelConfig(),
+            world_size=1,
+            seq_length=4096,
+            moe=replace(model.moe, moe_wgrad_micro_batches=together),
+            num_microbatches=8,
+        ).total
+
+    # Peaks of steps on an H200: qwen3-30b-8-layers-wgrads-h200, whose kernel copied no rows:
+    # the copies fit where the logits were.
+    for together, measured in ((1, 97.88), (2, 99.26), (4, 102.01), (8, 107.52)):
+        assert planned(together) / 2**30 == pytest.approx(measured, rel=0.01)
+    # A model of no vocabulary worth mentioning: what waits, and the widest copies.
+    waits, copied = 8 * (3 * 8 * 768 + 2 * 2048), 2 * 8 * 768 + 2048
+    more = planned(4, 128) - planned(1, 128) + 2 * 4096 * 128
+    assert more == 2 * 4096 * (3 * waits + 4 * copied)
+
+
 def test_what_data_ranks_share_and_what_the_host_keeps_is_counted():
     model = load_preset("llama-3-8b")
     size = num_parameters(model.config, model.vocab_size)

@@ -240,8 +240,9 @@ def rank_bytes(
     kept = _kept_elements(
         config, parallel, tokens, moe, recomputing, has_both_ends, change / weight_bytes
     )
-    # The head's chunk of logits comes once, on the last of several stages.
-    logits = has_both_ends * weight_bytes * min(tokens, 4096) * vocab_size // tp
+    waiting, copied = waiting_elements(config, parallel, moe, tokens, num_microbatches or pp)
+    # The head's chunk of logits comes once, on the last of several stages; copies when it went.
+    brief = weight_bytes * max(copied, has_both_ends * min(tokens, 4096) * vocab_size // tp)
     passing = _passing_bytes(config, moe, fp8, tokens // tp, weight_bytes)
     own_bytes = 0
     if data_parallel.is_fully_sharded:
@@ -253,7 +254,6 @@ def rank_bytes(
         gradients = counts["head"] // tp + layer
         own_bytes, state = 4 * own, state + 4 * (weight_bytes == 4)
         casts, gradient_bytes = 0, 4  # casts are not kept
-    waiting = waiting_elements(config, parallel, moe, tokens, num_microbatches or pp)
     layers_here = max(1, -(-config.num_layers // pp))
     passes = _passes_held(pp, pipeline, num_microbatches, layers_here)
     # The layer that computes and the one whose copy is on its way stay.
@@ -268,7 +268,7 @@ def rank_bytes(
         weights=weight_bytes * weights + casts // pp,
         gradients=own_bytes + gradient_bytes * gradients,
         optimizer=state * own - state_gone,
-        activations=weight_bytes * (int(kept * passes) - gone + waiting) + max(logits, passing),
+        activations=weight_bytes * (int(kept * passes) - gone + waiting) + max(brief, passing),
         host=(not on_disk) * kept_away + weight_bytes * gone,
         disk=on_disk * kept_away,
     )

@@ -80,11 +80,12 @@ def waiting_elements(
     moe: MoEConfig,
     tokens: int,
     num_microbatches: int,
-) -> int:
+) -> tuple[int, int]:
     """Count what waits for the last of ``moe_wgrad_micro_batches`` on a rank, in elements.
 
     The inputs of the experts' GEMMs and the gradients of their results, where GEMMs gather
-    tokens; others keep a token for each of its choices.
+    tokens; others keep a token for each of its choices. quack's GEMMs read copies of a weight
+    at a time, at most those of the first linear's gradients and its tokens.
 
     Args:
         config: of the model.
@@ -92,15 +93,21 @@ def waiting_elements(
         moe: of its experts.
         tokens: of a micro-batch.
         num_microbatches: of a step.
+
+    Returns:
+        What waits, and the copies.
     """
-    num_waiting = min(moe.moe_wgrad_micro_batches, num_microbatches) - 1
-    if num_waiting < 1:
-        return 0
+    num_together = min(moe.moe_wgrad_micro_batches, num_microbatches)
+    if num_together < 2:
+        return 0, 0
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     stream = tp if parallel.sequence_parallel else 1
-    inside = (3 if is_gated(config) else 2) * expert_size(config, moe) * moe.moe_router_topk
+    inside, hidden = expert_size(config, moe) * moe.moe_router_topk, config.hidden_size
+    widest = (1 + is_gated(config)) * inside
     layers = -(-sum("moe" in names for names in layer_mixers(config, moe)) // pp)
-    return num_waiting * layers * tokens * (inside // tp + 2 * config.hidden_size // stream)
+    waiting = layers * ((widest + inside) // tp + 2 * hidden // stream)
+    copied = widest // tp + hidden // stream
+    return (num_together - 1) * tokens * waiting, num_together * tokens * copied
 
 
 def exchange_elements(
