@@ -74,7 +74,7 @@ for ranks in 1 2 4; do
   [ "$ranks" -gt "$world" ] && continue
   ways "llama-3-8b-8-layers-x$ranks-of-$world" 120 --way "weak: --global-batch-size $((4 * ranks))" --way "strong: --global-batch-size 16" \
     -- $common $llama ${layers:---num-layers 8} $zero
-  step "qwen3-30b-4-layers-weak-x$ranks-of-$world" 100 --recipe recipes/model/qwen3-30b-a3b.toml --num-layers 4 --use-distributed-optimizer --expert-model-parallel-size "$ranks" --global-batch-size $((4 * ranks)) --moe-router-load-balancing-type aux_loss
+  warmup=8 step "qwen3-30b-4-layers-weak-x$ranks-of-$world" 100 --recipe recipes/model/qwen3-30b-a3b.toml --num-layers 4 --use-distributed-optimizer --expert-model-parallel-size "$ranks" --global-batch-size $((4 * ranks)) --moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type allgather $static
 done
 unset ranks
 # 7: writing text over tensor ranks, in fp8.
