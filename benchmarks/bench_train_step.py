@@ -129,12 +129,18 @@ def profile_steps(step: Callable[[int], object], steps: int) -> tuple[dict, list
 
 
 def device_fills(
-    view: torch.Tensor, *, seed: int, name: str, std: float, **_: object
+    view: torch.Tensor,
+    *,
+    seed: int,
+    name: str,
+    offsets: tuple[int, ...],
+    std: float,
+    **_: object,
 ) -> list[Callable[[object], None]]:
     """Draw a weight by the device's generator, in the thread that is told to fill it."""
 
     def fill(_: object) -> None:
-        generator = torch.Generator(view.device).manual_seed(hash_words(seed, name))
+        generator = torch.Generator(view.device).manual_seed(hash_words(seed, name, *offsets))
         view.normal_(std=std, generator=generator)
         torch.cuda.synchronize()
 

@@ -58,14 +58,19 @@ def test_each_kind_of_matrix_has_its_spread():
     assert {name: initial_std(name, CONFIG) for name in wanted} == wanted
 
 
-def test_weights_follow_their_spread_and_vectors_begin_constant():
+def test_weights_follow_their_spread_and_norms_begin_constant():
     wide = TransformerConfig(
-        num_layers=2, hidden_size=256, num_attention_heads=4, init_method_std=0.006
+        num_layers=2,
+        hidden_size=256,
+        num_attention_heads=4,
+        init_method_std=0.006,
+        qk_layernorm=True,
+        qk_norm_width="own_head",  # gains by head and channel
     )
     model = GPT(wide, ParallelContext.single(), vocab_size=999, dtype=torch.float64)
     for name, shard in named_shards(model).items():
         (piece,) = shard.pieces
-        if len(shard.shape) == 1:
+        if name.endswith("norm.weight"):
             assert (piece.data == 1).all(), name
         else:
             std = 0.006 / (2 if name.endswith(("proj.weight", "fc2.weight")) else 1)

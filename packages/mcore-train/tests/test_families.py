@@ -5,11 +5,11 @@ from torch import nn
 
 from mcore_models.config import TransformerConfig
 from mcore_models.families import Family
-from mcore_models.initialization import initialize_
 from mcore_models.layers.mlp import MLP
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.logical_tensors import ffn_size
 from mcore_parallel.pipeline_parallel.stages import Stage
+from mcore_parallel.sharding import named_shards
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import (
     VocabParallelEmbedding,
@@ -44,7 +44,7 @@ class BagOfWords(LanguageModel):
         )
         if self.stage.has_loss:
             self.head = VocabParallelHead(config.hidden_size, vocab_size, **sizes)
-        initialize_(self, config, seed)
+        self.initialize(named_shards(self), seed)
 
     def forward(self, x, positions=None, state=None, documents=None):
         if self.stage.has_embedding:

@@ -29,7 +29,7 @@ from mcore_parallel.facade import current_context, current_fp8
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.fp8 import WeightCasts, layer_gemms
 from mcore_parallel.rng import RngStreams
-from mcore_parallel.sharding import NamedParameter, named_parameters
+from mcore_parallel.sharding import NamedParameter, named_parameters, named_shards
 
 _NO_EXPERTS = MoEConfig()
 
@@ -165,7 +165,7 @@ class MultiTokenPrediction(nn.Module):
             PredictionLayer(self.config, ctx, TransformerBlock(setup), dtype=dtype)
             for _ in range(num_predictions)
         )
-        initialize_(self, self.config, seed)
+        initialize_(named_shards(self), self.config, seed)
 
     def forward(
         self,

@@ -5,7 +5,7 @@
 | matrices that write to the residual stream | N(0, std / sqrt(number of mixers)) |
 | embedding tables | N(0, embedding std) |
 | every other matrix, head and router among them | N(0, std) |
-| norms and biases (vectors) | the constants of their modules: 1 and 0 |
+| norms and biases | the constants of their modules: 1 and 0 |
 | convolutions | U(-1, 1) / sqrt(tokens that they see) |
 | Mamba's decay rates | U(1, 16), kept as logarithms |
 | a delta net's decay rates | U(0.01, 16), kept as logarithms |
@@ -18,15 +18,16 @@ a delta net's those of Yang et al. 2024, arXiv:2412.06464.
 """
 
 import math
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mcore_models.config import TransformerConfig
 from mcore_parallel.logical_tensors import num_halves
 from mcore_parallel.mup import TABLES, spread_factor
-from mcore_parallel.rng import fill_parameter_, fill_parameters_
-from mcore_parallel.sharding import NamedParameter, named_parameters
+from mcore_parallel.rng import fill_shards_
+from mcore_parallel.sharding import Shard
 
 _RESIDUAL = (
     "attention.proj.weight",
@@ -38,27 +39,27 @@ _RESIDUAL = (
 )
 
 
-def initialize_(model: nn.Module, config: TransformerConfig, seed: int) -> None:
-    """Fill the matrices of a model or of one of its stages, in place; no communication.
+def initialize_(weights: Mapping[str, Shard], config: TransformerConfig, seed: int) -> None:
+    """Fill the matrices of a model, or what a rank holds of them, in place.
+
+    No communication.
 
     Args:
-        model: its paths carry global layer numbers. Parameters on the meta device are left.
+        weights: by logical name, with global layer numbers. What is no matrix keeps what its
+            module made it, padding too; pieces on the meta device are left.
         config: standard deviations and depth.
         seed: of the whole model, equal on all ranks.
     """
     wanted = []
-    for named in named_parameters(model):
-        parts = named.layout.parts
-        if named.parameter.is_meta:
+    for name, shard in weights.items():
+        if any(piece.data.is_meta for piece in shard.pieces):
             continue
-        recurrent = ".mamba." in named.name or ".delta_net." in named.name
-        if recurrent and _fill_recurrent_(named, config, seed):
+        recurrent = ".mamba." in name or ".delta_net." in name
+        if recurrent and _fill_recurrent_(name, shard, config, seed):
             continue
-        if len(parts[0].shape) < 2:
-            continue
-        (std,) = {initial_std(part.name, config) for part in parts}
-        wanted.append((named, std))
-    fill_parameters_(wanted, seed=seed)
+        if len(shard.shape) > 1 and not name.endswith("norm.weight"):
+            wanted.append((name, shard, initial_std(name, config)))
+    fill_shards_(wanted, seed=seed)
 
 
 def initial_std(name: str, config: TransformerConfig) -> float:
@@ -70,26 +71,31 @@ def initial_std(name: str, config: TransformerConfig) -> float:
     return std / math.sqrt(num_halves(config)) if is_residual else std
 
 
-def _fill_recurrent_(named: NamedParameter, config: TransformerConfig, seed: int) -> bool:
-    """Fill what is special in a layer with a state; False for its other parameters."""
-    name, parameter = named.name, named.parameter.detach()
-    if name.endswith(".conv1d.weight"):
-        width = parameter.shape[-1]
-        parameter.copy_((2 * _uniform(named, seed) - 1) / math.sqrt(width))
+def _fill_recurrent_(name: str, shard: Shard, config: TransformerConfig, seed: int) -> bool:
+    """Fill what is special in a layer with a state; False for its other tensors."""
+    if ".conv1d." in name and name.endswith(".weight"):
+        scale = math.sqrt(shard.shape[-1])
+        for piece, uniform in _uniform(name, shard, seed):
+            piece.copy_((2 * uniform - 1) / scale)
     elif name.endswith(".A_log"):
         least = 1.0 if ".mamba." in name else 0.01
-        parameter.copy_((least + (16 - least) * _uniform(named, seed)).log())
+        for piece, uniform in _uniform(name, shard, seed):
+            piece.copy_((least + (16 - least) * uniform).log())
     elif name.endswith(".mamba.dt_bias"):
         low, high = math.log(config.mamba_dt_min), math.log(config.mamba_dt_max)
-        step = (low + (high - low) * _uniform(named, seed)).exp()
-        step = step.clamp(min=config.mamba_dt_init_floor)
-        parameter.copy_(step + (-torch.expm1(-step)).log())  # the inverse of softplus
+        for piece, uniform in _uniform(name, shard, seed):
+            step = (low + (high - low) * uniform).exp().clamp(min=config.mamba_dt_init_floor)
+            piece.copy_(step + (-torch.expm1(-step)).log())  # the inverse of softplus
     else:
         return False
     return True
 
 
-def _uniform(named: NamedParameter, seed: int) -> Tensor:
-    """Draw numbers of U(0, 1) for a parameter: normal ones, by their distribution function."""
-    fill_parameter_(named, seed=seed, std=1.0)
-    return torch.special.ndtr(named.parameter.detach().double())
+def _uniform(name: str, shard: Shard, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pieces and their numbers of U(0, 1): normal ones, by their distribution function.
+
+    Normal numbers are rounded to the pieces' dtype first.
+    """
+    fill_shards_([(name, shard, 1.0)], seed=seed)
+    for piece in shard.pieces:
+        yield piece.data, torch.special.ndtr(piece.data.double())

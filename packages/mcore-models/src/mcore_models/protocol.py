@@ -17,10 +17,12 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from mcore_models.config import AttentionBackend, TransformerConfig
+from mcore_models.initialization import initialize_
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
 from mcore_parallel.pipeline_parallel.stages import Stage
+from mcore_parallel.sharding import Shard
 
 LM_LOSS = "lm loss"
 """Name of the main loss of every model, as in Megatron's log."""
@@ -157,6 +159,18 @@ class TrainableModel(nn.Module, ABC):
     dtype: torch.dtype = torch.float32
     entries: Mapping[str, Entry] = TEXT
     loss_coefficients: Mapping[str, float] = MappingProxyType({LM_LOSS: 1.0})
+
+    def initialize(self, weights: Mapping[str, Shard], seed: int) -> None:
+        """Set what weights begin as, equal under every layout; no communication.
+
+        Called by a model that fills itself, and after a model that left its matrices on the
+        meta device was sharded.
+
+        Args:
+            weights: what this rank holds of some or all of them, by logical name.
+            seed: of the whole model, equal on all ranks.
+        """
+        initialize_(weights, self.config, seed)
 
     @property
     @abstractmethod

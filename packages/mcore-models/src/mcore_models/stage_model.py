@@ -6,6 +6,7 @@ recompute, calls ``build_parts``, which is where models differ, and fills the we
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from mcore_models.checks.layouts import layout_problems
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
-from mcore_models.initialization import initialize_
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.residual import Residual, stream_cuts, stream_dropout
 from mcore_models.layers.stack import run_blocks
@@ -22,9 +22,11 @@ from mcore_models.protocol import TrainableModel
 from mcore_moe.config import MoEConfig
 from mcore_parallel.context_parallel.zigzag import zigzag_positions
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.meta_matrices import MatricesOnMeta
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.rng import RngStreams
+from mcore_parallel.sharding import named_shards
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, padded_vocab
 
 _NO_EXPERTS = MoEConfig()
@@ -69,6 +71,7 @@ class StageModel(TrainableModel):
         streams: RngStreams | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        is_filled: bool = True,
     ) -> None:
         """Allocate this rank's share and fill it; no communication.
 
@@ -87,6 +90,8 @@ class StageModel(TrainableModel):
             streams: of dropout; None: made from ``seed``. Chunks of one rank share one.
             device: of the parameters; None: that of ``ctx``.
             dtype: of the parameters and activations.
+            is_filled: fill the weights; False: matrices are left on the meta device, for an
+                engine that shards them, and ``initialize`` fills what it holds.
 
         Raises:
             ValueError: if the model does not fit the layout, or a kernel is not installed.
@@ -132,8 +137,10 @@ class StageModel(TrainableModel):
             )
             for place in range(num_places)
         ]
-        self.build_parts(ctx, setups)
-        initialize_(self, config, seed)
+        with nullcontext() if is_filled else MatricesOnMeta():
+            self.build_parts(ctx, setups)
+        if is_filled:
+            self.initialize(named_shards(self), seed)
 
     @abstractmethod
     def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.random_tiles import Fill, hash_words, plan_fills, run_fills
-from mcore_parallel.sharding import NamedParameter, named_parameters
+from mcore_parallel.sharding import NamedParameter, Shard, named_parameters, shards_of
 
 
 def fill_normal_(
@@ -59,27 +59,32 @@ def fill_normal_(
 
 def fill_parameter_(named: NamedParameter, *, seed: int, std: float) -> None:
     """Fill every logical part of a local parameter by ``fill_normal_``; padding with zeros."""
-    fill_parameters_([(named, std)], seed=seed)
+    parameter = named.parameter.detach()
+    parameter.zero_()
+    shards = shards_of([(named, parameter)])
+    fill_shards_([(name, shard, std) for name, shard in shards.items()], seed=seed)
 
 
-def fill_parameters_(wanted: Iterable[tuple[NamedParameter, float]], *, seed: int) -> None:
-    """Fill parameters as ``fill_parameter_`` does, each by its standard deviation.
+def fill_shards_(wanted: Iterable[tuple[str, Shard, float]], *, seed: int) -> None:
+    """Fill what this rank holds of logical tensors as ``fill_normal_`` does.
 
     One call for many: its threads are started once.
+
+    Args:
+        wanted: name, pieces and standard deviation of each tensor.
+        seed: of the model.
     """
     fills: list[Fill] = []
     devices: set[torch.device] = set()
-    for named, std in wanted:
-        parameter = named.parameter.detach()
-        parameter.zero_()
-        devices.add(parameter.device)
-        for part in named.layout.parts:
+    for name, shard, std in wanted:
+        for piece in shard.pieces:
+            devices.add(piece.data.device)
             fills += plan_fills(
-                part.view(parameter),
+                piece.data,
                 seed=seed,
-                name=part.name,
-                shape=part.shape,
-                offsets=part.offsets,
+                name=name,
+                shape=shard.shape,
+                offsets=piece.offsets,
                 std=std,
             )
     for device in devices:
@@ -96,12 +101,10 @@ def reset_weight_(layer: nn.Module, *, std: float, seed: int | None = None) -> N
         std: 0.0 leaves zeros and draws nothing.
         seed: None draws one from torch's default CPU generator.
     """
-    if layer.weight.is_meta:
-        return
     with torch.no_grad():
         for parameter in layer.parameters(recurse=False):
             parameter.zero_()
-    if std == 0.0:
+    if std == 0.0 or layer.weight.is_meta:
         return
     if seed is None:
         seed = int(torch.randint(2**62, ()).item())

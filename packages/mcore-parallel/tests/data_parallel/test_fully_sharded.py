@@ -9,6 +9,7 @@ from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES
 from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
+from mcore_parallel.grad_slot import grad_slot, overwrites
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
@@ -143,8 +144,42 @@ def check_loading():
     ctx.destroy()
 
 
+def check_meta_device():
+    """Weights without memory become zeros, rows or whole, until a function sets them."""
+    ctx = ParallelContext.build(ParallelConfig())
+    with torch.device("meta"):
+        chunk = Chunk(torch.bfloat16)
+    slot = grad_slot(overwrites(chunk.scale))
+    engine = ENGINES["optim_grads_params"](
+        [chunk], ctx, DataParallelConfig(use_torch_fsdp2=True)
+    )
+    assert grad_slot(chunk.scale) is slot
+    assert not chunk.frozen.requires_grad
+    expected = dict(Chunk(torch.bfloat16).named_parameters())
+    seen = []
+
+    def fill(weights):
+        for name, shard in weights.items():
+            seen.append(name)
+            for piece in shard.pieces:
+                assert not piece.data.any()
+                assert piece.data.dtype == expected[name].dtype
+                box = zip(piece.offsets, piece.lengths, strict=True)
+                piece.data.copy_(expected[name][tuple(slice(o, o + n) for o, n in box)])
+
+    engine.fill_weights(fill)
+    assert sorted(seen) == sorted(expected)  # each once
+    for name, weight in whole(engine.weight_shards(), ctx).items():
+        assert torch.equal(weight, expected[name])
+    x = backward_input(0, torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(chunk(x), Chunk(torch.bfloat16)(x))
+    ctx.destroy()
+
+
 def check_all():
     check_formats()
+    check_meta_device()
     check_narrow_sums()
     check_loading()
 

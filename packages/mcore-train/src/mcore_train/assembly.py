@@ -45,6 +45,8 @@ from mcore_parallel.precision.fp8 import (
 from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
+from mcore_parallel.sharding import Shard
+from mcore_train.composition import TrainConfig
 from mcore_train.datasets import Datasets, load_datasets
 from mcore_train.graphs.layers import LayerRecorder
 from mcore_train.graphs.recorders import CudaRecorder
@@ -160,7 +162,7 @@ def assemble(
     *,
     datasets: Datasets | None = None,
     dtype: torch.dtype | None = None,
-    prepare: Callable[[TrainableModel], None] | None = None,
+    prepare: Callable[[Mapping[str, Shard]], None] | None = None,
     tables: Tables | None = None,
 ) -> Run:
     """Build the parts of a run on this rank; all ranks call it with equal plans.
@@ -170,7 +172,7 @@ def assemble(
         ctx: the layout's groups.
         datasets: to train on; left out, those that the plan's flags name.
         dtype: of parameters; left out, the plan's.
-        prepare: called with each model chunk before an engine takes its parameters over.
+        prepare: changes initial weights, see ``GradientSync.fill_weights``.
         tables: what names of options stand for; left out, what this package has.
 
     Raises:
@@ -195,9 +197,6 @@ def assemble(
     own = config.fp8, ctx, layers[0], casts, scales, layers[1]
     gemms = layer_gemms(*own, recipes=tables.recipes)
     chunks = _build_chunks(plan, ctx, gemms, streams, dtype)
-    if prepare is not None:
-        for chunk in chunks:
-            prepare(chunk)
     weight_queue = None
     if config.pipeline.splits_backward:
         weight_queue = WeightQueue()
@@ -207,7 +206,9 @@ def assemble(
         turns = Turns()
         turns.serve(*chunks)
     engine = tables.engines[config.data_parallelism.sharding]
-    data_parallel = engine(chunks, ctx, config.data_parallelism)
+    data_parallel = _build_engine(engine, chunks, ctx, config)
+    if prepare is not None:
+        data_parallel.fill_weights(prepare)
     if config.offloading.cpu_offloading:
         for layers in chain.from_iterable(map(layer_stacks, chunks)):
             ActivationOffload(layers, config.offloading.cpu_offloading_num_layers, ctx.device)
@@ -237,6 +238,17 @@ def assemble(
         post_validation=post_validation,
         recorder=recorder,
     )
+
+
+def _build_engine(
+    engine: Engine, chunks: list[TrainableModel], ctx: ParallelContext, config: TrainConfig
+) -> GradientSync:
+    """Let an engine take the parameters over, and fill those that have no memory before."""
+    is_filled = not any(p.is_meta for chunk in chunks for p in chunk.parameters())
+    data_parallel = engine(chunks, ctx, config.data_parallelism)
+    if not is_filled:
+        data_parallel.fill_weights(partial(chunks[0].initialize, seed=config.run.seed))
+    return data_parallel
 
 
 def _build_recorder(
@@ -271,6 +283,7 @@ def _build_chunks(
 ) -> list[TrainableModel]:
     """Build this rank's model chunks, in forward order, with adapters if there are any."""
     config = plan.config
+    has_adapters = config.peft.peft != "none"
     chunks = [
         plan.family.build(
             config.model,
@@ -285,6 +298,8 @@ def _build_chunks(
             streams=streams,
             device=ctx.device,
             dtype=dtype,
+            # A rank never holds whole what its engine shards; what adapters freeze is whole.
+            is_filled=not config.data_parallelism.is_fully_sharded or has_adapters,
         )
         for stage in stages_of_rank(plan.stages, ctx.pp.rank)
     ]
@@ -293,7 +308,7 @@ def _build_chunks(
     if config.kernels.transformer_impl == "transformer_engine":
         _use_transformer_engine(chunks, plan, ctx)
     for chunk in chunks:
-        if config.peft.peft != "none":
+        if has_adapters:
             attach_adapters(chunk, config.peft, streams=streams, seed=config.run.seed)
         if config.qk_clipping.qk_clip:
             track_scores(chunk)

@@ -7,6 +7,9 @@ gradients alike, into which micro-batches add up. Tensor and expert parallelism 
 are those of the rank's own part. With several instances of the optimizer the data ranks of one
 instance share the weights, and gradients are summed over instances once a step.
 
+Weights may be on the meta device before: rows begin as zeros and ``fill_weights`` sets them,
+one parameter after the other, so that a rank never holds more than its rows.
+
 Some parameters stay in buckets (``DataParallel``): those that one data rank holds alone, such
 as experts that all ranks share out among them, and those of another dtype than the rest.
 
@@ -14,9 +17,10 @@ Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -33,6 +37,7 @@ from mcore_parallel.data_parallel.replica_checks import check_replicas, check_we
 from mcore_parallel.data_parallel.sharded_parameter import ShardedParameter
 from mcore_parallel.layer_stacks import layer_stacks
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.meta_matrices import give_memory, zeros_of_meta
 from mcore_parallel.sharding import NamedParameter, Shard, named_parameters, shards_of
 
 
@@ -52,7 +57,8 @@ class FullyShardedDataParallel(GradientSync):
 
         Args:
             chunks: model chunks of this rank, in forward order. Their layers
-                (``layer_stacks``) are units of their own.
+                (``layer_stacks``) are units of their own. Weights on the meta device become
+                zeros on that of ``ctx``.
             ctx: the rank grid.
             config: says whether weights are given back after forward.
 
@@ -65,13 +71,15 @@ class FullyShardedDataParallel(GradientSync):
         found = [list(named_parameters(chunk)) for chunk in chunks]
         bucketed = _bucketed([named for each in found for named in each], ctx)
         self._frozen = [n for each in found for n in each if not n.parameter.requires_grad]
+        left_out = bucketed | {named.parameter for named in self._frozen}
+        for parameter in left_out:
+            give_memory(parameter, ctx.device)
         self._buckets: DataParallel | None = None
         if bucketed:
             rest = DataParallelConfig(
                 use_distributed_optimizer=True, grad_reduce_in_bf16=config.grad_reduce_in_bf16
             )
             self._buckets = DataParallel(chunks, ctx, rest, only=bucketed)
-        left_out = bucketed | {named.parameter for named in self._frozen}
         meshes = {kind: _mesh(ctx, kind) for kind in ("dense", "expert")}
         self._sharded: list[ShardedParameter] = []
         for chunk, each in zip(chunks, found, strict=True):
@@ -146,6 +154,7 @@ class FullyShardedDataParallel(GradientSync):
             ),
             ignored_params=left_out,
         )
+        module._apply(partial(zeros_of_meta, device=self.ctx.device))
         for parameter in own:  # whole still; callers may hold it until all is sharded
             parameter.data = parameter.data.new_empty(0)
         assert isinstance(module, FSDPModule)
@@ -255,6 +264,20 @@ class FullyShardedDataParallel(GradientSync):
             shards |= self._buckets.weight_shards()
         frozen = [(named, named.parameter.detach()) for named in self._frozen]
         return shards | shards_of(frozen, self.ctx.data_axes())
+
+    def fill_weights(self, fill: Callable[[Mapping[str, Shard]], None]) -> None:
+        """Let a function set the weights, those of one sharded parameter at a time.
+
+        It sees them in the model's dtype, and rows become exactly these.
+        """
+        frozen = [(named, named.parameter.detach()) for named in self._frozen]
+        fill(shards_of(frozen, self.ctx.data_axes()))
+        if self._buckets is not None:
+            self._buckets.fill_weights(fill)
+        for unit in self._sharded:
+            weights = unit.main.to(unit.dtype)
+            fill(self.owned_shards([(unit, 0, weights)]))
+            unit.main.copy_(weights)
 
     def check_weights(self) -> None:
         """Compare the rows of instances and of tied stages."""

@@ -6,7 +6,7 @@ this class alone; ``engines.ENGINES`` has one entry for each.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -151,6 +151,17 @@ class GradientSync(ABC):
         Raises:
             UnlikeWeightsError: on every rank if any differ, with parameter and ranks.
         """
+
+    def fill_weights(self, fill: Callable[[Mapping[str, Shard]], None]) -> None:
+        """Let a function set what weights begin as, before an optimizer is made.
+
+        No communication: ranks that hold the same are to set the same.
+
+        Args:
+            fill: called with what this rank holds, by logical name, in the model's dtype; once
+                or several times, each tensor once.
+        """
+        fill(self.weight_shards())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

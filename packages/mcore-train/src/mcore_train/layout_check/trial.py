@@ -6,7 +6,7 @@ checkpoint gives back. ``mcore-train verify`` and the parity tests compare these
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from mcore_models.peft.config import is_adapter
+from mcore_models.peft.lora import MAGNITUDE_NAME
 from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.context_parallel.zigzag import zigzag_positions
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload
-from mcore_parallel.rng import fill_parameter_
-from mcore_parallel.sharding import Piece, Shard, named_parameters
+from mcore_parallel.rng import fill_normal_
+from mcore_parallel.sharding import Piece, Shard
 from mcore_parallel.testing.ranks import gather_logical
 from mcore_train.assembly import Run, Tables, assemble
 from mcore_train.batches import train_batches, valid_batches
@@ -168,19 +169,19 @@ def build_run(
     # So that adapters add as much as the model has: chaos would enlarge what is rounded.
     adapter_std = VECTOR_STD / max(1.0, plan.config.peft.scale)
 
-    def shift_vectors(chunk: TrainableModel) -> None:
-        for named in named_parameters(chunk):
-            is_vector = all(len(part.shape) == 1 for part in named.layout.parts)
-            if is_vector or is_adapter(named.name):  # B of adapters is zero
-                before = named.parameter.detach().clone()
-                if named.name.endswith(".magnitude"):  # lengths, which layouts round apart
-                    before.fill_(1.0)
-                std = adapter_std if is_adapter(named.name) else VECTOR_STD
-                fill_parameter_(named, seed=plan.config.run.seed + 1, std=std)
-                with torch.no_grad():
-                    named.parameter.add_(before)
-            if nudge_seed:
-                _nudge(named.parameter, nudge_seed, dtype)
+    def shift_vectors(weights: Mapping[str, Shard]) -> None:
+        for name, shard in weights.items():
+            std = adapter_std if is_adapter(name) else VECTOR_STD
+            for piece in shard.pieces:
+                if len(shard.shape) == 1 or is_adapter(name):  # B of adapters is zero
+                    before = piece.data.clone()
+                    if name.endswith(MAGNITUDE_NAME):  # lengths, which layouts round apart
+                        before.fill_(1.0)
+                    place = {"name": name, "shape": shard.shape, "offsets": piece.offsets}
+                    fill_normal_(piece.data, seed=plan.config.run.seed + 1, std=std, **place)
+                    piece.data.add_(before)
+                if nudge_seed:
+                    _nudge(piece.data, nudge_seed, dtype)
 
     return assemble(
         plan,
@@ -192,12 +193,11 @@ def build_run(
     )
 
 
-@torch.no_grad()
-def _nudge(parameter: Tensor, seed: int, dtype: torch.dtype) -> None:
+def _nudge(weights: Tensor, seed: int, dtype: torch.dtype) -> None:
     share = max(torch.finfo(dtype).eps / 2, LEAST_NUDGE)
-    draw = torch.Generator(parameter.device).manual_seed(seed)
-    signs = torch.empty_like(parameter, dtype=torch.float64).uniform_(-1, 1, generator=draw)
-    parameter.copy_(parameter.double() * (1 + share * signs.sign()))
+    draw = torch.Generator(weights.device).manual_seed(seed)
+    signs = torch.empty_like(weights, dtype=torch.float64).uniform_(-1, 1, generator=draw)
+    weights.copy_(weights.double() * (1 + share * signs.sign()))
 
 
 def run_trial(
