@@ -142,7 +142,7 @@ def device_fills(
     def fill(_: object) -> None:
         generator = torch.Generator(view.device).manual_seed(hash_words(seed, name, *offsets))
         view.normal_(std=std, generator=generator)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(view.device)  # a new thread's own device is the first
 
     return [fill]
 

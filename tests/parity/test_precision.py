@@ -35,8 +35,15 @@ def test_main_gradients_and_moments_of_bfloat16_weights_are_float32(tmp_path):
 def hand_over(folder):
     """Train by one sharding of bfloat16, then by the next from its checkpoint, and so on."""
     losses, saved = [], ""
-    for step, strategy in enumerate(("optim", "optim_grads_params", "optim_grads", "no_shard")):
-        flags = {"data_parallel_sharding_strategy": strategy}
+    narrow_rows = {"bf16": True, "main_grads_dtype": "bf16", "optimizer_cpu_offload": True}
+    for step, flags in enumerate(
+        (
+            {"data_parallel_sharding_strategy": "optim"},
+            {"data_parallel_sharding_strategy": "optim_grads_params"},
+            {"data_parallel_sharding_strategy": "optim_grads", **narrow_rows},
+            {"data_parallel_sharding_strategy": "no_shard"},
+        )
+    ):
         run = build_case(LayoutCase(2, 2, flags), seed=step, dtype=torch.bfloat16)
         if step:
             load_folder(run, folder)

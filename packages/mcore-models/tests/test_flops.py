@@ -1,6 +1,7 @@
 """Sizes and costs against published numbers and against built models."""
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import pytest
@@ -380,6 +381,16 @@ def test_what_data_ranks_share_and_what_the_host_keeps_is_counted():
     assert away.host == zero1.activations - away.activations > 0.45 * zero1.activations
     assert bytes_of(main="bf16").optimizer == pytest.approx(4 * size)
     assert bytes_of(main_grads_dtype="bf16").gradients == zero1.gradients // 2
+    narrow = partial(bytes_of, "optim_grads_params", main_grads_dtype="bf16")
+    assert narrow().weights - zero3.weights == pytest.approx(size)  # rows of 2 bytes
+    assert narrow().gradients == pytest.approx(zero3.gradients / 2)
+    assert narrow().optimizer == zero3.optimizer
+    assert narrow(main="bf16").optimizer == pytest.approx(4 * size)
+    away = OffloadConfig(optimizer_cpu_offload=True)
+    assert (narrow(away).optimizer, narrow(away).host) == (0, zero3.optimizer)
+    assert narrow(away, "bf16").host == pytest.approx(5 * size)  # 2 bytes of a weight too
+    kept = bytes_of("optim_grads_params", away)
+    assert kept.optimizer == pytest.approx(2 * size)  # rows of float32
 
 
 def test_long_sequences_hold_the_widest_gradient_of_a_layer_instead_of_logits():

@@ -126,7 +126,7 @@ BESIDE = {
         (2, {"cuda_graph_impl": "full_iteration", "use_torch_fsdp2": True},
          "cannot record --data-parallel-sharding-strategy optim_grads_params"),
         (2, {"main_params_dtype": "bf16", "bf16": True, "use_torch_fsdp2": True},
-         "leave one out, or use optim"),
+         "add --main-grads-dtype bf16, with which"),
         (1, {"main_params_dtype": "bf16"}, "--main-params-dtype bf16 has no effect"),
         (1, {"main_grads_dtype": "bf16"}, "--main-grads-dtype bf16 has no effect"),
         (1, {"grad_reduce_in_bf16": True}, "--grad-reduce-in-bf16 has no effect"),

@@ -16,6 +16,7 @@ from mcore_models.memory_changes import (
     CODE_BYTES,
     exchange_elements,
     fp8_bytes,
+    optimizer_bytes,
     waiting_elements,
 )
 from mcore_moe.config import MoEConfig
@@ -223,10 +224,6 @@ def rank_bytes(
     ends = (sum if has_both_ends else max)([counts["embedding"], counts["head"]])
     ends, layers = ends // tp, counts["layers"] // pp // tp
     dense = ends + layers
-    # Bytes of state for each parameter: moments, and main weights in float32 under 16 bits.
-    moments = (adam.exp_avg_dtype, adam.exp_avg_sq_dtype)
-    has_main = weight_bytes == 2 and main_weights.main_params_dtype == "fp32"
-    state = sum(2 if kind == "bf16" else 4 for kind in moments) + 4 * has_main
     dense_ranks, data_ranks = 1, 1
     if data_parallel.sharding != "no_shard":
         instances = parallel.num_distributed_optimizer_instances
@@ -247,27 +244,29 @@ def rank_bytes(
     own_bytes = 0
     if data_parallel.is_fully_sharded:
         # Gathered: all layers, or the one that computes and the next; the ends always. Their
-        # gradients are whole until they are summed. Rows are main weights, counted as state.
+        # gradients are whole until they are summed. Rows of float32 are main weights, counted
+        # as state.
         layer = (layers + experts) // max(1, -(-config.num_layers // pp))
         is_whole = data_parallel.sharding == "optim_grads"
         weights = ends + (layers + experts if is_whole else 2 * layer)
         gradients = counts["head"] // tp + layer
-        own_bytes, state = 4 * own, state + 4 * (weight_bytes == 4)
         casts, gradient_bytes = 0, 4  # casts are not kept
+        if data_parallel.main_grads_dtype == "bf16":
+            gradient_bytes, weights = 2, weights + own
+        own_bytes = gradient_bytes * own
     layers_here = max(1, -(-config.num_layers // pp))
     passes = _passes_held(pp, pipeline, num_microbatches, layers_here)
     # The layer that computes and the one whose copy is on its way stay.
     away = max(0, offload.cpu_offloading_num_layers - 1) / layers_here
     gone = int(away * kept * passes) if offload.cpu_offloading else 0
-    share = offload.optimizer_offload_fraction * offload.optimizer_cpu_offload
-    rows = 4 * own if data_parallel.is_fully_sharded else 0  # stay for the gathers
-    state_gone = int(share * (state * own - rows))
-    kept_away = state_gone + int(share * rows)
+    state, kept_away = optimizer_bytes(
+        own, adam, main_weights, data_parallel, offload, weight_bytes
+    )
     on_disk = bool(offload.optimizer_offload_dir)
     return RankBytes(
         weights=weight_bytes * weights + casts // pp,
         gradients=own_bytes + gradient_bytes * gradients,
-        optimizer=state * own - state_gone,
+        optimizer=state,
         activations=weight_bytes * (int(kept * passes) - gone + waiting) + max(brief, passing),
         host=(not on_disk) * kept_away + weight_bytes * gone,
         disk=on_disk * kept_away,

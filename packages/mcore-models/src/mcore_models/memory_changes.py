@@ -3,7 +3,8 @@
 In fp8 a step keeps each weight's cast and its transpose beside the weight, and each linear the
 codes of its input instead of the input, where nothing else needs that. What a column-parallel
 linear reads is kept as it came under sequence parallelism, cut and in the model's own format.
-Exchanges between experts may keep rows for the worst routing.
+Exchanges between experts may keep rows for the worst routing. The optimizer's state may be
+narrow, or in host memory.
 """
 
 import re
@@ -11,8 +12,10 @@ from collections.abc import Mapping
 
 from mcore_models.config import TransformerConfig
 from mcore_moe.config import MoEConfig
-from mcore_parallel.config import ParallelConfig
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.logical_tensors import expert_size, is_gated, layer_mixers
+from mcore_parallel.offloading.config import OffloadConfig
+from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 from mcore_parallel.precision.config import Fp8Config
 
 CODE_BYTES = {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 4 / 32, "nvfp4": 1 / 2 + 4 / 16}
@@ -136,3 +139,33 @@ def exchange_elements(
     if kind == "symmetric":
         return rows * config.hidden_size + (rows - topk) * inside
     return (ep - 1) * config.hidden_size + (rows - topk) * inside * (limit > 0)
+
+
+def optimizer_bytes(
+    own: int,
+    adam: AdamConfig,
+    main_weights: MainWeightsConfig,
+    data_parallel: DataParallelConfig,
+    offload: OffloadConfig,
+    weight_bytes: int,
+) -> tuple[int, int]:
+    """Count the state of Adam, main weights of 16-bit weights and float32 rows included.
+
+    Args:
+        own: weights that the rank updates.
+        adam: how wide its moments are.
+        main_weights: whether 16-bit weights are kept in float32 too.
+        data_parallel: whether weights are rows of float32, which stay on the device.
+        offload: the share that is updated in host memory, where weights are too.
+        weight_bytes: of a weight.
+
+    Returns:
+        Bytes on the device, and away from it.
+    """
+    moments = sum(4 - 2 * (k == "bf16") for k in (adam.exp_avg_dtype, adam.exp_avg_sq_dtype))
+    has_rows = data_parallel.is_fully_sharded and data_parallel.main_grads_dtype == "fp32"
+    has_main = weight_bytes == 2 and main_weights.main_params_dtype == "fp32"
+    state = moments + 4 * (has_main or has_rows)
+    share = offload.optimizer_offload_fraction * offload.optimizer_cpu_offload
+    gone = int(share * (state - 4 * has_rows) * own)
+    return state * own - gone, int(share * (moments + (4 if has_main else weight_bytes)) * own)

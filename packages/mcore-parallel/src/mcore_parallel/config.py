@@ -166,7 +166,8 @@ class DataParallelConfig:
 
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are kept and summed; bf16 says what --grad-reduce-in-bf16 says.
-    Rows of fully sharded weights keep theirs in fp32."""
+    Rows of fully sharded weights have the format of their gradients: in bf16 they are not the
+    main weights."""
 
     accumulate_allreduce_grads_in_fp32: bool = False
     """Keep and reduce main gradients in float32; so it is without --grad-reduce-in-bf16."""
@@ -234,11 +235,6 @@ class DataParallelConfig:
                     "out, or use optim_grads or optim_grads_params."
                 )
             return
-        if self.main_grads_dtype == "bf16":
-            raise ValueError(
-                f"--main-grads-dtype bf16: {self.sharding} keeps gradients of float32 rows in "
-                "float32. Use --grad-reduce-in-bf16, which sums in bf16."
-            )
         for name in ("ddp_bucket_size", "ddp_pad_buckets_for_high_nccl_busbw"):
             if getattr(self, name):
                 flag = "--" + name.replace("_", "-")

@@ -42,7 +42,7 @@ class Chunk(nn.Module):
         return x * self.scale.to(x.dtype)
 
 
-def train(strategy, dtype, steps=2, **options):
+def train(strategy, dtype, steps=2, has_main=True, **options):
     is_alone = strategy == "no_shard"
     ctx = ParallelContext.single() if is_alone else ParallelContext.build(ParallelConfig())
     config = DataParallelConfig(data_parallel_sharding_strategy=strategy, **options)
@@ -51,7 +51,7 @@ def train(strategy, dtype, steps=2, **options):
     engine = ENGINES[config.sharding]([chunk], ctx, config)
     left = {id(parameter) for parameter in chunk.parameters()}
     assert not [p for p in held if p.numel() and id(p) not in left]  # no whole weight stays
-    optimizer = DistributedOptimizer(engine, AdamW(AdamConfig()))
+    optimizer = DistributedOptimizer(engine, AdamW(AdamConfig()), has_main=has_main)
     for step in range(steps):
         engine.zero_grad()
         batches = [backward_input(6 * step + i, dtype) for i in range(6)]
@@ -97,6 +97,34 @@ def check_formats():
         rows = [p.to_local().shape[0] for p in chunk.parameters() if isinstance(p, DTensor)]
         assert set(rows) == {1 if ctx.dp.rank == 2 else 2}
         ctx.destroy()
+
+
+def check_narrow_rows():
+    """Rows and gradients in 16 bits: main weights are the optimizer's, or there are none."""
+    _, reference, *_ = train("no_shard", torch.bfloat16)
+    wanted = whole(reference.named_shards(), ParallelContext.single())
+    for strategy in ("optim_grads", "optim_grads_params"):
+        for has_main in (True, False):
+            options = {"has_main": has_main, "main_grads_dtype": "bf16"}
+            engine, optimizer, _, ctx = train(strategy, torch.bfloat16, **options)
+            state = whole(optimizer.named_shards(), ctx)
+            weights = whole(engine.weight_shards(), ctx)
+            assert {n for n in state if n.startswith("main.")} == {
+                n for n in wanted if n.startswith("main.") and has_main
+            }
+            for name, tensor in state.items():
+                torch.testing.assert_close(tensor, wanted[name], rtol=0.02, atol=3e-3)
+            for name in weights.keys() - {"scale", "frozen"}:
+                main = wanted[f"main.{name}"]
+                torch.testing.assert_close(weights[name].float(), main, rtol=0.02, atol=3e-3)
+                if has_main:
+                    assert (weights[name] == state[f"main.{name}"].bfloat16()).all()
+            for unit in engine.units:
+                if unit.dtype == torch.bfloat16:
+                    assert unit.own_main() is None
+                    assert unit.own_grads().dtype == torch.bfloat16
+                    assert unit.own_weights().data_ptr() == unit.rows.data_ptr()
+            ctx.destroy()
 
 
 def check_narrow_sums():
@@ -179,6 +207,7 @@ def check_meta_device():
 
 def check_all():
     check_formats()
+    check_narrow_rows()
     check_meta_device()
     check_narrow_sums()
     check_loading()

@@ -3,9 +3,11 @@
 Each block is one unit of communication, the rest of a chunk another: weights are gathered for a
 unit's forward and backward, gradients reduce-scattered after it. What a rank keeps is its rows
 of every weight, in float32 where the model computes in 16 bits (they are the main weights), and
-gradients alike, into which micro-batches add up. Tensor and expert parallelism are inside: rows
-are those of the rank's own part. With several instances of the optimizer the data ranks of one
-instance share the weights, and gradients are summed over instances once a step.
+gradients alike, into which micro-batches add up. With ``main_grads_dtype`` bf16 both have 16
+bits, and main weights are the optimizer's: in host memory, say, or none. Tensor and expert
+parallelism are inside: rows are those of the rank's own part. With several instances of the
+optimizer the data ranks of one instance share the weights, and gradients are summed over
+instances once a step.
 
 Weights may be on the meta device before: rows begin as zeros and ``fill_weights`` sets them,
 one parameter after the other, so that a rank never holds more than its rows.
@@ -77,7 +79,7 @@ class FullyShardedDataParallel(GradientSync):
         self._buckets: DataParallel | None = None
         if bucketed:
             rest = DataParallelConfig(
-                use_distributed_optimizer=True, grad_reduce_in_bf16=config.grad_reduce_in_bf16
+                use_distributed_optimizer=True, grad_reduce_in_bf16=config.has_narrow_grads
             )
             self._buckets = DataParallel(chunks, ctx, rest, only=bucketed)
         meshes = {kind: _mesh(ctx, kind) for kind in ("dense", "expert")}
@@ -139,17 +141,17 @@ class FullyShardedDataParallel(GradientSync):
             return
         assert mesh is not None
         dtype = own[0].dtype if own else torch.float32
-        wide = torch.promote_types(dtype, torch.float32)
+        is_narrow = self.config.main_grads_dtype == "bf16"
+        wide = dtype if is_narrow else torch.promote_types(dtype, torch.float32)
         for parameter in own:
             parameter.data = parameter.data.to(wide)
-        narrow_sums = self.config.grad_reduce_in_bf16 and wide != dtype
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=gives_back,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=None if wide == dtype else dtype,
-                reduce_dtype=dtype if narrow_sums else wide,
+                reduce_dtype=dtype if self.config.has_narrow_grads else wide,
                 cast_forward_inputs=False,
             ),
             ignored_params=left_out,
@@ -258,7 +260,7 @@ class FullyShardedDataParallel(GradientSync):
             self._buckets.wait_params()
 
     def weight_shards(self) -> dict[str, Shard]:
-        """Describe this rank's rows; those of 16 bits are copies of the main weights."""
+        """Describe this rank's rows; those of 16 bits are copies of rows of float32."""
         shards = self.owned_shards([(unit, 0, unit.own_weights()) for unit in self._sharded])
         if self._buckets is not None:
             shards |= self._buckets.weight_shards()
@@ -275,9 +277,9 @@ class FullyShardedDataParallel(GradientSync):
         if self._buckets is not None:
             self._buckets.fill_weights(fill)
         for unit in self._sharded:
-            weights = unit.main.to(unit.dtype)
+            weights = unit.rows.to(unit.dtype)
             fill(self.owned_shards([(unit, 0, weights)]))
-            unit.main.copy_(weights)
+            unit.rows.copy_(weights)
 
     def check_weights(self) -> None:
         """Compare the rows of instances and of tied stages."""

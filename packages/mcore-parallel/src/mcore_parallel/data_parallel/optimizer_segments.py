@@ -95,7 +95,8 @@ def check_rounding(units: Sequence[OwnedUnit]) -> None:
         if not is_wide and (unit.dtype != torch.bfloat16 or unit.own_main() is not None):
             raise ValueError(
                 "--main-params-dtype bf16 rounds updates into bfloat16 weights: it needs "
-                "--bf16, and weights that are not fully sharded, whose rows are float32."
+                "--bf16, and of fully sharded weights no rows of float32 (--main-grads-dtype "
+                "bf16)."
             )
 
 

@@ -18,7 +18,7 @@ class ShardedParameter:
     Attributes:
         named: name and layout; its ``parameter`` has the shape before sharding and no memory.
         dtype: of the gathered weight.
-        main: the rows, flat; float32 or wider.
+        rows: flat; main weights if float32 or wider.
         grads: their gradients, flat.
     """
 
@@ -39,8 +39,8 @@ class ShardedParameter:
         self.named, self.dtype = named, named.parameter.dtype
         self.parameter, self.replica = parameter, replica
         local = parameter.to_local().detach()
-        self.main = local.view(-1)
-        self.grads = torch.zeros_like(self.main)
+        self.rows = local.view(-1)
+        self.grads = torch.zeros_like(self.rows)
         self._copy: Tensor | None = None
         rows, row = named.parameter.shape[0], named.parameter[0].numel()
         begin = min(shard.rank * -(-rows // shard.size), rows) * row
@@ -62,19 +62,20 @@ class ShardedParameter:
 
     def owned_ranges(self) -> list[OwnedRange]:
         """Return its rows here; none where there are fewer rows than ranks."""
-        return [self.range] if self.main.numel() else []
+        return [self.range] if self.rows.numel() else []
 
     def own_weights(self) -> Shaped[Tensor, " n"]:
         """Return the rows in the model's dtype: a copy, made at the first call."""
-        if self.dtype == self.main.dtype:
-            return self.main
+        if self.dtype == self.rows.dtype:
+            return self.rows
         if self._copy is None:
-            self._copy = self.main.to(self.dtype)
+            self._copy = self.rows.to(self.dtype)
         return self._copy
 
-    def own_main(self) -> Shaped[Tensor, " n"]:
-        """Return the rows as they are kept."""
-        return self.main
+    def own_main(self) -> Shaped[Tensor, " n"] | None:
+        """Return the rows, unless they are of 16 bits."""
+        is_wide = torch.promote_types(self.rows.dtype, torch.float32) == self.rows.dtype
+        return self.rows if is_wide else None
 
     def own_grads(self) -> Shaped[Tensor, " n"]:
         """Return the gradients of the rows."""
@@ -83,15 +84,15 @@ class ShardedParameter:
     def refresh_copy(self) -> None:
         """Round the rows into the copy, if there is one."""
         if self._copy is not None:
-            self._copy.copy_(self.main)
+            self._copy.copy_(self.rows)
 
     def copies(self) -> Iterator[Copy]:
         """List the rows, which ranks of other instances and tied stages hold too."""
         layout = self.named.layout
-        yield Copy(self.named.name, self.replica, self.main, True)
-        yield Copy(self.named.name, layout.tied, self.main, True)
+        yield Copy(self.named.name, self.replica, self.rows, True)
+        yield Copy(self.named.name, layout.tied, self.rows, True)
         for part in layout.parts:
-            for view in self._views(part, self.main):
+            for view in self._views(part, self.rows):
                 yield Copy(self.named.name, part.replicas, view, False)
 
     def parts_of_sums(self) -> Iterator[tuple[Axis, Tensor]]:

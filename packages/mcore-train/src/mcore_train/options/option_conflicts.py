@@ -229,10 +229,11 @@ def _state_conflicts(config: TrainConfig) -> Iterator[str]:
     if config.main_weights.main_params_dtype == "bf16":
         if not config.precision.bf16:
             yield "--main-params-dtype bf16 has no effect without --bf16."
-        if config.data_parallelism.is_fully_sharded:
+        engine = config.data_parallelism
+        if engine.is_fully_sharded and engine.main_grads_dtype == "fp32":
             yield (
-                f"--main-params-dtype bf16: {config.data_parallelism.sharding} keeps rows of "
-                "float32, which are the main weights: leave one out, or use optim."
+                f"--main-params-dtype bf16: {engine.sharding} keeps rows of float32, which are "
+                "the main weights: add --main-grads-dtype bf16, with which rows are bf16 too."
             )
     is_cast = config.fp8.fp8_format and config.fp8.fp8_recipe == "tensorwise"
     has_main = config.precision.bf16 and config.main_weights.main_params_dtype == "fp32"
