@@ -339,8 +339,7 @@ def test_what_experts_keep_of_several_micro_batches_is_planned_as_it_was_measure
             num_microbatches=8,
         ).total
 
-    # Peaks of steps on an H200: qwen3-30b-8-layers-wgrads-h200, whose kernel copied no rows:
-    # the copies fit where the logits were.
+    # Peaks on an H200 (qwen3-30b-8-layers-wgrads-h200): copies fit where the logits were.
     for together, measured in ((1, 97.88), (2, 99.26), (4, 102.01), (8, 107.52)):
         assert planned(together) / 2**30 == pytest.approx(measured, rel=0.01)
     # A model of no vocabulary worth mentioning: what waits, and the widest copies.

@@ -16,6 +16,7 @@ from mcore_models.memory_changes import (
     CODE_BYTES,
     exchange_elements,
     fp8_bytes,
+    fuller,
     optimizer_bytes,
     waiting_elements,
 )
@@ -243,17 +244,17 @@ def rank_bytes(
     passing = _passing_bytes(config, moe, fp8, tokens // tp, weight_bytes)
     own_bytes = 0
     if data_parallel.is_fully_sharded:
-        # Gathered: all layers, or the one that computes and the next; the ends always. Their
-        # gradients are whole until they are summed. Rows of float32 are main weights, counted
-        # as state.
+        # Gathered: all layers, or the one that computes and the next; the ends always. Rows of
+        # float32 are main weights, counted as state.
         layer = (layers + experts) // max(1, -(-config.num_layers // pp))
         is_whole = data_parallel.sharding == "optim_grads"
         weights = ends + (layers + experts if is_whole else 2 * layer)
-        gradients = counts["head"] // tp + layer
         casts, gradient_bytes = 0, 4  # casts are not kept
         if data_parallel.main_grads_dtype == "bf16":
             gradient_bytes, weights = 2, weights + own
-        own_bytes = gradient_bytes * own
+        whole = (brief, counts["head"] // tp), (passing, layer)
+        passing, gradients = fuller(*whole, gradient_bytes)
+        own_bytes, brief = gradient_bytes * own, 0
     layers_here = max(1, -(-config.num_layers // pp))
     passes = _passes_held(pp, pipeline, num_microbatches, layers_here)
     # The layer that computes and the one whose copy is on its way stay.

@@ -113,6 +113,22 @@ def waiting_elements(
     return (num_together - 1) * tokens * waiting, num_together * tokens * copied
 
 
+def fuller(
+    head: tuple[int, int], layer: tuple[int, int], gradient_bytes: int
+) -> tuple[int, int]:
+    """Return the moment of backward that holds more while a fully sharded model computes.
+
+    Whole gradients go as soon as they are summed: the head's, which come with its
+    logits, before a layer's, which come with the widest gradient within it.
+
+    Args:
+        head: bytes of the logits, and the elements of the head's gradient.
+        layer: bytes of the widest gradient in a layer, and the elements of its weights'.
+        gradient_bytes: of an element.
+    """
+    return max(head, layer, key=lambda moment: moment[0] + gradient_bytes * moment[1])
+
+
 def exchange_elements(
     config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig
 ) -> int:
