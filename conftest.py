@@ -17,6 +17,14 @@ from mcore_parallel.testing.shape_checks import install_shape_checks
 
 install_shape_checks()  # Before any conftest below imports what is checked.
 
+# Files of few tests that take half a minute or more. xdist would hand them out last, and one
+# process would end long after the others.
+LONG_FILES = (
+    "packages/mcore-models/tests/kernels/test_kernels_interpreted.py",
+    "tests/e2e/test_flow.py",
+    "packages/mcore-moe/tests/dispatch/test_symmetric.py",
+    "tests/alacarte/test_wrappers.py",
+)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -49,12 +57,22 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Hand out whole files under ``pytest -n``, and tests/parity, which shares trainings."""
+    """Hand out whole files under ``pytest -n``, and tests/parity, which shares trainings.
+
+    That and other long ones first, then those of most tests.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return "tests/parity" if "parity/" in nodeid else super()._split_scope(nodeid)
+
+        def _assign_work_unit(self, node: object) -> None:
+            for scope in ("tests/parity", *LONG_FILES):
+                if scope in self.workqueue:
+                    self.workqueue.move_to_end(scope, last=False)
+                    break
+            super()._assign_work_unit(node)
 
     return ByFile(config, log)
 

@@ -155,7 +155,9 @@ def wheels(session: nox.Session) -> None:
     folder = Path(session.create_tmp()).resolve()
     scripts = ROOT / "tests" / "alacarte"
     dist = folder / "dist"
-    session.run("rm", "-rf", str(dist), external=True)
+    # One place for all environments in turn: what Python compiled for one serves the next.
+    venv, bytecode = folder / "venv", folder / "bytecode"
+    session.run("rm", "-rf", str(dist), str(bytecode), external=True)
     session.run("uv", "build", "--all-packages", "--out-dir", str(dist), "-q", external=True)
     held = folder / "constraints.txt"
     session.run(
@@ -167,7 +169,6 @@ def wheels(session: nox.Session) -> None:
     fresh = [word for name in PACKAGES for word in ("--refresh-package", f"mcore-{name}")]
     for name in session.posargs or PACKAGES:
         wheel = _check_metadata(session, dist, name)
-        venv = folder / name
         python = str(venv / "bin" / "python")
         session.run(
             *("uv", "venv", "-q", "--clear", "--python", sys.executable, str(venv)),
@@ -181,9 +182,10 @@ def wheels(session: nox.Session) -> None:
         # From another folder, so that the working tree cannot stand in for the wheel.
         with session.chdir(folder):
             siblings = sorted(_siblings(name))
-            session.run(python, "-I", str(scripts / "only_these.py"), *siblings, external=True)
+            alone = (python, "-I", "-X", f"pycache_prefix={bytecode}")
+            session.run(*alone, str(scripts / "only_these.py"), *siblings, external=True)
             smoke = str(scripts / f"smoke_{name}.py")
-            session.run(python, "-I", "-W", "error", smoke, external=True)
+            session.run(*alone, "-W", "error", smoke, external=True)
 
 
 def _project(name: str) -> dict:

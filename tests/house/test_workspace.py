@@ -300,3 +300,9 @@ def test_chosen_groups_can_be_exported_from_the_lock(group):
     named = set(re.findall(r"^([a-z0-9-]+)==", done.stdout, re.MULTILINE))
     assert named >= GROUPS[group]
     assert not named & {"ruff", "nox", "build", "moto"} - GROUPS[group]
+
+
+def test_files_of_tests_that_are_handed_out_first_are_there():
+    listed = re.findall(r'"(\S+/test_\w+\.py)"', (ROOT / "conftest.py").read_text())
+    assert listed
+    assert [file for file in listed if not (ROOT / file).is_file()] == []

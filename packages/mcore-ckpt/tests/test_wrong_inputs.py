@@ -488,6 +488,7 @@ def in_a_child(words, prepare):
 def test_a_full_disk_is_told_and_nothing_of_the_output_stays(home, words, num_bytes):
     def fill():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sys.dont_write_bytecode = True  # it would be cut short
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
     before = sorted(home.rglob("*"))

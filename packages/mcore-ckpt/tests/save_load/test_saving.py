@@ -434,6 +434,7 @@ def test_a_kill_at_any_time_leaves_a_whole_checkpoint(tmp_path, attempt):
 def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(tmp_path):
     def fill():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sys.dont_write_bytecode = True  # it would be cut short
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         with pytest.raises(RuntimeError, match="the disk or a quota is full"):
             save(tmp_path, 2, state(2, 100_000), world=SINGLE)

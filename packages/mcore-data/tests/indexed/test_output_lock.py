@@ -1,6 +1,7 @@
 """Outputs that stay, are replaced when asked, and have one writer at a time."""
 
 import resource
+import sys
 
 import pytest
 from forks import exit_code, fork
@@ -76,6 +77,7 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on(source):
 
 
 def fill_up(folder):
+    sys.dont_write_bytecode = True  # it would be cut short
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
     with pytest.raises(RuntimeError, match=r"disk takes no more .* the same command goes on"):
         make(folder)

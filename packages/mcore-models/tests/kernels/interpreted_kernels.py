@@ -87,6 +87,20 @@ def let_loops_run_with_new_numpy():
     interpreter._patch_lang_tensor = patched
 
 
+def let_functions_of_kernels_start_at_once():
+    """Triton patches its language again at every call of one; a module's first is enough."""
+    patched = set()
+
+    def call(function, *args, **kwargs):
+        module = function.fn.__module__
+        if module not in patched:
+            patched.add(module)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
 def compare(got, want, rtol=1e-5, atol=2e-5):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True)
@@ -372,7 +386,7 @@ def check_convolution_and_gated_norm():
 
 def check_gated_casts():
     # More than a tile either way; the interpreter rounds to fp8 wrongly, but always alike.
-    x, dy = torch.randn(132, 300).half(), torch.randn(132, 150).half()
+    x, dy = torch.randn(68, 300).half(), torch.randn(68, 150).half()
     for activation in ("silu", "gelu_tanh"):
         for grad, narrow in ((None, torch.float8_e4m3fn), (dy, torch.float8_e5m2)):
             matrix = GatedCast(x, grad, activation).make()
@@ -480,6 +494,7 @@ def check_trials():
 
 if __name__ == "__main__":
     let_loops_run_with_new_numpy()
+    let_functions_of_kernels_start_at_once()
     for check in (
         check_rows,
         check_adamw,
