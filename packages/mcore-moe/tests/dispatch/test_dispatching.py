@@ -1,5 +1,8 @@
+import os
+import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_
 from mcore_moe.kernels.deepep import DeepEPDispatcher
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
+from mcore_parallel.launch.launcher import initialize, launch_local, shut_down
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 
@@ -31,11 +35,11 @@ CASES = {
 }
 
 
-def routed_tokens(rank, kind, dtype=torch.float64):
+def routed_tokens(rank, kind, dtype=torch.float64, width=D):
     """Tokens, weights and choices of a rank: 4 tokens, none, 6, 1; or 4 on each."""
     number = 4 if kind == "equal" else (4, 0, 6, 1)[rank]
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(number, D, generator=generator, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(number, width, generator=generator, dtype=torch.float64, requires_grad=True)
     scores = torch.rand(number, E, generator=generator, dtype=torch.float64)
     if kind == "skewed":
         scores = scores * 0.01 + torch.tensor([0, 0, 1, 2.0])
@@ -52,11 +56,12 @@ def through(config, dispatcher, x, routing, first_expert=0, equal_tokens=False):
     counts = sent.plan.counts
     rows, probs = permute(sent.x, sent.plan), permute_probs(sent.probs, sent.plan)
     assert int(counts.sum()) <= rows.shape[0] == probs.shape[0]
-    factor = (first_expert + torch.arange(counts.numel()) + 1).repeat_interleave(counts)
+    factors = first_expert + torch.arange(counts.numel(), device=x.device) + 1
+    factor = factors.repeat_interleave(counts)
     behind = rows.shape[0] - factor.numel()  # rows of no expert
     assert not behind or isinstance(sent.handle, Places)
     factor = torch.nn.functional.pad(factor, (0, behind), value=10**6)
-    sums = unpermute(rows * (factor * probs)[:, None], sent.plan)
+    sums = unpermute((rows * (factor * probs)[:, None]).to(rows.dtype), sent.plan)
     y = dispatcher.combine(sums, sent.handle)
     y.square().sum().backward()
     return y.detach(), x.grad, routing.probs.grad, counts
@@ -224,6 +229,39 @@ def test_tokens_that_travel_by_deepeps_interface_do_so_too(kind):
     run_ranks(check_against_local, 4, kind, "deepep", 1)
 
 
+def check_by_deepeps_kernels():
+    device = initialize("cuda")
+    for ep, kind in product(
+        sorted({2, torch.distributed.get_world_size()}), ["even", "skewed"]
+    ):
+        ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=ep), device)
+        for fields in (CASES["all"], CASES["dropped"]):
+            config = MoEConfig(num_experts=E, moe_router_topk=K, **fields)
+            by_way = []
+            for way in ("deepep", "alltoall"):
+                config = replace(config, moe_token_dispatcher_type=way)
+                x, routing = routed_tokens(ctx.global_rank, kind, torch.float32, width=512)
+                x = x.detach().to(device, torch.bfloat16).requires_grad_()
+                probs = routing.probs.detach().to(device).requires_grad_()
+                routing = Routing(routing.ids.to(device), probs)
+                dispatcher = build_dispatcher(config, ctx.ep, ctx.expert_tp)
+                first = ctx.ep.rank * E // ep
+                by_way.append(through(config, dispatcher, x, routing, first_expert=first))
+            for a, b in zip(*by_way, strict=True):  # sums of bfloat16 in another order
+                torch.testing.assert_close(a, b, rtol=1.6e-2, atol=1.6e-2)
+        print(f"ep {ep}, {kind}: equal", flush=True)
+    shut_down()
+
+
+@pytest.mark.gpu
+def test_deepeps_kernels_bring_what_an_all_to_all_brings():
+    pytest.importorskip("deep_ep")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    world = 4 if torch.cuda.device_count() >= 4 else 2
+    assert launch_local([sys.executable, str(Path(__file__))], world) == 0
+
+
 def test_deepep_is_refused_by_name_where_it_is_missing_or_cannot_serve():
     config = MoEConfig(num_experts=E, moe_token_dispatcher_type="deepep")
     two = replace(SINGLE, size=2)
@@ -300,3 +338,7 @@ def test_uneven_gather_sums_gradients_and_its_pair_sums_rows():
         assert y[:, 0].tolist() == [0, 0, 2, 2, 2]
         assert (grad == 1 + 2 + 3).all()
         assert (summed == 3 * rank).all()
+
+
+if __name__ == "__main__" and "RANK" in os.environ:
+    check_by_deepeps_kernels()
