@@ -3,6 +3,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mcore_moe.dispatch.permutation import permute, permute_probs, unpermute
 from mcore_moe.dispatch.protocol import DispatchOptions
 from mcore_moe.dispatch.symmetric import Places
 from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
+from mcore_moe.kernels import deepep
 from mcore_moe.kernels.deepep import DeepEPDispatcher
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
@@ -250,6 +252,7 @@ def check_by_deepeps_kernels():
             for a, b in zip(*by_way, strict=True):  # sums of bfloat16 in another order
                 torch.testing.assert_close(a, b, rtol=1.6e-2, atol=1.6e-2)
         print(f"ep {ep}, {kind}: equal", flush=True)
+    deepep._buffer.cache_clear()  # ranks end their buffers together
     shut_down()
 
 
@@ -260,6 +263,42 @@ def test_deepeps_kernels_bring_what_an_all_to_all_brings():
         pytest.skip("needs two GPUs")
     world = 4 if torch.cuda.device_count() >= 4 else 2
     assert launch_local([sys.executable, str(Path(__file__))], world) == 0
+
+
+class DeepEPConfig:
+    def get_nvl_buffer_size_hint(self, row_bytes, ranks):
+        return row_bytes * ranks
+
+    def get_rdma_buffer_size_hint(self, row_bytes, ranks):
+        raise RuntimeError("built without NVSHMEM")
+
+
+class OneNodeBuffer:
+    """What a build for one node does where it is asked for what it lacks."""
+
+    def __init__(self, group, num_nvl_bytes, num_rdma_bytes):
+        self.sizes = num_nvl_bytes, num_rdma_bytes
+
+    @staticmethod
+    def get_dispatch_config(ranks):
+        assert ranks in (2, 4, 8)
+        return DeepEPConfig()
+
+    get_combine_config = get_dispatch_config
+
+
+def test_deepep_of_one_node_gives_buffers_and_refuses_other_numbers_of_ranks(monkeypatch):
+    library = SimpleNamespace(Buffer=OneNodeBuffer)
+    monkeypatch.setattr(deepep, "_library", lambda: library)
+    config = MoEConfig(num_experts=E, moe_token_dispatcher_type="deepep")
+    build_dispatcher(config, replace(SINGLE, size=4), SINGLE)
+    with pytest.raises(ValueError, match="no kernels for 3 ranks"):
+        build_dispatcher(config, replace(SINGLE, size=3), SINGLE)
+    group = SimpleNamespace(size=lambda: 4)
+    assert deepep._buffer.__wrapped__(group, 1024).sizes == (4096, 0)
+    tokens = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, shape=(5, 8192))
+    with pytest.raises(ValueError, match="8176 at most, and these have 8192"):
+        deepep._shared_buffer(SINGLE, tokens)
 
 
 def test_deepep_is_refused_by_name_where_it_is_missing_or_cannot_serve():

@@ -24,6 +24,11 @@ from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher,
 from mcore_moe.routing.topk import Routing
 from mcore_parallel.mesh import Axis
 
+_WIDEST = 8176
+"""Half a row of bfloat16 and a barrier fill a warp's shared memory of 8 KiB."""
+_RANKS_OF_A_NODE = 8
+"""More exchange over RDMA."""
+
 
 class DeepEPDispatcher(Dispatcher):
     """Sends each token to the ranks of its experts and back, by DeepEP."""
@@ -43,10 +48,16 @@ class DeepEPDispatcher(Dispatcher):
                 layers of a group and a width share.
 
         Raises:
-            ValueError: if the library cannot be imported.
+            ValueError: if the library cannot be imported, or has no kernels for so many ranks.
         """
         if make_buffer is None:
-            _library()
+            try:
+                _library().Buffer.get_dispatch_config(ep.size)
+            except AssertionError as error:
+                raise ValueError(
+                    f"--moe-token-dispatcher-type deepep has no kernels for {ep.size} ranks: "
+                    "use --expert-model-parallel-size 2, 4 or 8, or alltoall."
+                ) from error
         self.config, self.ep = config, ep
         self.make_buffer = make_buffer or _shared_buffer
 
@@ -64,7 +75,7 @@ class DeepEPDispatcher(Dispatcher):
         ids = routing.ids if routing.keep is None else routing.ids.where(routing.keep, -1)
         num_experts = self.config.num_experts
         rows, probs, own, counts, handle = _Dispatch.apply(
-            x, routing.probs, ids, buffer, num_experts
+            x, routing.probs.contiguous(), ids.contiguous(), buffer, num_experts
         )
         keep = own >= 0  # the others are choices of experts elsewhere
         plan = plan_rows(own.where(keep, 0), num_experts // self.ep.size, keep)
@@ -131,6 +142,12 @@ def _shared_buffer(ep: Axis, x: Tensor) -> Any:
             "--moe-token-dispatcher-type deepep sends bfloat16 tokens of a GPU, and these are "
             f"{x.dtype} on {x.device.type}: use --bf16, or alltoall."
         )
+    width = x.shape[1]
+    if width % 16 or width > _WIDEST:  # the kernels would end the process
+        raise ValueError(
+            "--moe-token-dispatcher-type deepep sends tokens of a multiple of 16 elements and "
+            f"{_WIDEST} at most, and these have {width}: use alltoall."
+        )
     return _buffer(ep.group, x.shape[1] * x.element_size())
 
 
@@ -139,5 +156,7 @@ def _buffer(group: Any, row_bytes: int) -> Any:
     kind, size = _library().Buffer, group.size()
     configs = kind.get_dispatch_config(size), kind.get_combine_config(size)
     nvlink = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
-    rdma = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
+    rdma = 0
+    if size > _RANKS_OF_A_NODE:  # a library built without NVSHMEM gives no hint
+        rdma = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
     return kind(group, nvlink, rdma)

@@ -41,7 +41,10 @@ from mcore_parallel.optimizers.update_rule import UpdateRule
 from mcore_parallel.sharding import NamedParameter, Shard
 
 _RUN = 1 << 24
-"""Elements that are compared at one time, which bounds temporary memory."""
+"""Elements that are updated at one time, which bounds temporary memory."""
+_HOST_RUN = 1 << 20
+"""Those in host memory: larger temporaries are mapped anew each time, page by page by one
+thread after another, which takes longer than the arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,18 +246,18 @@ class DistributedOptimizer:
             "weight_decay": rates.weight_decay * run.width if run.decays else 0.0,
             "grad_scale": grad_scale if run.width == 1.0 else grad_scale * run.width,
         }
-        if run.main.dtype != torch.bfloat16:
-            self.rule.update(run.main, grad, run.moments, weights, **constants)
-            scale_rows(run.owned, rates.row_factors, run.main, weights)
-            return
-        for begin in range(0, run.main.numel(), _RUN):
-            cut = slice(begin, begin + _RUN)
-            wide = run.main[cut].float()
+        is_narrow = run.main.dtype == torch.bfloat16
+        length = _HOST_RUN if run.on_host else _RUN if is_narrow else max(1, run.main.numel())
+        for begin in range(0, run.main.numel(), length):
+            cut = slice(begin, begin + length)
+            main = run.main[cut].float() if is_narrow else run.main[cut]
+            target = main if is_narrow else weights[cut]
             moments = {name: moment[cut] for name, moment in run.moments.items()}
-            self.rule.update(wide, grad[cut], moments, wide, **constants)
-            owned = list(clipped(run.owned, begin, begin + wide.numel()))
-            scale_rows(owned, rates.row_factors, wide, wide)
-            round_stochastically_(run.main[cut], wide, rates.num_steps)
+            self.rule.update(main, grad[cut], moments, target, **constants)
+            owned = list(clipped(run.owned, begin, begin + main.numel()))
+            scale_rows(owned, rates.row_factors, main, target)
+            if is_narrow:
+                round_stochastically_(run.main[cut], main, rates.num_steps)
 
     def named_shards(self) -> dict[str, Shard]:
         """Describe main weights and moments by logical name, for a checkpoint.
