@@ -31,7 +31,7 @@ def axes_of(ctx):
     products = [("tp", "cp"), ("tp", "dp"), ("tp", "pp"), ("cp", "pp"), ("dp", "cp", "tp")]
     products += [("expert_tp", "ep"), ("ep", "expert_dp"), ("expert_tp", "ep", "expert_dp")]
     axes = {"_".join(names): ctx.axis(*names) for names in products}
-    own = ("world", "tp", "cp", "dp", "pp", "dp_cp", "ep", "expert_tp", "expert_dp")
+    own = ("world", "tp", "cp", "dp", "pp", "pp_back", "dp_cp", "ep", "expert_tp", "expert_dp")
     own += ("optimizer_shard", "optimizer_replica", "embedding_ends")
     own += ("expert_optimizer_shard", "expert_optimizer_replica")
     return axes | {name: getattr(ctx, name) for name in own}

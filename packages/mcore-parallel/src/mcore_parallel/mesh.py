@@ -69,6 +69,8 @@ class Axis:
         return self.group.group_name
 
 
+SEPARATE = ("pp_back", "background")
+"""Axes that share no group with others over the same ranks."""
 SINGLE = Axis("single", 1, 0, None, (0,))
 """The axis of a layer that is not parallel."""
 
@@ -93,6 +95,7 @@ class ParallelContext:
         expert_optimizer_shard, expert_optimizer_replica: the same cut of ``expert_dp``.
         embedding_ends: pipeline ranks that hold copies of one embedding, the first and the
             last unless ``build`` is given others; an axis of one rank elsewhere.
+        pp_back: ``pp`` over a second group, for messages to lower ranks.
         background: the world over a second group, for collectives that must not delay
             others; of one rank unless ``build`` makes it.
     """
@@ -114,6 +117,7 @@ class ParallelContext:
         self.world = axes["world"]
         self.tp, self.cp = axes["tp"], axes["cp"]
         self.dp, self.pp = axes["dp"], axes["pp"]
+        self.pp_back = axes["pp_back"]
         self.dp_cp = self.axis("dp", "cp")
         self.expert_tp, self.ep, self.expert_dp = (
             axes["expert_tp"],
@@ -188,7 +192,7 @@ class ParallelContext:
         if with_background:
             plan["background"] = plan["world"]
         # Groups of others are placeholders; axes of the same ranks and settings share one,
-        # apart from ``background``: nccl does what a group is given one after the other.
+        # apart from SEPARATE: nccl does what a group is given one after the other.
         made: dict[_Key, Any] = {}
         axes = {}
         uses_nccl = device.type == "cuda"
@@ -198,7 +202,7 @@ class ParallelContext:
             axes[name] = Axis(name, 1, 0, None, (global_rank,))
             wanted = settings.get(name)
             for group in groups:
-                key = (group, wanted, name == "background")
+                key = (group, wanted, name if name in SEPARATE else "")
                 if len(group) > 1 and key not in made:
                     made[key] = dist.new_group(
                         list(group),
@@ -280,8 +284,8 @@ def forget_meshes() -> None:
         debug._clear_sharding_prop_cache()
 
 
-_Key = tuple[tuple[int, ...], Communicator | None, bool]
-"""What identifies a group: its ranks, its settings of nccl, whether it is ``background``."""
+_Key = tuple[tuple[int, ...], Communicator | None, str]
+"""What identifies a group: its ranks, its settings of nccl, its axis if it is SEPARATE."""
 
 
 def _product_name(names: tuple[str, ...]) -> str:
@@ -330,4 +334,5 @@ def _group_plan(
         for g in plan["pp"]
         if len(g) > 1
     ]
+    plan["pp_back"] = plan["pp"]
     return plan

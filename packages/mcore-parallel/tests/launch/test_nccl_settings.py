@@ -30,6 +30,11 @@ def test_what_is_said_of_data_ranks_holds_for_the_shards_of_their_optimizer(tmp_
     assert own["optimizer_shard"] == Communicator(max_ctas=4)
 
 
+def test_what_is_said_of_the_pipeline_holds_for_messages_both_ways(tmp_path):
+    both = dict.fromkeys(("pp", "pp_back"), Communicator(max_ctas=8))
+    assert read(tmp_path, "[pp]\nmax_ctas = 8\n") == both
+
+
 def test_no_file_says_nothing():
     assert read_communicators("", AXES) == {}
 

@@ -171,6 +171,7 @@ def train(case):
                     for i, chunk in enumerate(chunks)
                 },
                 ctx.pp,
+                back=ctx.pp_back,
                 shape=(SEQUENCE, BATCH, HIDDEN),
                 dtype=torch.float64,
                 before_last_backward=data_parallel.start_sync,

@@ -122,6 +122,7 @@ def forward_pass(
         run.forward_actions(len(batches)),
         {number: build(number) for number in range(len(run.chunks))},
         axis=run.ctx.pp,
+        back=run.ctx.pp_back,
         shape=partial(payload_shape, run, batches),
         dtype=run.dtype,
         device=run.ctx.device,

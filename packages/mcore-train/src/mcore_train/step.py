@@ -180,6 +180,7 @@ def _backward(
             run.step_actions(len(batches)),
             stage_functions(run, batches, num_valid, losses),
             axis=run.ctx.pp,
+            back=run.ctx.pp_back,
             shape=partial(payload_shape, run, batches),
             dtype=run.dtype,
             device=run.ctx.device,

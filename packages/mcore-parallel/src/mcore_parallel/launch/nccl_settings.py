@@ -20,11 +20,13 @@ from typing import Any
 import torch.distributed as dist
 
 FLAG = "--nccl-communicator-config-path"
-DATA = {
+TABLES = {
     "dp_cp": ("cp_dp", "optimizer_shard"),
     "expert_dp": ("expert_dp", "expert_optimizer_shard"),
+    "pp": ("pp", "pp_back"),
 }
-"""Axes that sum gradients: the mesh's name, and its cut by the distributed optimizer."""
+"""Tables of several axes: data ranks and their cut by the distributed optimizer, both ways of
+the pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,7 @@ def read_communicators(path: str, axes: Mapping[str, object]) -> dict[str, Commu
     """Read the settings of some axes; no communication.
 
     A table of the data ranks, ``dp_cp`` or ``expert_dp``, also holds for the shards of their
-    optimizer, unless these have tables too.
+    optimizer, and ``pp`` for ``pp_back``, unless these have tables too.
 
     Raises:
         ValueError: if the file is missing or no TOML, or names an axis or a setting that is
@@ -65,9 +67,9 @@ def read_communicators(path: str, axes: Mapping[str, object]) -> dict[str, Commu
         raise ValueError(f"{FLAG} {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise ValueError(f"{FLAG} {path} is not TOML: {error}.") from error
-    known = {name: (name,) for name in axes} | DATA
+    known = {name: (name,) for name in axes} | TABLES
     found: dict[str, Communicator] = {}
-    for name in sorted(tables, key=lambda name: name not in DATA):
+    for name in sorted(tables, key=lambda name: name not in TABLES):
         if name not in known:
             raise ValueError(f"{FLAG} {path}: no axis {name}; there are {', '.join(known)}.")
         one = _communicator(f"{FLAG} {path}: [{name}]", tables[name])

@@ -3,7 +3,9 @@
 ``post`` starts messages and returns at once, on gloo and nccl alike. Messages carry no tags:
 two ranks match sends and receives by the order in which they post them. A batch is one
 operation of nccl, which ends when all of its messages have arrived. A message posted alone is
-waited for alone, but both ranks must then post sends and receives in the same order.
+waited for alone, but both ranks must then post sends and receives in the same order. What is
+posted over one group nccl does in that order: ``post_by_way`` has a group for each way, so
+that what a rank is to receive does not hold back what it sends.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,6 +61,30 @@ class PendingMessages:
         for work in self._works:
             work.wait()
         self._works, self._messages = [], []
+
+
+def post_by_way(
+    messages: Sequence[Message], axis: Axis, back: Axis, *, batched: bool = True
+) -> list[PendingMessages]:
+    """Start messages to higher ranks over ``axis``, those to lower ones over ``back``.
+
+    Args:
+        messages: in an order that suits ``post_each``, unless ``batched``.
+        axis: ranks that take part; no other operation uses its group meanwhile.
+        back: the same ranks over another group, or ``axis``.
+        batched: post what goes one way by ``post``, else by ``post_each``.
+
+    Returns:
+        What to wait for, for each message.
+    """
+    posted: dict[int, PendingMessages] = {}
+    ways = [(axis, back)[(each.peer < axis.rank) == each.is_send] for each in messages]
+    for way in dict.fromkeys(ways):
+        places = [place for place, each in enumerate(ways) if each is way]
+        own = [messages[place] for place in places]
+        pending = [post(own, way)] * len(own) if batched else post_each(own, way)
+        posted |= zip(places, pending, strict=True)
+    return [posted[place] for place in range(len(messages))]
 
 
 def post_each(messages: Sequence[Message], axis: Axis) -> list[PendingMessages]:

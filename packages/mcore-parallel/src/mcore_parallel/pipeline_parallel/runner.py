@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.pipeline_parallel.actions import Action, Kind, action_units, message_peer
 from mcore_parallel.pipeline_parallel.forward_backward_overlap import Turns
-from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post, post_each
+from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post_by_way
 from mcore_parallel.pipeline_parallel.run_checks import check_run
 from mcore_parallel.pipeline_parallel.stages import Placement
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue, Work, make_weights
@@ -61,6 +61,7 @@ def run_schedule(
     chunks: Mapping[int, StageFunction],
     axis: Axis = SINGLE,
     *,
+    back: Axis | None = None,
     shape: PayloadShape | Callable[[int, int], PayloadShape] = (),
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -81,6 +82,9 @@ def run_schedule(
         chunks: stage functions of this rank by chunk number. A micro-batch without a
             backward action runs without gradient.
         axis: pipeline ranks; neighbours exchange hidden states and their gradients.
+        back: the same ranks over a second group, for messages to lower ranks; None: ``axis``.
+            nccl does what a group is given one after the other: over one, a message that a
+            rank is to receive holds back those that it sends.
         shape: of every hidden state as this rank holds it (a sequence that context or tensor
             ranks cut is cut here), or of several tensors by name; or a function to it from
             the micro-batch and the stage that sends, counted in the order of the model.
@@ -114,7 +118,7 @@ def run_schedule(
     """
     places = Placement(axis.size, len(chunks), v_shaped)
     check_run(actions, chunks, axis, places, has_queue=weight_queue is not None)
-    runner = _Runner(actions, chunks, axis, shape, dtype, device)
+    runner = _Runner(actions, chunks, (axis, back or axis), shape, dtype, device)
     runner.places = places
     if weight_queue is not None:
         runner.weight_queue = weight_queue
@@ -159,15 +163,15 @@ class _Runner:
         self,
         actions: Sequence[Action],
         chunks: Mapping[int, StageFunction],
-        axis: Axis,
+        ways: tuple[Axis, Axis],
         shape: PayloadShape | Callable[[int, int], PayloadShape],
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        self.chunks, self.axis = chunks, axis
+        self.chunks, self.axis, self.ways = chunks, ways[0], ways
         self.shape, self.dtype, self.device = shape, dtype, device
         self.weight_queue = WeightQueue()
-        self.places = Placement(axis.size, len(chunks))
+        self.places = Placement(self.axis.size, len(chunks))
         self.rendezvous = False
         self.overlap = self.batched = True
         self.with_backward = {(a.chunk, a.microbatch) for a in actions if a.kind in BACKWARDS}
@@ -190,7 +194,7 @@ class _Runner:
             for is_send in (True, False):
                 tensor = torch.zeros(1, dtype=self.dtype, device=self.device)
                 messages.append(Message(tensor, peer, is_send))
-        post(messages, self.axis).wait()
+        _wait(post_by_way(messages, *self.ways))
         torch.cuda.synchronize(self.device)
 
     def exchange(self, actions: Sequence[Action]) -> None:
@@ -213,10 +217,7 @@ class _Runner:
                 tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
                 messages.append(Message(tensor, peer, is_send=False))
                 received.append((key, name))
-        if self.batched:
-            pending = [post(messages, self.axis)] * len(messages)
-        else:
-            pending = post_each(messages, self.axis)
+        pending = post_by_way(messages, *self.ways, batched=self.batched)
         self.pending.append(pending)
         if self.rendezvous or not self.overlap:
             _wait(pending)
