@@ -27,7 +27,6 @@ from step_profile import device_kernels, heaviest, split_ms
 from mcore_models.counting import build_report, parse_count
 from mcore_models.flops import flops_per_token
 from mcore_models.kernels import flash4_attention
-from mcore_models.mtp_model import MTP_LABELS, MTP_MASK, MTP_TOKENS
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.launch import launcher
 from mcore_parallel.random_tiles import hash_words
@@ -101,17 +100,12 @@ def random_batches(run: Run) -> list[MicroBatch]:
     def draw() -> torch.Tensor:
         return torch.randint(0, plan.vocab_size, shape, device=ctx.device)
 
-    names = [
-        "tokens",
-        "labels",
-        *([MTP_TOKENS, MTP_LABELS] if config.model.mtp_num_layers else []),
-    ]
-    masks = ["loss_mask", *([MTP_MASK] if config.model.mtp_num_layers else [])]
-    ones = torch.ones(shape, device=ctx.device)
-    return [
-        MicroBatch({name: draw() for name in names} | dict.fromkeys(masks, ones))
-        for _ in range(plan.num_microbatches)
-    ]
+    def batch() -> MicroBatch:
+        drawn = {"tokens": draw(), "labels": draw()}
+        mask = torch.ones(shape, device=ctx.device)
+        return MicroBatch(run.chunks[0].prepare({**drawn, "loss_mask": mask}))
+
+    return [batch() for _ in range(plan.num_microbatches)]
 
 
 def profile_steps(step: Callable[[int], object], steps: int) -> tuple[dict, list[str]]:

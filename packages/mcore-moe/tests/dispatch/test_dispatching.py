@@ -231,28 +231,29 @@ def test_tokens_that_travel_by_deepeps_interface_do_so_too(kind):
     run_ranks(check_against_local, 4, kind, "deepep", 1)
 
 
+def by_way_of(ctx, way, kind, name):
+    config = MoEConfig(
+        num_experts=E, moe_router_topk=K, moe_token_dispatcher_type=way, **CASES[name]
+    )
+    x, routing = routed_tokens(ctx.global_rank, kind, torch.float32, width=512)
+    x = x.detach().to(ctx.device, torch.bfloat16).requires_grad_()
+    probs = routing.probs.detach().to(ctx.device).requires_grad_()
+    routing = Routing(routing.ids.to(ctx.device), probs)
+    dispatcher = build_dispatcher(config, ctx.ep, ctx.expert_tp)
+    return through(config, dispatcher, x, routing, ctx.ep.rank * E // ctx.ep.size)
+
+
 def check_by_deepeps_kernels():
     device = initialize("cuda")
-    for ep, kind in product(
-        sorted({2, torch.distributed.get_world_size()}), ["even", "skewed"]
-    ):
+    for ep in sorted({2, torch.distributed.get_world_size()}):
         ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=ep), device)
-        for fields in (CASES["all"], CASES["dropped"]):
-            config = MoEConfig(num_experts=E, moe_router_topk=K, **fields)
-            by_way = []
-            for way in ("deepep", "alltoall"):
-                config = replace(config, moe_token_dispatcher_type=way)
-                x, routing = routed_tokens(ctx.global_rank, kind, torch.float32, width=512)
-                x = x.detach().to(device, torch.bfloat16).requires_grad_()
-                probs = routing.probs.detach().to(device).requires_grad_()
-                routing = Routing(routing.ids.to(device), probs)
-                dispatcher = build_dispatcher(config, ctx.ep, ctx.expert_tp)
-                first = ctx.ep.rank * E // ep
-                by_way.append(through(config, dispatcher, x, routing, first_expert=first))
-            for a, b in zip(*by_way, strict=True):  # sums of bfloat16 in another order
+        for kind, name in product(["even", "skewed"], ["all", "dropped"]):
+            results = [by_way_of(ctx, way, kind, name) for way in ("deepep", "alltoall")]
+            for a, b in zip(*results, strict=True):  # sums of bfloat16 in another order
                 torch.testing.assert_close(a, b, rtol=1.6e-2, atol=1.6e-2)
-        print(f"ep {ep}, {kind}: equal", flush=True)
-    deepep._buffer.cache_clear()  # ranks end their buffers together
+            print(f"ep {ep}, {kind}, {name}: equal", flush=True)
+        deepep._buffer.cache_clear()  # ranks end their buffers together
+        ctx.destroy()
     shut_down()
 
 
