@@ -60,7 +60,7 @@ warmup=8 ways "mixtral-8x7b-$at-ep" 240 --way alltoall --way "alltoall beside: -
 # 4: 30B and 70B.
 warmup=2 steps=5 profiled=0
 step "llama-30b-$at-zero3" 180 $wide30 $large --use-torch-fsdp2 --global-batch-size $((2 * world)) $narrow --recompute-granularity full
-warmup=1 steps=2  # 280 s brought no step of the first: its state in host memory is pinned, then updated there
+warmup=1 steps=2  # their updates on the host take most of a step
 step "llama-70b-$at-tp-bf16-states" 400 --recipe recipes/model/llama-3-70b.toml $large --tensor-model-parallel-size "$world" --sequence-parallel --main-params-dtype bf16 --grad-reduce-in-bf16 $narrow --recompute-granularity full --use-distributed-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.4 --global-batch-size 2
 step "llama-70b-$at-zero3-bf16-states" 400 --recipe recipes/model/llama-3-70b.toml $large --use-torch-fsdp2 --main-params-dtype bf16 --main-grads-dtype bf16 $narrow --recompute-granularity full --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --global-batch-size "$world"
 unset warmup steps profiled
@@ -100,7 +100,9 @@ done
 if [ "$world" -eq 4 ]; then  # beside llama-3-8b-8-layers-131k-cp4-{p2p,all_gather,a2a}
   step "llama-3-8b-8-layers-131k-$at-cp2x2" 150 $llama --num-layers 8 --seq-length 131072 --max-position-embeddings 131072 --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --use-distributed-optimizer --global-batch-size 1
 fi
-launch "determinism-$at" 280 0 benchmarks/bench_determinism.py --name "determinism-$at" --cases "zero dp2" "tp2 sp" "experts ep2" --output "$out" --commit "$COMMIT"
+for case in "zero dp2" "tp2 sp" "experts ep2"; do  # three trainings each, on two GPUs
+  launch "determinism-$at-${case// /-}" 180 0 benchmarks/bench_determinism.py --name "determinism-$at-${case// /-}" --cases "$case" --output "$out" --commit "$COMMIT"
+done
 launch "checkpoint-qwen3-30b-$at-ep" 280 "$world" benchmarks/bench_checkpoint.py --name "checkpoint-qwen3-30b-$at-ep" \
   --folder "${TMPDIR:-/tmp}/four-gpus-checkpoint" --reshard-gib 0 --rounds 1 --output "$out" --commit "$COMMIT" -- $common \
   --recipe recipes/model/qwen3-30b-a3b.toml $small --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size "$world"
