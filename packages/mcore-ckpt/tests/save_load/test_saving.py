@@ -19,9 +19,11 @@ import torch.distributed as dist
 from forks import exit_code, fork, kill
 from safetensors.torch import load_file
 
+from mcore_ckpt.save_load import plan_cache
+from mcore_ckpt.save_load.claims import build_claim, build_claims
 from mcore_ckpt.save_load.loading import load, read_tensor
 from mcore_ckpt.save_load.plan_cache import PlanCache
-from mcore_ckpt.save_load.saving import build_claims, save
+from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.files import memory
 from mcore_ckpt.storage.folder_lock import LOCK, FolderLock
 from mcore_ckpt.storage.index import read_index
@@ -350,6 +352,29 @@ def test_a_world_that_saves_again_plans_once_and_anew_when_it_changes(tmp_path):
     assert plans.plan(build_claims(state(3, 500)), SINGLE) is not first
     assert_holds(resolve_folder(tmp_path, 2), 2)
     assert read_tensor(resolve_folder(tmp_path), "model.w").shape == (50, 10)
+
+
+def test_shards_of_the_save_before_are_not_described_again(tmp_path, monkeypatch):
+    described = []
+
+    def describe(name, shard):
+        described.append(name)
+        return build_claim(name, shard)
+
+    monkeypatch.setattr(plan_cache, "build_claim", describe)
+    plans, shards = PlanCache(), state(1)
+    save(tmp_path, 1, shards, world=SINGLE, plans=plans)
+    assert sorted(described) == sorted(shards)
+    described.clear()
+    shards["model.w"].pieces[0].data.fill_(7)
+    other = next(name for name in shards if name != "model.w")
+    save(tmp_path, 2, shards | {other: state(1)[other]}, world=SINGLE, plans=plans)
+    assert described == [other]
+    assert (read_tensor(resolve_folder(tmp_path), "model.w") == 7).all()
+    shards["model.w"].pieces[0].data.data = torch.zeros(3)
+    with pytest.raises(ValueError, match="has memory of shape"):
+        save(tmp_path, 3, shards, world=SINGLE, plans=plans)
+    assert latest_step(tmp_path) == 2
 
 
 def dies_at(event_number, folder, work):

@@ -88,7 +88,7 @@ class Piece:
     """Local view of shape ``lengths``; writing to it writes to the owner's memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Shard:
     """What this rank holds of one logical tensor: none, one or many pieces."""
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.save_load.claims import build_claims, piece_box
 from mcore_ckpt.save_load.foreign_loading import opened_foreign
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
-from mcore_ckpt.save_load.saving import build_claims, piece_box
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, shifted
 from mcore_ckpt.storage.checksums import check_files

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mcore_ckpt.config import LocalConfig
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.save_load.claims import build_claims, piece_box
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json, host_device
-from mcore_ckpt.save_load.saving import build_claims, piece_box
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange
 from mcore_ckpt.storage.checksums import check_files, sealed
 from mcore_ckpt.storage.files import DTYPES, Item, Reader, cut_slabs, write_file

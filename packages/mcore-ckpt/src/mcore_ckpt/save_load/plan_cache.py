@@ -3,10 +3,12 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from weakref import ReferenceType, ref
 
+from mcore_ckpt.save_load.claims import build_claim
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_ckpt.save_load.replica_checks import compare_replicas
-from mcore_ckpt.storage.shard_plans import Claim, Write, plan_writes
+from mcore_ckpt.storage.shard_plans import Claim, PlannedTensor, Write, plan_writes
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
 
@@ -14,15 +16,36 @@ from mcore_parallel.sharding import Shard
 class PlanCache:
     """The last plan of a world that saves again and again, used while it fits.
 
-    Ranks then exchange a hash of what they hold, and plan only if one has changed.
+    Ranks then exchange a hash of what they hold, and plan only if one has changed. A model of
+    many experts has ten thousand tensors: those that are the objects of the save before, of
+    the same shape, are not looked at again.
     What several ranks hold is compared once a plan: at its first save, which takes the longer
     by one look at all of it, and at no later one.
     """
 
     def __init__(self) -> None:
+        self._known: dict[str, tuple[ReferenceType[Shard], Claim]] = {}
+        self._claims: Mapping[str, Claim] = {}
+        self._key = ""
         self._keys: list[str] = []
         self._plan: tuple[list[dict[str, Claim]], list[list[Write]]] = ([], [])
+        self._entries: list[PlannedTensor] = []
         self._is_compared = False
+
+    def claims(self, shards: Mapping[str, Shard]) -> dict[str, Claim]:
+        """Describe what this rank holds, as ``build_claims``; no communication.
+
+        Raises:
+            ValueError: as ``build_claims``.
+        """
+        known = {}
+        for name, shard in shards.items():
+            one = self._known.get(name)
+            if one is None or one[0]() is not shard or _is_reshaped(shard):
+                one = ref(shard), build_claim(name, shard)
+            known[name] = one
+        self._known = known
+        return {name: claim for name, (_, claim) in known.items()}
 
     def compare(self, shards: Mapping[str, Shard], world: Axis) -> None:
         """Compare the boxes that several ranks hold, if the plan is new.
@@ -48,12 +71,35 @@ class PlanCache:
         Raises:
             ValueError: as ``plan_writes``, on all ranks.
         """
-        table = {name: claim.to_json() for name, claim in claims.items()}
-        text = json.dumps(table, separators=(",", ":"))
-        keys = gather_json(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), world)
+        if claims != self._claims:
+            table = {name: claim.to_json() for name, claim in claims.items()}
+            text = json.dumps(table, separators=(",", ":"))
+            self._key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            self._claims = dict(claims)
+        keys = gather_json(self._key, world)
         if keys != self._keys:
-            tables = gather_json(table, world)
+            tables = gather_json({n: claim.to_json() for n, claim in claims.items()}, world)
             every = [{n: Claim.from_json(v) for n, v in mine.items()} for mine in tables]
             self._plan = (every, plan_writes(every))
+            own = self._plan[1][world.rank]
+            self._entries = [_entry(one, claims[one.name]) for one in own]
             self._keys, self._is_compared = keys, False
         return self._plan
+
+    def entries(self) -> list[PlannedTensor]:
+        """Return what each of this rank's writes is in its file, by the plan made last."""
+        return self._entries
+
+
+def _is_reshaped(shard: Shard) -> bool:
+    lengths = [piece.lengths for piece in shard.pieces]
+    return [piece.data.shape for piece in shard.pieces] != lengths
+
+
+def _entry(write: Write, claim: Claim) -> PlannedTensor:
+    offsets, lengths = write.box
+    key = write.name
+    if lengths != claim.shape:
+        cuts = ",".join(f"{o}:{o + n}" for o, n in zip(offsets, lengths, strict=True))
+        key = f"{write.name}[{cuts}]"
+    return PlannedTensor(key, claim.dtype, lengths, (write,))

@@ -16,20 +16,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.attachments import Attachments
+from mcore_ckpt.save_load.claims import piece_box
 from mcore_ckpt.save_load.hf_saving import HFView, assemble, plan_hf, put_tokenizer_at_root
 from mcore_ckpt.save_load.plan_cache import PlanCache
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
 from mcore_ckpt.save_load.retention import prune
 from mcore_ckpt.save_load.tensor_exchange import travel_device
-from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.checksums import sealed
-from mcore_ckpt.storage.files import DTYPE_NAMES, Item, cut_slabs, write_file
+from mcore_ckpt.storage.files import Item, cut_slabs, write_file
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.index import DTYPE_BYTES, FileEntry, Index, StoredBox, TensorEntry
 from mcore_ckpt.storage.paths import (
@@ -42,7 +41,7 @@ from mcore_ckpt.storage.paths import (
 from mcore_ckpt.storage.shard_plans import Claim, PlannedTensor, Write
 from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.mesh import Axis
-from mcore_parallel.sharding import Piece, Shard
+from mcore_parallel.sharding import Shard
 
 log = logging.getLogger(__name__)
 
@@ -162,11 +161,11 @@ def begin(
     Communicates over ``world``; rank 0 takes ``lock``, which the caller releases.
     """
     run_folder = as_path(run_folder)
+    plans = plans or PlanCache()
     with agreed(world):
         final = step_folder(run_folder, step)
-        mine = build_claims(shards)
+        mine = plans.claims(shards)
         beside = beside.kept() if world.rank == 0 else Attachments()
-    plans = plans or PlanCache()
     claims, writes = plans.plan(mine, world)
     plans.compare(shards, world)
     hf_plan = None if hf is None else plan_hf(hf.links, claims, writes)
@@ -176,21 +175,25 @@ def begin(
             lock.acquire()
             made = str(make_fresh(final, replace=replace))
     folder = as_path(gather_json(made, world)[0])
-    live = {one: _memory(one, shards[one.name]) for one in writes[world.rank]}
-    rest = hf_plan.rest[world.rank] if hf_plan else writes[world.rank]
+    own = writes[world.rank]
+    memory = [_memory(one, shards[one.name]) for one in own]
+    entries: Sequence[PlannedTensor] = plans.entries()
     outputs: dict[str, Sequence[PlannedTensor]] = {}
-    if rest:
-        outputs[f"rank_{world.rank:05d}.safetensors"] = [
-            _entry(one, mine[one.name]) for one in rest
-        ]
-    memory = [live[one] for one in rest]
     hf_files: dict[str, bytes] = {}
+    together: list[Tensor] = []
     if hf is not None and hf_plan is not None:
+        live = dict(zip(own, memory, strict=True))
+        places = {one: place for place, one in enumerate(own)}
+        entries = [entries[places[one]] for one in hf_plan.rest[world.rank]]
+        memory = [live[one] for one in hf_plan.rest[world.rank]]
         device = travel_device(live.values(), world)
-        memory += assemble(hf_plan, live, world=world, device=device)
+        together = assemble(hf_plan, live, world=world, device=device)
         hf_files = hf_plan.small_files(hf.config)
-        if hf_plan.names[world.rank]:
-            outputs[hf_plan.names[world.rank]] = hf_plan.entries[world.rank]
+    if entries:
+        outputs[f"rank_{world.rank:05d}.safetensors"] = entries
+    if hf_plan is not None and hf_plan.names[world.rank]:
+        outputs[hf_plan.names[world.rank]] = hf_plan.entries[world.rank]
+    memory += together
     return PlannedSave(
         run_folder, step, folder, lock, claims, outputs, memory, hf_files, beside
     )
@@ -257,64 +260,9 @@ def commit_step(
     return final
 
 
-def build_claims(shards: Mapping[str, Shard]) -> dict[str, Claim]:
-    """Describe what this rank holds; pieces without elements are left out.
-
-    Raises:
-        ValueError: if a piece's memory has not the shape or dtype that its shard says, or
-            there is none (the meta device) or it is a conjugate view, or files have no such
-            name, dtype or layout.
-    """
-    claims = {}
-    for name, shard in shards.items():
-        if name == "__metadata__":
-            raise ValueError(f"{name} is a word of safetensors files: call it otherwise.")
-        for piece in shard.pieces:
-            if tuple(piece.data.shape) != tuple(piece.lengths):
-                raise ValueError(
-                    f"{name}: a piece of lengths {tuple(piece.lengths)} has memory of shape "
-                    f"{tuple(piece.data.shape)}"
-                )
-            if piece.data.dtype != shard.dtype:
-                raise ValueError(
-                    f"{name}: a {shard.dtype} shard has a piece of {piece.data.dtype}"
-                )
-            if piece.data.is_meta:
-                raise ValueError(
-                    f"{name} is on the meta device, which holds no numbers: give the model "
-                    "memory first, such as by model.to_empty(device=...)."
-                )
-            if piece.data.layout is not torch.strided:
-                raise ValueError(f"{name}: files hold no {piece.data.layout} tensors.")
-            if piece.data.is_conj() or piece.data.is_neg():
-                raise ValueError(
-                    f"{name} is a conjugate or negative view, whose memory holds others: give "
-                    "its resolve_conj().resolve_neg()."
-                )
-        if shard.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{name}: safetensors files have no {shard.dtype}")
-        boxes = tuple(piece_box(piece) for piece in shard.pieces if 0 not in piece.lengths)
-        claims[name] = Claim(
-            tuple(shard.shape), DTYPE_NAMES[shard.dtype], shard.is_owner, boxes
-        )
-    return claims
-
-
-def piece_box(piece: Piece) -> Box:
-    """Return the region of a piece."""
-    return tuple(piece.offsets), tuple(piece.lengths)
-
-
-def _entry(write: Write, claim: Claim) -> PlannedTensor:
-    offsets, lengths = write.box
-    key = write.name
-    if lengths != claim.shape:
-        cuts = ",".join(f"{o}:{o + n}" for o, n in zip(offsets, lengths, strict=True))
-        key = f"{write.name}[{cuts}]"
-    return PlannedTensor(key, claim.dtype, lengths, (write,))
-
-
 def _memory(write: Write, shard: Shard) -> Tensor:
+    if len(shard.pieces) == 1:
+        return shard.pieces[0].data
     return next(piece.data for piece in shard.pieces if piece_box(piece) == write.box)
 
 

@@ -10,8 +10,8 @@ from math import prod
 
 from torch import Tensor
 
+from mcore_ckpt.save_load.claims import build_claims, piece_box
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
-from mcore_ckpt.save_load.saving import build_claims, piece_box
 from mcore_ckpt.save_load.tensor_exchange import ROUND_BYTES, Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, cover_problems, intersect, shifted
 from mcore_ckpt.storage.files import DTYPES, narrowed
