@@ -35,7 +35,7 @@ from mcore_train.evaluation import evaluate, forward_pass
 from mcore_train.layout_check.family_rows import BertRows, T5Rows
 from mcore_train.loop import Interval, one_step, settle
 from mcore_train.resolution import Plan
-from mcore_train.step import backward
+from mcore_train.step import StepResult
 
 VECTOR_STD = 0.2
 """Spread of what is added to biases and norm weights, whose initial values hide faults."""
@@ -240,14 +240,17 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     batches = train_batches(run)
     first = next(batches)
     logits = gather_logical(logit_shards(run, first), ctx.world)
-    losses = backward(run, first)
     unscale = 1.0 if run.loss_scaler is None else 1.0 / run.loss_scaler.value
-    gradients = gather_logical(run.data_parallel.grad_shards(), ctx.world)
-    gradients = {name: gradient * unscale for name, gradient in gradients.items()}
-    norm = float(run.optimizer.grad_norm()) * unscale
-    aux_loss = sum_over(losses.aux_loss, ctx)
+    gradients: dict[str, Tensor] = {}
+
+    def look() -> None:
+        found = gather_logical(run.data_parallel.grad_shards(), ctx.world)
+        gradients.update({name: gradient * unscale for name, gradient in found.items()})
+
     interval = Interval(run)
-    each = [train_one(run, first, interval)]
+    result = one_step(run, iter([first]), look)
+    interval.add(result)
+    each = [_mean_loss(run, result)]
     each += [train_one(run, next(batches), interval) for _ in range(saved_step - 1)]
     after = whole_weights(run)
     saved = ""
@@ -259,8 +262,8 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     ]
     return Trial(
         losses=each,
-        aux_loss=aux_loss,
-        grad_norm=norm,
+        aux_loss=sum_over(result.aux_loss, ctx),
+        grad_norm=float(result.grad_norm),
         logits=logits,
         gradients=gradients,
         updates={name: after[name] - initial[name] for name in after},
@@ -318,6 +321,10 @@ def train_one(
     result = one_step(run, iter([batches]), lambda: None)
     if interval is not None:
         interval.add(result)
+    return _mean_loss(run, result)
+
+
+def _mean_loss(run: Run, result: StepResult) -> float:
     # Tensor ranks hold equal shares.
     return sum_over(result.loss, run.ctx) / run.ctx.tp.size
 
