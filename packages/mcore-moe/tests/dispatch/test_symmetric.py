@@ -88,6 +88,9 @@ def check_read(kind, device, dtype, folder=None, *, ep=2, plain_device="cpu"):
         with pytest.MonkeyPatch.context() as patch:  # the interpreter runs the kernels
             patch.setenv("TRITON_INTERPRET", "1")
             import mcore_moe.kernels.peer_rows  # noqa: F401
+        from triton_interpreter import prepare
+
+        prepare()
     ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=ep), plain_device)
     memory = SymmetricMemory(folder) if folder else None
     peers = Peers(ctx.ep, torch.device(device), memory)
