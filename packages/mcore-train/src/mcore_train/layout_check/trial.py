@@ -276,6 +276,27 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     )
 
 
+def is_continued(run: Run, rows: AnyRows, folder: Path) -> bool:
+    """Train a step, save, train another; whether one that begins at the save has every bit.
+
+    All ranks call it together.
+
+    Args:
+        run: changed in place.
+        rows: what it trains on.
+        folder: for the checkpoint.
+    """
+    config = replace(run.plan.config, saving=SaveConfig(save=str(folder)))
+    run.plan = replace(run.plan, config=config, train_iters=2)
+    batches = train_batches(run)
+    with run.recorder or nullcontext():
+        train_one(run, next(batches))
+        settle(run)
+        save_run(run)
+        train_one(run, next(batches))
+    return _continue(run.plan, run.ctx, rows, run.dtype, folder) == fingerprint(run)
+
+
 def _continue(
     plan: Plan, ctx: ParallelContext, rows: AnyRows, dtype: torch.dtype, folder: Path
 ) -> str:
