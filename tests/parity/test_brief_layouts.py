@@ -201,7 +201,12 @@ def test_a_split_backward_has_every_bit_of_a_whole_one():
 
 
 TP2 = {"tensor_model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
-SP2 = {**TP2, "sequence_parallel": True, "moe_shared_expert_intermediate_size": 16}
+SP2 = {
+    **TP2,
+    "sequence_parallel": True,
+    "moe_shared_expert_intermediate_size": 16,
+    "global_batch_size": 4,  # two micro-batches
+}
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
 RECOMPUTED = [

@@ -435,7 +435,8 @@ def two_ranks():
 
 @pytest.fixture(scope="module")
 def four_ranks():
-    return run_ranks(all_steps, 4, list(FOUR_RANKS.values()))
+    # They run the code of two ranks, whose shapes are checked.
+    return run_ranks(all_steps, 4, list(FOUR_RANKS.values()), check_shapes=False)
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)

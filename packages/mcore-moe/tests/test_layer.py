@@ -161,9 +161,10 @@ def check_layouts(names, spread, fields, masked):
     return [check_layout(name, layouts[name][1], spread, moe, masked) for name in names]
 
 
-def run_layouts(names, spread="even", masked=False, **fields):
+def run_layouts(names, spread="even", masked=False, check_shapes=True, **fields):
     world_size = (LAYOUTS | TWO_STEPS)[names[0]][0]
-    logical = run_ranks(check_layouts, world_size, names, spread, fields, masked)
+    case = names, spread, fields, masked
+    logical = run_ranks(check_layouts, world_size, *case, check_shapes=check_shapes)
     names_of_all = named_shards(build(MoEConfig(**FULL | fields)))
     whole = sorted(name for name in names_of_all if not name.endswith("expert_bias"))
     for i in range(len(names)):
@@ -191,7 +192,8 @@ def test_every_layout_gives_the_gradients_of_one_rank(world_size, dispatcher):
         "moe_shared_expert_overlap": world_size == 4,
         "moe_split_batch_overlap": world_size < 6 and dispatcher == "alltoall",
     }
-    run_layouts(WORLDS[world_size], **fields)
+    # More ranks run the code of two: their shapes are checked once.
+    run_layouts(WORLDS[world_size], check_shapes=world_size == 2, **fields)
 
 
 @pytest.mark.parametrize("spread", ["even", "skewed"])
@@ -203,8 +205,9 @@ def test_tokens_that_cross_nodes_once_give_the_gradients_of_one_rank(spread):
 
 def test_all_tokens_on_few_experts_leave_ranks_without_rows():
     names = ["ep4", "tp2 cp2 expert_tp2 ep2"]
-    run_layouts(names, "skewed")
-    run_layouts(names, "skewed", masked=True, moe_token_dispatcher_type="allgather")
+    run_layouts(names, "skewed", check_shapes=False)
+    fields = {"moe_token_dispatcher_type": "allgather"}
+    run_layouts(names, "skewed", masked=True, check_shapes=False, **fields)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +294,8 @@ def test_halves_of_a_batch_and_the_shared_expert_compute_while_tokens_travel():
 
 
 def test_padding_stays_with_its_tokens_on_strided_groups():
-    run_layouts(["ep4 folded over tp2 and cp2", "tp2 cp2 expert_tp2 ep2"], masked=True)
+    names = ["ep4 folded over tp2 and cp2", "tp2 cp2 expert_tp2 ep2"]
+    run_layouts(names, masked=True, check_shapes=False)
 
 
 def check_bounded(names, limit, dispatcher="alltoall"):
@@ -336,7 +340,7 @@ def test_rows_read_in_parts_give_the_gradients_of_one_rank():
         for seen in calls:  # three parts at worst, all but the first once more in backward
             assert len(seen) in (3, 5, 7)
             assert all(tokens == rows for tokens, rows in seen)
-    run_layouts(names, "even", moe_token_dispatcher_type="symmetric")
+    run_layouts(names, "even", check_shapes=False, moe_token_dispatcher_type="symmetric")
 
 
 def test_rows_of_fixed_number_do_not_depend_on_routing():

@@ -6,8 +6,8 @@ this shows the arithmetic, masks and loops, not the compiled code.
 """
 
 import torch
-import triton.runtime.interpreter as interpreter
 from torch.nn.functional import normalize
+from triton_interpreter import prepare
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer.engine.fp8_cache import to_codes
@@ -74,31 +74,6 @@ from mcore_parallel.tensor_parallel.linear_cross_entropy import (
     row_stats_plain,
     softmax_gradient_plain,
 )
-
-
-def let_loops_run_with_new_numpy():
-    """Triton 3.6 makes an int of a loop's bound, an array of one element: NumPy forbids it."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
-
-
-def let_functions_of_kernels_start_at_once():
-    """Triton patches its language again at every call of one; a module's first is enough."""
-    patched = set()
-
-    def call(function, *args, **kwargs):
-        module = function.fn.__module__
-        if module not in patched:
-            patched.add(module)
-            interpreter._patch_lang(function.fn)
-        return function.rewrite()(*args, **kwargs)
-
-    interpreter.InterpretedFunction.__call__ = call
 
 
 def compare(got, want, rtol=1e-5, atol=2e-5):
@@ -493,8 +468,7 @@ def check_trials():
 
 
 if __name__ == "__main__":
-    let_loops_run_with_new_numpy()
-    let_functions_of_kernels_start_at_once()
+    prepare()
     for check in (
         check_rows,
         check_adamw,

@@ -87,6 +87,9 @@ def check_read(kind, device, dtype, folder=None):
         with pytest.MonkeyPatch.context() as patch:  # the interpreter runs the kernels
             patch.setenv("TRITON_INTERPRET", "1")
             import mcore_moe.kernels.peer_rows  # noqa: F401
+        from triton_interpreter import prepare
+
+        prepare()
     ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=2))
     memory = SymmetricMemory(folder) if folder else None
     compare_ways(ctx, kind, device, dtype, memory)

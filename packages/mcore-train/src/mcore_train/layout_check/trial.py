@@ -17,13 +17,11 @@ from torch import Tensor
 
 from mcore_models.peft.config import is_adapter
 from mcore_models.peft.lora import MAGNITUDE_NAME
-from mcore_models.protocol import MicroBatch, TrainableModel
+from mcore_models.protocol import MicroBatch
 from mcore_parallel.collectives import all_gather
-from mcore_parallel.context_parallel.zigzag import zigzag_positions
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_parallel.rng import fill_normal_
-from mcore_parallel.sharding import Piece, Shard
+from mcore_parallel.sharding import Shard
 from mcore_parallel.testing.ranks import gather_logical
 from mcore_train.assembly import Run, Tables, assemble
 from mcore_train.batches import train_batches, valid_batches
@@ -31,11 +29,12 @@ from mcore_train.checkpoints.adapter_bases import model_shards
 from mcore_train.checkpoints.resuming import load_run, optimizer_shards, save_run
 from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.datasets import Datasets
-from mcore_train.evaluation import evaluate, forward_pass
+from mcore_train.evaluation import evaluate
 from mcore_train.layout_check.family_rows import BertRows, T5Rows
+from mcore_train.layout_check.logits import logit_shards
 from mcore_train.loop import Interval, one_step, settle
 from mcore_train.resolution import Plan
-from mcore_train.step import backward
+from mcore_train.step import StepResult
 
 VECTOR_STD = 0.2
 """Spread of what is added to biases and norm weights, whose initial values hide faults."""
@@ -240,14 +239,17 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     batches = train_batches(run)
     first = next(batches)
     logits = gather_logical(logit_shards(run, first), ctx.world)
-    losses = backward(run, first)
     unscale = 1.0 if run.loss_scaler is None else 1.0 / run.loss_scaler.value
-    gradients = gather_logical(run.data_parallel.grad_shards(), ctx.world)
-    gradients = {name: gradient * unscale for name, gradient in gradients.items()}
-    norm = float(run.optimizer.grad_norm()) * unscale
-    aux_loss = sum_over(losses.aux_loss, ctx)
+    gradients: dict[str, Tensor] = {}
+
+    def look() -> None:
+        found = gather_logical(run.data_parallel.grad_shards(), ctx.world)
+        gradients.update({name: gradient * unscale for name, gradient in found.items()})
+
     interval = Interval(run)
-    each = [train_one(run, first, interval)]
+    result = one_step(run, iter([first]), look)
+    interval.add(result)
+    each = [_mean_loss(run, result)]
     each += [train_one(run, next(batches), interval) for _ in range(saved_step - 1)]
     after = whole_weights(run)
     saved = ""
@@ -259,8 +261,8 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     ]
     return Trial(
         losses=each,
-        aux_loss=aux_loss,
-        grad_norm=norm,
+        aux_loss=sum_over(result.aux_loss, ctx),
+        grad_norm=float(result.grad_norm),
         logits=logits,
         gradients=gradients,
         updates={name: after[name] - initial[name] for name in after},
@@ -271,6 +273,27 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
         saved=saved,
         final=fingerprint(run) if folder is not None else "",
     )
+
+
+def is_continued(run: Run, rows: AnyRows, folder: Path) -> bool:
+    """Train a step, save, train another; whether one that begins at the save has every bit.
+
+    All ranks call it together.
+
+    Args:
+        run: changed in place.
+        rows: what it trains on.
+        folder: for the checkpoint.
+    """
+    config = replace(run.plan.config, saving=SaveConfig(save=str(folder)))
+    run.plan = replace(run.plan, config=config, train_iters=2)
+    batches = train_batches(run)
+    with run.recorder or nullcontext():
+        train_one(run, next(batches))
+        settle(run)
+        save_run(run)
+        train_one(run, next(batches))
+    return _continue(run.plan, run.ctx, rows, run.dtype, folder) == fingerprint(run)
 
 
 def _continue(
@@ -318,6 +341,10 @@ def train_one(
     result = one_step(run, iter([batches]), lambda: None)
     if interval is not None:
         interval.add(result)
+    return _mean_loss(run, result)
+
+
+def _mean_loss(run: Run, result: StepResult) -> float:
     # Tensor ranks hold equal shares.
     return sum_over(result.loss, run.ctx) / run.ctx.tp.size
 
@@ -352,48 +379,3 @@ def load_folder(run: Run, folder: Path) -> None:
     run.plan = replace(run.plan, config=config)
     if not load_run(run):
         raise RuntimeError(f"{folder} holds no checkpoint")
-
-
-def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
-    """Compute this rank's part of a step's logits: ``rows.<n>.logits``, each ``[S, V]``.
-
-    All ranks call it together; those without the last stage hold none of it.
-    """
-    ctx, V = run.ctx, run.plan.vocab_size
-    shards: dict[str, Shard] = {}
-
-    def keep(model: TrainableModel, output: Payload, microbatch: int) -> None:
-        logits = model.stage_logits(output)
-        v = logits.shape[-1]
-        begin, width = ctx.tp.rank * v, max(0, min(v, V - ctx.tp.rank * v))
-        num_tokens, num_rows = logits.shape[:2]
-        places = zigzag_positions(num_tokens * ctx.cp.size, ctx.cp).tolist()
-        first_row = (microbatch * ctx.dp.size + ctx.dp.rank) * num_rows
-        for row in range(num_rows):
-            pieces, at = [], 0
-            for start, length in _runs_of(places):
-                part = logits[at : at + length, row, :width].clone()
-                pieces.append(Piece((start, begin), (length, width), part))
-                at += length
-            shape = (num_tokens * ctx.cp.size, V)
-            held = tuple(pieces) if width else ()
-            shards[f"rows.{first_row + row}.logits"] = Shard(shape, run.dtype, held)
-
-    for chunk in run.chunks:
-        chunk.eval()
-    with torch.no_grad():
-        forward_pass(run, batches, keep)
-    for chunk in run.chunks:
-        chunk.train()
-    return shards
-
-
-def _runs_of(places: list[int]) -> list[tuple[int, int]]:
-    """Cut places into runs of neighbours: first place and length of each."""
-    runs: list[tuple[int, int]] = []
-    for number in places:
-        if runs and number == sum(runs[-1]):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((number, 1))
-    return runs
