@@ -34,7 +34,7 @@ from mcore_train.layout_check.family_rows import BertRows, T5Rows
 from mcore_train.layout_check.logits import logit_shards
 from mcore_train.loop import Interval, one_step, settle
 from mcore_train.resolution import Plan
-from mcore_train.step import StepResult
+from mcore_train.step import StepResult, backward
 
 VECTOR_STD = 0.2
 """Spread of what is added to biases and norm weights, whose initial values hide faults."""
@@ -246,6 +246,8 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
         found = gather_logical(run.data_parallel.grad_shards(), ctx.world)
         gradients.update({name: gradient * unscale for name, gradient in found.items()})
 
+    if run.recorder is not None:
+        backward(run, first)  # the pass before recording; what is compared is of the graph
     interval = Interval(run)
     result = one_step(run, iter([first]), look)
     interval.add(result)
