@@ -98,7 +98,7 @@ def check_read(kind, device, dtype, folder=None):
 
 
 def compare_ways(ctx, kind, device, dtype, memory=None, plain_device="cpu"):
-    folder = memory is not None
+    is_interpreted = memory is not None
     peers = Peers(ctx.ep, torch.device(device), memory)
     config = MoEConfig(num_experts=E, moe_router_topk=K)
     plain, read = (
@@ -109,12 +109,14 @@ def compare_ways(ctx, kind, device, dtype, memory=None, plain_device="cpu"):
     tolerance = {torch.float64: 1e-12, torch.bfloat16: 1.6e-2}[dtype]
     for seed, width in enumerate((24, 2048, 8)):
         # The interpreter takes milliseconds for each row.
-        inputs = draw(ctx.global_rank, kind, seed, width, dtype, fewer=10 if folder else 1)
+        inputs = draw(
+            ctx.global_rank, kind, seed, width, dtype, fewer=10 if is_interpreted else 1
+        )
         got = run(read, *(part.to(device) for part in inputs))
         expected = run(plain, *(part.to(plain_device) for part in inputs))
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a.cpu(), b.cpu(), rtol=tolerance, atol=tolerance)
-    if not folder and "equal" in kind:
+    if not is_interpreted and "equal" in kind:
         plain = partial(run, plain)
         check_recorded(partial(run, read), plain, inputs, kind, ctx.global_rank, plain_device)
 

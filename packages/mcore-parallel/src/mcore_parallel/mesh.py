@@ -69,7 +69,7 @@ class Axis:
         return self.group.group_name
 
 
-SEPARATE = ("pp_back", "background")
+_SEPARATE = ("pp_back", "background")
 """Axes that share no group with others over the same ranks."""
 SINGLE = Axis("single", 1, 0, None, (0,))
 """The axis of a layer that is not parallel."""
@@ -192,7 +192,7 @@ class ParallelContext:
         if with_background:
             plan["background"] = plan["world"]
         # Groups of others are placeholders; axes of the same ranks and settings share one,
-        # apart from SEPARATE: nccl does what a group is given one after the other.
+        # apart from _SEPARATE: nccl does what a group is given one after the other.
         made: dict[_Key, Any] = {}
         axes = {}
         uses_nccl = device.type == "cuda"
@@ -202,7 +202,7 @@ class ParallelContext:
             axes[name] = Axis(name, 1, 0, None, (global_rank,))
             wanted = settings.get(name)
             for group in groups:
-                key = (group, wanted, name if name in SEPARATE else "")
+                key = (group, wanted, name if name in _SEPARATE else "")
                 if len(group) > 1 and key not in made:
                     made[key] = dist.new_group(
                         list(group),
@@ -285,7 +285,7 @@ def forget_meshes() -> None:
 
 
 _Key = tuple[tuple[int, ...], Communicator | None, str]
-"""What identifies a group: its ranks, its settings of nccl, its axis if it is SEPARATE."""
+"""What identifies a group: its ranks, its settings of nccl, its axis if it is _SEPARATE."""
 
 
 def _product_name(names: tuple[str, ...]) -> str:

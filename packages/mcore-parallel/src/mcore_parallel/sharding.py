@@ -90,7 +90,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Shard:
-    """What this rank holds of one logical tensor: none, one or many pieces."""
+    """What this rank holds of one logical tensor: none, one or many pieces.
+
+    Weak references to it may be kept: a saver knows by them what it has seen before.
+    """
 
     shape: tuple[int, ...]
     """Global shape."""

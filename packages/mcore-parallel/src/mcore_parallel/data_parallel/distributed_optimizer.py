@@ -254,8 +254,9 @@ class DistributedOptimizer:
             target = main if is_narrow else weights[cut]
             moments = {name: moment[cut] for name, moment in run.moments.items()}
             self.rule.update(main, grad[cut], moments, target, **constants)
-            owned = list(clipped(run.owned, begin, begin + main.numel()))
-            scale_rows(owned, rates.row_factors, main, target)
+            if rates.row_factors:
+                owned = list(clipped(run.owned, begin, begin + main.numel()))
+                scale_rows(owned, rates.row_factors, main, target)
             if is_narrow:
                 round_stochastically_(run.main[cut], main, rates.num_steps)
 
