@@ -199,6 +199,11 @@ class Peers:
     own, so that exchanges in turn need one barrier each; where two in a row use one buffer, or
     a CUDA graph begins or ends, which may follow anything, one barrier more comes before the
     write. All ranks exchange in the same order, so they agree where that is.
+
+    torch numbers the connections of a process over all of its groups, and ranks wait for that
+    number: ranks of different ``ep`` connect differently often where they bring different
+    numbers of tokens, and hang if they then share symmetric memory by another group. Nothing
+    else in these packages does.
     """
 
     def __init__(self, ep: Axis, device: torch.device, memory: Any = None) -> None:
