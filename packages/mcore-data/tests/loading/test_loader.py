@@ -55,6 +55,24 @@ def test_worker_processes_give_the_same_batches_also_after_signals_to_the_whole_
     assert worker.exitcode == 0
 
 
+def hold_batches_to_the_end(dataset):
+    batches = iter(build_loader(dataset, micro_batch_size=4, num_workers=1))
+    next(batches)
+    multiprocessing.current_process().held = batches  # as the traceback of a fault does
+
+
+def test_a_process_that_ends_in_the_middle_of_its_batches_does_not_wait_for_workers(dataset):
+    process = multiprocessing.get_context("fork").Process(
+        target=hold_batches_to_the_end, args=(dataset,)
+    )
+    process.start()
+    process.join(20)
+    is_waiting = process.is_alive()
+    process.kill()
+    assert not is_waiting
+    assert process.exitcode == 0
+
+
 def test_a_full_pass_gives_every_sample_once_and_fillers_that_count_nothing(dataset):
     options = {"micro_batch_size": 3, "dataloader_type": "full"}
     loaders = [build_loader(dataset, **options, dp_rank=r, dp_size=5) for r in range(5)]

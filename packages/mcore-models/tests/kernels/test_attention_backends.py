@@ -189,9 +189,11 @@ def test_flash4_names_its_extra_where_it_is_not_installed(monkeypatch):
         )
 
 
-def test_a_backend_that_is_named_is_the_one_that_computes():
-    with pytest.raises(RuntimeError, match="No viable backend"):  # cuDNN's on a CPU
+def test_a_backend_that_is_named_is_the_one_that_computes_or_refuses_in_one_line():
+    with pytest.raises(ValueError, match=r"fused has no kernel .* on cpu, .*use auto"):
         attend(*inputs(5, 5, 4, 4), backend="fused")
+    with pytest.raises(ValueError, match=r"flash has no kernel .* dropout 0.1: use auto"):
+        attend(*inputs(5, 5, 4, 4), backend="flash", dropout_prob=0.1)
 
 
 def test_plain_products_may_be_asked_for():

@@ -19,7 +19,8 @@ class PrecisionConfig:
     """Parameters and activations in float16, main weights and optimizer in float32; the loss
     is scaled, and a step whose gradients overflow is skipped."""
     loss_scale: float = 0.0
-    """Fixed factor of the loss under --fp16, a power of two; 0: it moves."""
+    """Fixed factor of the loss under --fp16, best a power of two: gradients that overflow end
+    the run. Megatron skips such steps without end. 0: it moves."""
     initial_loss_scale: float = 2.0**32
     """Factor of the loss at the first step under --fp16."""
     min_loss_scale: float = 1.0

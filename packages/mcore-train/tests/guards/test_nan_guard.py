@@ -84,6 +84,7 @@ def test_a_run_that_may_go_on_does():
 def fail_together(layout):
     with pytest.raises(NonFiniteError) as found:
         train(build(2, on_rank=1, **layout), Reporter(None))
+    assert "--min-loss-scale" in str(found.value)
     return found.value.iteration
 
 

@@ -10,7 +10,9 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.util import Finalize
 from typing import Any, Literal
+from weakref import ReferenceType, ref
 
 import torch
 from torch.utils.data import DataLoader
@@ -90,6 +92,9 @@ def build_loader(
             pin_memory=pin_memory,
             collate_fn=_Collate(pin_memory, frozenset(without)),  # pyrefly: ignore[bad-argument-type]
         )
+    if num_workers:
+        # A fault's traceback may hold the loader until its workers are waited for.
+        Finalize(loader, _end_workers, (ref(loader),), exitpriority=0)
     return _MicroBatches(loader, sampler, micro_batch_size)
 
 
@@ -97,6 +102,13 @@ def _ignore_signals(_worker: int) -> None:
     """Leave it to the reader of the batches how a signal to the whole job ends it."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers(loader: ReferenceType[DataLoader]) -> None:
+    """End the workers of a loader that is still there when this process exits."""
+    iterator = getattr(loader(), "_iterator", None)
+    for worker in getattr(iterator, "_workers", ()):
+        worker.kill()
 
 
 def _samples_at_once(dataset: Any) -> int:

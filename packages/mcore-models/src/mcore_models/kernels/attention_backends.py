@@ -40,6 +40,8 @@ _TORCH_BACKENDS: dict[str, list[SDPBackend]] = {
     "flash": [SDPBackend.FLASH_ATTENTION],
     "unfused": [SDPBackend.MATH],
 }
+_NO_KERNEL = ("No viable backend", "No available kernel")
+"""How torch begins to say so: on a CPU, on a GPU."""
 
 
 def attend(
@@ -90,8 +92,7 @@ def attend(
         ValueError: if there are more queries than keys, a window or documents without
             causality, documents of another batch, or ``flash4`` or flash-attn cannot be used
             for these tensors, or a fused backend is named for caps, sinks or windows that it
-            does not know.
-        RuntimeError: if another backend that was named does not take the shapes.
+            does not know, or another one for shapes or a device that it does not take.
     """
     if slopes is not None:
         scale, width = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1]
@@ -179,7 +180,16 @@ def _by_torch(
     batch_first = [t.permute(1, 2, 0, 3) for t in (q, k, v)]  # [S, B, N, H] -> [B, N, S, H]
     if q.is_cuda or backend != "auto":
         with sdpa_kernel(_torch_backends(backend, sizes_repeat), set_priority=True):
-            out = F.scaled_dot_product_attention(*batch_first, **options)
+            try:
+                out = F.scaled_dot_product_attention(*batch_first, **options)
+            except RuntimeError as error:
+                if not str(error).startswith(_NO_KERNEL):
+                    raise
+                raise ValueError(
+                    f"--attention-backend {backend} has no kernel for {q.dtype} of "
+                    f"{q.shape[-1]} channels on {q.device.type}, dropout "
+                    f"{options['dropout_p']:g}: use auto."
+                ) from error
     else:
         out = F.scaled_dot_product_attention(*batch_first, **options)
     return out.permute(2, 0, 1, 3)

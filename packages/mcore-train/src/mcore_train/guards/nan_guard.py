@@ -23,8 +23,9 @@ class NonFiniteError(FloatingPointError):
         super().__init__(
             f"the gradient norm of iteration {iteration} is {norm}: the weights after it are "
             "of no use, and none were saved. Continue from the last checkpoint with a lower "
-            "--lr, a longer warm-up or --clip-grad, or look at the samples of this step and "
-            "those before (mcore-data explain). --no-check-for-nan-in-loss-and-grad trains on."
+            "--lr, a longer warm-up or --clip-grad (under --fp16 a lower --loss-scale or "
+            "--min-loss-scale), or look at the samples of this step and those before "
+            "(mcore-data explain). --no-check-for-nan-in-loss-and-grad trains on."
         )
         self.iteration = iteration
 
