@@ -112,12 +112,14 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Fill the weight with normal numbers of ``init_std``; 0.0 leaves zeros.
+        """Fill the weight with normal numbers of ``init_std``, biases and counts with zeros.
 
         Args:
             seed: None draws one from torch's default CPU generator.
         """
         reset_weight_(self, std=self.init_std, seed=seed)
+        for counts in self.buffers():
+            counts.zero_()
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the parameters: whole on every tensor rank, with partial gradients."""
