@@ -65,9 +65,16 @@ def test_a_recording_that_does_not_fit_is_refused():
     more = build(moe_router_topk=3)
     with replay_routing(more, recorded), pytest.raises(ValueError, match="with 2 experts each"):
         forward(more, x)
-    named = {path: [torch.full_like(ids[0], 99)] for path, ids in recorded.items()}
-    with pytest.raises(ValueError, match="names expert 99"), replay_routing(model, named):
-        pass
+    for expert, complaint in ((99, "expert 99"), (-1, "expert -1"), (3, "an expert twice")):
+        named = {path: [torch.full_like(ids[0], expert)] for path, ids in recorded.items()}
+        with (
+            pytest.raises(ValueError, match=f"names {complaint}"),
+            replay_routing(model, named),
+        ):
+            pass
+    bytes_of_them = {path: [one.byte() for one in ids] for path, ids in recorded.items()}
+    with replay_routing(model, bytes_of_them):
+        forward(model, x)
     other_routers = pytest.raises(ValueError, match=r"differ in these routers: 1\.router")
     with other_routers, replay_routing(model[:1], recorded):
         pass
