@@ -1,5 +1,6 @@
 """``MoELayer`` over ranks inside torch's own wrappers, and ranks that were seeded apart."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -96,10 +97,60 @@ LAYOUTS = [
 ]
 
 
+def reset(module):
+    """Make a module's memory, as full of old numbers as memory may be, and fill it."""
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(7)
+    torch.manual_seed(5)
+    for part in module.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+
+
+def whole_layer(device=None):
+    config = MoEConfig(
+        num_experts=4,
+        moe_router_bias=True,
+        moe_router_enable_expert_bias=True,
+        moe_latent_size=4,
+        moe_shared_expert_intermediate_size=4,
+        moe_shared_expert_gate=True,
+    )
+    torch.manual_seed(5)
+    return MoELayer(D, 16, config, bias=True, init_std=0.3, device=device)
+
+
+def check_made_on_meta(is_sharded):
+    layer = whole_layer("meta")
+    if is_sharded:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    reset(layer)
+    expected = dict(whole_layer().named_parameters()) | dict(whole_layer().named_buffers())
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(found, expected[name]), name
+
+
+def check_copied():
+    ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=2))
+    model = Model(**moe_axes(ctx))
+    loss = model(tokens(ctx.global_rank))
+    assert torch.equal(copy.deepcopy(model)(tokens(ctx.global_rank)), loss)
+    ctx.destroy()
+
+
 def check_all_wrapped():
+    check_copied()
+    check_made_on_meta(is_sharded=True)
     for wrapper in ("ddp", "fsdp"):
         for layout in LAYOUTS:
             check_wrapped(wrapper, layout)
+
+
+def test_what_is_made_on_the_meta_device_is_filled_as_if_it_had_been_made_here():
+    check_made_on_meta(is_sharded=False)
 
 
 def test_under_ddp_and_fsdp2_every_gradient_is_the_mean_over_ranks():

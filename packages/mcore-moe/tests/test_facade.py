@@ -110,6 +110,14 @@ def test_compiled_under_ddp_gradients_are_the_mean_over_ranks():
             torch.testing.assert_close(grads[name], parameter.grad / 2, msg=name)
 
 
+def test_its_shapes_can_be_asked_without_memory():
+    module = MixtureOfExperts(16, 32, 4, device="meta", dtype=torch.bfloat16)
+    y = module(torch.empty(3, 16, device="meta", dtype=torch.bfloat16))
+    (y.sum() + module.aux_loss).backward()
+    assert y.shape == (3, 16)
+    assert module.moe.experts.fc1_weight.grad.shape == (4, 64, 16)
+
+
 def test_it_can_be_copied_in_the_middle_of_a_step():
     module = block()
     y = module(inputs())

@@ -143,6 +143,8 @@ BESIDE = {
          "or symmetric and --moe-expert-rows-limit 2"),
         (1, {"num_experts": 4, "moe_shared_expert_intermediate_size": 8,
              "moe_shared_expert_overlap": True}, "overlap has an effect only with"),
+        (1, {"num_experts": 4, "moe_router_bias_update_rate": 0.1},
+         "0.1 has no effect without --moe-router-enable-expert-bias"),
         (2, {"num_experts": 4, "moe_split_batch_overlap": True}, "batch-overlap has an effect"),
         (4, {"num_experts": 4, "expert_model_parallel_size": 4, "moe_expert_rows_limit": 2.0,
              "hierarchical_expert_parallel_size": 2}, "--moe-expert-rows-limit needs one"),

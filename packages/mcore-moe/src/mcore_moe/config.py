@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from mcore_parallel.field_checks import check_at_least
+from mcore_parallel.field_checks import check_at_least, check_choices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,8 +127,8 @@ class MoEConfig:
     moe_wgrad_micro_batches: int = 1
     """Micro-batches whose rows one grouped GEMM adds to the main gradients of the experts'
     weights, which are read and written once for all of them: faster with a few hundred rows an
-    expert. Keeps the rows of all but one: for a choice of a token the inputs of both GEMMs and
-    the gradients of their results."""
+    expert in bf16, and no faster in float32. Keeps the rows of all but one: for a choice of a
+    token the inputs of both GEMMs and the gradients of their results."""
 
     moe_shared_expert_intermediate_size: int = 0
     """Width of the expert that every token passes through; 0: none."""
@@ -149,7 +149,10 @@ class MoEConfig:
             raise ValueError(f"--num-experts {self.num_experts} must be 0 (off) or more.")
         if self.num_experts == 0:
             return
-        check_at_least(self, 0, "moe_latent_size")
+        check_choices(self)
+        check_at_least(self, 0, "moe_ffn_hidden_size", "moe_latent_size")
+        check_at_least(self, 0, "moe_shared_expert_intermediate_size")
+        check_at_least(self, 0, "moe_router_topk_scaling_factor", "moe_router_bias_update_rate")
         check_at_least(self, 1, "moe_wgrad_micro_batches")
         self._check_choice()
         self._check_groups()
@@ -278,6 +281,11 @@ class MoEConfig:
             raise ValueError(
                 f"--moe-expert-capacity-factor {self.moe_expert_capacity_factor} must be 0 "
                 "(no token is dropped) or more."
+            )
+        if self.moe_token_drop_policy != "probs" and not self.moe_expert_capacity_factor:
+            raise ValueError(
+                f"--moe-token-drop-policy {self.moe_token_drop_policy} has no effect without "
+                "--moe-expert-capacity-factor: leave it out."
             )
         if not self.moe_pad_expert_input_to_capacity:
             return

@@ -65,9 +65,16 @@ def test_a_recording_that_does_not_fit_is_refused():
     more = build(moe_router_topk=3)
     with replay_routing(more, recorded), pytest.raises(ValueError, match="with 2 experts each"):
         forward(more, x)
-    named = {path: [torch.full_like(ids[0], 99)] for path, ids in recorded.items()}
-    with pytest.raises(ValueError, match="names expert 99"), replay_routing(model, named):
-        pass
+    for expert, complaint in ((99, "expert 99"), (-1, "expert -1"), (3, "an expert twice")):
+        named = {path: [torch.full_like(ids[0], expert)] for path, ids in recorded.items()}
+        with (
+            pytest.raises(ValueError, match=f"names {complaint}"),
+            replay_routing(model, named),
+        ):
+            pass
+    bytes_of_them = {path: [one.byte() for one in ids] for path, ids in recorded.items()}
+    with replay_routing(model, bytes_of_them):
+        forward(model, x)
     other_routers = pytest.raises(ValueError, match=r"differ in these routers: 1\.router")
     with other_routers, replay_routing(model[:1], recorded):
         pass
@@ -93,7 +100,11 @@ def test_forced_balance_gives_every_expert_as_many_tokens(kind):
 
 
 def test_padding_gets_no_expert_and_takes_no_room():
-    for fields in ({}, {"moe_expert_capacity_factor": 1.0}):
+    for fields in (
+        {},
+        {"moe_expert_capacity_factor": 1.0},
+        {"moe_router_load_balancing_type": "sinkhorn"},  # padding claims no share of an expert
+    ):
         layer = build(**fields)[0]
         x = torch.randn(12, 8, dtype=torch.float64, requires_grad=True)
         mask = torch.arange(12) >= 6  # padding comes first, and would take the room
@@ -101,5 +112,6 @@ def test_padding_gets_no_expert_and_takes_no_room():
         y.sum().backward()
         assert not y[~mask].any()
         assert not x.grad[~mask].any()
-        alone = layer if not fields else build(moe_expert_capacity_factor=2.0)[0]
+        has_room = "moe_expert_capacity_factor" in fields
+        alone = build(moe_expert_capacity_factor=2.0)[0] if has_room else layer
         torch.testing.assert_close(y[mask], alone(x[mask])[0])  # half as many tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype that autocast computes GEMMs in on a device; None: it is off."""
-    if not torch.is_autocast_enabled(device.type):
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 

@@ -60,6 +60,10 @@ class Axis:
                 "sorts the ranks it is given)."
             )
 
+    def __deepcopy__(self, memo: object) -> Axis:
+        """Return the axis itself: copies of a layer communicate over the same group."""
+        return self
+
     @property
     def group_name(self) -> str:
         """Torch's registered name of the group, which functional collectives take."""

@@ -11,11 +11,13 @@ same elements, ``tensor_parallel`` where each holds its own part.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.random_tiles import Fill, hash_words, plan_fills, run_fills
@@ -58,8 +60,17 @@ def fill_normal_(
 
 
 def fill_parameter_(named: NamedParameter, *, seed: int, std: float) -> None:
-    """Fill every logical part of a local parameter by ``fill_normal_``; padding with zeros."""
+    """Fill every logical part of a local parameter by ``fill_normal_``; padding with zeros.
+
+    Of a DTensor, as FSDP2 makes, each rank draws the whole and keeps what it has of it.
+    """
     parameter = named.parameter.detach()
+    if isinstance(parameter, DTensor):
+        local = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        fill_parameter_(replace(named, parameter=nn.Parameter(local)), seed=seed, std=std)
+        placed = parameter.device_mesh, parameter.placements
+        parameter.copy_(distribute_tensor(local, *placed, src_data_rank=None))
+        return
     parameter.zero_()
     shards = shards_of([(named, parameter)])
     fill_shards_([(name, shard, std) for name, shard in shards.items()], seed=seed)

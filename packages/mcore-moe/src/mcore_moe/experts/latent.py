@@ -72,10 +72,14 @@ class LatentProjection(nn.Module):
             dtype: of the weight.
         """
         super().__init__()
-        self.tp = tp
+        self.tp, self.init_std = tp, init_std
         weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
         self.weight = overwrites(nn.Parameter(weight))
-        reset_weight_(self, std=init_std)
+        self.reset_parameters()
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Fill the weight; None as seed draws one from torch's default CPU generator."""
+        reset_weight_(self, std=self.init_std, seed=seed)
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         """Project tokens; no communication."""

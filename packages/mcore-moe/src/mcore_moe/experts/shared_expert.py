@@ -113,10 +113,13 @@ class _TokenGate(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.init_std = axis, init_std
         self.partial = axis if sequence_parallel else SINGLE
         self.weight = nn.Parameter(torch.empty(1, hidden_size, device=device, dtype=dtype))
-        reset_weight_(self, std=init_std)
+        self.reset_parameters()
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        reset_weight_(self, std=self.init_std, seed=seed)
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T 1"]:
         return F.linear(x, self.weight).sigmoid()

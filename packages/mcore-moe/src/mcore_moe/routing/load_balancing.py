@@ -173,7 +173,10 @@ def updated_expert_bias(
 
 
 def sinkhorn(
-    logits: Float[Tensor, "T E"], axis: Axis = SINGLE, tolerance: float = 1e-4
+    logits: Float[Tensor, "T E"],
+    axis: Axis = SINGLE,
+    tolerance: float = 1e-4,
+    mask: Bool[Tensor, " T"] | None = None,
 ) -> Float[Tensor, "T E"]:
     """Scale exp(logits) until tokens and experts have equal sums; no gradient.
 
@@ -184,18 +187,21 @@ def sinkhorn(
         logits: of the router.
         axis: ranks that share the micro-batch (tp x cp).
         tolerance: mean change of the columns' factors below which it stops.
+        mask: true for tokens that count; left out: all do.
 
     Returns:
-        Rows that sum to 1/T; columns that sum to nearly 1/E.
+        Rows that sum to 1/T, T of tokens that count, and zeros for others; columns that sum to
+        nearly 1/E.
 
     Reference:
         Sinkhorn 1967; Clark et al. 2022, section 3.3. arXiv:2202.01169.
     """
     with torch.no_grad():
         upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        cost = upcast.exp()
-        num_tokens = all_reduce(torch.tensor(cost.shape[0], device=cost.device), axis)
-        num_tokens = num_tokens.clamp(min=1).to(cost.dtype)
+        if mask is None:
+            mask = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+        cost = upcast.exp().where(mask[:, None], 0)
+        num_tokens = all_reduce(mask.sum(), axis).clamp(min=1).to(cost.dtype)
         rows, columns = cost.new_ones(cost.shape[0]), cost.new_ones(cost.shape[1])
         change = float("inf")
         while change > tolerance:

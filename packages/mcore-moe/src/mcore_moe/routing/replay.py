@@ -73,28 +73,46 @@ def replay_routing(model: nn.Module, recorded: RecordedRouting) -> Iterator[None
 
     Args:
         model: or a part of it, with the routers of the recording.
-        recorded: of ``record_routing``, on the model's device.
+        recorded: of ``record_routing``, or any integers on the model's device.
 
     Raises:
-        ValueError: if the routers are others, or the recording does not fit a forward. Reads
-            one number a router on the host.
+        ValueError: if the routers are others, a token names an expert that there is not, or one
+            twice, or the recording does not fit a forward. Reads three numbers a router on the
+            host.
     """
     routers = _routers(model)
     paths = set(routers)
     if paths != set(recorded):
         odd = ", ".join(sorted(paths ^ set(recorded)))
         raise ValueError(f"the recorded routing and the model differ in these routers: {odd}.")
-    for path, ids in recorded.items():
-        tops = [one.max() for one in ids if one.numel()]
-        num_experts = routers[path].config.num_experts
-        if tops and (top := int(torch.stack(tops).max())) >= num_experts:
-            raise ValueError(
-                f"the recorded routing of {path} names expert {top}, and it has {num_experts}: "
-                "replay into the model of the recording."
-            )
-    tapes = {path: RoutingTape(ids, is_given=True) for path, ids in recorded.items()}
+    chosen = {path: [one.long() for one in ids] for path, ids in recorded.items()}
+    for path, ids in chosen.items():
+        _check_experts(path, ids, routers[path].config.num_experts)
+    tapes = {path: RoutingTape(ids, is_given=True) for path, ids in chosen.items()}
     with _attached(model, tapes):
         yield
+
+
+def _check_experts(path: str, ids: Sequence[Tensor], num_experts: int) -> None:
+    found = [
+        torch.stack([one.min(), one.max(), (one.sort(1).values.diff(dim=1) == 0).sum()])
+        for one in ids
+        if one.numel()
+    ]
+    if not found:
+        return
+    low, high, twice = torch.stack(found).unbind(1)
+    low, high, twice = torch.stack([low.min(), high.max(), twice.sum()]).tolist()
+    if low < 0 or high >= num_experts:
+        raise ValueError(
+            f"the recorded routing of {path} names expert {low if low < 0 else high}, and it "
+            f"has {num_experts}: replay into the model of the recording."
+        )
+    if twice:
+        raise ValueError(
+            f"the recorded routing of {path} names an expert twice for a token: give each "
+            "token different experts."
+        )
 
 
 @contextmanager

@@ -112,12 +112,14 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Fill the weight with normal numbers of ``init_std``; 0.0 leaves zeros.
+        """Fill the weight with normal numbers of ``init_std``, biases and counts with zeros.
 
         Args:
             seed: None draws one from torch's default CPU generator.
         """
         reset_weight_(self, std=self.init_std, seed=seed)
+        for counts in self.buffers():
+            counts.zero_()
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the parameters: whole on every tensor rank, with partial gradients."""
@@ -168,7 +170,7 @@ class Router(nn.Module):
         logits = self._logits(x)
         given = self._given_ids(x)
         if self.config.moe_router_load_balancing_type == "sinkhorn":
-            routing = self._assign(logits, given)
+            routing = self._assign(logits, given, mask)
         else:
             routing = route(logits, self.config, self.expert_bias, given)
         if self.tape is not None:
@@ -209,11 +211,12 @@ class Router(nn.Module):
             return balanced_ids(x.shape[0], self.config, x.device)
         return None
 
-    def _assign(self, logits: Tensor, ids: Tensor | None) -> Routing:
+    def _assign(self, logits: Tensor, ids: Tensor | None, mask: Tensor | None) -> Routing:
         topk = self.config.moe_router_topk
         scores = expert_scores(logits, "sigmoid" if topk == 1 else "softmax")
         if ids is None:
-            ids = top_experts(sinkhorn(logits, self.cp_tp) if self.training else scores, topk)
+            balanced = sinkhorn(logits, self.cp_tp, mask=mask) if self.training else scores
+            ids = top_experts(balanced, topk)
         return Routing(ids, scaled(scores.gather(1, ids), self.config))
 
     def _count(self, routing: Routing, mask: Tensor | None) -> None:

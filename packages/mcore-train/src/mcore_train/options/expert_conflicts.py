@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from mcore_moe.config import one_step_option
+from mcore_moe.config import MoEConfig, one_step_option
 from mcore_parallel.field_checks import flag
 from mcore_parallel.logical_tensors import expert_size
 from mcore_train.composition import TrainConfig
@@ -87,6 +87,13 @@ def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
                 f"{flag(name)} has an effect only with --expert-model-parallel-size above 1 "
                 "and --expert-tensor-parallel-size 1: leave it out."
             )
+    rate = experts.moe_router_bias_update_rate
+    is_idle = experts.num_experts and not experts.moe_router_enable_expert_bias
+    if is_idle and rate != MoEConfig().moe_router_bias_update_rate:
+        yield (
+            f"--moe-router-bias-update-rate {rate} has no effect without "
+            "--moe-router-enable-expert-bias: leave it out, or give both."
+        )
     problem = one_step_option(experts)
     if parallel.hierarchical_expert_parallel_size and problem:
         yield problem
