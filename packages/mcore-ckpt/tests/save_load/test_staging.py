@@ -79,3 +79,10 @@ def test_a_tensor_that_comes_to_lie_elsewhere_is_copied_from_there():
         bucket = torch.randn(6, 5)
         assert copied(place, list(bucket)) == 1
         assert copied(place, [bucket[0].clone(), *bucket[1:]]) == 2
+
+
+def test_what_each_save_reads_anew_asks_for_no_new_layout():
+    place, bucket = Staging(), torch.randn(6, 5)
+    first = place.start([*bucket, torch.get_rng_state()])
+    again = place.start([*bucket, torch.get_rng_state()])
+    assert again.parts is first.parts

@@ -90,7 +90,7 @@ class _Part:
     """Region of it; lies in row-major order."""
     num_bytes: int
     storage: int = 0
-    """Address of the storage; 0: the tensor is strided, and copied by itself."""
+    """Address of the storage; 0: the tensor is copied by itself."""
     address: int = 0
     """Of the first byte; 0: as above."""
 
@@ -135,7 +135,7 @@ class Staging:
         """
         sources = list(tensors)
         on_gpu = any(tensor.is_cuda for tensor in sources)
-        layout = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources]
+        layout = [(_address(t), t.shape, t.stride(), t.dtype) for t in sources]
         if layout != self._layout or not self._fits(sources):
             self._lay_out(sources, pinned=on_gpu)
             self._layout = layout
@@ -218,15 +218,25 @@ def _parts(number: int, tensor: Tensor) -> list[_Part]:
     boxes = [whole]
     if tensor.numel():
         boxes = list(small_spans(whole[1], whole, max(1, _PART_BYTES // size)))
-    storage, address = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
-    if not tensor.numel() or not tensor.is_contiguous() or address % size:
-        storage = address = 0
+    address = _address(tensor)
+    storage = tensor.untyped_storage().data_ptr() if address else 0
     parts = []
     for box in boxes:
         num_bytes = prod(box[1]) * size
         parts.append(_Part(number, box, num_bytes, storage, address))
         address += num_bytes if storage else 0
     return parts
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor that may have neighbours lies; 0: it is copied by itself.
+
+    What fills a storage alone, such as a random stream that each save reads anew, has none,
+    and may lie elsewhere at each save without a new layout.
+    """
+    address, size = tensor.data_ptr(), tensor.element_size()
+    is_alone = tensor.numel() * size == tensor.untyped_storage().nbytes()
+    return 0 if is_alone or not tensor.is_contiguous() or address % size else address
 
 
 def _is_next(part: _Part, run: _Run) -> bool:
