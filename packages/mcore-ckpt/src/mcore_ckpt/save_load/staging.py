@@ -4,11 +4,16 @@ Copies from a GPU run on a stream of their own into pinned blocks, beside the ke
 next step; copies of CPU tensors are made by whoever writes. The owner of the tensors calls
 ``hold`` right before it changes them, and no sooner. Blocks are kept from save to save: the
 memory needed is one rank's share, once.
+
+What lies side by side in one storage, such as experts in their stack or moments in a bucket, is
+copied at once, so that copies are as many as blocks rather than tensors: a launch costs 10 us,
+and a stream takes about a thousand before the caller waits for the device.
 """
 
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -23,20 +28,28 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 28
 """Size of a block. A power of two: torch's pinned allocator rounds up to one."""
 
-_PART_BYTES = 1 << 26
+_SMALL_BLOCK_BYTES = 1 << 26
 _ALIGNMENT = 64
+_PART_BYTES = _SMALL_BLOCK_BYTES - _ALIGNMENT
+"""Most bytes of a part: it fits into any block, wherever it begins within a line of memory."""
+
+_GAP_BYTES = 1 << 12
+"""Most bytes between two tensors of a storage that are copied with them."""
 
 
 class Copies:
     """Tensors on their way to the host."""
 
     def __init__(
-        self, sources: list[Tensor], parts: list[list[Tensor]], event: torch.cuda.Event | None
+        self,
+        moves: list[tuple[Tensor, Tensor]],
+        parts: list[list[Tensor]],
+        event: torch.cuda.Event | None,
     ) -> None:
         self.parts = parts
         """Of each tensor, contiguous host tensors: one after the other they are its bytes,
         once ``finish`` has returned."""
-        self._sources = sources
+        self._moves = moves
         self._event = event
         self._done = threading.Event()
 
@@ -59,12 +72,40 @@ class Copies:
             return
         try:
             if self._event is None:
-                _copy(self._sources, self.parts)
+                _copy(self._moves)
             else:
                 self._event.synchronize()
         finally:
-            self._sources = []
+            self._moves = []
             self._done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor, or a box of one, that is copied as a whole."""
+
+    number: int
+    """Of the tensor."""
+    box: Box
+    """Region of it; lies in row-major order."""
+    num_bytes: int
+    storage: int = 0
+    """Address of the storage; 0: the tensor is copied by itself."""
+    address: int = 0
+    """Of the first byte; 0: as above."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Memory that is copied at once: of neighbours in a storage, or one strided part."""
+
+    first: _Part
+    """Where it begins."""
+    block: int
+    """Number of the block that it goes to."""
+    place: int
+    """First byte there."""
+    num_bytes: int
 
 
 class Staging:
@@ -72,7 +113,8 @@ class Staging:
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
-        self._layout: list[tuple[torch.Size, torch.dtype]] = []
+        self._layout: list[tuple[int, torch.Size, tuple[int, ...], torch.dtype]] = []
+        self._runs: list[_Run] = []
         self._parts: list[list[Tensor]] = []
         self._stream: torch.cuda.Stream | None = None
 
@@ -93,43 +135,71 @@ class Staging:
         """
         sources = list(tensors)
         on_gpu = any(tensor.is_cuda for tensor in sources)
-        layout = [(tensor.shape, tensor.dtype) for tensor in sources]
-        if layout != self._layout:
-            self._parts = self._lay_out(sources, pinned=on_gpu)
+        layout = [(_address(t), t.shape, t.stride(), t.dtype) for t in sources]
+        if layout != self._layout or not self._fits(sources):
+            self._lay_out(sources, pinned=on_gpu)
             self._layout = layout
+        moves = [self._move(run, sources[run.first.number]) for run in self._runs]
         if not on_gpu:
-            return Copies(sources, self._parts, None)
+            return Copies(moves, self._parts, None)
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            _copy(sources, self._parts)
+            _copy(moves)
         event = torch.cuda.Event()
         event.record(self._stream)
-        return Copies(sources, self._parts, event)
+        return Copies(moves, self._parts, event)
 
-    def _lay_out(self, tensors: Sequence[Tensor], *, pinned: bool) -> list[list[Tensor]]:
-        """Give every tensor places in the blocks, in parts that leave few gaps."""
-        number, place = 0, 0
-        placed: list[list[Tensor]] = []
-        for tensor in tensors:
-            mine = []
-            for _, lengths in _cuts(tensor):
-                size = prod(lengths) * tensor.element_size()
-                if place + size > self._size(number) and place:
-                    number, place = number + 1, 0
-                block = self._block(number, size, pinned=pinned)
-                flat = block[place : place + size].view(tensor.dtype)
-                mine.append(flat.view(lengths))
-                place += -(-size // _ALIGNMENT) * _ALIGNMENT
-            placed.append(mine)
-        return placed
+    def _fits(self, sources: Sequence[Tensor]) -> bool:
+        """Whether each run, of tensors that lie where they lay, still is in one storage."""
+        storages = [(run, sources[run.first.number].untyped_storage()) for run in self._runs]
+        return all(
+            run.first.address + run.num_bytes <= storage.data_ptr() + storage.nbytes()
+            for run, storage in storages
+            if run.first.address
+        )
+
+    def _lay_out(self, tensors: Sequence[Tensor], *, pinned: bool) -> None:
+        """Give every part a place in the blocks, with its neighbours in the storage."""
+        parts = [part for number, one in enumerate(tensors) for part in _parts(number, one)]
+        parts.sort(key=lambda part: (part.storage, part.address))
+        self._runs, self._parts = [], [[] for _ in tensors]
+        run = _Run(_Part(0, ((), ()), 0), 0, 0, 0)
+        for part in parts:
+            if is_next := _is_next(part, run):
+                place = run.place + part.address - run.first.address
+            else:
+                place = _aligned(run.place + run.num_bytes) + part.address % _ALIGNMENT
+            has_room = place + part.num_bytes <= self._size(run.block)
+            if not (is_next and has_room):
+                block = run.block if has_room else run.block + 1
+                place = place if has_room else part.address % _ALIGNMENT
+                run = _Run(part, block, place, 0)
+                self._runs.append(run)
+            end = place + part.num_bytes
+            run.num_bytes = end - run.place
+            memory = self._block(run.block, end, pinned=pinned)[place:end]
+            tensor = tensors[part.number]
+            self._parts[part.number].append(memory.view(tensor.dtype).view(part.box[1]))
+
+    def _move(self, run: _Run, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a run copies, and its place in the blocks."""
+        target = self._blocks[run.block][run.place : run.place + run.num_bytes]
+        if not run.first.address:
+            box = run.first.box
+            return narrowed(tensor, box), target.view(tensor.dtype).view(box[1])
+        storage = tensor.untyped_storage()
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        begin = run.first.address - storage.data_ptr()
+        flat.set_(storage, begin, (run.num_bytes,), (1,))
+        return flat, target
 
     def _size(self, number: int) -> int:
         return self._blocks[number].numel() if number < len(self._blocks) else BLOCK_BYTES
 
     def _block(self, number: int, size: int, *, pinned: bool) -> Tensor:
         if number == len(self._blocks):
-            size = max(size, BLOCK_BYTES if pinned else _PART_BYTES)
+            size = max(size, BLOCK_BYTES if pinned else _SMALL_BLOCK_BYTES)
             try:
                 block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             except RuntimeError as error:
@@ -141,18 +211,44 @@ class Staging:
         return self._blocks[number]
 
 
-def _cuts(tensor: Tensor) -> list[Box]:
-    """Cut a tensor into boxes that lie in its row-major order, of bounded size."""
+def _parts(number: int, tensor: Tensor) -> list[_Part]:
+    """Cut a tensor into parts that lie in its row-major order, of bounded size."""
+    size = tensor.element_size()
     whole = ((0,) * tensor.dim(), tuple(tensor.shape))
-    if not tensor.numel():
-        return [whole]
-    return list(small_spans(whole[1], whole, max(1, _PART_BYTES // tensor.element_size())))
+    boxes = [whole]
+    if tensor.numel():
+        boxes = list(small_spans(whole[1], whole, max(1, _PART_BYTES // size)))
+    address = _address(tensor)
+    storage = tensor.untyped_storage().data_ptr() if address else 0
+    parts = []
+    for box in boxes:
+        num_bytes = prod(box[1]) * size
+        parts.append(_Part(number, box, num_bytes, storage, address))
+        address += num_bytes if storage else 0
+    return parts
 
 
-def _copy(sources: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
-    for source, mine in zip(sources, parts, strict=True):
-        if len(mine) == 1:
-            mine[0].copy_(source, non_blocking=True)
-            continue
-        for box, part in zip(_cuts(source), mine, strict=True):
-            part.copy_(narrowed(source, box), non_blocking=True)
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor that may have neighbours lies; 0: it is copied by itself.
+
+    What fills a storage alone, such as a random stream that each save reads anew, has none,
+    and may lie elsewhere at each save without a new layout.
+    """
+    address, size = tensor.data_ptr(), tensor.element_size()
+    is_alone = tensor.numel() * size == tensor.untyped_storage().nbytes()
+    return 0 if is_alone or not tensor.is_contiguous() or address % size else address
+
+
+def _is_next(part: _Part, run: _Run) -> bool:
+    """Whether a part lies right behind a run, in the same storage."""
+    gap = part.address - run.first.address - run.num_bytes
+    return 0 < part.storage == run.first.storage and 0 <= gap <= _GAP_BYTES
+
+
+def _aligned(place: int) -> int:
+    return -(-place // _ALIGNMENT) * _ALIGNMENT
+
+
+def _copy(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for source, target in moves:
+        target.copy_(source, non_blocking=True)
