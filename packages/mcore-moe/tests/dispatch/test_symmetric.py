@@ -82,7 +82,7 @@ def there_and_back(dispatcher, x, probs, ids, keep, *, equal_tokens):
     return y.detach(), *grads, sent.plan.offsets
 
 
-def check_read(kind, device, dtype, folder=None):
+def check_read(kind, ep, device, dtype, folder=None):
     if folder:
         with pytest.MonkeyPatch.context() as patch:  # the interpreter runs the kernels
             patch.setenv("TRITON_INTERPRET", "1")
@@ -90,7 +90,7 @@ def check_read(kind, device, dtype, folder=None):
         from triton_interpreter import prepare
 
         prepare()
-    ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=2))
+    ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=ep))
     memory = SymmetricMemory(folder) if folder else None
     compare_ways(ctx, kind, device, dtype, memory)
     ctx.destroy()
@@ -142,9 +142,9 @@ def check_recorded(read, plain, inputs, kind, rank, plain_device):
             torch.testing.assert_close(a, c.cpu(), rtol=1.6e-2, atol=1.6e-2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_kernels_read_are_those_that_gathers_bring(kind, tmp_path):
-    for barriers in run_ranks(check_read, 4, kind, "cpu", torch.float64, str(tmp_path)):
+@pytest.mark.parametrize(("kind", "ep"), list(zip(KINDS, (4, 2, 2, 4), strict=True)))
+def test_rows_that_kernels_read_are_those_that_gathers_bring(kind, ep, tmp_path):
+    for barriers in run_ranks(check_read, 4, kind, ep, "cpu", torch.float64, str(tmp_path)):
         # Of choices, tokens and sums, and back twice; the second round reads other buffers.
         assert barriers == 3 * 5
 
@@ -152,7 +152,7 @@ def test_rows_that_kernels_read_are_those_that_gathers_bring(kind, tmp_path):
 def check_on_one_gpu(kind, dtype):
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # ranks share the GPU
     torch.cuda.set_device(0)
-    check_read(kind, "cuda:0", dtype)
+    check_read(kind, 2, "cuda:0", dtype)
 
 
 @pytest.mark.gpu
