@@ -135,10 +135,9 @@ class Staging:
         """
         sources = list(tensors)
         on_gpu = any(tensor.is_cuda for tensor in sources)
-        layout = [(_address(t), t.shape, t.stride(), t.dtype) for t in sources]
-        if layout != self._layout or not self._fits(sources):
+        if not (self._lie_as_before(sources) and self._fits(sources)):
             self._lay_out(sources, pinned=on_gpu)
-            self._layout = layout
+            self._layout = [(_address(t), t.shape, t.stride(), t.dtype) for t in sources]
         moves = [self._move(run, sources[run.first.number]) for run in self._runs]
         if not on_gpu:
             return Copies(moves, self._parts, None)
@@ -149,6 +148,14 @@ class Staging:
         event = torch.cuda.Event()
         event.record(self._stream)
         return Copies(moves, self._parts, event)
+
+    def _lie_as_before(self, sources: Sequence[Tensor]) -> bool:
+        """Whether tensors are like those of the layout, and where they have neighbours."""
+        return len(sources) == len(self._layout) and all(
+            address in (0, t.data_ptr())
+            and (t.shape, t.stride(), t.dtype) == (shape, stride, dtype)
+            for t, (address, shape, stride, dtype) in zip(sources, self._layout, strict=True)
+        )
 
     def _fits(self, sources: Sequence[Tensor]) -> bool:
         """Whether each run, of tensors that lie where they lay, still is in one storage."""
