@@ -35,10 +35,10 @@ llama="--recipe recipes/model/llama-3-8b.toml"
 wide30="--num-layers 60 --hidden-size 6656 --num-attention-heads 52 --ffn-hidden-size 17920 --max-position-embeddings 4096 --vocab-size 32000 --seq-length 4096 --micro-batch-size 1 --untie-embeddings-and-output-weights"
 at="h200-x$world"
 if [ "$world" -eq 4 ]; then
-  layers= peer_layers=32 qwen="--num-layers 20" mixtral="--num-layers 12" large= few=16 offline=1024 small="--num-layers 12"
+  layers= peer_layers=32 qwen="--num-layers 20" mixtral="--num-layers 12" large= few=16 offline=1024 saved=6
   usual_warmup=5 usual_steps=10
 else  # a rehearsal: the same flags on fewer layers
-  layers="--num-layers 4" peer_layers=4 qwen="--num-layers 4" mixtral="--num-layers 2" few=8 offline=64 small="--num-layers 2"
+  layers="--num-layers 4" peer_layers=4 qwen="--num-layers 4" mixtral="--num-layers 2" few=8 offline=64 saved=2
   usual_warmup=2 usual_steps=3
   large="--num-layers 4"
 fi
@@ -103,6 +103,6 @@ fi
 for case in "zero dp2" "tp2 sp" "experts ep2"; do  # three trainings each, on two GPUs
   launch "determinism-$at-${case// /-}" 180 0 benchmarks/bench_determinism.py --name "determinism-$at-${case// /-}" --cases "$case" --output "$out" --commit "$COMMIT"
 done
-launch "checkpoint-qwen3-30b-$at-ep" 280 "$world" benchmarks/bench_checkpoint.py --name "checkpoint-qwen3-30b-$at-ep" \
+launch "checkpoint-qwen3-30b-$saved-layers-$at-ep" 280 "$world" benchmarks/bench_checkpoint.py --name "checkpoint-qwen3-30b-$saved-layers-$at-ep" \
   --folder "${TMPDIR:-/tmp}/four-gpus-checkpoint" --reshard-gib 0 --rounds 1 --output "$out" --commit "$COMMIT" -- $common \
-  --recipe recipes/model/qwen3-30b-a3b.toml $small --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size "$world"
+  --recipe recipes/model/qwen3-30b-a3b.toml --num-layers "$saved" --use-distributed-optimizer --expert-model-parallel-size "$world" --global-batch-size "$world"
