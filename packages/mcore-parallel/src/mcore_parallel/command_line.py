@@ -184,20 +184,11 @@ def _read_values(option: Option, name: str, given: list[str]) -> Any:
     return tuple(_read_value(name, kind, word) for kind, word in zip(kinds, given, strict=True))
 
 
-def check_choice(flag: str, kind: Any, word: str) -> None:
-    """Refuse a word that a ``Literal`` type does not list.
-
-    Raises:
-        ValueError: with the flag, the word and what there is to choose from.
-    """
-    if word not in get_args(kind):
-        choices = [choice for choice in get_args(kind) if choice]
-        raise ValueError(f"{flag} {word!r} is no choice: use {_and(choices, 'or')}.")
-
-
 def _read_value(name: str, kind: Any, word: str) -> Any:
     if get_origin(kind) is Literal:
-        check_choice(name, kind, word)
+        if word not in get_args(kind):
+            choices = [choice for choice in get_args(kind) if choice]
+            raise ValueError(f"{name} {word!r} is no choice: use {_and(choices, 'or')}.")
         return word
     try:
         return kind(word)

@@ -1,11 +1,9 @@
 """Checks of single fields of configuration records, in the words of their flags.
 
-Of the standard library, like ``command_line``, so that config files may import it.
+The standard library only, so that config files may import it.
 """
 
-from typing import Literal, get_origin, get_type_hints
-
-from mcore_parallel.command_line import check_choice
+from typing import Literal, get_args, get_origin, get_type_hints
 
 
 def flag(field_name: str) -> str:
@@ -42,5 +40,10 @@ def check_choices(config: object) -> None:
         ValueError: with the flag, its value and what there is to choose from.
     """
     for name, kind in get_type_hints(type(config)).items():
-        if get_origin(kind) is Literal:
-            check_choice(flag(name), kind, getattr(config, name))
+        choices = get_args(kind)
+        if get_origin(kind) is Literal and getattr(config, name) not in choices:
+            *others, last = [choice for choice in choices if choice]
+            listed = f"{', '.join(others)} or {last}" if others else last
+            raise ValueError(
+                f"{flag(name)} {getattr(config, name)!r} is no choice: use {listed}."
+            )
