@@ -74,10 +74,15 @@ def draw(rank, kind, seed, width, dtype, fewer=1):
 
 
 def there_and_back(dispatcher, x, probs, ids, keep, *, equal_tokens):
-    """Experts weigh what they read; gradients are those of the sum of squares."""
+    """Experts weigh what they read; gradients are those of the sum of squares.
+
+    Rows behind those of the last expert are never read.
+    """
     x, probs = x.detach().requires_grad_(), probs.detach().requires_grad_()
     sent = dispatcher.dispatch(x, Routing(ids, probs, keep), DispatchOptions(equal_tokens))
-    y = dispatcher.combine((sent.x * (sent.probs + 0.5)).to(x.dtype), sent.handle)
+    rows = (sent.x * (sent.probs + 0.5)).to(x.dtype)
+    behind = torch.arange(len(rows), device=x.device) >= sent.plan.offsets[-1]
+    y = dispatcher.combine(rows.masked_fill(behind[:, None], torch.nan), sent.handle)
     grads = torch.autograd.grad(y.float().square().sum(), (x, probs))
     return y.detach(), *grads, sent.plan.offsets
 

@@ -241,23 +241,30 @@ class Peers:
         num_rows, sizes = places.sources.numel(), (places.num_tokens, places.owners.shape[1])
         rows = x.new_empty(num_rows, x.shape[1])
         weights = None if probs is None else probs.new_empty(num_rows)
-        pull_rows(table, places.sources, rows, weights, offset, sizes)
+        pull_rows(table, places.sources, places.offsets, rows, weights, offset, sizes)
         return rows, weights
 
     def add(self, y: Tensor, probs: Tensor | None, places: Places) -> Any:
         """See ``Exchange``."""
         from mcore_moe.kernels.peer_rows import sum_rows
 
-        (_, table), offset = self._share("sums", y.shape[0], y, probs)
+        (_, table), offset = self._share("sums", y.shape[0], y, probs, places.offsets)
         sums = y.new_empty(places.owners.shape[0], y.shape[1])
         weights = None if probs is None else probs.new_empty(places.owners.shape)
         sum_rows(table, places.owners, places.rows, sums, weights, offset, y.shape[0])
         return sums, weights
 
     def _share(
-        self, kind: str, num_rows: int, x: Tensor, probs: Tensor | None = None
+        self,
+        kind: str,
+        num_rows: int,
+        x: Tensor,
+        probs: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> tuple[tuple[Any, Tensor], int]:
         """Lay tensors into the buffer, and wait on the device until all ranks have.
+
+        With ``offsets`` of experts the rows of ``x`` behind the last of them are left out.
 
         Returns:
             The handle and the addresses of all ranks' buffers; where the second tensor begins.
@@ -270,10 +277,15 @@ class Peers:
         if self.last is not None and (self.last[0] == now[0] or self.last[1] != now[1]):
             handle.barrier()
         self.last = now
-        for begin, own in ((0, x), (offset, probs)):
-            if own is not None and own.numel():
-                place = buffer[begin : begin + own.numel() * own.element_size()]
-                place.view(own.dtype).view(own.shape).copy_(own)
+        place = _place_of(x, buffer)
+        if offsets is None:
+            place.copy_(x)
+        else:
+            from mcore_moe.kernels.peer_rows import lay_rows
+
+            lay_rows(place, x.contiguous(), offsets)
+        if probs is not None:
+            _place_of(probs, buffer[offset:]).copy_(probs)
         handle.barrier()
         return (handle, table), offset
 
@@ -302,6 +314,11 @@ class Peers:
 
     def _is_recorded(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _place_of(x: Tensor, buffer: Tensor) -> Tensor:
+    """Return the beginning of a buffer as a tensor like ``x``."""
+    return buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
 
 
 def _memory() -> Any:

@@ -13,6 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _WIDTH = 1024  # channels of one program
+_PROGRAMS = 2048  # that loop: 16 on each multiprocessor of an H200
+_LANES = 64  # rows far from each other that are read at the same time
 
 
 @triton.jit
@@ -20,6 +22,8 @@ _WIDTH = 1024  # channels of one program
 def _pull_rows(
     table,
     sources,
+    offsets,
+    num_experts,
     rows,
     probs,
     probs_offset,
@@ -27,22 +31,28 @@ def _pull_rows(
     width,
     TOPK: tl.constexpr,
     HAS_PROBS: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program: a part of one row, from the buffer of the rank that has the token.
-    row = tl.program_id(0).to(tl.int64)
-    choice = tl.load(sources + row).to(tl.int64)
-    found = choice >= 0
-    choice = tl.maximum(choice, 0)
-    token = choice // TOPK
-    base = tl.load(table + token // num_tokens)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    place = tl.multiple_of(base, 16).to(rows.dtype) + (token % num_tokens) * width + column
-    tl.store(rows + row * width + column, tl.load(place, mask=inside & found), mask=inside)
-    if HAS_PROBS and tl.program_id(1) == 0:
-        weight = (base + probs_offset).to(probs.dtype) + choice % (num_tokens * TOPK)
-        tl.store(probs + row, tl.load(weight, mask=found, other=0.0))
+    # Rows lie by expert and then by rank, so in their order all ranks would read from one rank
+    # at a time, whose links are then the limit. Here neighbours are far from each other.
+    num_rows = tl.load(offsets + num_experts)
+    per_lane, num_parts = (num_rows + LANES - 1) // LANES, (width + BLOCK - 1) // BLOCK
+    for work in range(tl.program_id(0), LANES * per_lane * num_parts, tl.num_programs(0)):
+        place, part = work // num_parts, work % num_parts
+        row = (place % LANES * per_lane + place // LANES).to(tl.int64)
+        column = part * BLOCK + tl.arange(0, BLOCK)
+        is_row = row < num_rows
+        inside = is_row & (column < width)
+        choice = tl.load(sources + row, mask=is_row, other=0).to(tl.int64)
+        token = choice // TOPK
+        base = tl.load(table + token // num_tokens)
+        at = tl.multiple_of(base, 16).to(rows.dtype) + (token % num_tokens) * width + column
+        tl.store(rows + row * width + column, tl.load(at, mask=inside), mask=inside)
+        if HAS_PROBS:
+            weight = (base + probs_offset).to(probs.dtype) + choice % (num_tokens * TOPK)
+            is_first = is_row & (part == 0)
+            tl.store(probs + row, tl.load(weight, mask=is_first), mask=is_first)
 
 
 @triton.jit
@@ -63,8 +73,9 @@ def _sum_rows(
     BLOCK: tl.constexpr,
 ):
     # One program: a part of one token, the sum of its rows in the order of its choices.
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    num_parts = (width + BLOCK - 1) // BLOCK
+    token, part = (tl.program_id(0) // num_parts).to(tl.int64), tl.program_id(0) % num_parts
+    column = part * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     total = tl.full((BLOCK,), 0, TOTAL)
     for j in tl.static_range(TOPK):
@@ -74,15 +85,26 @@ def _sum_rows(
         base = tl.load(table + owner, mask=found, other=0)
         place = tl.multiple_of(base, 16).to(out.dtype) + row * width + column
         total += tl.load(place, mask=inside & found, other=0.0).to(TOTAL)
-        if HAS_PROBS and tl.program_id(1) == 0:
+        if HAS_PROBS and part == 0:
             weight = (base + probs_offset).to(probs.dtype) + row
             tl.store(probs + token * TOPK + j, tl.load(weight, mask=found, other=0.0))
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+@no_type_check
+def _lay_rows(x, out, offsets, num_experts, width, BLOCK: tl.constexpr):
+    size = tl.load(offsets + num_experts).to(tl.int64) * width
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for begin in range(first, size, tl.num_programs(0) * BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        tl.store(out + place, tl.load(x + place, mask=place < size), mask=place < size)
+
+
 def pull_rows(
     table: Int[Tensor, " ranks"],
     sources: Int[Tensor, " R"],
+    offsets: Int[Tensor, " e1"],
     rows: Float[Tensor, "R D"],
     probs: Float[Tensor, " R"] | None,
     probs_offset: int,
@@ -92,18 +114,46 @@ def pull_rows(
 
     Args:
         table: address of each rank's tokens.
-        sources: choice of each row, over the tokens of all ranks; -1: none, the row is zero.
-        rows: written.
-        probs: written, or None: rows alone.
+        sources: choice of each row, over the tokens of all ranks.
+        offsets: where the rows of each expert begin, and the end of the last.
+        rows: written up to that end, and no further.
+        probs: written as far, or None: rows alone.
         probs_offset: bytes from the tokens to their weights.
         tokens_and_choices: of a rank and of a token.
     """
+    if not rows.numel():
+        return
     num_tokens, topk = tokens_and_choices
     width, has_probs = rows.shape[1], probs is not None
-    weights = probs if has_probs else rows
-    _pull_rows[_grid(rows)](
-        table, sources, rows, weights, probs_offset, num_tokens, width, topk, has_probs, _WIDTH
+    _pull_rows[_loops(rows)](
+        table,
+        sources,
+        offsets,
+        offsets.numel() - 1,
+        rows,
+        probs if has_probs else rows,
+        probs_offset,
+        num_tokens,
+        width,
+        topk,
+        has_probs,
+        _LANES,
+        _WIDTH,
     )
+
+
+def lay_rows(
+    out: Float[Tensor, "R D"], x: Float[Tensor, "R D"], offsets: Int[Tensor, " e1"]
+) -> None:
+    """Copy the rows of experts, and none behind them.
+
+    Args:
+        out: written.
+        x: the rows.
+        offsets: where the rows of each expert begin, and the end of the last.
+    """
+    if x.numel():
+        _lay_rows[_loops(x)](x, out, offsets, offsets.numel() - 1, x.shape[1], _WIDTH)
 
 
 def sum_rows(
@@ -147,5 +197,9 @@ def sum_rows(
     )
 
 
-def _grid(x: Tensor) -> tuple[int, int]:
-    return x.shape[0], -(-x.shape[1] // _WIDTH)
+def _grid(x: Tensor) -> tuple[int]:
+    return (x.shape[0] * -(-x.shape[1] // _WIDTH),)
+
+
+def _loops(x: Tensor) -> tuple[int]:
+    return (min(_PROGRAMS, *_grid(x)),)
