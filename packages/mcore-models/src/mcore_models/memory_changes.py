@@ -14,7 +14,11 @@ from mcore_models.config import TransformerConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.logical_tensors import expert_size, is_gated, layer_mixers
-from mcore_parallel.offloading.config import OffloadConfig
+from mcore_parallel.offloading.config import (
+    NUM_PIECES_ON_GPU,
+    PIECE_ELEMENTS,
+    OffloadConfig,
+)
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 from mcore_parallel.precision.config import Fp8Config
 
@@ -172,7 +176,7 @@ def optimizer_bytes(
         adam: how wide its moments are.
         main_weights: whether 16-bit weights are kept in float32 too.
         data_parallel: whether weights are rows of float32, which stay on the device.
-        offload: the share that is updated in host memory, where weights are too.
+        offload: the share that is in host memory, of which a few pieces pass the device.
         weight_bytes: of a weight.
 
     Returns:
@@ -182,6 +186,7 @@ def optimizer_bytes(
     has_rows = data_parallel.is_fully_sharded and data_parallel.main_grads_dtype == "fp32"
     has_main = weight_bytes == 2 and main_weights.main_params_dtype == "fp32"
     state = moments + 4 * (has_main or has_rows)
-    share = offload.optimizer_offload_fraction * offload.optimizer_cpu_offload
-    gone = int(share * (state - 4 * has_rows) * own)
-    return state * own - gone, int(share * (moments + (4 if has_main else weight_bytes)) * own)
+    travels = state - 4 * has_rows
+    gone = int(offload.optimizer_offload_fraction * offload.optimizer_cpu_offload * own)
+    passing = min(gone, NUM_PIECES_ON_GPU * PIECE_ELEMENTS)
+    return state * own - travels * (gone - passing), travels * gone

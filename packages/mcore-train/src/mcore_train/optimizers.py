@@ -2,12 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
-import torch
-
 from mcore_ckpt.save_load.rank_agreement import agreed
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
-from mcore_parallel.launch.launcher import num_cores
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.mup import step_width
 from mcore_parallel.optimizers.adamw import AdamW
@@ -35,11 +32,9 @@ def build_optimizer(
     """Build the optimizer of a run on every rank, or raise on every rank; an all-gather.
 
     Raises:
-        ValueError: if a drive cannot hold the state of one of the ranks.
+        ValueError: if memory or a drive cannot hold the state of one of the ranks.
     """
-    offload, num_threads = config.offloading, 1
-    if ctx.device.type == "cuda":  # this rank's share of the host's cores, by its GPUs
-        num_threads = max(1, num_cores() // min(ctx.world.size, torch.cuda.device_count()))
+    offload = config.offloading
 
     def width(named: NamedParameter) -> float:
         return step_width(
@@ -52,7 +47,6 @@ def build_optimizer(
             rules[config.optimizer.optimizer](config),
             step_width=width,
             host_share=offload.optimizer_cpu_offload * offload.optimizer_offload_fraction,
-            host_threads=num_threads,
             host_folder=offload.optimizer_offload_dir,
             has_main=config.main_weights.main_params_dtype == "fp32",
         )

@@ -32,8 +32,8 @@ from mcore_parallel.data_parallel.optimizer_segments import (
     share_out,
 )
 from mcore_parallel.data_parallel.row_scaling import NO_FACTORS, RowFactors, scale_rows
-from mcore_parallel.offloading.host_updates import HostPiece, HostUpdates
-from mcore_parallel.offloading.state_file import StateFile
+from mcore_parallel.offloading.host_updates import CudaQueues, HostUpdates
+from mcore_parallel.offloading.state_memory import allocate_state, allocate_state_file
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.optimizers.rounding import round_stochastically_
@@ -42,9 +42,6 @@ from mcore_parallel.sharding import NamedParameter, Shard
 
 _RUN = 1 << 24
 """Elements that are updated at one time, which bounds temporary memory."""
-_HOST_RUN = 1 << 20
-"""Those in host memory: larger temporaries are mapped anew each time, page by page by one
-thread after another, which takes longer than the arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,6 @@ class DistributedOptimizer:
         *,
         step_width: Callable[[NamedParameter], float] = lambda _named: 1.0,
         host_share: float = 0.0,
-        host_threads: int = 1,
         host_folder: str = "",
         has_main: bool = True,
     ) -> None:
@@ -84,16 +80,15 @@ class DistributedOptimizer:
             step_width: what divides a parameter's learning rate, and multiplies its gradient
                 and decay (muP): Adam's step has no scale, so this divides its epsilon, and a
                 step's decay stays.
-            host_share: of the state that is kept and updated in host memory, the first in the
-                order of updates.
-            host_threads: of the processor for these updates.
-            host_folder: where that state is in a file instead, see ``StateFile``.
+            host_share: of the state that is kept in host memory, the first in the order of
+                updates: main weights, if they are kept beside the weights, and moments.
+            host_folder: where that state is in a file instead, see ``allocate_state_file``.
             has_main: keep 16-bit weights in float32 too; else bfloat16 weights are rounded
                 stochastically after an update in float32.
 
         Raises:
             ValueError: if ``has_main`` is off for weights that are neither bfloat16 nor wide,
-                or that an engine keeps in float32; or the folder has too little space.
+                or that an engine keeps in float32; or the host or the folder has no room.
         """
         self.data_parallel = data_parallel
         self.rule = rule
@@ -101,12 +96,15 @@ class DistributedOptimizer:
         self._has_main = has_main
         if not has_main:
             check_rounding(data_parallel.units)
+        device = data_parallel.ctx.device
         shared_out = list(share_out(data_parallel.update_order, host_share))
-        self._file: StateFile | None = None
+        size = bytes_on_host(shared_out, rule, has_main)
         if host_folder:
-            self._file = StateFile(host_folder, bytes_on_host(shared_out, rule))
+            memory = allocate_state_file(size, host_folder)
+        else:
+            memory = allocate_state(size, device)
         self._segments: dict[OwnedUnit, list[Segment]] = {
-            unit: [new_segment(unit, rule, has_main, self._file, *part) for part in parts]
+            unit: [new_segment(unit, rule, has_main, memory.zeros, *part) for part in parts]
             for unit, parts in shared_out
         }
         self._norm_views = owned_views(data_parallel.grad_shards().values())
@@ -114,7 +112,12 @@ class DistributedOptimizer:
             unit: [run for segment in segments for run in build_runs(segment, step_width)]
             for unit, segments in self._segments.items()
         }
-        self._host = HostUpdates(data_parallel.ctx.device, host_threads)
+        on_host = [run for runs in self._runs.values() for run in runs if run.on_host]
+        self._host = HostUpdates(
+            [run.state() for run in on_host],
+            CudaQueues(device) if device.type == "cuda" and on_host else None,
+            memory.read_ahead if host_folder else None,
+        )
         self._is_checked = False
         self._proposed: tuple[_Rates, Float[Tensor, ""] | float] | None = None
         self._before: dict[int, Tensor] = {}
@@ -152,12 +155,14 @@ class DistributedOptimizer:
         self.num_steps += 1
 
         rates = _Rates(self.num_steps, lr, weight_decay, row_factors)
-        if any(run.on_host for runs in self._runs.values() for run in runs):
-            self._step_with_host(rates, grad_scale)
-            return
-        for unit in self.data_parallel.gathering():
-            for run in self._runs[unit]:
-                self._update(run, run.grad, run.weights, rates, grad_scale)
+        with self._host.updating():
+            for unit in self.data_parallel.gathering():
+                for run in self._runs[unit]:
+                    if not run.on_host:
+                        self._update(run, rates, grad_scale)
+                        continue
+                    with self._host.next_piece() as state:
+                        self._update(run.with_state(state), rates, grad_scale)
 
     def start_grad_norm(self) -> Callable[[], float]:
         """Begin ``grad_norm``; the host gets the same number from the function returned.
@@ -193,15 +198,21 @@ class DistributedOptimizer:
                 for begin in range(0, run.main.numel(), _RUN):
                     cut = slice(begin, begin + _RUN)
                     moments = {name: m[cut].clone() for name, m in run.moments.items()}
-                    copy = replace(run, main=run.main[cut].clone(), moments=moments)
-                    self._update(copy, run.grad[cut], run.weights[cut], rates, grad_scale)
+                    copy = replace(
+                        run,
+                        main=run.main[cut].clone(),
+                        grad=run.grad[cut],
+                        moments=moments,
+                        weights=run.weights[cut],
+                    )
+                    self._update(copy, rates, grad_scale)
 
     def accept(self) -> None:
         """Let state follow the weights of ``propose``: as after ``step``, to the last bit."""
         assert self._proposed is not None
         for run in (run for runs in self._runs.values() for run in runs):
             main = self._before.pop(id(run), run.main)
-            self._update(replace(run, main=main), run.grad, main, *self._proposed)
+            self._update(replace(run, main=main, weights=main), *self._proposed)
         self._proposed = None
         self.num_steps += 1
 
@@ -213,32 +224,7 @@ class DistributedOptimizer:
             if (before := self._before.pop(id(run), None)) is not None:
                 run.main.copy_(before)
 
-    def _step_with_host(self, rates: _Rates, grad_scale: Float[Tensor, ""] | float) -> None:
-        """Update the host's share unit by unit beside the device's."""
-        on_host = [run for runs in self._runs.values() for run in runs if run.on_host]
-        host_scale = grad_scale.cpu() if isinstance(grad_scale, Tensor) else grad_scale
-
-        def update_on_host(index: int, grad: Tensor, weights: Tensor) -> None:
-            run, scale = on_host[index], host_scale
-            if self._file is not None and index + 1 < len(on_host):
-                ahead = on_host[index + 1]
-                self._file.fetch(ahead.main, *ahead.moments.values())
-            if grad is not run.grad and grad.dtype == run.main.dtype:
-                grad.mul_(scale)  # a copy of ours: no new memory, whose pages cost more
-                scale = 1.0
-            self._update(run, grad, weights, rates, scale)
-
-        pieces = [HostPiece(run.main, run.grad, run.weights) for run in on_host]
-        with self._host.updating(pieces) as host:
-            for unit in self.data_parallel.gathering():
-                for run in self._runs[unit]:
-                    if not run.on_host:
-                        self._update(run, run.grad, run.weights, rates, grad_scale)
-                host.apply(sum(run.on_host for run in self._runs[unit]), update_on_host)
-
-    def _update(
-        self, run: SegmentRun, grad: Tensor, weights: Tensor, rates: _Rates, grad_scale: Any
-    ) -> None:
+    def _update(self, run: SegmentRun, rates: _Rates, grad_scale: Any) -> None:
         """Update one run by the rule; in bfloat16 in float32, and rounded stochastically."""
         constants: dict[str, Any] = {
             "num_steps": rates.num_steps,
@@ -247,13 +233,13 @@ class DistributedOptimizer:
             "grad_scale": grad_scale if run.width == 1.0 else grad_scale * run.width,
         }
         is_narrow = run.main.dtype == torch.bfloat16
-        length = _HOST_RUN if run.on_host else _RUN if is_narrow else max(1, run.main.numel())
+        length = _RUN if is_narrow else max(1, run.main.numel())
         for begin in range(0, run.main.numel(), length):
             cut = slice(begin, begin + length)
             main = run.main[cut].float() if is_narrow else run.main[cut]
-            target = main if is_narrow else weights[cut]
+            target = main if is_narrow else run.weights[cut]
             moments = {name: moment[cut] for name, moment in run.moments.items()}
-            self.rule.update(main, grad[cut], moments, target, **constants)
+            self.rule.update(main, run.grad[cut], moments, target, **constants)
             if rates.row_factors:
                 owned = list(clipped(run.owned, begin, begin + main.numel()))
                 scale_rows(owned, rates.row_factors, main, target)
@@ -315,7 +301,7 @@ class DistributedOptimizer:
         """List the segments, of one unit or all, whose main weights are no weights."""
         units = self._segments if unit is None else (unit,)
         found = [segment for each in units for segment in self._segments[each]]
-        return [s for s in found if s.on_host or self._keeps_main(s.unit)]
+        return [s for s in found if self._keeps_main(s.unit)]
 
     def _keeps_main(self, unit: OwnedUnit) -> bool:
         return self._has_main and main_dtype(unit) != unit.dtype

@@ -5,15 +5,14 @@ neighbouring parameters that are updated by one call (``SegmentRun``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from mcore_parallel.data_parallel.gradient_sync import OwnedRange, OwnedUnit, clipped
-from mcore_parallel.offloading.host_updates import PIECE
-from mcore_parallel.offloading.state_file import StateFile
+from mcore_parallel.offloading.config import PIECE_ELEMENTS
 from mcore_parallel.optimizers.update_rule import UpdateRule
 from mcore_parallel.optimizers.weight_decay import has_weight_decay
 from mcore_parallel.sharding import NamedParameter
@@ -34,6 +33,7 @@ class Segment:
     weights: Tensor
     """What becomes ``main`` in its own dtype; ``main`` itself where nothing is kept beside."""
     on_host: bool
+    """Whether moments, and main weights that are kept beside, are in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,19 @@ class SegmentRun:
     decays: bool
     width: float
     on_host: bool
+
+    def state(self) -> list[Tensor]:
+        """List what is kept beside the weights."""
+        moments = list(self.moments.values())
+        is_apart = self.main.data_ptr() != self.weights.data_ptr()
+        return [self.main, *moments] if is_apart else moments
+
+    def with_state(self, state: Sequence[Tensor]) -> "SegmentRun":
+        """Return the run with a copy of its ``state`` in place of it."""
+        first = len(state) - len(self.moments)
+        main = state[0] if first else self.main
+        moments = dict(zip(self.moments, state[first:], strict=True))
+        return replace(self, main=main, moments=moments)
 
 
 def main_dtype(unit: OwnedUnit) -> torch.dtype:
@@ -78,13 +91,16 @@ def share_out(
 
 
 def bytes_on_host(
-    shared_out: Sequence[tuple[OwnedUnit, list[tuple[int, int, bool]]]], rule: UpdateRule
+    shared_out: Sequence[tuple[OwnedUnit, list[tuple[int, int, bool]]]],
+    rule: UpdateRule,
+    has_main: bool,
 ) -> int:
-    """Count the bytes of main weights and moments of the host's parts, each padded to 8."""
+    """Count the bytes of the host's parts, each tensor padded to 8."""
     total = 0
     for unit, parts in shared_out:
         count = sum(stop - begin for begin, stop, on_host in parts if on_host)
-        total += (1 + len(rule.moments)) * (count * main_dtype(unit).itemsize + 8)
+        for dtype in _kept_dtypes(unit, rule, has_main).values():
+            total += -(-count * dtype.itemsize // 8) * 8
     return total
 
 
@@ -104,7 +120,7 @@ def new_segment(
     unit: OwnedUnit,
     rule: UpdateRule,
     has_main: bool,
-    file: StateFile | None,
+    host_zeros: Callable[..., Tensor],
     begin: int,
     stop: int,
     on_host: bool,
@@ -115,34 +131,36 @@ def new_segment(
         unit: what this rank owns of it.
         rule: names the moments.
         has_main: whether 16-bit weights have main weights.
-        file: where the host's parts are; None: in memory.
+        host_zeros: makes a tensor of the host's parts, as ``torch.zeros`` does.
         begin: first element.
         stop: behind the last one.
         on_host: whether it is the host's.
     """
-    own = unit.own_main()
-    weights = unit.own_weights() if own is None else own
-    weights = weights[begin:stop]
-    wide = torch.promote_types(weights.dtype, torch.float32)
-    kept = wide if has_main else weights.dtype
-    make: Callable[..., Tensor] = partial(torch.zeros, device=weights.device)
-    if on_host:  # copied narrow and widened there: the device has no room for main weights
-        make = torch.zeros if file is None else file.zeros
-        # Only main weights that travel as they are need to be pinned.
-        travels = file is None and weights.is_cuda and kept == weights.dtype
-        source = weights if travels else weights.cpu()
-        if file is None:
-            main = torch.empty(weights.shape, dtype=kept, pin_memory=travels)
-        else:
-            main = make(tuple(weights.shape), dtype=kept)
-        main.copy_(source)
-    else:
-        main = weights if kept == weights.dtype else weights.to(kept)
-    moments = {
-        name: make(tuple(main.shape), dtype=torch.bfloat16 if moment == "bf16" else wide)
-        for name, moment in rule.moments.items()
-    }
+    weights = _updated(unit)[begin:stop]
+    dtypes = _kept_dtypes(unit, rule, has_main)
+    shape, make = tuple(weights.shape), host_zeros
+    if not on_host:
+        make = partial(torch.zeros, device=weights.device)
+    wide, main = dtypes.pop("main", None), weights
+    if wide is not None:  # widened where it is kept: the device may have no room for it
+        main = make(shape, dtype=wide).copy_(weights.cpu() if on_host else weights)
+    moments = {name: make(shape, dtype=dtype) for name, dtype in dtypes.items()}
     return Segment(unit, begin, main, moments, weights, on_host)
+
+
+def _updated(unit: OwnedUnit) -> Tensor:
+    """Return the weights that an update writes: rows of float32 before what is cast of them."""
+    own = unit.own_main()
+    return unit.own_weights() if own is None else own
+
+
+def _kept_dtypes(unit: OwnedUnit, rule: UpdateRule, has_main: bool) -> dict[str, torch.dtype]:
+    """Return the dtypes of what is kept beside weights: moments, and ``main`` if it is."""
+    narrow = _updated(unit).dtype
+    wide = torch.promote_types(narrow, torch.float32)
+    kept = {"main": wide} if has_main and wide != narrow else {}
+    moments = rule.moments.items()
+    return kept | {name: torch.bfloat16 if m == "bf16" else wide for name, m in moments}
 
 
 def build_runs(
@@ -150,7 +168,7 @@ def build_runs(
 ) -> list[SegmentRun]:
     """Merge neighbouring parameters with equal rates into as few runs as possible.
 
-    Runs in host memory are no longer than a piece that travels at once.
+    Runs whose state is in host memory are no longer than a piece that travels at once.
     """
     stop = segment.begin + segment.main.numel()
     ends: list[tuple[int, int, tuple[bool, float]]] = []
@@ -164,7 +182,7 @@ def build_runs(
     grads = segment_view(segment.unit.own_grads(), segment)
     found = []
     for begin, end, (decays, width) in ends:
-        length = PIECE if segment.on_host else max(1, end - begin)
+        length = PIECE_ELEMENTS if segment.on_host else max(1, end - begin)
         for first in range(begin, end, length):
             cut = slice(first, min(end, first + length))
             found.append(

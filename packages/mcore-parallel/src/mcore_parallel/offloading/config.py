@@ -2,14 +2,19 @@
 
 from dataclasses import dataclass
 
+PIECE_ELEMENTS = 1 << 22
+"""Optimizer state of so many weights travels at one time, about a millisecond of PCIe."""
+NUM_PIECES_ON_GPU = 3
+"""One that comes, one that is updated and one that goes back."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadConfig:
     """Optimizer state and activations that leave the GPU while it does not need them."""
 
     optimizer_cpu_offload: bool = False
-    """Keep main weights and moments in host memory and update them there: gradients and weights
-    travel under the update."""
+    """Keep main weights and moments in host memory: they come to the GPU piece by piece to be
+    updated, and go back."""
 
     optimizer_offload_fraction: float = 1.0
     """Share of this rank's optimizer state that --optimizer-cpu-offload takes, 0 to 1."""

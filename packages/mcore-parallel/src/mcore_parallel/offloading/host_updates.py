@@ -1,141 +1,190 @@
-"""Updates of optimizer state in host memory: gradients come and weights go under them.
+"""Updates of optimizer state in host memory: pieces of it come to the GPU and go back.
 
-The device's own memory holds nothing but gradients and weights. An update walks the state in
-pieces: while the processor works on one, the gradients of the next are on their way to it, and
-the weights of the one before on their way back, each on a stream of its own and through pinned
-buffers. On a CPU there is nothing to copy, and the arithmetic is the same.
+Gradients and weights stay on the GPU. While it updates one piece, the next comes on a stream of
+its own and the one before goes back on another, through a few sets of buffers that stay from
+step to step. The update is that of state which lives there, so its bits are the same. Without
+a GPU state is updated where it is.
 
 Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, section 6.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Shaped, UInt8
 from torch import Tensor
 
-PIECE = 1 << 24
-"""Elements of one piece: their copy takes about a millisecond."""
-_AHEAD = 2
-"""Pieces whose gradients are fetched before they are needed, and buffers for them."""
+from mcore_parallel.offloading.config import NUM_PIECES_ON_GPU
+
+Queue = Literal["fetch", "update", "send"]
+"""What runs in order: copies to the GPU, its usual work, copies from it."""
+
+_ALIGNMENT = 128
+"""Of tensors in a buffer, in bytes: a line of a GPU's cache."""
 
 
-class HostPiece(NamedTuple):
-    """A range of state in host memory, and the device's memory that belongs to it."""
+@runtime_checkable
+class Queues(Protocol):
+    """Work of a device: in order within a queue, and beside other queues unless it waits."""
 
-    main: Tensor
-    """Main weights, on the host."""
-    grad: Tensor
-    """Gradients, on the device."""
-    weights: Tensor
-    """Weights, on the device: they become ``main`` in their own dtype."""
+    def buffer(self, num_bytes: int) -> UInt8[Tensor, " b"]:
+        """Return memory of the device, which work in ``update`` may still be using."""
+
+    def copy(self, queue: Queue, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Queue copies between the host and the device."""
+
+    def mark(self, queue: Queue) -> Any:
+        """Return an event: all that is queued now is done."""
+
+    def wait(self, queue: Queue, event: Any) -> None:
+        """Let what is queued from now on begin after an event."""
+
+    def wait_on_host(self, event: Any) -> None:
+        """Return after an event."""
 
 
-Update = Callable[[int, Tensor, Tensor], None]
-"""``update(index, grad, weights)``: both on the host; weights may be the main weights."""
+class CudaQueues:
+    """``Queues`` of a GPU: two streams of its own beside the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the streams."""
+        self._device = device
+        self._streams = {
+            "fetch": torch.cuda.Stream(device),
+            "send": torch.cuda.Stream(device),
+        }
+
+    def buffer(self, num_bytes: int) -> UInt8[Tensor, " b"]:
+        """Return memory of the current stream."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def copy(self, queue: Queue, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Queue copies; the host waits for those of memory that is not page-locked."""
+        with torch.cuda.stream(self._stream(queue)):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+
+    def mark(self, queue: Queue) -> Any:
+        """Record an event."""
+        return self._stream(queue).record_event()
+
+    def wait(self, queue: Queue, event: Any) -> None:
+        """Let a stream wait; the host does not."""
+        self._stream(queue).wait_event(event)
+
+    def wait_on_host(self, event: Any) -> None:
+        """Let the host wait."""
+        event.synchronize()
+
+    def _stream(self, queue: Queue) -> torch.cuda.Stream:
+        if queue == "update":
+            return torch.cuda.current_stream(self._device)
+        return self._streams[queue]
+
+
+@dataclass(slots=True)
+class _Set:
+    """The device's memory of one piece at a time."""
+
+    memory: Tensor
+    is_free: Any
+    """Event: what it held has left."""
+    has_arrived: Any = None
+    """Event: what it holds is complete."""
 
 
 class HostUpdates:
-    """Streams and pinned buffers for the pieces of one rank."""
+    """The pieces of one rank, and the device's memory that they pass through."""
 
-    def __init__(self, device: torch.device, num_threads: int) -> None:
-        """Make nothing yet.
+    def __init__(
+        self,
+        pieces: Sequence[Sequence[Shaped[Tensor, " _"]]],
+        queues: Queues | None,
+        read_ahead: Callable[..., None] | None = None,
+    ) -> None:
+        """Allocate the device's memory.
 
         Args:
-            device: where gradients and weights are.
-            num_threads: of the processor for an update, this rank's share of the host.
+            pieces: tensors in host memory that are updated together, in the order of updates.
+            queues: of the device; None: the processor updates.
+            read_ahead: called with the tensors of a piece some time before they are read.
         """
-        self.device, self.num_threads = device, num_threads
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
-        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._pieces, self._queues, self._read_ahead = pieces, queues, read_ahead
+        self._num_fetched = self._num_updated = 0
+        self._sets: list[_Set] = []
+        if queues is not None:
+            size = max((_places(piece)[1] for piece in pieces), default=0)
+            for _ in range(min(NUM_PIECES_ON_GPU, len(pieces))):
+                self._sets.append(_Set(queues.buffer(size), queues.mark("update")))
 
     @contextmanager
-    def updating(self, pieces: Sequence[HostPiece]) -> Iterator["HostUpdate"]:
-        """Fetch gradients inside, as they are needed; the host waits for the last weights."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(max(before, self.num_threads))
-        try:
-            yield HostUpdate(self, pieces)
-        finally:
-            torch.set_num_threads(before)
+    def updating(self) -> Iterator[None]:
+        """Begin to fetch; after it host memory is current, for which alone the host waits.
 
-    def streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Return the stream that fetches and the one that sends."""
-        if self._streams is None:
-            self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        return self._streams
+        The first pieces come at once, beside what the device still has to do: they depend on
+        nothing but the update before.
+        """
+        self._num_fetched = self._num_updated = 0
+        self._fetch()
+        yield
+        assert self._num_updated == len(self._pieces)
+        if self._queues is not None and self._sets:
+            # They go back in order.
+            last = self._sets[(self._num_updated - 1) % len(self._sets)]
+            self._queues.wait_on_host(last.is_free)
 
-    def buffer(self, kind: str, place: int, like: Tensor) -> Shaped[Tensor, " n"]:
-        """Return pinned memory for a piece; pieces of one place share it."""
-        key = kind, place % _AHEAD, like.dtype
-        known = self._buffers.get(key)
-        if known is None or known.numel() < like.numel():
-            known = torch.empty(like.numel(), dtype=like.dtype, pin_memory=True)
-            self._buffers[key] = known
-        return known[: like.numel()]
-
-
-class HostUpdate:
-    """One step's way through the pieces."""
-
-    def __init__(self, owner: HostUpdates, pieces: Sequence[HostPiece]) -> None:
-        self._owner, self._pieces = owner, pieces
-        self._next = self._fetched = 0
-        self._arriving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-        self._sent: deque[torch.cuda.Event] = deque()
-        if owner.device.type == "cuda":
-            # Gradients are complete once what is queued until now is done.
-            owner.streams()[0].wait_stream(torch.cuda.current_stream(owner.device))
-            self._fetch()
-
-    def apply(self, count: int, update: Update) -> None:
-        """Update the next pieces; the current stream then waits for their weights."""
-        for _ in range(count):
-            place, piece = self._next, self._pieces[self._next]
-            self._next += 1
-            if self._owner.device.type != "cuda":
-                update(place, piece.grad, piece.main)
-                piece.weights.copy_(piece.main)
-                continue
-            grad, event = self._arriving.popleft()
-            event.synchronize()
-            weights = self._free_buffer(place, piece)
-            update(place, grad, weights)
-            self._fetch()
-            self._send(piece, weights)
-        if self._sent:
-            torch.cuda.current_stream(self._owner.device).wait_event(self._sent[-1])
-
-    def _free_buffer(self, place: int, piece: HostPiece) -> Tensor:
-        """Return memory for rounded weights, once the piece before has left it."""
-        if piece.weights.dtype == piece.main.dtype:
-            return piece.main
-        while len(self._sent) >= _AHEAD:
-            self._sent.popleft().synchronize()
-        return self._owner.buffer("weights", place, piece.weights)
+    @contextmanager
+    def next_piece(self) -> Iterator[Sequence[Shaped[Tensor, " n"]]]:
+        """Yield the next piece where it is updated by what is queued; then it goes back."""
+        piece = self._pieces[self._num_updated]
+        if self._queues is None:
+            self._announce(self._num_updated + 1)
+            yield piece
+            self._num_updated += 1
+            return
+        here = self._sets[self._num_updated % len(self._sets)]
+        tensors = _tensors(here.memory, piece)
+        self._queues.wait("update", here.has_arrived)
+        yield tensors
+        self._queues.wait("send", self._queues.mark("update"))
+        self._queues.copy("send", piece, tensors)
+        here.is_free = self._queues.mark("send")
+        self._num_updated += 1
+        self._fetch()
 
     def _fetch(self) -> None:
-        """Begin to fetch gradients into every buffer that is free."""
-        stream = self._owner.streams()[0]
-        while self._fetched < min(self._next + _AHEAD, len(self._pieces)):
-            grad = self._pieces[self._fetched].grad
-            buffer = self._owner.buffer("grad", self._fetched, grad)
-            with torch.cuda.stream(stream):
-                buffer.copy_(grad, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(stream)
-            self._arriving.append((buffer, event))
-            self._fetched += 1
+        """Queue the copies of pieces to every set whose piece is at least on its way back."""
+        if self._queues is None:
+            return
+        stop = min(self._num_updated + len(self._sets), len(self._pieces))
+        for place in range(self._num_fetched, stop):
+            piece, here = self._pieces[place], self._sets[place % len(self._sets)]
+            self._announce(place + 1)
+            self._queues.wait("fetch", here.is_free)
+            self._queues.copy("fetch", _tensors(here.memory, piece), piece)
+            here.has_arrived = self._queues.mark("fetch")
+            self._num_fetched = place + 1
 
-    def _send(self, piece: HostPiece, weights: Tensor) -> None:
-        stream = self._owner.streams()[1]
-        # What still reads the weights on the device comes first.
-        stream.wait_stream(torch.cuda.current_stream(self._owner.device))
-        with torch.cuda.stream(stream):
-            piece.weights.copy_(weights, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        self._sent.append(event)
+    def _announce(self, place: int) -> None:
+        if self._read_ahead is not None and place < len(self._pieces):
+            self._read_ahead(*self._pieces[place])
+
+
+def _places(piece: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Return where the tensors of a piece begin in a buffer, in bytes, and where they end."""
+    begins, stop = [], 0
+    for tensor in piece:
+        begins.append(stop)
+        stop += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return begins, stop
+
+
+def _tensors(memory: Tensor, piece: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in a buffer that are like those of a piece."""
+    return [
+        memory[begin : begin + each.numel() * each.itemsize].view(each.dtype)
+        for begin, each in zip(_places(piece)[0], piece, strict=True)
+    ]
