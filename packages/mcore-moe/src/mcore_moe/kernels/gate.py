@@ -18,6 +18,7 @@ from torch import Tensor
 KINDS = {"silu": 0, "gelu_tanh": 1}
 """What kernels know an activation by."""
 _WIDEST = 1024  # columns of one program
+_MOST_ROWS = 1024  # that programs begin with where the device knows how many there are
 
 
 @triton.jit
@@ -47,19 +48,19 @@ def _forward(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    if WEIGHTED:  # noqa: SIM102 - decided by the compiler, the other by the device
-        if row >= tl.load(end):
-            return
+    # With weights a program takes several rows: those behind ``end`` have none to begin in vain.
+    stop = tl.load(end) if WEIGHTED else tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(x + row * 2 * width + column, mask=inside).to(tl.float32)
-    up = tl.load(x + row * 2 * width + width + column, mask=inside).to(tl.float32)
-    active, _ = activate(gate, KIND)
-    result = active * up
-    if WEIGHTED:
-        result *= tl.load(weight + row).to(tl.float32)
-    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
+    for place in range(tl.program_id(0), stop, tl.num_programs(0)):
+        row = tl.cast(place, tl.int64)
+        gate = tl.load(x + row * 2 * width + column, mask=inside).to(tl.float32)
+        up = tl.load(x + row * 2 * width + width + column, mask=inside).to(tl.float32)
+        active, _ = activate(gate, KIND)
+        result = active * up
+        if WEIGHTED:
+            result *= tl.load(weight + row).to(tl.float32)
+        tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -113,9 +114,9 @@ class _Gated(torch.autograd.Function):
         out = x.new_empty(*x.shape[:-1], width)
         if out.numel():
             block, num_warps = _block(width)
-            grid = (out.numel() // width, triton.cdiv(width, block))
-            is_weighted = weight is not None
-            _forward[grid](
+            is_weighted, num_rows = weight is not None, out.numel() // width
+            num_programs = min(num_rows, _MOST_ROWS) if is_weighted else num_rows
+            _forward[(num_programs, triton.cdiv(width, block))](
                 x,
                 weight if is_weighted else x,
                 end if is_weighted else x,

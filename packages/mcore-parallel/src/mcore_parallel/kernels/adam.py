@@ -49,10 +49,12 @@ def _adamw(
     mean = tl.load(exp_avg + at, mask=inside).to(tl.float32)
     square = tl.load(exp_avg_sq + at, mask=inside).to(tl.float32)
     weight = tl.load(main + at, mask=inside)
-    mean = beta1 * mean + one_minus_beta1 * g
-    square = beta2 * square + one_minus_beta2 * (g * g)
+    # Fused by name: where the compiler chooses, a piece of a range may get other bits than the
+    # same weights in the whole, whose addresses and size let it load otherwise.
+    mean = tl.fma(beta1, mean, one_minus_beta1 * g)
+    square = tl.fma(beta2, square, one_minus_beta2 * (g * g))
     spread = tl.sqrt_rn(square) / root_correction + epsilon
-    weight = weight - decay * weight - step_size * (mean / spread)
+    weight = tl.fma(-step_size, mean / spread, tl.fma(-decay, weight, weight))
     tl.store(main + at, weight, mask=inside)
     tl.store(exp_avg + at, mean.to(exp_avg.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq + at, square.to(exp_avg_sq.dtype.element_ty), mask=inside)
