@@ -90,6 +90,17 @@ def test_rooms_have_names_that_say_something():
     assert [source.name for source in all_sources() if _VAGUE.search(source.file)] == []
 
 
+def test_operations_whose_gradients_are_numbers_say_so():
+    found = [
+        source.name
+        for source in all_sources()
+        for node in source.nodes
+        if isinstance(node, ast.ClassDef)
+        and any(dotted(base).endswith("autograd.Function") for base in node.bases)
+    ]
+    assert found == ["mcore_parallel/autograd_functions.py"]
+
+
 def test_tests_are_plain_functions_and_mock_nothing():
     here = {ROOT / "tests/house/test_code.py"}
     files = {*ROOT.glob("tests/**/*.py"), *ROOT.glob("packages/*/tests/**/*.py")} - here

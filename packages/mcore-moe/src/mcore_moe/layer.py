@@ -30,7 +30,7 @@ from mcore_moe.experts.latent import latent_projections
 from mcore_moe.experts.shared_expert import SharedExpert
 from mcore_moe.routing.router import Router
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.autocasting import cast_factor
+from mcore_parallel.autograd_functions import cast_factor
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import WeightCasts

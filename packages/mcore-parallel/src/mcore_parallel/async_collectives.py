@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.collectives import (
     start_all_gather,
     start_all_to_all,
@@ -117,7 +118,7 @@ def begin_all_to_all(
     )
 
 
-class _Depart(torch.autograd.Function):
+class _Depart(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, meanwhile: Any) -> Tensor:
         ctx.meanwhile = meanwhile
@@ -130,7 +131,7 @@ class _Depart(torch.autograd.Function):
         return wait(grad), None
 
 
-class _Land(torch.autograd.Function):
+class _Land(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, _x: Tensor, result: Tensor, begin_back: Any, decode: Any) -> Tensor:
         ctx.begin_back = begin_back

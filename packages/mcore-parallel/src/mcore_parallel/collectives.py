@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.launch.call_checks import agree
 from mcore_parallel.mesh import Axis
 
@@ -218,7 +219,7 @@ def _check_divides(x: Tensor, axis: Axis, dim: int) -> None:
         )
 
 
-class _Copy(torch.autograd.Function):
+class _Copy(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -229,7 +230,7 @@ class _Copy(torch.autograd.Function):
         return all_reduce(grad, ctx.axis), None
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(OnceDifferentiable):
     @staticmethod
     def forward(_ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         return all_reduce(x, axis)
@@ -239,7 +240,7 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _Split(torch.autograd.Function):
+class _Split(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -250,7 +251,7 @@ class _Split(torch.autograd.Function):
         return all_gather(grad, ctx.axis, ctx.dim), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -261,7 +262,7 @@ class _Gather(torch.autograd.Function):
         return own_slice(grad, ctx.axis, ctx.dim).contiguous(), None, None
 
 
-class _GatherPartial(torch.autograd.Function):
+class _GatherPartial(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -272,7 +273,7 @@ class _GatherPartial(torch.autograd.Function):
         return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ReduceScatter(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -283,7 +284,7 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(grad, ctx.axis, ctx.dim), None, None
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
         ctx.axis, ctx.send, ctx.receive = axis, send, receive

@@ -14,6 +14,8 @@ import triton.language as tl
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mcore_parallel.autograd_functions import OnceDifferentiable
+
 _TOKENS, _CHANNELS = 32, 128
 """Of a tile."""
 
@@ -145,7 +147,7 @@ def _inputs(
     tl.store(dx + at, result.to(dx.dtype.element_ty), mask=inside)
 
 
-class _Convolution(torch.autograd.Function):
+class _Convolution(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, docs: Tensor | None

@@ -25,6 +25,7 @@ from mcore_models.kernels.delta_backward import (
     system_gradients,
 )
 from mcore_models.kernels.ssd_chunks import inside_chunk, of_group, of_head, running_of
+from mcore_parallel.autograd_functions import OnceDifferentiable
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -181,7 +182,7 @@ def _outputs(
     tl.store(y + at, result.to(y.dtype.element_ty), mask=(token < length)[:, None])
 
 
-class _Rule(torch.autograd.Function):
+class _Rule(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,

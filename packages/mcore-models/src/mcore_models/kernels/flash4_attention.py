@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mcore_models.kernels import availability
 from mcore_models.kernels.availability import without_compiler_noise
+from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, kernel_failure, wave
 
 _PACKAGE = "flash-attn-4"
@@ -105,7 +106,7 @@ def flash4_attention(
     return _Flash4.apply(q, k, v, causal, scale, None if window < 0 else window)
 
 
-class _Flash4(torch.autograd.Function):
+class _Flash4(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,

@@ -14,6 +14,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel.autograd_functions import OnceDifferentiable
+
 _PROGRAMS, _WIDE = 528, 2048
 """Of the backward pass, each over many rows; more where groups are narrower than the second."""
 
@@ -81,7 +83,7 @@ def _backward(
     tl.store(parts + program * width + channel, dweight, mask=inside)
 
 
-class _GatedNorm(torch.autograd.Function):
+class _GatedNorm(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_models.layers.normed_fp8 import NormedCast
+from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.grad_slot import slot_of
 from mcore_parallel.kernels.fp8_tiles import magnitude_bits, raised
 from mcore_parallel.precision.fp8_cast import in_place_of
@@ -156,7 +157,7 @@ def _sum_parts(
     tl.store(out + column, summed.to(out.dtype.element_ty), mask=inside)
 
 
-class _AddAndNorm(torch.autograd.Function):
+class _AddAndNorm(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,

@@ -14,6 +14,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel.autograd_functions import OnceDifferentiable
+
 _HEADS = 16  # of one program
 _TOKENS = 4  # of one program in backward, which sums over them
 
@@ -180,7 +182,7 @@ def _backward(
     _store_sums(place + 2 * half, low_sum, high_sum, is_k, half, HALF)
 
 
-class _NormRotarySplit(torch.autograd.Function):
+class _NormRotarySplit(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,

@@ -13,6 +13,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.kernels.fp8_tiles import magnitude_bits, raised
 from mcore_parallel.precision.noted_largest import note_largest
 
@@ -74,7 +75,7 @@ def _rotate(
         tl.store(at_v + half, high, mask=inside & is_v)
 
 
-class _RotarySplit(torch.autograd.Function):
+class _RotarySplit(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, n: int, g: int, notes: bool

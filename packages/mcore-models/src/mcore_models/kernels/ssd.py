@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mcore_models.kernels.ssd_backward import group_gradients, input_gradients, state_gradients
 from mcore_models.kernels.ssd_chunks import decays, inside_chunk, of_group
+from mcore_parallel.autograd_functions import OnceDifferentiable
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -108,7 +109,7 @@ def _outputs(
         tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
 
 
-class _Scan(torch.autograd.Function):
+class _Scan(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
 
 
@@ -294,7 +295,7 @@ def _try_kernels(device: torch.device) -> list[tuple[Tensor, Tensor]]:
 ROWS_KERNELS = OptionalKernel("rows by expert in Triton", ("triton",), _try_kernels)
 
 
-class _Permute(torch.autograd.Function):
+class _Permute(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, choices: Tensor, slots: Tensor, complete: bool) -> Tensor:
         ctx.save_for_backward(slots)
@@ -307,7 +308,7 @@ class _Permute(torch.autograd.Function):
         return _sum_slots(grad, slots, ctx.complete), None, None, None
 
 
-class _Unpermute(torch.autograd.Function):
+class _Unpermute(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, choices: Tensor, slots: Tensor, complete: bool
@@ -322,7 +323,7 @@ class _Unpermute(torch.autograd.Function):
         return _copy_tokens(grad, choices, slots, ctx.complete), None, None, None
 
 
-class _PermuteProbs(torch.autograd.Function):
+class _PermuteProbs(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any, probs: Tensor, choices: Tensor, slots: Tensor, every: tuple[bool, bool]

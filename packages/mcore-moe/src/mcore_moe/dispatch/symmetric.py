@@ -25,6 +25,7 @@ from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import RowPlan, plan_rows
 from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher, DispatchOptions
 from mcore_moe.routing.topk import Routing
+from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.mesh import Axis
 
@@ -346,7 +347,7 @@ def _peers(ep: Axis, device: torch.device) -> Peers:
     return Peers(ep, device)
 
 
-class _There(torch.autograd.Function):
+class _There(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, exchange: Exchange, places: Places) -> Any:
         ctx.exchange, ctx.places = exchange, places
@@ -357,7 +358,7 @@ class _There(torch.autograd.Function):
         return *ctx.exchange.add(grad, grad_probs, ctx.places), None, None
 
 
-class _Back(torch.autograd.Function):
+class _Back(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, y: Tensor, exchange: Exchange, places: Places) -> Tensor:
         ctx.exchange, ctx.places = exchange, places

@@ -27,7 +27,7 @@ from mcore_moe.experts.grouped_gemm import (
     sequential_linear,
 )
 from mcore_moe.kernels import quack_gemm
-from mcore_parallel.autocasting import cast_factor
+from mcore_parallel.autograd_functions import cast_factor
 from mcore_parallel.grad_slot import grad_slot, overwrites, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import WeightCasts

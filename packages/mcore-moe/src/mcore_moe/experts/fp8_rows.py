@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mcore_moe.experts.grouped_gemm import sequential_linear
 from mcore_moe.experts.weight_gradient import Factors, take_weight_gradient
-from mcore_parallel.autocasting import cast_factor
+from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
 from mcore_parallel.grad_slot import slot_of
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.precision.fp8 import WeightCasts
@@ -97,7 +97,7 @@ def unpacked(data: Shaped[Tensor, "R B"], dtype: torch.dtype) -> Float[Tensor, "
     return Fp8Rows(numbers.view(FP8), scales).wide().to(dtype)
 
 
-class _ExchangeNarrow(torch.autograd.Function):
+class _ExchangeNarrow(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Any, back: Any) -> Tensor:
         ctx.back = back
@@ -129,7 +129,7 @@ def fp8_linear(
     return _Fp8Linear.apply(x, weight, offsets, casts)
 
 
-class _Fp8Linear(torch.autograd.Function):
+class _Fp8Linear(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, casts: WeightCasts

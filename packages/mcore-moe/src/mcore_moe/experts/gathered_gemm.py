@@ -8,7 +8,6 @@ tokens are cast before they become rows, and the rows are copies of a byte a num
 
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from mcore_moe.experts.fp8_rows import cast_rows, multiply_rows, weight_casts
 from mcore_moe.experts.weight_gradient import Factors, take_weight_gradient
 from mcore_moe.kernels.quack_gemm import multiply
 from mcore_moe.kernels.rows import sum_rows
-from mcore_parallel.autocasting import cast_factor
+from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
 from mcore_parallel.grad_slot import slot_of
 from mcore_parallel.precision.fp8 import WeightCasts
 
@@ -67,7 +66,7 @@ def _times_rows(
     return multiply_rows(rows, weight_casts(weight, casts)[transposed], offsets, x.dtype)
 
 
-class _GatheredGemm(torch.autograd.Function):
+class _GatheredGemm(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,
@@ -98,7 +97,7 @@ class _GatheredGemm(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None
 
 
-class _SummedGemm(torch.autograd.Function):
+class _SummedGemm(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,

@@ -20,7 +20,7 @@ from mcore_moe.experts.weight_gradient import (
     take_weight_gradient,
 )
 from mcore_moe.kernels import quack_gemm
-from mcore_parallel.autocasting import cast_factor
+from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
 from mcore_parallel.grad_slot import slot_of
 
 Linear = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -83,7 +83,7 @@ def accumulating_linear(
     return _AccumulatingLinear.apply(x, weight, offsets, linear)
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(OnceDifferentiable):
     """The grouped GEMM with a backward that takes gradients of any strides."""
 
     @staticmethod
@@ -109,7 +109,7 @@ def _multiply(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return F.grouped_mm(x, weight, offs=offsets[1:])
 
 
-class _AccumulatingLinear(torch.autograd.Function):
+class _AccumulatingLinear(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, linear: Linear) -> Tensor:
         # Saved tensors may come back as copies; the slot is the original's.

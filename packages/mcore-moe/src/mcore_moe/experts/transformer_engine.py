@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_parallel.autocasting import cast_factor
+from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
 from mcore_parallel.grad_slot import slot_of
 
 
@@ -25,7 +25,7 @@ def transformer_engine_linear(
     return _Grouped.apply(x, weight, offsets)
 
 
-class _Grouped(torch.autograd.Function):
+class _Grouped(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         # Saved tensors may come back as copies; the slot is the original's.

@@ -22,6 +22,7 @@ from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import plan_rows, trimmed
 from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher, DispatchOptions
 from mcore_moe.routing.topk import Routing
+from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.mesh import Axis
 
 _WIDEST = 8176
@@ -86,7 +87,7 @@ class DeepEPDispatcher(Dispatcher):
         return _Combine.apply(y, *handle)
 
 
-class _Dispatch(torch.autograd.Function):
+class _Dispatch(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, probs: Tensor, ids: Tensor, buffer: Any, num_experts: int
@@ -113,7 +114,7 @@ class _Dispatch(torch.autograd.Function):
         return grad_x, grad_probs, None, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, y: Tensor, buffer: Any, handle: Any) -> Tensor:
         ctx.buffer, ctx.handle = buffer, handle

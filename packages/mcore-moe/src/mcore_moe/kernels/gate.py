@@ -15,6 +15,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mcore_parallel.autograd_functions import OnceDifferentiable
+
 KINDS = {"silu": 0, "gelu_tanh": 1}
 """What kernels know an activation by."""
 _WIDEST = 1024  # columns of one program
@@ -48,7 +50,7 @@ def _forward(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # With weights a program takes several rows: those behind ``end`` have none to begin in vain.
+    # With weights a program takes several rows, so that none begins in vain behind ``end``.
     stop = tl.load(end) if WEIGHTED else tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -103,7 +105,7 @@ def _backward(
         tl.store(dweight + row, tl.sum(total, 0).to(dweight.dtype.element_ty))
 
 
-class _Gated(torch.autograd.Function):
+class _Gated(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, end: Tensor | None, kind: int

@@ -32,7 +32,7 @@ from mcore_moe.routing.topk import (
     scaled,
     top_experts,
 )
-from mcore_parallel.autocasting import without_autocast
+from mcore_parallel.autograd_functions import OnceDifferentiable, without_autocast
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import RngStreams, reset_weight_
@@ -287,7 +287,7 @@ def _is_narrow(x: Tensor) -> bool:
     return is_here and x.dtype == torch.bfloat16
 
 
-class _WideLinear(torch.autograd.Function):
+class _WideLinear(OnceDifferentiable):
     """A linear of bfloat16 factors with float32 results, without float32 copies of either.
 
     Forward adds exact products in float32, as the GEMM of float32 copies does. In backward the

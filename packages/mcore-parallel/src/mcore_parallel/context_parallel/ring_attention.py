@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autocasting import without_autocast
+from mcore_parallel.autograd_functions import OnceDifferentiable, without_autocast
 from mcore_parallel.collectives import start_shift, wait
 from mcore_parallel.context_parallel.block_attention import (
     Block,
@@ -104,7 +104,7 @@ def hierarchical_attention(
     return ulysses_attention(q, k, v, exchange, on_group)
 
 
-class _RingAttention(torch.autograd.Function):
+class _RingAttention(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from mcore_parallel.autocasting import autocast_dtype
+from mcore_parallel.autograd_functions import autocast_dtype
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import try_kernel

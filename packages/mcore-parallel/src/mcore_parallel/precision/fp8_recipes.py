@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from mcore_parallel.autocasting import without_autocast
+from mcore_parallel.autograd_functions import without_autocast
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import works

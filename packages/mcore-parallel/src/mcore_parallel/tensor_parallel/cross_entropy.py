@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.tensor_parallel.embedding import check_range, padded_vocab
@@ -71,7 +72,7 @@ def vocab_parallel_cross_entropy(
     return _VocabCrossEntropy.apply(logits, labels, vocab_size, axis, label_smoothing)
 
 
-class _VocabCrossEntropy(torch.autograd.Function):
+class _VocabCrossEntropy(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,

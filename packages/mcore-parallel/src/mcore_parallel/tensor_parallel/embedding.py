@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.collectives import reduce_from, reduce_scatter_to
 from mcore_parallel.grad_slot import overwrites, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
@@ -178,7 +179,7 @@ def _look_up_plain(ids: Tensor, weight: Tensor, others_are_zero: bool) -> Tensor
     return found.where(is_row.unsqueeze(-1), 0.0)
 
 
-class _LookUp(torch.autograd.Function):
+class _LookUp(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, others_are_zero: bool) -> Tensor:
         ctx.save_for_backward(ids)

@@ -11,11 +11,10 @@ cut as it came under sequence parallelism and gathered then, and its output's gr
 
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autocasting import cast_factor
+from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
 from mcore_parallel.collectives import (
     reduce_from,
     reduce_scatter_to,
@@ -86,7 +85,7 @@ def row_parallel(
     return reduce_scatter_to(partial, axis) if is_cut else reduce_from(partial, axis)
 
 
-class _ColumnParallel(torch.autograd.Function):
+class _ColumnParallel(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,
@@ -121,7 +120,7 @@ class _ColumnParallel(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-class _Between(torch.autograd.Function):
+class _Between(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, between: CastBetween) -> Tensor:
         ctx.slot, ctx.between = slot_of(weight), between

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_parallel.autocasting import cast_factor, without_autocast
+from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor, without_autocast
 from mcore_parallel.collectives import all_reduce, copy_to, gather_partial_from
 from mcore_parallel.grad_slot import accumulate_matmul, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
@@ -96,7 +96,7 @@ def head_loss(
     return total, losses.view(labels.t().shape).t()
 
 
-class _HeadLoss(torch.autograd.Function):
+class _HeadLoss(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any,

@@ -29,6 +29,7 @@ from mcore_models.layers.residual import Residual
 from mcore_models.layers.stack import block_groups
 from mcore_models.protocol import MicroBatch
 from mcore_models.stage_model import StageModel
+from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.grad_slot import slot_of
 from mcore_parallel.layer_stacks import layer_stacks
@@ -322,7 +323,7 @@ class LayerRecorder:
             stack.forget()
 
 
-class _Replay(torch.autograd.Function):
+class _Replay(OnceDifferentiable):
     @staticmethod
     def forward(
         ctx: Any, graphs: LayerGraphs, slot: _Slot, place: int, *tensors: Tensor | None
