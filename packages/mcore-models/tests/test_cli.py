@@ -82,7 +82,7 @@ def test_count_of_a_frozen_model_says_what_is_trained(capsys):
     words += " --optimizer-offload-dir nvme --cpu-offloading --cpu-offloading-num-layers 16"
     away = json.loads(run(capsys, *words.split())[1])
     half = report["rank_optimizer_gib"] / 2
-    passing = 12 * 3 * 2**22 / 2**30  # state of three pieces at a time
+    passing = 3 * 48 / 2**10  # state of three pieces at a time
     assert away["rank_optimizer_gib"] == pytest.approx(half + passing)
     assert away["rank_disk_gib"] == pytest.approx(half)
     kept = report["rank_activations_gib"] - away["rank_activations_gib"]

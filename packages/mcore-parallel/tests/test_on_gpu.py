@@ -10,6 +10,7 @@ from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW, adamw_plain
 from mcore_parallel.optimizers.config import AdamConfig
+from mcore_parallel.optimizers.rounding import round_stochastically_plain
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, add_rows_plain
 from mcore_parallel.tensor_parallel.linear_cross_entropy import (
     row_stats_plain,
@@ -108,6 +109,18 @@ def test_the_optimizer_kernel_is_torchs_to_the_last_bits(size, parameter, moment
     if moments == torch.float32:
         assert error(fused[0], plain[0]) < 1e-6
     assert torch.equal(fused[4], fused[0].to(parameter))
+
+
+@pytest.mark.parametrize("size", [1, 4097, 10_000_000])
+def test_the_rounding_kernel_has_the_bits_of_plain_torch(size):
+    from mcore_parallel.kernels.rounding import fused_round
+
+    wide = torch.randn(size, device="cuda")
+    for salt in (0, 0x7FFFFFFF):
+        got, want = (torch.empty_like(wide, dtype=torch.bfloat16) for _ in range(2))
+        fused_round(got, wide, salt)
+        round_stochastically_plain(want, wide, salt)
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
 def test_an_optimizer_step_is_the_same_with_and_without_its_kernel(monkeypatch):

@@ -24,6 +24,7 @@ from mcore_moe.routing.topk import TOP_KERNEL
 from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads, value_dim
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optimizers.adamw import ADAM_KERNEL
+from mcore_parallel.optimizers.rounding import ROUNDING_KERNEL
 from mcore_parallel.optional_kernels import OptionalKernel
 from mcore_parallel.precision.config import BLACKWELL, Fp8Config
 from mcore_parallel.precision.fp8_cast import CAST_KERNEL
@@ -49,6 +50,7 @@ def optional_kernels(
     found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = [
         (ROWS_KERNEL, ()),
         (ADAM_KERNEL, ()),
+        (ROUNDING_KERNEL, ()),
     ]
     if dtype == torch.float64:
         return found

@@ -16,7 +16,7 @@ from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.logical_tensors import expert_size, is_gated, layer_mixers
 from mcore_parallel.offloading.config import (
     NUM_PIECES_ON_GPU,
-    PIECE_ELEMENTS,
+    PIECE_BYTES,
     OffloadConfig,
 )
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
@@ -188,5 +188,6 @@ def optimizer_bytes(
     state = moments + 4 * (has_main or has_rows)
     travels = state - 4 * has_rows
     gone = int(offload.optimizer_offload_fraction * offload.optimizer_cpu_offload * own)
-    passing = min(gone, NUM_PIECES_ON_GPU * PIECE_ELEMENTS)
-    return state * own - travels * (gone - passing), travels * gone
+    away = travels * gone
+    passing = min(away, NUM_PIECES_ON_GPU * PIECE_BYTES)
+    return state * own - away + passing, away

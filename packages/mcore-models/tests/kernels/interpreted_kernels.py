@@ -63,8 +63,10 @@ from mcore_parallel.kernels.fp8_cast import cast_by, largest
 from mcore_parallel.kernels.fp8_cast import narrow as cast_flat
 from mcore_parallel.kernels.fp8_cast import widen as dequantize_flat
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
+from mcore_parallel.kernels.rounding import fused_round
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.optimizers.adamw import adamw_plain
+from mcore_parallel.optimizers.rounding import round_stochastically_plain
 from mcore_parallel.optional_kernels import kernel_failure
 from mcore_parallel.precision.fp8_cast import cast_plain, uncast_of
 from mcore_parallel.precision.fp8_fine_cast import cast_blocks_plain, cast_lines_plain
@@ -108,6 +110,16 @@ def check_adamw():
         compare(fused[:4], plain[:4], rtol=1e-6, atol=1e-6)
         # The interpreter cuts to bfloat16, hardware rounds.
         compare([fused[4].float()], [fused[0]], rtol=2**-7 if parameter else 0.0, atol=0.0)
+
+
+def check_rounding():
+    wide = torch.randn(3000)
+    wide[:4] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
+    for salt in (0, 1, 0x7FFFFFFF):
+        got, want = (torch.empty(3000, dtype=torch.bfloat16) for _ in range(2))
+        fused_round(got, wide, salt)
+        round_stochastically_plain(want, wide, salt)
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
 def check_loss():
@@ -463,7 +475,7 @@ def check_trials():
     wanted.append((SSD_KERNELS, (torch.float32, 16, 16)))
     wanted += [(ROWS_KERNELS, ()), (TOP_KERNEL, ()), (WEIGHT_GRAD_KERNEL, (torch.float32,))]
     failures = {kernel.name: kernel_failure(kernel, device, *kind) for kernel, kind in wanted}
-    assert len(failures) == 11
+    assert len(failures) == 12
     assert not any(failures.values()), failures
 
 
@@ -472,6 +484,7 @@ if __name__ == "__main__":
     for check in (
         check_rows,
         check_adamw,
+        check_rounding,
         check_loss,
         check_norms,
         check_gates,

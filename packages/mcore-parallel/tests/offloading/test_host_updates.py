@@ -171,7 +171,7 @@ def test_any_share_on_the_host_gives_the_same_bits(
     rule, dtype, has_main, tmp_path, monkeypatch
 ):
     expected = whole(train(*built(0.0, dtype, rule, has_main=has_main)))
-    monkeypatch.setattr(optimizer_segments, "PIECE_ELEMENTS", 192)  # runs are longer
+    monkeypatch.setattr(optimizer_segments, "PIECE_BYTES", 768)  # runs are longer
     for share, folder in ((0.3, ""), (1.0, ""), (0.3, tmp_path / "new"), (1.0, tmp_path)):
         trained = built(share, dtype, rule, has_main=has_main, folder=str(folder))
         if not folder:  # as beside a GPU: what is updated is a copy
@@ -316,7 +316,7 @@ def test_a_gpu_trains_with_state_on_the_host_to_the_last_bit(
     rule, dtype, has_main, tmp_path, monkeypatch
 ):
     expected = whole(train(*built(0.0, dtype, rule, "cuda", has_main=has_main), steps=range(6)))
-    monkeypatch.setattr(optimizer_segments, "PIECE_ELEMENTS", 192)
+    monkeypatch.setattr(optimizer_segments, "PIECE_BYTES", 768)
     for share, folder in ((0.5, ""), (1.0, ""), (1.0, str(tmp_path))):
         trained = built(share, dtype, rule, "cuda", has_main=has_main, folder=folder)
         for step in range(6):

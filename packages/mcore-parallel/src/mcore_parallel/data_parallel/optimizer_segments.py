@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.data_parallel.gradient_sync import OwnedRange, OwnedUnit, clipped
-from mcore_parallel.offloading.config import PIECE_ELEMENTS
+from mcore_parallel.offloading.config import PIECE_BYTES
 from mcore_parallel.optimizers.update_rule import UpdateRule
 from mcore_parallel.optimizers.weight_decay import has_weight_decay
 from mcore_parallel.sharding import NamedParameter
@@ -180,11 +180,11 @@ def build_runs(
             begin = ends.pop()[0]
         ends.append((begin, end, rates))
     grads = segment_view(segment.unit.own_grads(), segment)
+    longest = _longest_run(segment)
     found = []
     for begin, end, (decays, width) in ends:
-        length = PIECE_ELEMENTS if segment.on_host else max(1, end - begin)
-        for first in range(begin, end, length):
-            cut = slice(first, min(end, first + length))
+        for first in range(begin, end, longest):
+            cut = slice(first, min(end, first + longest))
             found.append(
                 SegmentRun(
                     main=segment.main[cut],
@@ -198,3 +198,13 @@ def build_runs(
                 )
             )
     return found
+
+
+def _longest_run(segment: Segment) -> int:
+    """Return how many weights are updated at once: all, or those of a piece that travels."""
+    if not segment.on_host:
+        return max(1, segment.main.numel())
+    state = list(segment.moments.values())
+    if segment.main.data_ptr() != segment.weights.data_ptr():
+        state.append(segment.main)
+    return max(1, PIECE_BYTES // max(1, sum(tensor.itemsize for tensor in state)))

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-PIECE_ELEMENTS = 1 << 22
-"""Optimizer state of so many weights travels at one time, about a millisecond of PCIe."""
+PIECE_BYTES = 48 << 20
+"""Optimizer state that travels at one time, about a millisecond of PCIe."""
 NUM_PIECES_ON_GPU = 3
 """One that comes, one that is updated and one that goes back."""
 
