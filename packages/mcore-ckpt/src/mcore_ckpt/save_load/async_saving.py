@@ -32,6 +32,7 @@ from mcore_ckpt.save_load.rank_agreement import (
     gather_bytes,
     gather_json,
     pack,
+    start_any_rank,
     unpack,
 )
 from mcore_ckpt.save_load.saving import KEEP_ALL, PlannedSave, begin, commit_step, write
@@ -105,6 +106,8 @@ class _PendingSave:
     requested_s: float
     reports: list[bytes] = field(default_factory=list)
     """What each rank wrote; empty until all have."""
+    answers: Callable[[], list[bool]] | None = None
+    """Waits for what the ranks said of their jobs at the last poll."""
 
 
 class AsyncSaver:
@@ -280,19 +283,18 @@ class AsyncSaver:
         pending = self._pending
         if pending is None:
             return None
-        job = pending.job
-        flags = [job.is_busy, job.failure != "", job.is_silent(self._silent_s)]
-        is_busy, has_failed, is_silent = any_rank(flags, self._world)
+        answers = self._answers(pending)
+        if answers is None:
+            return None
+        _, has_failed, is_silent = answers
         if is_silent:
             self._give_up_hanging(pending)
-            return None
-        if is_busy:
             return None
         if has_failed:
             self._retry(pending)
             return None
         if not pending.reports:
-            pending.reports = gather_bytes(job.result, self._world)
+            pending.reports = gather_bytes(pending.job.result, self._world)
             pending.job = self._commit_job(pending)
             return None
         folder = step_folder(pending.begun.run_folder, pending.begun.step)
@@ -301,6 +303,20 @@ class AsyncSaver:
         self._close()
         self.last_durable = folder
         return folder
+
+    def _answers(self, pending: _PendingSave) -> list[bool] | None:
+        """Return whether jobs are busy, have failed or are silent; None: nothing is to be done.
+
+        Sent at one poll and read at the next, so that no step waits for the slowest rank.
+        """
+        answers = None if pending.answers is None else pending.answers()
+        pending.answers = None
+        if answers is None or (answers[0] and not answers[2]):
+            job = pending.job
+            flags = [job.is_busy, job.failure != "", job.is_silent(self._silent_s)]
+            pending.answers = start_any_rank(flags, self._world)
+            return None
+        return answers
 
     def _commit_job(self, pending: _PendingSave) -> _Job:
         is_root, retention = self._world.rank == 0, self._retention

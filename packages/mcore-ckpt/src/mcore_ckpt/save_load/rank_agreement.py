@@ -7,7 +7,7 @@ failed on each rank.
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_parallel.collectives import all_gather, all_reduce
+from mcore_parallel.collectives import all_gather, start_all_reduce, wait
 from mcore_parallel.mesh import Axis
 
 
@@ -57,10 +57,16 @@ def gather_bytes(content: bytes, axis: Axis) -> list[bytes]:
 
 def any_rank(flags: Sequence[bool], axis: Axis) -> list[bool]:
     """Say of each flag whether it is set on some rank; one all-reduce over ``axis``."""
+    return start_any_rank(flags, axis)()
+
+
+def start_any_rank(flags: Sequence[bool], axis: Axis) -> Callable[[], list[bool]]:
+    """Begin ``any_rank``; the function returned waits for the answer."""
     if axis.size == 1:
-        return list(flags)
+        return lambda: list(flags)
     mine = torch.tensor([float(flag) for flag in flags], device=host_device(axis))
-    return [bool(flag) for flag in all_reduce(mine, axis, "max").tolist()]
+    answers = start_all_reduce(mine, axis)
+    return lambda: [count > 0 for count in wait(answers).tolist()]
 
 
 @contextmanager

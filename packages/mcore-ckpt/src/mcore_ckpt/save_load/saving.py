@@ -30,7 +30,14 @@ from mcore_ckpt.save_load.tensor_exchange import travel_device
 from mcore_ckpt.storage.checksums import sealed
 from mcore_ckpt.storage.files import Item, cut_slabs, write_file
 from mcore_ckpt.storage.folder_lock import FolderLock
-from mcore_ckpt.storage.index import DTYPE_BYTES, FileEntry, Index, StoredBox, TensorEntry
+from mcore_ckpt.storage.index import (
+    DTYPE_BYTES,
+    FileEntry,
+    Index,
+    StoredBox,
+    chunk_text,
+    row_text,
+)
 from mcore_ckpt.storage.paths import (
     commit,
     copy_durably,
@@ -207,7 +214,7 @@ def write(begun: PlannedSave, memory: Sequence[Iterable[Tensor]]) -> dict[str, A
         memory: of each section, tensors whose bytes, one after the other, are its own.
 
     Returns:
-        The files' sizes and chunks as JSON, for ``commit_step``.
+        The files' sizes and what the index says of chunks as JSON, for ``commit_step``.
     """
     files: dict[str, list[Any]] = {}
     rows: list[list[Any]] = []
@@ -227,7 +234,7 @@ def write(begun: PlannedSave, memory: Sequence[Iterable[Tensor]]) -> dict[str, A
         files[name] = [written.entry.num_bytes, written.entry.digest]
         sections_of_file = [one for entry in entries for one in entry.sections]
         rows += [
-            [name, one.name, *one.box, place.offset, place.checksums]
+            [one.name, chunk_text(StoredBox(name, place.offset, *one.box, place.checksums))]
             for one, place in zip(sections_of_file, written.sections, strict=True)
         ]
     return {"files": files, "chunks": rows}
@@ -244,7 +251,8 @@ def commit_step(
         CheckpointError: if another job took the run folder over, or files are not to be seen.
     """
     begun.lock.check()
-    index = _index(begun.folder, begun.claims, reports, begun.beside.extra)
+    index = Index({}, begun.beside.extra, _files(begun.folder, reports))
+    rows = _rows(begun.claims, reports)
     for name, source in begun.beside.folders.items():
         copy_durably(Path(source), begun.folder / name)
     for name, content in begun.beside.files.items():
@@ -253,7 +261,9 @@ def commit_step(
         write_durably(begun.folder / name, content)
     if begun.hf_files:
         put_tokenizer_at_root(begun.folder)
-    final = commit(begun.folder, begun.run_folder, begun.step, sealed(index, begun.folder))
+    final = commit(
+        begun.folder, begun.run_folder, begun.step, sealed(index, begun.folder, rows)
+    )
     log.info("saved step %s to %s", begun.step, final)
     if retention != KEEP_ALL:
         prune(begun.run_folder, retention)
@@ -272,14 +282,8 @@ def _slabs(sections: Sequence[Iterable[Tensor]]) -> Iterator[Tensor]:
             yield from cut_slabs(tensor)
 
 
-def _index(
-    folder: Path,
-    claims: Sequence[Mapping[str, Claim]],
-    reports: Sequence[Mapping[str, Any]],
-    extra: Mapping[str, Any],
-) -> Index:
+def _files(folder: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
     files: dict[str, FileEntry] = {}
-    chunks: dict[str, list[StoredBox]] = {name: [] for mine in claims for name in mine}
     for rank, answer in enumerate(reports):
         for name, (size, header) in answer["files"].items():
             path = folder / name
@@ -289,13 +293,19 @@ def _index(
                     "folder to save to must be shared by all hosts."
                 )
             files[name] = FileEntry(size, header)
-        for file, tensor, offsets, lengths, offset, checksums in answer["chunks"]:
-            chunks[tensor].append(
-                StoredBox(file, offset, tuple(offsets), tuple(lengths), tuple(checksums))
-            )
-    tensors = {
-        name: TensorEntry(claim.shape, claim.dtype, tuple(chunks[name]))
+    return files
+
+
+def _rows(
+    claims: Sequence[Mapping[str, Claim]], reports: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
+    """Return what the index says of each tensor, of texts that its writers made."""
+    chunks: dict[str, list[str]] = {name: [] for mine in claims for name in mine}
+    for answer in reports:
+        for name, text in answer["chunks"]:
+            chunks[name].append(text)
+    return {
+        name: row_text(claim.dtype, claim.shape, chunks[name])
         for mine in claims
         for name, claim in mine.items()
     }
-    return Index(tensors, extra, files)

@@ -6,7 +6,7 @@ every block of tensor data: together they cover the step. Files that are added l
 of it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +16,20 @@ from mcore_ckpt.storage.index import FileEntry, Index, digest
 from mcore_ckpt.storage.paths import INDEX
 
 
-def sealed(index: Index, folder: Path) -> bytes:
-    """Return the content of ``index.json`` for a step whose other files are all written."""
+def sealed(index: Index, folder: Path, rows: Mapping[str, str] | None = None) -> bytes:
+    """Return the content of ``index.json`` for a step whose other files are all written.
+
+    Args:
+        index: all but what is beside the tensor files.
+        folder: of the step.
+        rows: as ``Index.to_bytes``.
+    """
     beside = {
         str(path.relative_to(folder)): _entry(path)
         for path in _files_below(folder)
         if path.name != INDEX and str(path.relative_to(folder)) not in index.files
     }
-    return replace(index, beside=dict(sorted(beside.items()))).to_bytes()
+    return replace(index, beside=dict(sorted(beside.items()))).to_bytes(rows)
 
 
 def check_files(folder: Path, index: Index, part: int = 0, num_parts: int = 1) -> None:
