@@ -94,9 +94,11 @@ unset warmup steps profiled
 if [ "$world" -eq 2 ]; then  # no rehearsal: the longest sequence of the whole 8B on two, planned with 100 GiB
   warmup=1 steps=1 profiled=0 step "llama-3-8b-262k-$at-cp" 280 $llama --seq-length 262144 --max-position-embeddings 262144 --context-parallel-size 2 --use-torch-fsdp2 --recompute-granularity full $narrow --global-batch-size 1
 fi
+warmup=2 steps=6 profiled=0
 for more in "" "--enable-optimizer-post-validation"; do  # what the wait between steps costs
-  step "llama-3-8b-zb-v-$at${more:+-validated-afterwards}" 120 $llama ${layers:---num-layers 16} $narrow --pipeline-model-parallel-size "$world" --pipeline-schedule zb-v --global-batch-size $((2 * world)) --log-interval 100 $more
+  step "llama-3-8b-zb-v-$at${more:+-validated-afterwards}" 180 $llama ${layers:---num-layers 16} $narrow --pipeline-model-parallel-size "$world" --pipeline-schedule zb-v --global-batch-size $((2 * world)) --log-interval 100 $more
 done
+unset warmup steps profiled
 if [ "$world" -eq 4 ]; then  # beside llama-3-8b-8-layers-131k-cp4-{p2p,all_gather,a2a}
   step "llama-3-8b-8-layers-131k-$at-cp2x2" 150 $llama --num-layers 8 --seq-length 131072 --max-position-embeddings 131072 --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --use-distributed-optimizer --global-batch-size 1
 fi
