@@ -35,6 +35,7 @@ from mcore_train.assembly import Run, assemble
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.checkpoints.resuming import save_run, take_snapshot
 from mcore_train.datasets import Datasets
+from mcore_train.guards.gc_control import GCControl
 from mcore_train.options.parsing import parse
 from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import resolve
@@ -135,13 +136,16 @@ def training(run: Run, options: argparse.Namespace, tell: Callable[[dict], None]
     calls, clock = Calls(), Clock(run.ctx.device)
     under_way: list[bool] = []
 
-    with Checkpoints(run, calls) as checkpoints:
+    collector = GCControl(run.plan.config.run.manual_gc_interval)  # as the training loop's
+
+    with collector, Checkpoints(run, calls) as checkpoints:
 
         def step() -> None:
             under_way.append(checkpoints.is_saving)
             train_step(run, batches[run.iteration % 4], 1e-5, 0.01, checkpoints.hold)
             run.iteration += 1
             checkpoints.poll()
+            collector.after_step(run.iteration)
             clock.mark()
 
         def save(steps: int) -> None:
