@@ -50,10 +50,11 @@ def optional_kernels(
     found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = [
         (ROWS_KERNEL, ()),
         (ADAM_KERNEL, ()),
-        (ROUNDING_KERNEL, ()),
     ]
     if dtype == torch.float64:
         return found
+    if dtype == torch.bfloat16:
+        found.append((ROUNDING_KERNEL, ()))
     found.append((LOSS_KERNELS, (dtype,)))
     found += _of_fp8(config, dtype, fp8)
     if NARROWEST <= config.hidden_size <= WIDEST:

@@ -66,7 +66,7 @@ from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
 from mcore_parallel.kernels.rounding import fused_round
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.optimizers.adamw import adamw_plain
-from mcore_parallel.optimizers.rounding import round_stochastically_plain
+from mcore_parallel.optimizers.rounding import ROUNDING_KERNEL, round_stochastically_plain
 from mcore_parallel.optional_kernels import kernel_failure
 from mcore_parallel.precision.fp8_cast import cast_plain, uncast_of
 from mcore_parallel.precision.fp8_fine_cast import cast_blocks_plain, cast_lines_plain
@@ -472,7 +472,7 @@ def check_trials():
     )
     device = torch.device("cpu")
     wanted = optional_kernels(config, KernelConfig(), device, torch.float32)
-    wanted.append((SSD_KERNELS, (torch.float32, 16, 16)))
+    wanted += [(SSD_KERNELS, (torch.float32, 16, 16)), (ROUNDING_KERNEL, ())]
     wanted += [(ROWS_KERNELS, ()), (TOP_KERNEL, ()), (WEIGHT_GRAD_KERNEL, (torch.float32,))]
     failures = {kernel.name: kernel_failure(kernel, device, *kind) for kernel, kind in wanted}
     assert len(failures) == 12
