@@ -60,9 +60,9 @@ warmup=8 ways "mixtral-8x7b-$at-ep" 240 --way alltoall --way "alltoall beside: -
 # 4: 30B and 70B.
 warmup=2 steps=5 profiled=0
 step "llama-30b-$at-zero3" 180 $wide30 $large --use-torch-fsdp2 --global-batch-size $((2 * world)) $narrow --recompute-granularity full
-warmup=1 steps=2  # their updates on the host take most of a step
-step "llama-70b-$at-tp-bf16-states" 400 --recipe recipes/model/llama-3-70b.toml $large --tensor-model-parallel-size "$world" --sequence-parallel --main-params-dtype bf16 --grad-reduce-in-bf16 $narrow --recompute-granularity full --use-distributed-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.4 --global-batch-size 2
-step "llama-70b-$at-zero3-bf16-states" 400 --recipe recipes/model/llama-3-70b.toml $large --use-torch-fsdp2 --main-params-dtype bf16 --main-grads-dtype bf16 $narrow --recompute-granularity full --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --global-batch-size "$world"
+warmup=1 steps=4
+step "llama-70b-$at-tp-bf16-states" 150 --recipe recipes/model/llama-3-70b.toml $large --tensor-model-parallel-size "$world" --sequence-parallel --main-params-dtype bf16 --grad-reduce-in-bf16 $narrow --recompute-granularity full --use-distributed-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.4 --global-batch-size 2
+step "llama-70b-$at-zero3-bf16-states" 180 --recipe recipes/model/llama-3-70b.toml $large --use-torch-fsdp2 --main-params-dtype bf16 --main-grads-dtype bf16 $narrow --recompute-granularity full --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --global-batch-size "$world"
 unset warmup steps profiled
 # 5: pipeline schedules, measured over predicted.
 launch "llama-3-8b-pp-schedules-$at" 280 "$world" benchmarks/bench_schedules.py --name "llama-3-8b-pp-schedules-$at" \

@@ -18,7 +18,11 @@ from torch import Tensor
 
 
 class OnceDifferentiable(torch.autograd.Function):
-    """A ``torch.autograd.Function`` that refuses ``create_graph=True``."""
+    """A ``torch.autograd.Function`` whose ``backward`` is no graph.
+
+    Raises:
+        RuntimeError: in a backward with ``create_graph=True``, whatever its gradients are.
+    """
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Check each call of a class's own ``backward``."""

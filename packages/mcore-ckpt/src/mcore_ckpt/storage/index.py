@@ -128,10 +128,11 @@ class Index:
         for key, files in (("files", self.files), ("beside", self.beside)):
             head[key] = {name: [one.num_bytes, one.digest] for name, one in files.items()}
         lines = json.dumps(head, indent=1)[:-2] + ',\n "tensors": {'
-        rows = rows or {
-            name: row_text(entry.dtype, entry.shape, map(chunk_text, entry.chunks))
-            for name, entry in self.tensors.items()
-        }
+        if rows is None:
+            rows = {
+                name: row_text(entry.dtype, entry.shape, map(chunk_text, entry.chunks))
+                for name, entry in self.tensors.items()
+            }
         table = ",".join(f"\n  {json.dumps(name)}: {rows[name]}" for name in sorted(rows))
         return _sealed(f"{lines}{table}\n }}".encode())
 

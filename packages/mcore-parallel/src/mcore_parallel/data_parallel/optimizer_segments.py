@@ -55,9 +55,7 @@ class SegmentRun:
 
     def state(self) -> list[Tensor]:
         """List what is kept beside the weights."""
-        moments = list(self.moments.values())
-        is_apart = self.main.data_ptr() != self.weights.data_ptr()
-        return [self.main, *moments] if is_apart else moments
+        return _kept(self)
 
     def with_state(self, state: Sequence[Tensor]) -> "SegmentRun":
         """Return the run with a copy of its ``state`` in place of it."""
@@ -65,6 +63,13 @@ class SegmentRun:
         main = state[0] if first else self.main
         moments = dict(zip(self.moments, state[first:], strict=True))
         return replace(self, main=main, moments=moments)
+
+
+def _kept(part: Segment | SegmentRun) -> list[Tensor]:
+    """List what is kept beside weights: ``main``, unless it is the weights, and moments."""
+    moments = list(part.moments.values())
+    is_apart = part.main.data_ptr() != part.weights.data_ptr()
+    return [part.main, *moments] if is_apart else moments
 
 
 def main_dtype(unit: OwnedUnit) -> torch.dtype:
@@ -204,7 +209,5 @@ def _longest_run(segment: Segment) -> int:
     """Return how many weights are updated at once: all, or those of a piece that travels."""
     if not segment.on_host:
         return max(1, segment.main.numel())
-    state = list(segment.moments.values())
-    if segment.main.data_ptr() != segment.weights.data_ptr():
-        state.append(segment.main)
-    return max(1, PIECE_BYTES // max(1, sum(tensor.itemsize for tensor in state)))
+    width = sum(tensor.itemsize for tensor in _kept(segment))
+    return max(1, PIECE_BYTES // max(1, width))

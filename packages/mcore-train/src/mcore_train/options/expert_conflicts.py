@@ -10,6 +10,7 @@ from mcore_train.composition import TrainConfig
 
 def find_expert_conflicts(config: TrainConfig) -> Iterator[str]:
     """Name what options of experts contradict or lack, one line each."""
+    yield from _idle_rate(config.experts)
     yield from _pair_conflicts(config)
     yield from _narrow_expert_conflicts(config)
     yield from _shared_gradient_conflicts(config)
@@ -36,6 +37,17 @@ def expert_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
         yield (
             f"{name} can record experts only as grouped GEMMs: use --bf16, leave out "
             "--no-moe-grouped-gemm, and make their sizes multiples of 8; or leave it out."
+        )
+
+
+def _idle_rate(experts: MoEConfig) -> Iterator[str]:
+    """Refuse another rate for a bias that there is not."""
+    rate = experts.moe_router_bias_update_rate
+    is_idle = experts.num_experts and not experts.moe_router_enable_expert_bias
+    if is_idle and rate != MoEConfig().moe_router_bias_update_rate:
+        yield (
+            f"--moe-router-bias-update-rate {rate} has no effect without "
+            "--moe-router-enable-expert-bias: leave it out, or give both."
         )
 
 
@@ -87,13 +99,6 @@ def _narrow_expert_conflicts(config: TrainConfig) -> Iterator[str]:
                 f"{flag(name)} has an effect only with --expert-model-parallel-size above 1 "
                 "and --expert-tensor-parallel-size 1: leave it out."
             )
-    rate = experts.moe_router_bias_update_rate
-    is_idle = experts.num_experts and not experts.moe_router_enable_expert_bias
-    if is_idle and rate != MoEConfig().moe_router_bias_update_rate:
-        yield (
-            f"--moe-router-bias-update-rate {rate} has no effect without "
-            "--moe-router-enable-expert-bias: leave it out, or give both."
-        )
     problem = one_step_option(experts)
     if parallel.hierarchical_expert_parallel_size and problem:
         yield problem
