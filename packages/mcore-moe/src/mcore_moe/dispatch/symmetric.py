@@ -69,7 +69,7 @@ class Exchange(Protocol):
     def pull(self, x: Tensor, probs: Tensor | None, places: Places) -> Any:
         """Return this rank's rows of the tokens of all ranks, and the weights of its rows.
 
-        Both may hold anything behind the rows of the last expert, which nobody reads.
+        Both may hold anything behind the rows of the last expert: it is not read.
         """
         ...
 
