@@ -25,15 +25,6 @@ HYBRID = {
     "mamba_d_conv": 3,
     "mamba_chunk_size": 4,
 }
-SHARED = {
-    "num_attention_heads": 2,
-    "n_mamba_heads": 4,
-    "mamba_ngroups": 2,
-    "mamba_d_state": 5,
-    "mamba_d_conv": 3,
-    "chunk_size": 4,
-    "adapter_rank": 3,
-}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -284,33 +275,6 @@ CASES = {
         {**ODD, **HYBRID, "num_attention_heads": 2, "num_key_value_heads": 1}
         | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0}
         | {"shared_intermediate_size": 8, "position_embedding_type": "rope"},
-    ),
-    "falcon_h1": (
-        "FalconH1",
-        {**ODD, **HEADS, **HYBRID, "mamba_d_ssm": 40, "head_dim": 6}
-        | {"ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.3}
-        | {"ssm_out_multiplier": 0.6, "attention_in_multiplier": 1.4}
-        | {
-            "attention_out_multiplier": 0.9,
-            "key_multiplier": 0.5,
-            "mlp_multipliers": [0.7, 1.6],
-        }
-        | {"embedding_multiplier": 2.0, "lm_head_multiplier": 0.3},
-    ),
-    "falcon_h1 with a norm before the gate": (
-        "FalconH1",
-        {**ODD, **HEADS, **HYBRID, "mamba_d_ssm": 40, "mamba_rms_norm": True},
-    ),
-    "zamba2": (
-        "Zamba2",
-        {**ODD, **SHARED, "num_hidden_layers": 6, "num_mem_blocks": 2}
-        | {"layers_block_type": ["linear_attention", *["hybrid"] * 2] * 2}
-        | {"use_shared_attention_adapter": True, "use_mem_rope": True},
-    ),
-    "zamba2, one block, not rotated": (
-        "Zamba2",
-        {**ODD, **SHARED, "layers_block_type": ["hybrid", "linear_attention", "hybrid"]}
-        | {"time_step_min": 0.7, "time_step_max": 0.8},
     ),
 }
 """Class and config of each case."""

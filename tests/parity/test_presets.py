@@ -44,8 +44,6 @@ LAYOUTS = {
     "starcoder2-3b": ("gpt", 2, f"{CP2}"),
     "qwen3-next-80b-a3b": ("mamba", 4, f"{TP2} {CP2} {SP}"),
     "bamba-9b": ("mamba", 2, f"{TP2} {SP}"),
-    "zamba2-1.2b": ("mamba", 2, f"{TP2} {SP} --recompute-granularity full"),
-    "zamba2-2.7b": ("mamba", 4, f"{CP2} {ZERO}"),
     "mamba2-130m": ("mamba", 4, f"{TP2} {CP2} --mamba-num-groups 4"),
     "nemotron-h-8b": ("mamba", 4, f"{TP2} {SP} --pipeline-model-parallel-size 2"),
     "mamba2-hybrid-8b": ("mamba", 4, f"{CP2} {TP2}"),

@@ -106,7 +106,7 @@ MODELS = {
     "hybrid": (
         {
             "num_layers": 5,
-            "hybrid_override_pattern": "M*|-EP",
+            "hybrid_override_pattern": "M*|-EM",
             "mamba_num_heads": 4,
             "mamba_head_dim": 6,
             "mamba_num_groups": 2,
@@ -114,22 +114,6 @@ MODELS = {
             "mamba_proj_bias": True,
         },
         {"num_experts": 2},
-    ),
-    "shared blocks": (
-        {
-            "num_layers": 4,
-            "hybrid_override_pattern": "[SM]-[SM][SM]",
-            "num_shared_blocks": 2,
-            "shared_adapter_rank": 3,
-            "shared_attention_adapters": True,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 6,
-            "mamba_num_groups": 2,
-            "mamba_state_dim": 5,
-            "swiglu": False,
-            "exact_geglu": True,
-        },
-        {},
     ),
     "delta nets": (
         {

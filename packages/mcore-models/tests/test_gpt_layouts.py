@@ -88,12 +88,7 @@ MLA = {
 }
 HYBRID = {
     "num_layers": 4,
-    "hybrid_override_pattern": "M*M[P-]",
-    "mamba_multipliers": (0.9, 1.1, 0.8, 1.2, 0.7),
-    "mamba_output_multiplier": 1.3,
-    "attention_output_multiplier": 0.6,
-    "mlp_gate_multiplier": 0.8,
-    "mlp_output_multiplier": 1.4,
+    "hybrid_override_pattern": "M*M[M-]",
     "hidden_size": 16,
     "num_attention_heads": 4,
     "position_embedding_type": "none",
@@ -107,17 +102,6 @@ HYBRID = {
     "mamba_dt_limit": (0.002, 0.6),
     "make_vocab_size_divisible_by": 4,
     "init_method_std": 0.2,
-}
-SHARED = HYBRID | {
-    "hybrid_override_pattern": "[SM][SM]*[SM]",
-    "num_shared_blocks": 2,
-    "shared_adapter_rank": 3,
-    "shared_attention_adapters": True,
-    "num_query_groups": 2,
-    "kv_channels": 6,
-    "position_embedding_type": "rope",
-    "swiglu": False,
-    "exact_geglu": True,
 }
 FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
 ONE_FURTHER = FURTHER | {"mtp_num_layers": 1}  # documents are too short for a second
@@ -238,8 +222,6 @@ TWO_RANKS = {
     "ep2, latent, experts": Case(MLA, layout(ep=2), DEEPSEEK),
     "tp2 sp, hybrid, packed": Case(HYBRID, layout(tp=2, sequence_parallel=True), packed=True),
     "cp2, hybrid, packed": Case(HYBRID, layout(cp=2), packed=True),
-    "tp2 sp, shared blocks": Case(SHARED, layout(tp=2, sequence_parallel=True)),
-    "cp2, shared blocks, packed": Case(SHARED, layout(cp=2), packed=True),
     "pp2, hybrid": Case(
         HYBRID | ONE_FURTHER | {"hybrid_override_pattern": "M*M[P-]/M-"}, layout(pp=2)
     ),
@@ -267,7 +249,6 @@ FOUR_RANKS = {
     ),
     "cp4, packed": Case(LLAMA, layout(cp=4), packed=True),
     "tp4, hybrid, 2 groups": Case(HYBRID, layout(tp=4)),
-    "tp4, shared blocks, 2 kv heads": Case(SHARED, layout(tp=4)),
     "tp2 cp2, delta net": Case(
         DELTA_NET | ONE_FURTHER | {"hybrid_override_pattern": "[G-][*E]/G-"},
         layout(tp=2, cp=2, ep=2, sequence_parallel=True),

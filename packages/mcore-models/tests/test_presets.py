@@ -262,25 +262,6 @@ PUBLISHED = {
         "topk_group": 1,
         "vocab_size": 163840,
     },
-    "zamba2-2.7b": {
-        "model_type": "zamba2",
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "layers_block_type": [
-            "hybrid" if layer in (6, 12, 18, 24, 30, 36, 42, 47, 51) else "mamba"
-            for layer in range(54)
-        ],
-        "mamba_d_state": 64,
-        "mamba_ngroups": 1,
-        "max_position_embeddings": 4096,
-        "n_mamba_heads": 80,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 54,
-        "num_mem_blocks": 2,
-        "use_mem_rope": False,
-        "use_shared_attention_adapter": False,
-        "vocab_size": 32000,
-    },
 }
 """config.json of some published models."""
 

@@ -58,7 +58,6 @@ def test_the_vocabulary_is_the_tokenizers_unless_flags_ask_for_more():
     assert plan(tokenizer_vocab_size=90, vocab_size=120).vocab_size == 120
 
 
-SHARED = {"hybrid_override_pattern": "M[SM]M-", "mamba_num_groups": 2}
 BESIDE = {
     "num_experts": 4,
     "expert_model_parallel_size": 2,
@@ -162,10 +161,6 @@ BESIDE = {
              "fp8_format": "hybrid", "bf16": True}, "multiples of 16, and theirs are (24, "),
         (1, {"qk_clip": True, "hybrid_override_pattern": "M-M-", "mamba_num_groups": 2},
          "no effect without attention"),
-        (1, SHARED | {"qk_clip": True}, "does not scale what layers with S"),
-        (2, SHARED | {"use_torch_fsdp2": True}, "compute with those of another: use optim"),
-        (2, SHARED | {"pipeline_model_parallel_size": 2}, "one stage has them all. Use 1"),
-        (1, {"num_shared_blocks": 2}, "without S in"),
         (1, {"cuda_graph_impl": "full_iteration", "num_experts": 4,
              "moe_router_load_balancing_type": "sinkhorn"}, "cannot record --moe-router-load"),
         (2, {"cuda_graph_impl": "full_iteration", "pipeline_model_parallel_size": 2},

@@ -120,15 +120,6 @@ CONFIGS = {
     | MAMBA
     | {"layer_types": ["mamba", "attention"], "num_local_experts": 3}
     | {"num_experts_per_tok": 2, "shared_intermediate_size": 10},
-    "falcon_h1": ROPE
-    | {"num_attention_heads": 6, "num_key_value_heads": 2}
-    | MAMBA
-    | {"head_dim": 10, "mamba_d_head": None, "mamba_d_ssm": 36, "mamba_rms_norm": True}
-    | {"mamba_expand": 1},
-    "zamba2": ROPE
-    | {"layers_block_type": ["hybrid", "mamba"], "num_attention_heads": 6}
-    | {"n_mamba_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 5, "mamba_d_conv": 4}
-    | {"adapter_rank": 3, "num_mem_blocks": 1, "use_shared_attention_adapter": True},
     "t5": {"d_model": 18, "d_kv": 5, "num_heads": 3, "d_ff": 22, "num_layers": 2}
     | {"vocab_size": 37, "relative_attention_num_buckets": 32},
     "bert": ROPE | MASKED | {"type_vocab_size": 3},
@@ -173,7 +164,6 @@ SHAPELESS = {
     ("bloom", "n_head"),
     ("mpt", "n_heads"),
     ("gpt_neox", "num_attention_heads"),
-    ("zamba2", "num_attention_heads"),
     ("bert", "num_attention_heads"),
     ("megatron-bert", "num_attention_heads"),
 }

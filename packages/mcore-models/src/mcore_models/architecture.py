@@ -25,7 +25,6 @@ from mcore_parallel.logical_tensors import (
     layer_mixers,
     mamba_sizes,
     num_kv_heads,
-    shared_layers,
 )
 
 
@@ -116,9 +115,8 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
     }
     yield f"{config.normalization} {where} each part{together[config.parallel_residual]}"
     for mixer in mixers:
-        if mixer in ("attention", "mamba_attention"):
-            beside = "Mamba-2 beside " * (mixer != "attention")
-            yield f"{beside}attention  {', '.join(_attention(model, layer))}"
+        if mixer == "attention":
+            yield f"attention  {', '.join(_attention(model, layer))}"
         elif mixer == "mlp":
             gate = "gated " if is_gated(config) else ""
             yield f"mlp  {ffn_size(config):,} wide, {gate}{activation(config)}"
@@ -132,8 +130,6 @@ def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iter
             yield f"latent attention  {', '.join(_latent(model))}"
         elif mixer == "mamba":
             yield f"mamba  {', '.join(_mamba(model))}"
-        elif mixer in ("shared", "shared_again"):
-            yield f"beside it  {', '.join(_shared(model, layer))}"
         else:
             yield mixer
 
@@ -153,18 +149,6 @@ def _mamba(model: ModelDescription) -> Iterator[str]:
     yield f"{sizes.heads} heads of {config.mamba_head_dim}"
     yield f"a state of {config.mamba_state_dim}"
     yield f"{sizes.groups} group{'s' * (sizes.groups > 1)}"
-
-
-def _shared(model: ModelDescription, layer: int) -> Iterator[str]:
-    config, uses = model.config, shared_layers(model.config)
-    place = uses.index(layer)
-    if place >= config.num_shared_blocks:
-        yield f"the block of layer {uses[place % config.num_shared_blocks]}"
-    else:
-        yield "a block shared with later layers: of stream and embeddings, attention"
-        yield from _attention(model, layer)
-        yield f"then mlp {ffn_size(config):,} wide"
-    yield f"changed by rank {config.shared_adapter_rank}"
 
 
 def _attention(model: ModelDescription, layer: int) -> Iterator[str]:

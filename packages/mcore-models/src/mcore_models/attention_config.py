@@ -111,11 +111,6 @@ def check_latent(config: Any) -> None:
             raise ValueError(
                 f"{flag(name)} has no effect with --multi-latent-attention: leave it out."
             )
-    if "P" in config.hybrid_override_pattern:
-        raise ValueError(
-            f"--hybrid-override-pattern {config.hybrid_override_pattern}: P has no latent "
-            "attention; leave --multi-latent-attention out."
-        )
     if config.num_query_groups not in (0, heads):
         raise ValueError(
             f"--num-query-groups {config.num_query_groups}: with --multi-latent-attention "

@@ -32,7 +32,6 @@ from mcore_parallel.logical_tensors import (
     layer_mixers,
     mamba_sizes,
     num_kv_heads,
-    shared_layers,
     tensor_shapes,
     value_dim,
 )
@@ -120,11 +119,6 @@ def model_flops(
     lookup = matrices.get("position_embedding.weight", 0)
     weights = (1 + config.mtp_num_layers) * config.hidden_size * padded_vocab_size
     weights += sum(matrices.values()) - lookup - routed + active
-    # A shared block is counted by its owner, and computed again by its other uses.
-    uses = shared_layers(config)
-    block = f"blocks.{uses[0]}.shared.block." if uses else "none"
-    again = sum(size for name, size in matrices.items() if name.startswith(block))
-    weights += again * max(0, len(uses) - config.num_shared_blocks)
     mixers, last = layer_mixers(config, moe), config.num_layers - 1
     mixers += (further_mixers(config, moe),) * config.mtp_num_layers
     # Pairs of query and key, doubled: L * L in a causal layer of L tokens.
@@ -135,10 +129,10 @@ def model_flops(
         for length in seq_lengths
         for layer, names in enumerate(mixers)
         for name in names
-        if name in ("attention", "mla", "mamba_attention", "shared", "shared_again")
+        if name in ("attention", "mla")
     )
     # Each number of a Mamba state is written once by a token, and read once.
-    num_states = sum(bool({"mamba", "mamba_attention"} & {*names}) for names in mixers)
+    num_states = sum("mamba" in names for names in mixers)
     states = num_states and num_states * mamba_sizes(config).inner * config.mamba_state_dim
     # Each number of a delta net's state is read by key, written and read by query.
     num_nets = sum("delta_net" in names for names in mixers)
@@ -380,7 +374,7 @@ def _kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
     sizes, delta = mamba_sizes(config), delta_sizes(config)
     mixed = sizes.inner + 2 * sizes.states
     gate = N * head_dim(config) * config.attention_output_gate
-    widths = {
+    return {
         "attention": (N + G) * channels + 2 * gate,
         # Values are a view of what the projection up gave, keys' unrotated channels in it.
         "mla": (N + G) * channels + N * config.qk_head_dim,
@@ -394,7 +388,3 @@ def _kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
         + 2 * delta.value_heads * (4 * config.linear_key_head_dim + 3 * _DELTA_CHUNK)
         + 10 * delta.values,
     }
-    # A shared block keeps both inputs of its wide norm as well, and what it gives its linear.
-    shared = widths["attention"] + widths["mlp"] + 5 * config.hidden_size
-    widths |= {"shared": shared, "shared_again": shared}
-    return widths | {"mamba_attention": widths["mamba"] + widths["attention"]}

@@ -7,7 +7,6 @@ stage does with it. Auxiliary losses travel beside the stream, as a second root 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from mcore_models.mtp_model import MTP_TOKENS, MTPLanguageModel
 from mcore_models.protocol import MicroBatch, ModelState
 from mcore_models.stage_model import StageModel
 from mcore_parallel.context_parallel.packed_sequences import Documents
-from mcore_parallel.logical_tensors import further_mixers, shared_layers
+from mcore_parallel.logical_tensors import further_mixers
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.mup import embedding_factor, logits_factor
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -135,17 +134,10 @@ class GPT(StageModel, MTPLanguageModel):
         if self.stage.has_embedding:
             x = self.embedded(x, positions)
         inputs = build_inputs(self.config, positions, length, x.dtype, documents, state)
-        if "S" in self.config.hybrid_override_pattern:
-            inputs = replace(inputs, embedded=x, shared_blocks=self._shared_blocks())
         stream = self._run(list(self.blocks.values()), x, inputs)
         if not self.is_normed:
             return stream.total(), stream.aux
         return stream.normed(self.final_norm)[0], stream.aux
-
-    def _shared_blocks(self) -> tuple[nn.Module, ...]:
-        """List the blocks that layers use in turn; their owners are all on this stage."""
-        owners = shared_layers(self.config)[: self.config.num_shared_blocks]
-        return tuple(self.blocks.get_submodule(f"{layer}.shared.block") for layer in owners)
 
     def further_hidden(
         self, hidden: Float[Tensor, "s B D"], batch: MicroBatch

@@ -7,7 +7,7 @@ only.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mcore_parallel.field_checks import check_at_least, flag
+from mcore_parallel.field_checks import check_at_least
 from mcore_parallel.layer_patterns import further_letters, pattern_layers
 
 
@@ -17,11 +17,9 @@ class HybridConfig:
 
     hybrid_override_pattern: str = ""
     """One letter a layer instead of attention and feed-forward in each: M Mamba-2, G gated
-    delta net, * attention, P Mamba-2 and attention side by side, - feed-forward, E experts;
-    letters in brackets are one layer of several, [G-]; S in brackets before another, [SM]:
-    that one also reads what a transformer block shared by several layers says; | between
-    pipeline stages; / before the letters of each layer of multi-token prediction, /*-. Empty:
-    a transformer."""
+    delta net, * attention, - feed-forward, E experts; letters in brackets are one layer of
+    several, [G-]; | between pipeline stages; / before the letters of each layer of multi-token
+    prediction, /*-. Empty: a transformer."""
 
     mamba_state_dim: int = 128
     """Numbers of state for each channel of a Mamba head."""
@@ -47,15 +45,6 @@ class HybridConfig:
     mamba_norm: Literal["gated", "before_gate", "none"] = "gated"
     """Norm a Mamba layer's output after it is gated (gated), before, or not at all."""
 
-    mamba_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    """Factors on a Mamba layer's gate, input, B, C and step sizes, as they are projected."""
-
-    mamba_output_multiplier: float = 1.0
-    """Factor on what Mamba adds in a layer of P."""
-
-    attention_output_multiplier: float = 1.0
-    """Factor on what attention adds in a layer of P."""
-
     mamba_chunk_size: int = 128
     """Tokens that a Mamba layer computes together; changes time and memory, not results."""
 
@@ -70,16 +59,6 @@ class HybridConfig:
 
     mamba_dt_init_floor: float = 1e-4
     """Step sizes below it are raised to it at the beginning."""
-
-    num_shared_blocks: int = 1
-    """Transformer blocks that the layers with S share in turn. Each reads the stream and the
-    embeddings side by side, and is kept by the first layer that uses it."""
-
-    shared_adapter_rank: int = 128
-    """Rank of what each of these layers adds to the first feed-forward matrix of its block."""
-
-    shared_attention_adapters: bool = False
-    """Each of these layers changes queries, keys and values of its block, too."""
 
     linear_num_key_heads: int = 16
     """Key heads of a gated delta net."""
@@ -113,12 +92,10 @@ class HybridConfig:
                 f"{config.mtp_num_layers}: leave --mtp-num-layers out."
             )
         letters = set("".join(layers) + further_letters(self.hybrid_override_pattern))
-        if letters & {"M", "P"}:
+        if "M" in letters:
             _check_mamba(config)
         if "G" in letters:
             _check_delta(self)
-        if "S" in letters:
-            _check_shared(config, sum("S" in layer for layer in layers))
 
 
 def sizes_of_pattern(pattern: str) -> dict[str, int]:
@@ -127,35 +104,10 @@ def sizes_of_pattern(pattern: str) -> dict[str, int]:
     if not layers:
         return {}
     sizes = {"num_layers": len(layers), "mtp_num_layers": pattern.count("/")}
-    if not set(pattern) & {"*", "P", "S"}:
+    if "*" not in pattern:
         # Without effect, and checked all the same.
         sizes |= {"num_attention_heads": 1, "num_query_groups": 0}
     return sizes
-
-
-def _check_shared(config: Any, uses: int) -> None:
-    check_at_least(config, 1, "num_shared_blocks", "shared_adapter_rank")
-    pattern = f"--hybrid-override-pattern {config.hybrid_override_pattern}"
-    if uses < config.num_shared_blocks:
-        raise ValueError(
-            f"{pattern} has {uses} layers with S, fewer than --num-shared-blocks "
-            f"{config.num_shared_blocks}: use at most {uses}."
-        )
-    attends = [x for x in pattern_layers(config.hybrid_override_pattern) if "S" in x]
-    if any(set(layer) & {"*", "P"} for layer in attends):
-        # A layer has one memory of keys and values.
-        raise ValueError(f"{pattern} has S beside * or P: give each a layer of its own.")
-    plain = {
-        "multi_latent_attention": False,
-        "attention_output_gate": False,
-        "norm_placement": "pre",
-        "parallel_residual": "off",
-        "window_attn_skip_freq": "0",
-        "rope_skip_freq": "0",
-    }
-    for name, value in plain.items():
-        if getattr(config, name) != value:
-            raise ValueError(f"{pattern} has S: leave {flag(name)} out.")
 
 
 def _check_delta(config: HybridConfig) -> None:

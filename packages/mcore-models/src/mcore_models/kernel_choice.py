@@ -69,7 +69,7 @@ def optional_kernels(
             found.append((quack_gemm.QUACK_KERNELS, ()))
     pattern = config.hybrid_override_pattern
     found += _of_recurrent_layers(config, dtype)
-    if pattern and not set(pattern) & {"*", "P", "S"}:
+    if pattern and "*" not in pattern:
         return found
     if rotary := rotary_kernel(config):
         found.append((rotary, (dtype, H)))
@@ -102,15 +102,15 @@ def _of_recurrent_layers(
 ) -> list[tuple[OptionalKernel, tuple[Hashable, ...]]]:
     letters = set(config.hybrid_override_pattern)
     found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = []
-    if "G" in letters or (letters & {"M", "P"} and config.mamba_norm != "none"):
+    if "G" in letters or ("M" in letters and config.mamba_norm != "none"):
         found.append((GATED_NORM_KERNELS, (dtype,)))
-    if letters & {"M", "P", "G"}:
+    if letters & {"M", "G"}:
         found.append((CONV_KERNELS, (dtype,)))
     if "G" in letters:
         fitting = kernel_widths(config.linear_key_head_dim, config.linear_value_head_dim)
         if dtype in NARROW and fitting:
             found.append((DELTA_KERNELS, (dtype, *fitting)))
-    if letters & {"M", "P"}:
+    if "M" in letters:
         widths = config.mamba_head_dim, config.mamba_state_dim
         if dtype in NARROW and is_kernel_width(*widths):
             found.append((SSD_KERNELS, (dtype, *widths)))

@@ -10,7 +10,6 @@ from typing import Literal
 from mcore_models.attention_config import AttentionConfig
 from mcore_parallel.field_checks import check_above_zero, check_at_least, flag
 from mcore_parallel.layer_patterns import read_pattern
-from mcore_parallel.logical_tensors import is_gated
 
 NormPlacement = Literal["pre", "output", "sandwich"]
 ParallelResidual = Literal["off", "two_norms", "one_norm"]
@@ -122,12 +121,6 @@ class LayerConfig(AttentionConfig):
     glu_linear_offset: float = 0.0
     """Added to up-projections before they meet their gate."""
 
-    mlp_gate_multiplier: float = 1.0
-    """Factor on gates of dense feed-forward layers before they are activated."""
-
-    mlp_output_multiplier: float = 1.0
-    """Factor on what dense feed-forward layers add."""
-
     embedding_multiplier: float = 1.0
     """Factor on embeddings."""
 
@@ -179,11 +172,8 @@ class LayerConfig(AttentionConfig):
         check_above_zero(
             self,
             *("embedding_multiplier", "residual_multiplier", "logits_multiplier"),
-            *("mlp_gate_multiplier", "mlp_output_multiplier"),
         )
         self._check_mup()
-        if self.mlp_gate_multiplier != 1 and not is_gated(self):
-            raise ValueError("--mlp-gate-multiplier has no effect without a gate (--swiglu).")
         if self.parallel_residual != "off" and self.norm_placement != "pre":
             raise ValueError(
                 f"--parallel-residual {self.parallel_residual} has its norms before both "

@@ -13,8 +13,6 @@ PATTERN_MIXERS: Mapping[str, str] = {
     "-": "mlp",
     "E": "moe",
     "G": "delta_net",
-    "P": "mamba_attention",
-    "S": "shared",
 }
 """What each letter of ``--hybrid-override-pattern`` stands for."""
 
@@ -44,8 +42,6 @@ def pattern_layers(pattern: str) -> tuple[str, ...]:
         "|" in inside for inside, _ in _LAYERS.findall(pattern)
     ):
         problem = "a layer in brackets is not cut and has each mixer once"
-    elif any(one.endswith("S") for one in layers):
-        problem = "S stands in brackets before the letter that reads what it says, [SM]"
     if problem:
         known = ", ".join(f"{letter} ({name})" for letter, name in PATTERN_MIXERS.items())
         raise ValueError(
@@ -61,7 +57,7 @@ def further_letters(pattern: str) -> str:
     sections = [section.removeprefix("[").removesuffix("]") for section in pattern.split("/")]
     letters = {*sections[1:]}
     for section in letters:
-        is_known = section and set(section) <= PATTERN_MIXERS.keys() - {"S"}
+        is_known = section and set(section) <= PATTERN_MIXERS.keys()
         if not is_known or len(set(section)) < len(section) or len(letters) > 1:
             raise ValueError(
                 f"--hybrid-override-pattern {pattern}: behind each / stand the same letters, "

@@ -95,24 +95,10 @@ def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
     attention = "mla" if config.multi_latent_attention else "attention"
     layers = pattern_layers(config.hybrid_override_pattern)
     if layers:
-        owners = shared_layers(config)[: config.num_shared_blocks]
         mixers = {**PATTERN_MIXERS, "*": attention}
-        again = {**mixers, "S": "shared_again"}
-        return tuple(
-            tuple((mixers if layer in owners else again)[letter] for letter in letters)
-            for layer, letters in enumerate(layers)
-        )
+        return tuple(tuple(mixers[letter] for letter in letters) for letters in layers)
     experts = moe_layers(moe, config.num_layers)
     return tuple((attention, "moe" if has_experts else "mlp") for has_experts in experts)
-
-
-def shared_layers(config: Any) -> tuple[int, ...]:
-    """List the layers that use a shared block, in order.
-
-    They use ``num_shared_blocks`` blocks in turn; the first layer to use one owns it.
-    """
-    layers = pattern_layers(config.hybrid_override_pattern)
-    return tuple(layer for layer, letters in enumerate(layers) if "S" in letters)
 
 
 def further_mixers(config: Any, moe: Any) -> tuple[str, ...]:
@@ -127,9 +113,9 @@ def further_mixers(config: Any, moe: Any) -> tuple[str, ...]:
 
 
 def num_halves(config: Any) -> int:
-    """Count the mixers of all layers that add to the residual stream: all but those of S."""
+    """Count the mixers of all layers; each adds its output to the residual stream."""
     layers = pattern_layers(config.hybrid_override_pattern)
-    return sum(len(one.replace("S", "")) for one in layers) if layers else 2 * config.num_layers
+    return sum(map(len, layers)) if layers else 2 * config.num_layers
 
 
 def layer_norms(config: Any, mixers: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -140,7 +126,7 @@ def layer_norms(config: Any, mixers: Sequence[str]) -> tuple[tuple[str, str], ..
         after = f"{before.removesuffix('_norm')}_post_norm"
         shares = place > 0 and config.parallel_residual == "one_norm"
         is_bare = config.norm_placement == "output" or shares
-        has_after = before and config.norm_placement != "pre"
+        has_after = config.norm_placement != "pre"
         found.append(("" if is_bare else before, after if has_after else ""))
     return tuple(found)
 
@@ -245,12 +231,12 @@ def _linear(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape
     return weight | ({f"{name}.bias": (outputs,)} if bias else {})
 
 
-def _attention(config: Any, _: Any, inputs: int = 0) -> dict[str, Shape]:
+def _attention(config: Any, _: Any) -> dict[str, Shape]:
     D, H, shapes = config.hidden_size, head_dim(config), dict[str, Shape]()
     queries, keys = config.num_attention_heads * H, num_kv_heads(config) * H
     gate = (("gate", queries),) if config.attention_output_gate else ()
     for part, outputs in (("q", queries), ("k", keys), ("v", keys), *gate):
-        shapes |= _linear(f"attention.qkv.{part}", outputs, inputs or D, has_qkv_bias(config))
+        shapes |= _linear(f"attention.qkv.{part}", outputs, D, has_qkv_bias(config))
     for part, width in (("q", queries), ("k", keys)) if config.qk_layernorm else ():
         if config.qk_norm_width == "own_head":
             shapes[f"attention.{part}_norm.weight"] = (width // H, H)
@@ -345,34 +331,6 @@ def _delta_net(config: Any, _: Any) -> dict[str, Shape]:
     return shapes | {"delta_net.out_proj.weight": (D, sizes.values)}
 
 
-def _mamba_attention(config: Any, moe: Any) -> dict[str, Shape]:
-    inside = _mamba(config, moe) | _attention(config, moe)
-    return {f"mamba_attention.{name}": shape for name, shape in inside.items()}
-
-
-def _shared(config: Any, moe: Any) -> dict[str, Shape]:
-    D = config.hidden_size
-    inside = _norm(config, "attention_norm", 2 * D) | _attention(config, moe, 2 * D)
-    inside |= _norm(config, "mlp_norm", D) | _dense(config, moe)
-    block = {f"shared.block.{name}": shape for name, shape in inside.items()}
-    return block | _use(config, moe, "shared")
-
-
-def _use(config: Any, _: Any, name: str = "shared_again") -> dict[str, Shape]:
-    """List what a layer has of its own where it uses a shared block."""
-    D, rank, H = config.hidden_size, config.shared_adapter_rank, head_dim(config)
-    queries, keys = config.num_attention_heads * H, num_kv_heads(config) * H
-    shapes: dict[str, Shape] = {"linear.weight": (D, D)}
-    if config.shared_attention_adapters:
-        for part, outputs in (("q", queries), ("k", keys), ("v", keys)):
-            shapes[f"{part}_adapter.down.weight"] = (rank, 2 * D)
-            shapes[f"{part}_adapter.up.weight"] = (outputs, rank)
-    shapes["fc1_adapter.down.weight"] = (rank, D)
-    for part in (".gate", ".up") if is_gated(config) else ("",):
-        shapes[f"fc1_adapter.up{part}.weight"] = (ffn_size(config), rank)
-    return {f"{name}.{inside}": shape for inside, shape in shapes.items()}
-
-
 MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "attention": _attention,
     "mla": _latent_attention,
@@ -380,9 +338,6 @@ MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "moe": _experts,
     "mamba": _mamba,
     "delta_net": _delta_net,
-    "mamba_attention": _mamba_attention,
-    "shared": _shared,
-    "shared_again": _use,
 }
 """Tensors of each mixer below its block, from the settings of layers and experts."""
 
@@ -393,8 +348,5 @@ MIXER_NORMS: Mapping[str, str] = {
     "moe": "mlp_norm",
     "mamba": "mamba_norm",
     "delta_net": "delta_net_norm",
-    "mamba_attention": "attention_norm",
-    "shared": "",
-    "shared_again": "",
 }
-"""Name of the norm before each mixer; empty: it has norms inside."""
+"""Name of the norm before each mixer."""

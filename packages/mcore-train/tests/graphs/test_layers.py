@@ -197,10 +197,6 @@ def test_batches_of_other_shapes_wait_for_no_graph_and_stop_none_half_way():
             {"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"},
             "for whose rounds the host waits",
         ),
-        (
-            {"hybrid_override_pattern": "M[SM]M-", "mamba_num_groups": 1},
-            "layers with S of --hybrid-override",
-        ),
         ({"reset_attention_mask": True}, "cannot record packed documents"),
     ],
 )

@@ -69,8 +69,6 @@ _FLOORS = {
     "qwen3_next": "recurrent",
     "bamba": "recurrent",
     "granitemoehybrid": "recurrent",
-    "falcon_h1": "recurrent",
-    "zamba2": "recurrent",
 }
 """``model_type`` of each family and the folder of its module, named alike with ``_``; or the
 module whose table has it."""

@@ -55,17 +55,10 @@ def layout_problems(
     used = {name for names in layer_mixers(config, moe) for name in names}
     if config.mtp_num_layers:
         used |= {*further_mixers(config, moe)}
-    if used & {"attention", "mla", "mamba_attention", "shared"}:
+    if used & {"attention", "mla"}:
         problems += _head_problems(config, parallel)
         problems += _context_problems(config, parallel)
-    if "shared" in used and parallel.pipeline_model_parallel_size > 1:
-        size = parallel.pipeline_model_parallel_size
-        problems.append(
-            f"--pipeline-model-parallel-size {size} cannot cut --hybrid-override-pattern "
-            f"{config.hybrid_override_pattern}: layers with S share weights and read the "
-            "embeddings, so that one stage has them all. Use 1."
-        )
-    if used & {"mamba", "mamba_attention"}:
+    if "mamba" in used:
         problems += _mamba_problems(config, parallel)
     if "delta_net" in used:
         problems += _delta_problems(config, parallel)

@@ -63,13 +63,8 @@ class Attention(nn.Module):
         tracker: notes the largest scores of its heads in training, or None.
     """
 
-    def __init__(self, setup: LayerSetup, in_features: int = 0) -> None:
-        """Allocate this rank's heads; weights are zero until the model fills them.
-
-        Args:
-            setup: what it is built from.
-            in_features: width of what it reads; 0: D.
-        """
+    def __init__(self, setup: LayerSetup) -> None:
+        """Allocate this rank's heads; weights are zero until the model fills them."""
         super().__init__()
         config, ctx, layer = setup.config, setup.ctx, setup.layer
         self.config, self.layer, self.cp, self.streams = config, layer, ctx.cp, setup.streams
@@ -93,7 +88,7 @@ class Attention(nn.Module):
             "gemm": setup.gemms.column,
             **setup.split,
         }
-        self.qkv = ColumnParallelLinear(in_features or config.hidden_size, outputs, **column)
+        self.qkv = ColumnParallelLinear(config.hidden_size, outputs, **column)
         row: dict[str, Any] = {
             "bias": has_attention_bias(config),
             "gemm": setup.gemms.row,
@@ -139,8 +134,6 @@ class Attention(nn.Module):
         self,
         x: Float[Tensor, "s B D"],
         inputs: BlockInputs = _NOTHING_MORE,
-        added: Float[Tensor, "S B X"] | None = None,
-        layer: int = -1,
     ) -> Float[Tensor, "s B E"]:
         """Let every token gather from itself and earlier ones.
 
@@ -149,20 +142,15 @@ class Attention(nn.Module):
         Args:
             x: this rank's tokens.
             inputs: their rotary tables, documents and what is remembered of earlier ones.
-            added: to queries, keys and values as they are projected.
-            layer: that remembers them, where several layers share this module; -1: its own.
         """
         qkv = self.qkv(x)
-        qkv = qkv if added is None else qkv + added
         if self.recompute_core and self.training and inputs.state is None:
             mixed = recompute(self._core, qkv, inputs, streams=self.streams)
         else:
-            mixed = self._core(qkv, inputs, layer)
+            mixed = self._core(qkv, inputs)
         return self.proj(mixed)
 
-    def _core(
-        self, qkv: Tensor, inputs: BlockInputs, layer: int = -1
-    ) -> Float[Tensor, "S B X"]:
+    def _core(self, qkv: Tensor, inputs: BlockInputs) -> Float[Tensor, "S B X"]:
         config = self.config
         qkv, gate = self._ungated(qkv)
         q, k, v = self._heads(qkv, self._rotary(inputs))
@@ -172,7 +160,7 @@ class Attention(nn.Module):
         if inputs.state is None:
             mixed = self._mix(q, k, v, inputs.documents)
         else:
-            remembered = inputs.state.layer(self.layer if layer < 0 else layer)
+            remembered = inputs.state.layer(self.layer)
             rules: dict[str, Any] = {"window": self.window, **self._scores(q)}
             mixed = remembered.attend(q, k, v, backend=self.backend, **rules)
         mixed = mixed.flatten(-2)  # [S, B, N, H] -> [S, B, N*H]

@@ -110,13 +110,8 @@ class TransformerBlock(nn.Module):
 
     def _in_turn(self, stream: Residual, inputs: BlockInputs, count: int) -> Residual:
         """Run the first mixers, each on what the one before has left."""
-        beside = None
         halves = list(zip(self.mixers, self.norms, strict=True))
         for name, (norm, post_norm) in halves[:count]:
-            if MIXERS[name].is_beside:
-                stream = Residual(stream.total(), None, stream.aux)
-                beside = self._mixer(name, inputs)(stream.x)
-                continue
             # stream + dropout(post_norm(mixer(norm(stream))))
             stream = self.residual(
                 stream,
@@ -124,10 +119,8 @@ class TransformerBlock(nn.Module):
                 self._mixer(name, inputs),
                 MIXERS[name].recomputed_as,
                 self._norm(post_norm) if post_norm else None,
-                beside,
                 getattr(getattr(self, name), "takes_uncast", None),
             )
-            beside = None
         return stream
 
     def _norm(self, name: str) -> Any:

@@ -1,7 +1,6 @@
 """What all blocks of a model are given beside the residual stream."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -32,10 +31,6 @@ class BlockInputs:
     """Packed in the rows; none sees another."""
     state: ModelState | None = None
     """What the layers remember of earlier tokens, extended by these; None: nothing."""
-    embedded: Tensor | None = None
-    """What the first layer reads, for the blocks below."""
-    shared_blocks: tuple[Any, ...] = ()
-    """The ``SharedBlock`` of each of ``--num-shared-blocks``, which layers use in turn."""
 
 
 def build_inputs(

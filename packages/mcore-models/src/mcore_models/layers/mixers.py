@@ -19,8 +19,6 @@ from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.recurrent.delta_net import DeltaNet
 from mcore_models.layers.recurrent.mamba import Mamba
-from mcore_models.layers.recurrent.mamba_attention import MambaAttention
-from mcore_models.layers.shared_block import SharedBlock, SharedUse
 from mcore_moe.expert_parallel import moe_axes
 from mcore_moe.layer import MoELayer
 from mcore_parallel.logical_tensors import ffn_size, is_gated
@@ -37,9 +35,6 @@ class Mixer:
     loss."""
     recomputed_as: str = ""
     """Its name as a whole among ``--recompute-modules``; empty: it has none."""
-    is_beside: bool = False
-    """Whether it reads the stream without a norm, and what it says is not added to the stream
-    but read beside it by the next mixer of the layer."""
 
 
 def _build_mlp(setup: LayerSetup) -> MLP:
@@ -49,7 +44,6 @@ def _build_mlp(setup: LayerSetup) -> MLP:
         axis=setup.ctx.tp,
         recompute_activation="mlp_act" in setup.recomputed,
         gemms=setup.gemms,
-        multipliers=(setup.config.mlp_gate_multiplier, setup.config.mlp_output_multiplier),
         **_feed_forward(setup),
     )
 
@@ -70,15 +64,6 @@ def _build_experts(setup: LayerSetup) -> MoELayer:
         fp8_casts=setup.gemms.casts,
         **_feed_forward(setup),
     )
-
-
-def _build_mamba_attention(setup: LayerSetup) -> MambaAttention:
-    return MambaAttention(setup.config, Mamba(setup), Attention(setup))
-
-
-def _build_shared(setup: LayerSetup) -> SharedUse:
-    attention = Attention(setup, in_features=2 * setup.config.hidden_size)
-    return SharedUse(setup, SharedBlock(setup, attention, _build_mlp(setup)))
 
 
 def _feed_forward(setup: LayerSetup) -> dict[str, Any]:
@@ -114,8 +99,5 @@ MIXERS: Mapping[str, Mixer] = {
     "moe": Mixer(build=_build_experts, run=_run_experts, recomputed_as="moe"),
     "mamba": Mixer(build=Mamba, run=_run_with_inputs),
     "delta_net": Mixer(build=DeltaNet, run=_run_with_inputs),
-    "mamba_attention": Mixer(build=_build_mamba_attention, run=_run_with_inputs),
-    "shared": Mixer(build=_build_shared, run=_run_with_inputs, is_beside=True),
-    "shared_again": Mixer(build=SharedUse, run=_run_with_inputs, is_beside=True),
 }
 """Mixers by name, which is also the name of the module in its block."""

@@ -44,7 +44,6 @@ class MLP(nn.Module):
         axis: Axis = SINGLE,
         sequence_parallel: bool = False,
         init_std: float = 0.02,
-        multipliers: tuple[float, float] = (1.0, 1.0),
         recompute_activation: bool = False,
         gemms: LinearGemms = PLAIN_GEMMS,
         device: torch.device | str | None = None,
@@ -63,7 +62,6 @@ class MLP(nn.Module):
             axis: ranks that share the width.
             sequence_parallel: whether tokens are cut over ``axis`` outside the layer.
             init_std: of the weights; 0.0 leaves zeros and draws nothing.
-            multipliers: of gates before they are activated, and of the output.
             recompute_activation: forget what goes into fc2, make it again in backward.
             gemms: what multiplies.
             device: of the parameters.
@@ -76,7 +74,6 @@ class MLP(nn.Module):
         self.gated, self.activation = gated, activation
         self.clamp, self.offset = clamp, offset
         self.recompute_activation = recompute_activation
-        self.gate_multiplier, self.output_multiplier = multipliers
         F_ = ffn_hidden_size
         placed: dict[str, Any] = {
             "bias": bias,
@@ -88,25 +85,15 @@ class MLP(nn.Module):
         self.fc1 = ColumnParallelLinear(hidden_size, outputs, gemm=gemms.column, **placed)
         self.fc2 = RowParallelLinear(F_, hidden_size, gemm=gemms.row, **placed)
 
-    def forward(
-        self, x: Float[Tensor, "s B D"], added: Float[Tensor, "S B X"] | None = None
-    ) -> Float[Tensor, "s B D"]:
-        """Transform every token; communicates as the two linears do.
-
-        Args:
-            x: this rank's tokens.
-            added: to what the first linear gives.
-        """
-        between = self._cast_between(x) if added is None else None
+    def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
+        """Transform every token; communicates as the two linears do."""
+        between = self._cast_between(x)
         if between is not None:
-            y = self.fc2(self.fc1(x, between), between)
-            return y if self.output_multiplier == 1.0 else y * self.output_multiplier
-        hidden = self.fc1(x) if added is None else self.fc1(x) + added
+            return self.fc2(self.fc1(x, between), between)
+        hidden = self.fc1(x)
         if self.recompute_activation and self.training:
-            y = recompute_between(self._activate, self.fc2, hidden)
-        else:
-            y = self.fc2(self._activate(hidden))
-        return y if self.output_multiplier == 1.0 else y * self.output_multiplier
+            return recompute_between(self._activate, self.fc2, hidden)
+        return self.fc2(self._activate(hidden))
 
     def takes_uncast(self, x: Float[Tensor, "s B D"]) -> bool:
         """Say whether it computes an input like x as it casts it to fp8."""
@@ -116,7 +103,7 @@ class MLP(nn.Module):
 
     def _cast_between(self, x: Tensor) -> CastBetween | None:
         """Return what computes the activation as it is cast to fp8; None: it does not apply."""
-        is_plain = self.gate_multiplier == 1.0 and not (self.clamp or self.offset)
+        is_plain = not (self.clamp or self.offset)
         if not (self.gated and is_plain and isinstance(self.fc1, ColumnParallelLinear)):
             return None
         forgets = self.recompute_activation and self.training
@@ -124,8 +111,5 @@ class MLP(nn.Module):
 
     def _activate(self, hidden: Tensor) -> Tensor:
         if self.gated:
-            if self.gate_multiplier != 1.0:
-                gate, up = hidden.chunk(2, -1)
-                hidden = torch.cat([gate * self.gate_multiplier, up], -1)
             return gated(hidden, self.activation, self.clamp, self.offset)
         return activation_function(self.activation)(hidden)

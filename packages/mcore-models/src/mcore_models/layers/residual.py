@@ -7,7 +7,6 @@ and leaves the other, and recomputes in backward what ``--recompute-modules`` na
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -125,7 +124,6 @@ class PreNorm(nn.Module):
         layer: Callable[[Tensor], Any],
         name: str = "",
         post_norm: Norm | None = None,
-        beside: Float[Tensor, "s B D"] | None = None,
         reader: Reader | None = None,
     ) -> Residual:
         """Join a layer to the stream; communicates as the layer does.
@@ -136,11 +134,9 @@ class PreNorm(nn.Module):
             layer: returns what is added, or that and an auxiliary loss.
             name: of the layer among ``--recompute-modules``.
             post_norm: of what the layer adds; None: none.
-            beside: added to what the norm reads alone, which is then kept whatever
-                ``recomputed`` says; None: nothing.
             reader: whether the layer computes its input as it casts it; None: no.
         """
-        stream, found = self.read(stream, norm, layer, name, beside, reader)
+        stream, found = self.read(stream, norm, layer, name, reader)
         return self.join(stream, found, post_norm)
 
     def read(
@@ -149,15 +145,12 @@ class PreNorm(nn.Module):
         norm: Norm,
         layer: Callable[[Tensor], Any],
         name: str = "",
-        beside: Float[Tensor, "s B D"] | None = None,
         reader: Reader | None = None,
     ) -> tuple[Residual, Any]:
         """Return the stream with nothing left to add, and what the layer says of its norm.
 
         The first half of ``forward``, which has the arguments; ``join`` is the other.
         """
-        if beside is not None:
-            layer, norm = partial(_read_beside, layer, norm, beside), nn.Identity()
         has_norm = not isinstance(norm, nn.Identity)
         if "layernorm" in self.recomputed and self.training and has_norm:
             stream = Residual(stream.total(), None, stream.aux)  # the norm is made from it
@@ -183,13 +176,6 @@ class PreNorm(nn.Module):
         if name in self.recomputed and self.training:
             return recompute(layer, x, streams=self.streams)
         return layer(x)
-
-
-def _read_beside(layer: Callable[[Tensor], Any], norm: Norm, beside: Tensor, x: Tensor) -> Any:
-    """Call a layer on the norm of a sum."""
-    if isinstance(norm, RMSNorm | LayerNorm):
-        return layer(norm.add_and_norm(x, beside)[0])
-    return layer(norm(x + beside))
 
 
 class PostNorm(PreNorm):

@@ -199,7 +199,7 @@ def _recurrent(plan: Plan) -> Iterator[tuple[str, str]]:
     if "G" in plan.config.model.hybrid_override_pattern:
         shared = has_shared_keys(plan.config.model)
         yield "value heads of a delta net's key head", "several" if shared else "one"
-    if {"M", "P"} & set(plan.config.model.hybrid_override_pattern):
+    if "M" in plan.config.model.hybrid_override_pattern:
         groups = plan.config.model.mamba_num_groups
         yield from mamba_relations(groups, plan.config.parallelism).items()
 
@@ -215,8 +215,7 @@ def layer_kinds(plan: Plan) -> list[tuple[str, ...]]:
         layers = range(plan.family.num_layers(config.model))
         return [("encoder",) if layer < depth else ("decoder",) for layer in layers]
     words = {"mlp": "dense", "moe": "experts", "mamba": "Mamba"}
-    words |= {"delta_net": "delta net", "mamba_attention": "Mamba beside attention"}
-    words |= {"shared": "shared block", "shared_again": "shared block again"}
+    words |= {"delta_net": "delta net"}
     return [
         tuple(words.get(name) or _positioned(config, layer) for name in names)
         for layer, names in enumerate(layer_mixers(config.model, config.experts))

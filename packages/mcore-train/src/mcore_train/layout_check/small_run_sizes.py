@@ -14,7 +14,7 @@ from mcore_models.qk_clip.config import QKClipConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.layer_patterns import further_letters, join_layers, pattern_layers
-from mcore_parallel.logical_tensors import mamba_sizes, moe_layers, num_kv_heads, shared_layers
+from mcore_parallel.logical_tensors import mamba_sizes, moe_layers, num_kv_heads
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.precision.config import Fp8Config
 from mcore_train.composition import TrainConfig
@@ -114,10 +114,7 @@ def _shrink_recurrent(
     has_several = sizes.heads > sizes.groups
     pattern = join_layers(letters[i] for stage in layers for i in stage)
     further = "/" + further_letters(model.hybrid_override_pattern)
-    owners = shared_layers(model)[: model.num_shared_blocks]
     return {
-        "num_shared_blocks": max(1, sum(i in owners for stage in layers for i in stage)),
-        "shared_adapter_rank": 4,
         "hybrid_override_pattern": pattern + further * mtp_layers(model),
         "mamba_num_groups": groups,
         "mamba_num_heads": lcm(groups, tp * cp) * (2 if has_several else 1),

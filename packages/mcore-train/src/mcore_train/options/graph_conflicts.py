@@ -50,11 +50,6 @@ def _layer_graph_conflicts(config: TrainConfig, name: str) -> Iterator[str]:
             )
     if type(model) is not TransformerConfig:
         yield f"{name} records layers of mcore-train gpt alone: leave it out."
-    if "S" in model.hybrid_override_pattern:
-        yield (
-            f"{name} cannot record layers with S of --hybrid-override-pattern, which read more "
-            "than the layer before: leave it out."
-        )
     if config.experts.num_experts and model.parallel_residual != "off":
         for problem in expert_graph_conflicts(config, name):
             yield f"{problem} Beside attention (--parallel-residual) they cannot be left out."

@@ -48,19 +48,9 @@ SWITCHES = (
         (
             *("mamba_state_dim", "mamba_head_dim", "mamba_num_heads", "mamba_num_groups"),
             *("mamba_conv_kernel", "mamba_conv_bias", "mamba_proj_bias", "mamba_norm"),
-            *("mamba_multipliers", "mamba_chunk_size", "mamba_dt_limit", "mamba_dt_min"),
+            *("mamba_chunk_size", "mamba_dt_limit", "mamba_dt_min"),
             *("mamba_dt_max", "mamba_dt_init_floor"),
         ),
-    ),
-    Switch(
-        "P in --hybrid-override-pattern",
-        lambda c: _letters(c, "P"),
-        ("mamba_output_multiplier", "attention_output_multiplier"),
-    ),
-    Switch(
-        "S in --hybrid-override-pattern",
-        lambda c: _letters(c, "S"),
-        ("num_shared_blocks", "shared_adapter_rank", "shared_attention_adapters"),
     ),
     Switch(
         "G in --hybrid-override-pattern",

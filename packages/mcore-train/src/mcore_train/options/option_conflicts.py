@@ -298,11 +298,6 @@ def _sharding_conflicts(config: TrainConfig) -> Iterator[str]:
             f"--cuda-graph-impl {config.run.cuda_graph_impl} cannot record {name}, whose "
             "weights move in memory: leave out one of the two."
         )
-    if "S" in config.model.hybrid_override_pattern:
-        yield (
-            f"{name} gathers weights layer by layer, and layers with S of "
-            "--hybrid-override-pattern compute with those of another: use optim."
-        )
 
 
 def _clip_conflicts(config: TrainConfig) -> Iterator[str]:
@@ -320,12 +315,7 @@ def _clip_conflicts(config: TrainConfig) -> Iterator[str]:
         yield "--qk-clip bounds scores that --attn-logit-softcapping bounds: leave out one."
     if type(model) is not TransformerConfig:
         yield "--qk-clip scales causal models alone, not BERT or T5: leave it out."
-    if "S" in model.hybrid_override_pattern:
-        yield (
-            "--qk-clip does not scale what layers with S of --hybrid-override-pattern add to "
-            "queries and keys: leave it out."
-        )
-    elif model.hybrid_override_pattern and not set(model.hybrid_override_pattern) & set("*P"):
+    if model.hybrid_override_pattern and "*" not in model.hybrid_override_pattern:
         yield "--qk-clip has no effect without attention layers: leave it out."
     if config.peft.peft != "none":
         yield "--qk-clip scales weights that --peft freezes: leave it out."

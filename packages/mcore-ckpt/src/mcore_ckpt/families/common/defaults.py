@@ -4,9 +4,6 @@ from typing import Any
 
 HYBRID_VARIANTS: dict[str, Any] = {
     "mamba_norm": "gated",
-    "mamba_multipliers": (1.0, 1.0, 1.0, 1.0, 1.0),
-    "mamba_output_multiplier": 1.0,
-    "attention_output_multiplier": 1.0,
 }
 """Defaults of what few hybrids' Mamba layers have."""
 
@@ -35,13 +32,6 @@ DELTA_NET: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
 }
 """Defaults of the sizes of gated delta nets."""
-
-SHARED: dict[str, Any] = {
-    "num_shared_blocks": 1,
-    "shared_adapter_rank": 128,
-    "shared_attention_adapters": False,
-}
-"""Defaults of blocks that several layers share."""
 
 ROPE_VARIANTS: dict[str, Any] = {
     "rope_type": "rope",
@@ -72,7 +62,6 @@ VARIANTS: dict[str, Any] = {
     **HYBRID,
     **HYBRID_VARIANTS,
     **DELTA_NET,
-    **SHARED,
     **ROPE_VARIANTS,
     "norm_placement": "pre",
     "embedding_layernorm": False,
@@ -95,8 +84,6 @@ VARIANTS: dict[str, Any] = {
     "exact_geglu": False,
     "activation_func_clamp_value": 0.0,
     "glu_linear_offset": 0.0,
-    "mlp_gate_multiplier": 1.0,
-    "mlp_output_multiplier": 1.0,
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_multiplier": 1.0,

@@ -39,7 +39,7 @@ SIZE_PAIRS = (
     ("mamba_conv_bias", "mamba_conv_bias", True),
     ("mamba_proj_bias", "mamba_proj_bias", False),
 )
-"""Fields of Mamba layers that Bamba, Granite 4 and Falcon-H1 name alike."""
+"""Fields of Mamba layers that Bamba and Granite 4 name alike."""
 
 
 def read_sizes(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Mamba(nn.Module):
             x: this rank's tokens.
             inputs: their documents, and what is remembered of earlier ones.
         """
-        projected = self._scaled(self.in_proj(x))
+        projected = self.in_proj(x)
         inner, _, _, _, heads = self.in_proj.output_sizes
         z, xBC, dt = projected.split((inner, projected.shape[-1] - inner - heads, heads), -1)
         if inputs.state is not None:
@@ -112,14 +112,6 @@ class Mamba(nn.Module):
             y = self._over_context(xBC, dt, inputs.documents)
         y = y.flatten(-2)
         return self.out_proj(y * F.silu(z) if self.norm is None else self.norm(y, z))
-
-    def _scaled(self, projected: Tensor) -> Tensor:
-        """Multiply z, x, B, C and dt by their factors."""
-        factors = self.config.mamba_multipliers
-        if set(factors) == {1.0}:
-            return projected
-        parts = projected.split(self.in_proj.output_sizes, -1)
-        return torch.cat([part * f for part, f in zip(parts, factors, strict=True)], -1)
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the vectors of one number a head, see ``mcore_parallel.sharding``."""
