@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
 
-from mcore_models.kernels import flash4_attention, gated_fp8, normed_fp8
+from mcore_models.kernels import flash4_attention, gated_fp8
 from mcore_models.kernels.attention_backends import attend
 from mcore_models.kernels.rope import fused_rotary_split
 from mcore_models.layers.norm import RMSNorm
@@ -213,13 +213,6 @@ def fp8_casts() -> Iterator[Case]:
         yield Case(
             name, lambda noted=noted: cast_by(x, amax, narrow, seen=noted), 4 * T * D, "TB/s"
         )
-    rows, weight = torch.ones(T, device="cuda"), draw(D).detach()
-    yield Case(
-        "fp8 norm",
-        lambda: normed_fp8.cast_by(x, rows, weight, 0.0, amax, narrow),
-        4 * T * D,
-        "TB/s",
-    )
     for name, grad, size in (("swiglu", None, 4 * T * F), ("swiglu gradient", dy, 6 * T * F)):
         yield Case(
             f"fp8 {name}, largest magnitude",

@@ -6,9 +6,8 @@ import torch
 
 from mcore_models.config import KernelConfig, TransformerConfig, activation, has_plain_scores
 from mcore_models.kernels import flash4_attention as flash4
-from mcore_models.layers.gated_fp8 import GATED_CAST_KERNEL
+from mcore_models.layers.fp8_gated_mlp import GATED_CAST_KERNEL
 from mcore_models.layers.norm import NARROWEST, NORM_KERNELS, WIDEST
-from mcore_models.layers.normed_fp8 import NORMED_CAST_KERNEL
 from mcore_models.layers.recurrent.causal_conv import CONV_KERNELS
 from mcore_models.layers.recurrent.delta_rule import DELTA_KERNELS, kernel_widths
 from mcore_models.layers.recurrent.gated_norm import GATED_NORM_KERNELS
@@ -90,8 +89,6 @@ def _of_fp8(
     if fp8.fp8_recipe in ("rowwise", "blockwise"):
         return [(FINE_CAST_KERNEL, (dtype,))]
     found: list[tuple[OptionalKernel, tuple[Hashable, ...]]] = [(CAST_KERNEL, (dtype,))]
-    if config.normalization == "RMSNorm" and dtype in NARROW:
-        found.append((NORMED_CAST_KERNEL, (dtype,)))
     if is_gated(config) and activation(config) in FUSED:
         found.append((GATED_CAST_KERNEL, (dtype,)))
     return found

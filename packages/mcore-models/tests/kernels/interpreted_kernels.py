@@ -21,7 +21,7 @@ from mcore_infer.quantization.kernels import widened
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels import delta as kernels_of_delta
-from mcore_models.kernels import gated_fp8, normed_fp8
+from mcore_models.kernels import gated_fp8
 from mcore_models.kernels import ssd as kernels_of_ssd
 from mcore_models.kernels.conv import fused_conv_silu
 from mcore_models.kernels.delta import fused_delta_rule
@@ -30,7 +30,7 @@ from mcore_models.kernels.norm import fused_add_and_norm, fused_norm
 from mcore_models.kernels.qk_norm_rope import fused_norm_rotary_split
 from mcore_models.kernels.rope import fused_rotary_split
 from mcore_models.kernels.ssd import fused_ssd
-from mcore_models.layers.gated_fp8 import GatedCast
+from mcore_models.layers.fp8_gated_mlp import GatedCast
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_models.layers.recurrent.causal_conv import causal_conv
 from mcore_models.layers.recurrent.delta_rule import delta_rule_plain
@@ -68,9 +68,8 @@ from mcore_parallel.mesh import SINGLE
 from mcore_parallel.optimizers.adamw import adamw_plain
 from mcore_parallel.optimizers.rounding import ROUNDING_KERNEL, round_stochastically_plain
 from mcore_parallel.optional_kernels import kernel_failure
-from mcore_parallel.precision.fp8_cast import cast_plain, uncast_of
+from mcore_parallel.precision.fp8_cast import cast_plain
 from mcore_parallel.precision.fp8_fine_cast import cast_blocks_plain, cast_lines_plain
-from mcore_parallel.precision.noted_largest import noted_largest
 from mcore_parallel.tensor_parallel.embedding import add_rows_plain
 from mcore_parallel.tensor_parallel.linear_cross_entropy import (
     row_stats_plain,
@@ -136,11 +135,6 @@ def check_loss():
     compare([got], [want])
 
 
-def check_noted(*tensors):
-    for tensor in tensors:
-        assert noted_largest(tensor) == tensor.abs().max()
-
-
 def check_norms():
     for norm in (RMSNorm(130, zero_centered=True), LayerNorm(130), LayerNorm(130, bias=False)):
         parameters = list(norm.parameters())
@@ -152,15 +146,13 @@ def check_norms():
         x.requires_grad_()
         branch.requires_grad_()
         want = norm.add_and_norm(x, branch)
-        got = fused_add_and_norm(x, branch, *own, **options, notes_largest=True)
+        got = fused_add_and_norm(x, branch, *own, **options)
         compare(got, want)
         grads = [
             torch.autograd.grad(y, [x, branch, *parameters], [dy, dtotal]) for y in (got, want)
         ]
         compare(*grads)
-        check_noted(got[0], grads[0][1])
-        want, got = norm(x), fused_norm(x, *own, **options, notes_largest=True)
-        check_noted(got)
+        want, got = norm(x), fused_norm(x, *own, **options)
         expected = torch.autograd.grad(want, [x, *parameters], dy)
         compare([got, *torch.autograd.grad(got, [x, *parameters], dy)], [want, *expected])
         for parameter in parameters:
@@ -190,14 +182,13 @@ def check_rotation():
     qkv = torch.randn(4, 2, (n + 2 * g) * size, requires_grad=True)
     angle = torch.randn(4, size // 2)
     tables = angle.cos(), angle.sin()
-    got = fused_rotary_split(qkv, *tables, n, g, notes_largest=True)
+    got = fused_rotary_split(qkv, *tables, n, g)
     q, k, v = qkv.view(4, 2, n + 2 * g, size).split([n, g, g], 2)
     want = rotate(q, tables), rotate(k, tables), v
     compare(got, want)
     grads = [torch.randn_like(t) for t in want]
     own, expected = [torch.autograd.grad(y, [qkv], grads) for y in (got, want)]
     compare(own, expected)
-    check_noted(*own)
 
 
 def check_norm_and_rotation():
@@ -387,33 +378,6 @@ def check_gated_casts():
                 assert (a.float() == b.float()).double().mean() > 0.99
 
 
-def check_normed_casts():
-    norm = RMSNorm(150, zero_centered=True)
-    torch.nn.init.normal_(norm.weight)
-    x, branch = (torch.randn(66, 2, 150).half() for _ in range(2))
-    options = {"epsilon": norm.epsilon, "offset": 1.0}
-    want, total = fused_add_and_norm(x, branch, norm.weight, None, **options)
-    stand_in, same = fused_add_and_norm(x, branch, norm.weight, None, **options, casts=True)
-    assert stand_in.isnan().all()
-    assert stand_in.shape == want.shape
-    compare([same], [total], 0, 0)
-    dy, leaves = torch.randn_like(want), [norm.weight]
-    compare(*[torch.autograd.grad(y, leaves, dy) for y in (stand_in, want)], 0, 0)
-    own = uncast_of(stand_in)
-    compare([own.largest(), own.make()], [want.abs().max().float().view(1), want], 1e-3)
-    for seen in (None, own.largest() / 2):
-        got = normed_fp8.cast_by(
-            total.view(132, 150),
-            *own._factors[1:],
-            own.largest(),
-            torch.float8_e4m3fn,
-            seen=seen,
-        )
-        expected = cast_by(want.detach().view(132, 150), own.largest(), torch.float8_e4m3fn)
-        assert all(map(torch.equal, got, expected))
-    assert seen == own.largest()
-
-
 def check_quantized_weights():
     for algo, rows in (("FP8", 20), ("W8A16", 1), ("W4A16_AWQ", 2), ("NVFP4", 2)):
         layout = LAYOUTS[algo]
@@ -494,7 +458,6 @@ if __name__ == "__main__":
         check_weight_gradients,
         check_fp8_casts,
         check_gated_casts,
-        check_normed_casts,
         check_quantized_weights,
         check_attention_to_codes,
         check_latent_attention,

@@ -7,15 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_models.layers.gated_fp8 import GatedCast
+from mcore_models.layers.fp8_gated_mlp import Fp8GatedMLP, GatedCast
 from mcore_models.layers.mlp import MLP
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.config import Fp8Config
-from mcore_parallel.precision.fp8 import WeightCasts, delayed_scales, fp8_gemms
-from mcore_parallel.precision.fp8_between import CastBetween
-from mcore_parallel.precision.fp8_cast import Uncast, in_place_of
+from mcore_parallel.precision.fp8 import (
+    PLAIN_GEMMS,
+    WeightCasts,
+    delayed_scales,
+    fp8_gemms,
+    layer_gemms,
+)
 from mcore_parallel.precision.fp8_recipes import Delayed
 
 E4M3 = torch.float8_e4m3fn
@@ -41,15 +45,15 @@ def test_a_linear_that_was_replaced_is_called():
     assert torch.equal(layer(x), want)
 
 
-def narrow_mlp(recipe, **options):
-    """A feed-forward layer in fp8 with weights of its own, and its delayed scales."""
+def narrow_mlp(recipe, kind=Fp8GatedMLP, **options):
+    """A feed-forward layer in fp8, and its delayed scales."""
     config, ctx = (
         Fp8Config(fp8_format="hybrid", fp8_recipe=recipe),
         ParallelContext.single("cpu"),
     )
     scales = delayed_scales(config, ctx)
     own = None if scales is None else Delayed(scales, "layer")
-    layer = MLP(32, 48, gemms=fp8_gemms(config, ctx, WeightCasts(), own), **options)
+    layer = kind(32, 48, gemms=fp8_gemms(config, ctx, WeightCasts(), own), **options)
     for seed, linear in enumerate((layer.fc1, layer.fc2)):
         linear.reset_parameters(seed)
     return layer, scales
@@ -75,9 +79,7 @@ def keeping(found):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_an_activation_cast_as_it_is_computed_changes_no_bit(recipe):
-    plain, scales = narrow_mlp(recipe)
-    plain._cast_between = lambda x: None
-    want = two_steps(plain, scales)
+    want = two_steps(*narrow_mlp(recipe, MLP))
     for forgets in (False, True):
         layer, scales = narrow_mlp(recipe, recompute_activation=forgets)
         kept = []
@@ -105,59 +107,33 @@ def test_what_lies_between_is_freed_without_the_collector():
     gc.disable()  # which would free cycles some day, and hold a layer's gradients until then
     try:
         two_steps(layer, scales)
-        assert not [x for x in gc.get_objects() if type(x) in (GatedCast, CastBetween)]
+        assert not [x for x in gc.get_objects() if type(x) is GatedCast]
     finally:
         gc.enable()
 
 
-def test_what_else_reads_the_hidden_layer_is_given_it():
+def test_layers_that_the_fused_function_cannot_take_run_module_by_module():
     layer, _ = narrow_mlp("tensorwise")
     x = torch.randn(16, 2, 32)
-    assert layer._cast_between(x) is not None
-    assert layer._cast_between(x[:3]) is None  # tokens that tensor cores do not take
+    assert layer._fused_gemms(x) is not None
+    assert layer._fused_gemms(x[:3]) is None  # rows that tensor cores do not take
     with torch.autocast("cpu", torch.bfloat16):
-        assert layer._cast_between(x) is None
+        assert layer._fused_gemms(x) is None
     hook = layer.fc2.register_forward_pre_hook(lambda *_: None)
-    assert layer._cast_between(x) is None
+    assert layer._fused_gemms(x) is None
     hook.remove()
-    assert layer._cast_between(x) is not None
-    layer.fc1.register_forward_hook(lambda *_: None)  # as adapters do
-    assert layer._cast_between(x) is None
-    for options in ({"bias": True}, {"clamp": 7.0}, {"gated": False}, {"activation": "relu"}):
-        assert narrow_mlp("tensorwise", **options)[0]._cast_between(x) is None
-
-
-class Doubled(Uncast):
-    """A matrix that is computed as it is cast: twice another."""
-
-    def __init__(self, half):
-        super().__init__(half.shape)
-        self.half = half
-
-    def make(self):
-        return 2 * self.half
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_an_input_is_computed_as_it_is_cast_by_the_linear_that_alone_reads_it(recipe):
-    found = []
-    for is_made in (True, False):
-        layer, scales = narrow_mlp(recipe)
-        x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
-        assert layer.takes_uncast(x)
-        given = 2 * x if is_made else in_place_of(Doubled(x), x)
-        assert given.isnan().all() != is_made
-        with nullcontext() if scales is None else scales.noting():
-            y = layer(given.requires_grad_())
-            y.backward(torch.cos(y.detach()))
-        found.append([y, given.grad, layer.fc1.weight.grad, layer.fc2.weight.grad])
-    assert all(map(torch.equal, *found))
-    assert not layer.takes_uncast(x[:3])
-    assert not MLP(32, 48).takes_uncast(x)
-    with torch.autograd.set_detect_anomaly(True):
-        assert not layer.takes_uncast(x)
-    hook = layer.register_forward_pre_hook(lambda *_: None)
-    assert not layer.takes_uncast(x)
-    hook.remove()
-    layer.fc1.register_forward_pre_hook(lambda *_: None)
-    assert not layer.takes_uncast(x)
+    assert layer._fused_gemms(x) is not None
+    seen = []
+    layer.fc1.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    want = narrow_mlp("tensorwise")[0](x)
+    assert torch.equal(layer(x), want)
+    assert seen[0].isfinite().all()
+    gemms = layer_gemms(
+        Fp8Config(fp8_format="hybrid"), ParallelContext.single("cpu"), 1, WeightCasts()
+    )
+    fitting = {"gated": True, "activation": "silu", "bias": False, "clamp": 0.0, "offset": 0.0}
+    fitting |= {"gemms": gemms[0]}
+    assert Fp8GatedMLP.supports(**fitting)
+    for change in ({"bias": True}, {"clamp": 7.0}, {"gated": False}, {"activation": "relu"},
+                   {"gemms": PLAIN_GEMMS}):  # fmt: skip
+        assert not Fp8GatedMLP.supports(**{**fitting, **change})

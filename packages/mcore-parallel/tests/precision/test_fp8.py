@@ -35,7 +35,6 @@ from mcore_parallel.precision.fp8_cast import cast, cast_plain, dequantized
 from mcore_parallel.precision.fp8_fine_cast import cast_blocks, cast_lines, dequantized_lines
 from mcore_parallel.precision.fp8_recipes import Cut, Delayed, Mxfp8, Nvfp4, Tensorwise
 from mcore_parallel.precision.gemm import PLAIN_GEMM
-from mcore_parallel.precision.noted_largest import note_largest, noted_largest
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.testing.ranks import run_ranks
 
@@ -466,29 +465,3 @@ def test_a_number_that_is_not_finite_stays_one_under_an_earlier_scale():
         y, *_ = gradients(layer, x, dy)
     assert y[3].isnan().all()
     assert y[:3].isfinite().all()
-
-
-def test_a_cast_takes_the_magnitude_left_with_its_tensor_until_that_is_written_to():
-    x = draw(T, 1, D)
-    gemm = Fp8Gemm(grad_dtype=E5M2)
-    want = gemm.keep(x)
-    note_largest(x, 2 * x.abs().max().view(1))  # wrong, so that its use is seen
-    for kept in (gemm.keep(x), gemm.forward(x, draw(F, D), None)[1]):
-        assert torch.equal(kept[1], 2 * want[1])
-    assert torch.equal(gemm.prepare(x)[1], 2 * cast(x.flatten(0, 1), E5M2).scale_inv)
-    assert noted_largest(x * 1) is None
-    assert noted_largest(x[:]) is None
-    x.mul_(1)
-    assert noted_largest(x) is None
-    assert torch.equal(gemm.keep(x)[1], want[1])
-    with torch.inference_mode():
-        note_largest(y := draw(2), torch.ones(1))
-        assert not hasattr(y, "_mcore_largest")
-
-
-def test_scales_of_earlier_steps_leave_nothing_to_note():
-    config, ctx = Fp8Config(fp8_format="hybrid"), ParallelContext.single("cpu")
-    scales = delayed_scales(Fp8Config(fp8_format="hybrid", fp8_recipe="delayed"), ctx)
-    assert fp8_gemms(config, ctx, WeightCasts()).reads_largest
-    assert not fp8_gemms(config, ctx, WeightCasts(), Delayed(scales, "layer")).reads_largest
-    assert not layer_gemms(Fp8Config(), ctx, 1, WeightCasts())[0].reads_largest

@@ -16,12 +16,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_models.layers.normed_fp8 import NormedCast
 from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.grad_slot import slot_of
-from mcore_parallel.kernels.fp8_tiles import magnitude_bits, raised
-from mcore_parallel.precision.fp8_cast import in_place_of
-from mcore_parallel.precision.noted_largest import note_largest
 
 _PROGRAMS_PER_PROCESSOR = 3
 """Of the backward pass, each over many rows; 3 of 4 warps stay on a processor together."""
@@ -38,14 +34,11 @@ def _forward(
     out,
     means,
     scales,
-    largest,
     width,
     offset,
     epsilon,
     HAS_BRANCH: tl.constexpr,
     CENTERED: tl.constexpr,
-    NOTES: tl.constexpr,
-    WRITES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -67,12 +60,7 @@ def _forward(
     result = value * scale * (tl.load(weight + column, mask=inside).to(tl.float32) + offset)
     if CENTERED:
         result += tl.load(bias + column, mask=inside).to(tl.float32)
-    result = result.to(x.dtype.element_ty)
-    if WRITES:
-        tl.store(out + at, result, mask=inside)
-    if NOTES:
-        bits = magnitude_bits(result)
-        raised(largest, tl.where(inside, bits, tl.zeros_like(bits)), result.dtype)
+    tl.store(out + at, result.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -87,13 +75,11 @@ def _backward(
     dx,
     weight_parts,
     bias_parts,
-    largest,
     rows,
     width,
     offset,
     HAS_DTOTAL: tl.constexpr,
     CENTERED: tl.constexpr,
-    NOTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
@@ -102,8 +88,6 @@ def _backward(
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + offset
     dweight = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
-    kind = dx.dtype.element_ty
-    most = magnitude_bits(tl.zeros([1], kind))
     for row in range(program, rows, tl.num_programs(0)):
         at = row * width + column
         value = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
@@ -124,13 +108,7 @@ def _backward(
         result *= scale
         if HAS_DTOTAL:
             result += passed
-        result = result.to(kind)
-        tl.store(dx + at, result, mask=inside)
-        if NOTES:  # zeros outside: all that is loaded there is
-            bits = tl.max(magnitude_bits(result), 0)
-            most = tl.maximum(most, bits.to(most.dtype))
-    if NOTES:
-        raised(largest, most, kind)
+        tl.store(dx + at, result.to(dx.dtype.element_ty), mask=inside)
     tl.store(weight_parts + program * width + column, dweight, mask=inside)
     if CENTERED:
         tl.store(bias_parts + program * width + column, dbias, mask=inside)
@@ -167,16 +145,13 @@ class _AddAndNorm(OnceDifferentiable):
         bias: Tensor | None,
         epsilon: float,
         offset: float,
-        notes: bool,
-        casts: bool,
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         width = x.shape[-1]
         num_rows = x.numel() // width
         total = x if branch is None else torch.empty_like(x)
-        out = x if casts else torch.empty_like(x)
+        out = torch.empty_like(x)
         scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
         means = scales if bias is None else torch.empty_like(scales)
-        largest = torch.zeros(int(notes or casts), dtype=torch.float32, device=x.device)
         block = triton.next_power_of_2(width)
         if num_rows:
             _forward[(num_rows,)](
@@ -188,36 +163,27 @@ class _AddAndNorm(OnceDifferentiable):
                 out,
                 means,
                 scales,
-                largest.view(torch.int32),
                 width,
                 offset,
                 epsilon,
                 branch is not None,
                 bias is not None,
-                notes or casts,
-                not casts,
                 block,
                 num_warps=_num_warps(block),
             )
-        if casts:
-            out = in_place_of(NormedCast(total, scales, weight, offset, largest), x)
         ctx.save_for_backward(total, weight, means, scales)
-        ctx.offset, ctx.has_branch, ctx.notes = offset, branch is not None, notes
+        ctx.offset, ctx.has_branch = offset, branch is not None
         # Saved tensors may come back as copies (recomputation); the slot is the original's.
         ctx.parameters = (weight, bias)
         ctx.set_materialize_grads(False)
-        outputs = (out,) if branch is None else (out, total)
-        if notes and not casts:
-            ctx.mark_non_differentiable(largest)
-            return *outputs, largest
-        return outputs
+        return (out,) if branch is None else (out, total)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *others: Tensor | None) -> Any:
         total, weight, means, scales = ctx.saved_tensors
         dtotal = others[0] if ctx.has_branch else None
         if dout is None:
-            return dtotal, dtotal if ctx.has_branch else None, *[None] * 6
+            return dtotal, dtotal if ctx.has_branch else None, *[None] * 4
         width = total.shape[-1]
         num_rows = total.numel() // width
         block = triton.next_power_of_2(width)
@@ -225,7 +191,6 @@ class _AddAndNorm(OnceDifferentiable):
         centered = ctx.parameters[1] is not None
         dx = torch.empty_like(total)
         parts = total.new_empty(1 + centered, programs, width, dtype=torch.float32)
-        largest = torch.zeros(int(ctx.notes), dtype=torch.float32, device=total.device)
         if num_rows:
             _backward[(programs,)](
                 total,
@@ -237,13 +202,11 @@ class _AddAndNorm(OnceDifferentiable):
                 dx,
                 parts[0],
                 parts[-1],
-                largest.view(torch.int32),
                 num_rows,
                 width,
                 ctx.offset,
                 dtotal is not None,
                 centered,
-                ctx.notes,
                 block,
                 num_warps=max(1, _num_warps(block) // 2),
             )
@@ -251,10 +214,8 @@ class _AddAndNorm(OnceDifferentiable):
             _parameter_gradient(parameter, part)
             for parameter, part in zip(ctx.parameters, parts, strict=False)
         ]
-        if ctx.notes:
-            note_largest(dx, largest)
         dbranch = dx if ctx.has_branch else None
-        return dx, dbranch, grads[0], grads[1] if centered else None, *[None] * 4
+        return dx, dbranch, grads[0], grads[1] if centered else None, None, None
 
 
 def _parameter_gradient(parameter: Tensor, parts: Tensor) -> Tensor | None:
@@ -291,8 +252,6 @@ def fused_norm(
     *,
     epsilon: float,
     offset: float = 0.0,
-    notes_largest: bool = False,
-    casts: bool = False,
 ) -> Float[Tensor, "*B D"]:
     """Norm the last dimension; with a bias a LayerNorm, without one an RMSNorm.
 
@@ -302,15 +261,8 @@ def fused_norm(
         bias: of a LayerNorm, likewise.
         epsilon: added to the mean square.
         offset: added to the weight.
-        notes_largest: leave the largest magnitude with the result, and with the gradient of x
-            in backward: see ``mcore_parallel.precision.noted_largest``.
-        casts: return what stands in place of the result, which a linear in fp8 computes as it
-            casts it: see ``mcore_parallel.precision.fp8_cast.in_place_of``. Not of a LayerNorm.
     """
-    constants = epsilon, offset, notes_largest, casts
-    out, *noted = _AddAndNorm.apply(x.contiguous(), None, weight, bias, *constants)
-    for largest in noted:
-        note_largest(out, largest)
+    (out,) = _AddAndNorm.apply(x.contiguous(), None, weight, bias, epsilon, offset)
     return out
 
 
@@ -322,16 +274,10 @@ def fused_add_and_norm(
     *,
     epsilon: float,
     offset: float = 0.0,
-    notes_largest: bool = False,
-    casts: bool = False,
 ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
     """Norm the sum of ``x`` and ``branch``, rounded to their dtype; see ``fused_norm``.
 
     Returns:
         The normed sum, and the sum.
     """
-    factors = x.contiguous(), branch.contiguous(), weight, bias
-    out, total, *noted = _AddAndNorm.apply(*factors, epsilon, offset, notes_largest, casts)
-    for largest in noted:
-        note_largest(out, largest)
-    return out, total
+    return _AddAndNorm.apply(x.contiguous(), branch.contiguous(), weight, bias, epsilon, offset)

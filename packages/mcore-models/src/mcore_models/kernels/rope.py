@@ -7,22 +7,19 @@ a third of it here, because the gradient is a concatenation. The reference is
 
 from typing import Any, no_type_check
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
 from mcore_parallel.autograd_functions import OnceDifferentiable
-from mcore_parallel.kernels.fp8_tiles import magnitude_bits, raised
-from mcore_parallel.precision.noted_largest import note_largest
 
 
 @triton.jit
 @no_type_check
 def _rotate(
-    packed, q, k, v, cos, sin, largest, batch, n, g, half,
-    INVERSE: tl.constexpr, NOTES: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    packed, q, k, v, cos, sin, batch, n, g, half,
+    INVERSE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     # One program: HEADS heads of one token. Forward reads packed and writes q, k, v;
     # backward reads their gradients, rotates back, and writes packed.
@@ -63,9 +60,6 @@ def _rotate(
     if INVERSE:
         tl.store(at_packed, low, mask=inside)
         tl.store(at_packed + half, high, mask=inside)
-        if NOTES:  # zeros outside: all that is loaded there is
-            bits = tl.maximum(magnitude_bits(low), magnitude_bits(high))
-            raised(largest, tl.reshape(bits, [HEADS * HALF], can_reorder=True), kind)
     else:
         tl.store(at_q, low, mask=inside & is_q)
         tl.store(at_q + half, high, mask=inside & is_q)
@@ -78,7 +72,7 @@ def _rotate(
 class _RotarySplit(OnceDifferentiable):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, n: int, g: int, notes: bool
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, n: int, g: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         seq, batch, width = qkv.shape
         size = width // (n + 2 * g)
@@ -86,7 +80,6 @@ class _RotarySplit(OnceDifferentiable):
         k = qkv.new_empty(seq, batch, g, size)
         v = qkv.new_empty(seq, batch, g, size)
         ctx.save_for_backward(cos, sin)
-        ctx.notes = notes
         _launch_rotate(qkv, q, k, v, cos, sin)
         return q, k, v
 
@@ -96,11 +89,8 @@ class _RotarySplit(OnceDifferentiable):
         seq, batch, n, size = dq.shape
         packed = dq.new_empty(seq, batch, (n + 2 * dk.shape[2]) * size)
         grads = dq.contiguous(), dk.contiguous(), dv.contiguous()
-        largest = torch.zeros(int(ctx.notes), dtype=torch.float32, device=dq.device)
-        _launch_rotate(packed, *grads, cos, sin, largest)
-        if ctx.notes:
-            note_largest(packed, largest)
-        return packed, None, None, None, None, None
+        _launch_rotate(packed, *grads, cos, sin, inverse=True)
+        return packed, None, None, None, None
 
 
 def _launch_rotate(
@@ -110,9 +100,10 @@ def _launch_rotate(
     v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    largest: Tensor | None = None,
+    *,
+    inverse: bool = False,
 ) -> None:
-    """Rotate forward; with ``largest``, which may be empty, back."""
+    """Fill q, k and v from ``packed``; with ``inverse``, ``packed`` from their gradients."""
     seq, batch, n, size = q.shape
     g, half = k.shape[2], size // 2
     heads = 16  # so that a thread of 4 warps moves 16 bytes at a time
@@ -124,13 +115,11 @@ def _launch_rotate(
         v,
         cos,
         sin,
-        cos if largest is None else largest.view(torch.int32),
         batch,
         n,
         g,
         half,
-        largest is not None,
-        largest is not None and largest.numel() > 0,
+        inverse,
         triton.next_power_of_2(half),
         heads,
         num_warps=4,
@@ -143,8 +132,6 @@ def fused_rotary_split(
     sin: Float[Tensor, "S H2"],
     num_heads: int,
     num_groups: int,
-    *,
-    notes_largest: bool = False,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
     """Split a fused q·k·v into heads and rotate q and k by their positions.
 
@@ -154,11 +141,9 @@ def fused_rotary_split(
         sin: sine likewise.
         num_heads: N, query heads on this rank.
         num_groups: G, key/value heads on this rank.
-        notes_largest: leave the largest magnitude with the gradient of qkv, see
-            ``mcore_parallel.precision.noted_largest``.
 
     Reference:
         Su et al. 2021, RoFormer, arXiv:2104.09864, in the rotate-half layout.
     """
     tables = cos.contiguous(), sin.contiguous()
-    return _RotarySplit.apply(qkv.contiguous(), *tables, num_heads, num_groups, notes_largest)
+    return _RotarySplit.apply(qkv.contiguous(), *tables, num_heads, num_groups)

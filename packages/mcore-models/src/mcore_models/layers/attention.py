@@ -71,7 +71,6 @@ class Attention(nn.Module):
         self.window, self.chunk = window(config, layer), chunk(config, layer)
         self.is_local, self.is_rotated = is_local(config, layer), is_rotated(config, layer)
         self.recompute_core = "core_attn" in setup.recomputed
-        self.notes_largest = setup.gemms.reads_largest
         self.comm_type = cp_comm_type(config, ctx.config, layer)
         self.cp_levels = ctx.cp_exchange, ctx.cp_ring
         self.backend = setup.kernels.attention_backend
@@ -117,12 +116,6 @@ class Attention(nn.Module):
             return HeadNorm(config, heads, axis=tp, **placed)
         # Each rank norms its own heads: its gradient is their share of the sum.
         return build_norm(config, H, replicas=tp, partial=tp, **placed)
-
-    def takes_uncast(self, x: Float[Tensor, "s B D"]) -> bool:
-        """Say whether it computes an input like x as it casts it to fp8."""
-        hooks = self._forward_hooks or self._forward_pre_hooks
-        is_plain = isinstance(self.qkv, ColumnParallelLinear) and not hooks
-        return is_plain and self.qkv.takes_uncast(x)
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the sinks, see ``mcore_parallel.sharding``."""
@@ -280,8 +273,7 @@ class Attention(nn.Module):
                 return fused_norm_rotary_split(qkv, *weights, *rotary, *heads, **constants)
             from mcore_models.kernels.rope import fused_rotary_split
 
-            notes = self.notes_largest
-            return fused_rotary_split(qkv, *rotary, *heads, notes_largest=notes)
+            return fused_rotary_split(qkv, *rotary, *heads)
         q, k, v = qkv.split(self.qkv.output_sizes[:3], dim=-1)
         is_whole = self.config.qk_norm_width == "layer"
         if is_whole and self.q_norm is not None and self.k_norm is not None:

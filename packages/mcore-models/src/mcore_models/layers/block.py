@@ -60,7 +60,6 @@ class TransformerBlock(nn.Module):
         for name, around in zip(self.mixers, self.norms, strict=True):
             for norm_name in filter(None, around):
                 norm = stream_norm(config, ctx, **setup.placed)
-                norm.notes_largest = setup.gemms.reads_largest
                 self.add_module(norm_name, norm)
             self.add_module(name, parts.get(name, MIXERS[name].build)(setup))
         dropout = stream_dropout(config, ctx, setup.streams)
@@ -119,7 +118,6 @@ class TransformerBlock(nn.Module):
                 self._mixer(name, inputs),
                 MIXERS[name].recomputed_as,
                 self._norm(post_norm) if post_norm else None,
-                getattr(getattr(self, name), "takes_uncast", None),
             )
         return stream
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mcore_models.config import activation
 from mcore_models.layers.attention import Attention
 from mcore_models.layers.block_inputs import BlockInputs
+from mcore_models.layers.fp8_gated_mlp import Fp8GatedMLP
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.mlp import MLP
@@ -38,13 +39,14 @@ class Mixer:
 
 
 def _build_mlp(setup: LayerSetup) -> MLP:
-    return MLP(
+    options: dict[str, Any] = {"gemms": setup.gemms, **_feed_forward(setup)}
+    kind = Fp8GatedMLP if Fp8GatedMLP.supports(**options) else MLP
+    return kind(
         setup.config.hidden_size,
         ffn_size(setup.config),
         axis=setup.ctx.tp,
         recompute_activation="mlp_act" in setup.recomputed,
-        gemms=setup.gemms,
-        **_feed_forward(setup),
+        **options,
     )
 
 

@@ -10,11 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.layers.gated_fp8 import gated_between
 from mcore_moe.activations import activation_function, gated
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
-from mcore_parallel.precision.fp8_between import CastBetween
 from mcore_parallel.recomputing import recompute_between
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -87,27 +85,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Transform every token; communicates as the two linears do."""
-        between = self._cast_between(x)
-        if between is not None:
-            return self.fc2(self.fc1(x, between), between)
         hidden = self.fc1(x)
         if self.recompute_activation and self.training:
             return recompute_between(self._activate, self.fc2, hidden)
         return self.fc2(self._activate(hidden))
-
-    def takes_uncast(self, x: Float[Tensor, "s B D"]) -> bool:
-        """Say whether it computes an input like x as it casts it to fp8."""
-        hooks = self._forward_hooks or self._forward_pre_hooks
-        is_plain = isinstance(self.fc1, ColumnParallelLinear) and not hooks
-        return is_plain and self.fc1.takes_uncast(x)
-
-    def _cast_between(self, x: Tensor) -> CastBetween | None:
-        """Return what computes the activation as it is cast to fp8; None: it does not apply."""
-        is_plain = not (self.clamp or self.offset)
-        if not (self.gated and is_plain and isinstance(self.fc1, ColumnParallelLinear)):
-            return None
-        forgets = self.recompute_activation and self.training
-        return gated_between(self.fc1, self.fc2, x, self.activation, forgets=forgets)
 
     def _activate(self, hidden: Tensor) -> Tensor:
         if self.gated:

@@ -18,7 +18,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
-from mcore_models.layers.normed_fp8 import has_kernel
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.logical_tensors import head_dim
 from mcore_parallel.mesh import SINGLE, Axis
@@ -36,10 +35,6 @@ class _Norm(nn.Module, ABC):
     """What RMSNorm and LayerNorm share: a weight, a kernel, and the addition before.
 
     Statistics are float32 or wider; the result has the input's dtype.
-
-    Attributes:
-        notes_largest: let this package's kernels leave largest magnitudes with what they
-            return, for linears in fp8: see ``mcore_parallel.precision.noted_largest``.
     """
 
     def __init__(
@@ -68,39 +63,26 @@ class _Norm(nn.Module, ABC):
         self.epsilon, self.zero_centered = epsilon, zero_centered
         self.replicas, self.partial = replicas, partial
         self.kernel: NormKernel | None = None
-        self.notes_largest = False
         self.weight = _identity(size, zero_centered, device, dtype)
 
-    def forward(
-        self, x: Float[Tensor, "*B D"], reader: Callable[[Tensor], bool] | None = None
-    ) -> Float[Tensor, "*B D"]:
-        """Norm the last dimension.
-
-        Args:
-            x: to norm.
-            reader: says of x whether what alone reads the result computes it as it casts it
-                to fp8, in place of which it may get what ``fp8_cast.in_place_of`` returns.
-        """
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        """Norm the last dimension."""
         if self.kernel is not None:
             return self.kernel(x, *self.parameters_of_kernel(), **self._constants())
         if _has_kernel(x):
-            options = {**self._constants(), **self._left(x, reader)}
-            return _kernels().fused_norm(x, *self.parameters_of_kernel(), **options)
+            return _kernels().fused_norm(x, *self.parameters_of_kernel(), **self._constants())
         weight = self.weight + 1 if self.zero_centered else self.weight
         wide = torch.promote_types(x.dtype, weight.dtype)  # they differ under autocast
         return self._plain(x.to(wide), weight).to(x.dtype)
 
     def add_and_norm(
-        self,
-        x: Float[Tensor, "*B D"],
-        branch: Float[Tensor, "*B D"],
-        reader: Callable[[Tensor], bool] | None = None,
+        self, x: Float[Tensor, "*B D"], branch: Float[Tensor, "*B D"]
     ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
-        """Return the norm of ``x + branch``, and the sum; ``reader``: see ``forward``."""
+        """Return the norm of ``x + branch``, and the sum; one kernel on a GPU."""
         if self.kernel is None and _has_kernel(x):
-            parameters = self.parameters_of_kernel()
-            options = {**self._constants(), **self._left(x, reader)}
-            return _kernels().fused_add_and_norm(x, branch, *parameters, **options)
+            return _kernels().fused_add_and_norm(
+                x, branch, *self.parameters_of_kernel(), **self._constants()
+            )
         total = x + branch
         return self(total), total
 
@@ -117,12 +99,6 @@ class _Norm(nn.Module, ABC):
 
     def _constants(self) -> dict[str, float]:
         return {"epsilon": self.epsilon, "offset": float(self.zero_centered)}
-
-    def _left(self, x: Tensor, reader: Callable[[Tensor], bool] | None) -> dict[str, bool]:
-        """Say what to leave for linears in fp8, as the kernels take it."""
-        is_read = reader is not None and isinstance(self, RMSNorm) and not self._forward_hooks
-        casts = is_read and reader(x) and has_kernel(x)
-        return {"notes_largest": self.notes_largest, "casts": casts}
 
     @abstractmethod
     def _plain(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -19,8 +19,6 @@ from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.recomputing import recompute, recompute_between
 from mcore_parallel.rng import RngStreams, StreamDropout
 
-Reader = Callable[[Tensor], bool]
-"""Says of the stream whether what alone reads the norm of it computes that as it casts it."""
 Norm = RMSNorm | LayerNorm | nn.Identity
 """What a half of a layer reads the stream through; some families norm only what it adds."""
 
@@ -50,21 +48,14 @@ class Residual(NamedTuple):
         """Return the stream with the output of a layer, and its auxiliary loss, joined."""
         return Residual(self.total(), branch, self.aux if aux is None else self.aux + aux)
 
-    def normed(
-        self, norm: Norm, reader: Reader | None = None
-    ) -> tuple[Float[Tensor, "s B D"], "Residual"]:
-        """Return the norm of the stream, and the stream with nothing left to add.
-
-        Args:
-            norm: of the sum.
-            reader: of the norm, see ``RMSNorm.forward``.
-        """
+    def normed(self, norm: Norm) -> tuple[Float[Tensor, "s B D"], "Residual"]:
+        """Return the norm of the stream, and the stream with nothing left to add."""
         if not isinstance(norm, RMSNorm | LayerNorm):
             x = self.total()
             return norm(x), Residual(x, None, self.aux)
         if self.branch is None:
-            return norm(self.x, reader), self
-        normed, x = norm.add_and_norm(self.x, self.branch, reader)
+            return norm(self.x), self
+        normed, x = norm.add_and_norm(self.x, self.branch)
         return normed, Residual(x, None, self.aux)
 
 
@@ -124,7 +115,6 @@ class PreNorm(nn.Module):
         layer: Callable[[Tensor], Any],
         name: str = "",
         post_norm: Norm | None = None,
-        reader: Reader | None = None,
     ) -> Residual:
         """Join a layer to the stream; communicates as the layer does.
 
@@ -134,9 +124,8 @@ class PreNorm(nn.Module):
             layer: returns what is added, or that and an auxiliary loss.
             name: of the layer among ``--recompute-modules``.
             post_norm: of what the layer adds; None: none.
-            reader: whether the layer computes its input as it casts it; None: no.
         """
-        stream, found = self.read(stream, norm, layer, name, reader)
+        stream, found = self.read(stream, norm, layer, name)
         return self.join(stream, found, post_norm)
 
     def read(
@@ -145,7 +134,6 @@ class PreNorm(nn.Module):
         norm: Norm,
         layer: Callable[[Tensor], Any],
         name: str = "",
-        reader: Reader | None = None,
     ) -> tuple[Residual, Any]:
         """Return the stream with nothing left to add, and what the layer says of its norm.
 
@@ -155,7 +143,7 @@ class PreNorm(nn.Module):
         if "layernorm" in self.recomputed and self.training and has_norm:
             stream = Residual(stream.total(), None, stream.aux)  # the norm is made from it
             return stream, self._forgetting_norm(norm, layer, stream.x, name)
-        normed, stream = stream.normed(norm, reader)
+        normed, stream = stream.normed(norm)
         return stream, self.call(layer, normed, name)
 
     def join(self, stream: Residual, found: Any, post_norm: Norm | None = None) -> Residual:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.precision.fp8_cast import Fp8, Uncast, cast
+from mcore_parallel.precision.fp8_cast import DeferredMatrix, Fp8, cast
 from mcore_parallel.sharding import Piece, Shard
 
 OPERANDS = ("x", "weight", "grad")
@@ -83,7 +83,7 @@ class DelayedScales:
         self,
         number: int,
         operand: Operand,
-        x: Float[Tensor, "T D"] | Uncast,
+        x: Float[Tensor, "T D"] | DeferredMatrix,
         dtype: torch.dtype,
         axis: Axis = SINGLE,
         *,

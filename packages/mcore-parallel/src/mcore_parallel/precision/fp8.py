@@ -35,7 +35,7 @@ from mcore_parallel.precision.block_scaling import BLACKWELL_GEMM
 from mcore_parallel.precision.capability import fp8_problem
 from mcore_parallel.precision.config import BLACKWELL, Fp8Config
 from mcore_parallel.precision.delayed_scaling import DelayedScales
-from mcore_parallel.precision.fp8_cast import Uncast, uncast_of
+from mcore_parallel.precision.fp8_cast import DeferredMatrix
 from mcore_parallel.precision.fp8_recipes import (
     Blockwise,
     Cut,
@@ -49,7 +49,6 @@ from mcore_parallel.precision.fp8_recipes import (
     Tensorwise,
 )
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
-from mcore_parallel.precision.noted_largest import note_largest, noted_largest
 
 log = logging.getLogger(__name__)
 
@@ -157,28 +156,28 @@ class Fp8Gemm:
 
     def forward(
         self,
-        x: Float[Tensor, "S *B D"] | Uncast,
+        x: Float[Tensor, "S *B D"] | DeferredMatrix,
         weight: Float[Tensor, "F D"],
         bias: Tensor | None,
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
         """Return the output, and the input's transpose with its scales."""
         if isinstance(x, Tensor) and not self.fits(x):
             return PLAIN_GEMM.forward(x, weight, bias)
-        x = _made_in_cast(x)
         own = self.recipe.cast("x", _flat(x), FORWARD_DTYPE, self.x_cut)
         wide = self._cast_of(weight)
         y = self.recipe.multiply(own.rows, wide.rows, weight.dtype, fast_accum=True)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias, own.columns
 
-    def keep(self, x: Float[Tensor, "S *B D"] | Uncast) -> Operands:
+    def keep(self, x: Float[Tensor, "S *B D"] | DeferredMatrix) -> Operands:
         """Return the input's transpose in fp8, and its scales."""
         if isinstance(x, Tensor) and not self.fits(x):
             return (x,)
-        flat = _flat(_made_in_cast(x))
-        return self.recipe.cast("x", flat, FORWARD_DTYPE, self.x_cut, has_rows=False).columns
+        return self.recipe.cast(
+            "x", _flat(x), FORWARD_DTYPE, self.x_cut, has_rows=False
+        ).columns
 
-    def prepare(self, grad: Float[Tensor, "S *B F"] | Uncast) -> Operands:
+    def prepare(self, grad: Float[Tensor, "S *B F"] | DeferredMatrix) -> Operands:
         """Return the gradient in fp8 and its transpose, each with its scales."""
         if isinstance(grad, Tensor) and not self.fits(grad):
             return (grad,)
@@ -214,30 +213,20 @@ class Fp8Gemm:
         """Say whether a matrix has as many rows as tensor cores take; else torch multiplies."""
         return x.shape[:-1].numel() % self.recipe.multiple == 0
 
-    def takes_uncast(self, x: Float[Tensor, "S *B D"]) -> bool:
-        """Say whether ``forward`` takes a matrix of this shape that it computes as it casts it.
+    def takes_deferred(self, x: Float[Tensor, "S *B D"]) -> bool:
+        """Whether ``forward`` takes a ``DeferredMatrix`` with as many rows as x.
 
-        Not where code is compiled or autocast, nor under anomaly detection, which finds NaN.
+        Not in compiled code nor under autocast.
         """
         is_plain = autocast_dtype(x.device) is None and not torch.compiler.is_compiling()
-        is_taken = self.recipe.takes_uncast and self.fits(x)
-        return is_taken and is_plain and not torch.is_anomaly_enabled()
+        return self.recipe.takes_deferred and self.fits(x) and is_plain
 
     def _cast_of(self, weight: Tensor) -> Scaled:
         return self.casts.of(weight, self.recipe, self.weight_cut)
 
 
-def _made_in_cast(x: Tensor | Uncast) -> Tensor | Uncast:
-    return (uncast_of(x) or x) if isinstance(x, Tensor) else x
-
-
-def _flat(x: Tensor | Uncast) -> Tensor | Uncast:
-    if not isinstance(x, Tensor):
-        return x
-    flat, amax = x.flatten(0, -2), noted_largest(x)
-    if amax is not None:
-        note_largest(flat, amax)
-    return flat
+def _flat(x: Tensor | DeferredMatrix) -> Tensor | DeferredMatrix:
+    return x.flatten(0, -2) if isinstance(x, Tensor) else x
 
 
 @dataclass(frozen=True)
@@ -250,11 +239,6 @@ class LinearGemms:
     """For ``RowParallelLinear``."""
     casts: WeightCasts | None = None
     """Where casts of experts' weights are kept; None outside fp8."""
-
-    @property
-    def reads_largest(self) -> bool:
-        """Whether casts read what ``note_largest`` leaves with a tensor."""
-        return isinstance(self.column, Fp8Gemm) and self.column.recipe.reads_largest
 
 
 PLAIN_GEMMS = LinearGemms()

@@ -18,7 +18,6 @@ from torch import Tensor
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
-from mcore_parallel.precision.noted_largest import noted_largest
 
 SMALLEST_AMAX = 2.0**-100
 """Below it a matrix is scaled as if this were its largest magnitude."""
@@ -35,8 +34,12 @@ class Fp8(NamedTuple):
     """Multiplies either to give the matrix back; float32, float64 for a float64 matrix."""
 
 
-class Uncast(ABC):
-    """A matrix that is computed when it is cast; kernels that do both at once override it."""
+class DeferredMatrix(ABC):
+    """A matrix that is computed while it is cast, so that it is never stored in 16 bits.
+
+    Subclasses give the reference (``make``) and may override ``largest`` and ``cast`` with a
+    kernel that computes and casts in one pass.
+    """
 
     def __init__(self, shape: torch.Size) -> None:
         """Compute nothing.
@@ -72,26 +75,8 @@ class Uncast(ABC):
         return self._made
 
 
-_UNCAST = "_mcore_uncast"
-
-
-def in_place_of(uncast: Uncast, like: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return what autograd passes on for a matrix that a linear computes as it casts it.
-
-    NaN in its shape, which takes no memory: whoever else reads it sees that at once.
-    """
-    x = like.new_full((1,), float("nan")).expand(uncast.shape)
-    setattr(x, _UNCAST, uncast)
-    return x
-
-
-def uncast_of(x: Float[Tensor, "..."]) -> Uncast | None:
-    """Return what this very tensor stands in place of; None: it is itself."""
-    return getattr(x, _UNCAST, None)
-
-
 def cast(
-    x: Float[Tensor, "T D"] | Uncast,
+    x: Float[Tensor, "T D"] | DeferredMatrix,
     dtype: torch.dtype,
     axis: Axis = SINGLE,
     *,
@@ -101,11 +86,10 @@ def cast(
 ) -> Fp8:
     """Cast a matrix to fp8; without ``amax`` all-reduces its largest magnitude over ``axis``.
 
-    That is what ``note_largest`` has left with it, or is looked for here. By two kernels on a
-    GPU, else by ``cast_plain``'s arithmetic: the same bits.
+    By two kernels on a GPU, else by ``cast_plain``'s arithmetic: the same bits.
 
     Args:
-        x: floating, any memory order; or one that is computed on the way.
+        x: floating, any memory order; or a matrix that the cast computes.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         axis: ranks that hold other parts of the same logical matrix and share its scale.
         has_rows: whether to give the matrix in its own order, not only the transpose.
@@ -113,13 +97,10 @@ def cast(
             ranks.
         seen: float32; raised in place to this matrix' own largest magnitude.
     """
-    noted = noted_largest(x) if isinstance(x, Tensor) and amax is None else None
     if isinstance(x, Tensor):
         x = x.detach().contiguous()
     if amax is None:
-        own = noted
-        if own is None:
-            own = largest_magnitude(x) if isinstance(x, Tensor) else x.largest()
+        own = largest_magnitude(x) if isinstance(x, Tensor) else x.largest()
         if seen is not None:
             seen.copy_(torch.maximum(seen, own))
             seen = None

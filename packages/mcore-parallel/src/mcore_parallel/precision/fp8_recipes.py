@@ -34,7 +34,7 @@ from mcore_parallel.precision.block_scaling import (
 )
 from mcore_parallel.precision.delayed_scaling import DelayedScales, Operand
 from mcore_parallel.precision.fp8_accumulation import ADDING_KERNEL, add_scaled_matmul
-from mcore_parallel.precision.fp8_cast import Fp8, Uncast, cast, dequantized
+from mcore_parallel.precision.fp8_cast import DeferredMatrix, Fp8, cast, dequantized
 from mcore_parallel.precision.fp8_fine_cast import (
     BLOCK,
     FineFp8,
@@ -89,10 +89,8 @@ class Recipe(ABC):
 
     multiple: int = 16
     """Sizes of operands are multiples of it: tensor cores take no others."""
-    takes_uncast: bool = False
-    """Whether ``cast`` takes matrices that are computed when they are cast."""
-    reads_largest: bool = False
-    """Whether every ``cast`` needs the matrix' own largest magnitude."""
+    takes_deferred: bool = False
+    """Whether ``cast`` takes a ``DeferredMatrix``."""
 
     def claim(self, grad_dtype: torch.dtype) -> "Recipe":  # noqa: ARG002
         """Return the recipe of one linear: itself, unless it remembers something."""
@@ -101,7 +99,7 @@ class Recipe(ABC):
     def cast(
         self,
         operand: Operand,
-        x: Float[Tensor, "T D"] | Uncast,
+        x: Float[Tensor, "T D"] | DeferredMatrix,
         dtype: torch.dtype,
         cut: Cut,
         *,
@@ -154,8 +152,7 @@ class Recipe(ABC):
 class Tensorwise(Recipe):
     """One scale a tensor, from its own largest magnitude."""
 
-    takes_uncast = True
-    reads_largest = True
+    takes_deferred = True
 
     def add(self, slot: GradSlot, a: Factor, b: Factor) -> None:
         """Add that GEMM to the slot's main gradient, in its epilogue if it can."""
@@ -187,7 +184,6 @@ class Delayed(Tensorwise):
     """Of the linears that share this object, in checkpoints."""
     number: int = -1
     """Of one linear; below 0: not claimed yet."""
-    reads_largest = False
 
     def claim(self, grad_dtype: torch.dtype) -> Recipe:
         """Return the recipe of one linear."""

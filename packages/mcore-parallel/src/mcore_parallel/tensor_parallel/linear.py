@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from mcore_parallel.grad_slot import overwrites
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.precision.fp8 import Fp8Gemm
-from mcore_parallel.precision.fp8_between import CastBetween
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import ParamLayout, Part, sliced, whole
@@ -139,31 +137,15 @@ class ColumnParallelLinear(_SplitLinear):
         placed = {"device": device, "dtype": dtype}
         self._allocate(sum(self.output_sizes), in_features, bias, gemm, init_std, **placed)
 
-    def forward(
-        self, x: Float[Tensor, "s *B D"], between: CastBetween | None = None
-    ) -> Float[Tensor, "S *B F"]:
+    def forward(self, x: Float[Tensor, "s *B D"]) -> Float[Tensor, "S *B F"]:
         """Return this rank's features of the output for the whole sequence.
 
         Forward all-gathers x under sequence parallelism. Backward reduce-scatters (sequence
         parallelism) or all-reduces the gradient of x.
-
-        Args:
-            x: whole features.
-            between: passed on to the linear that follows, which must get this output.
         """
         return column_parallel(
-            x, self.weight, self.bias, self.axis, self.sequence_parallel, self.gemm, between
+            x, self.weight, self.bias, self.axis, self.sequence_parallel, self.gemm
         )
-
-    def takes_uncast(self, x: Float[Tensor, "s *B D"]) -> bool:
-        """Say whether it computes an input like x as it casts it, see ``fp8_cast.in_place_of``.
-
-        Not where tokens are gathered before it, nor where a hook reads them.
-        """
-        hooks = self._forward_hooks or self._forward_pre_hooks
-        is_seen = hooks or self._backward_hooks or self._backward_pre_hooks
-        is_fp8 = isinstance(self.gemm, Fp8Gemm) and self.gemm.takes_uncast(x)
-        return is_fp8 and not self.sequence_parallel and not is_seen
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the local parameters, see ``sharding``."""
@@ -246,21 +228,14 @@ class RowParallelLinear(_SplitLinear):
         placed = {"device": device, "dtype": dtype}
         self._allocate(out_features, in_features // axis.size, bias, gemm, init_std, **placed)
 
-    def forward(
-        self, x: Float[Tensor, "S *B _"], between: CastBetween | None = None
-    ) -> Float[Tensor, "s *B D"]:
+    def forward(self, x: Float[Tensor, "S *B _"]) -> Float[Tensor, "s *B D"]:
         """Return the whole output features, of this rank's tokens under sequence parallelism.
 
         Forward reduce-scatters (sequence parallelism) or all-reduces the partial sums.
         Backward all-gathers the gradient of the output under sequence parallelism; the
         gradient of the bias is then that of this rank's tokens, a partial sum.
-
-        Args:
-            x: this rank's features; with ``between`` the output of the linear before.
-            between: computes the features from it.
         """
-        place = self.axis, self.sequence_parallel
-        y = row_parallel(x, self.weight, *place, self.gemm, between)
+        y = row_parallel(x, self.weight, self.axis, self.sequence_parallel, self.gemm)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def layouts(self) -> dict[str, ParamLayout]:

@@ -9,6 +9,7 @@ it. With a queue in the slot (``WeightQueue``) it is made later: until then its 
 cut as it came under sequence parallelism and gathered then, and its output's gradient.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Float
@@ -25,8 +26,13 @@ from mcore_parallel.collectives import (
 )
 from mcore_parallel.grad_slot import GradSlot, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.precision.fp8_between import CastBetween
+from mcore_parallel.precision.fp8 import Fp8Gemm
+from mcore_parallel.precision.fp8_cast import DeferredMatrix
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
+
+FusedActivation = Callable[[Tensor, Tensor | None], DeferredMatrix]
+"""Called with the first linear's output and None: the second linear's input. With the gradient
+of that input: the gradient of the first linear's output."""
 
 
 def column_parallel(
@@ -36,7 +42,6 @@ def column_parallel(
     axis: Axis,
     sequence_parallel: bool,
     gemm: Gemm = PLAIN_GEMM,
-    between: CastBetween | None = None,
 ) -> Float[Tensor, "S *B F"]:
     """Multiply by this rank's rows of a weight.
 
@@ -51,10 +56,9 @@ def column_parallel(
         axis: ranks that share the rows.
         sequence_parallel: whether x is cut along dimension 0 over ``axis``.
         gemm: multiplies.
-        between: casts the result for the linear that follows, and its gradient for this one.
     """
     is_cut = sequence_parallel and axis.size > 1
-    return _ColumnParallel.apply(x, weight, bias, axis, is_cut, gemm, between)
+    return _ColumnParallel.apply(x, weight, bias, axis, is_cut, gemm)
 
 
 def row_parallel(
@@ -63,7 +67,6 @@ def row_parallel(
     axis: Axis,
     sequence_parallel: bool,
     gemm: Gemm = PLAIN_GEMM,
-    between: CastBetween | None = None,
 ) -> Float[Tensor, "s *B D"]:
     """Multiply by this rank's columns of a weight and sum over the ranks.
 
@@ -75,12 +78,47 @@ def row_parallel(
         axis: ranks that share the columns.
         sequence_parallel: whether to cut the result along dimension 0 over ``axis``.
         gemm: multiplies.
-        between: x is the output of the linear before, from which it computes the features.
     """
-    if between is not None:
-        partial = _Between.apply(x, weight, between)
-    else:
-        partial = column_parallel(x, weight, None, SINGLE, sequence_parallel=False, gemm=gemm)
+    partial = column_parallel(x, weight, None, SINGLE, sequence_parallel=False, gemm=gemm)
+    return _sum_over(axis, partial, sequence_parallel)
+
+
+def column_row_pair(
+    x: Float[Tensor, "s *B D"],
+    weights: tuple[Float[Tensor, "F D"], Float[Tensor, "D f"]],
+    gemms: tuple[Fp8Gemm, Fp8Gemm],
+    activation: FusedActivation,
+    axis: Axis,
+    sequence_parallel: bool,
+    *,
+    recompute_activation: bool = False,
+) -> Float[Tensor, "s *B D"]:
+    """Return ``activation(x W1^T) W2^T`` with both GEMMs in fp8, as one autograd function.
+
+    The activation is computed while it is cast for the second GEMM, and its gradient while it
+    is cast for the first, so that neither is stored in 16 bits. Communicates as
+    ``column_parallel`` followed by ``row_parallel``.
+
+    Args:
+        x: whole input, or this rank's cut of dimension 0 under sequence parallelism.
+        weights: this rank's rows of the first linear, and columns of the second.
+        gemms: of the two linears; both take a ``DeferredMatrix``.
+        activation: between the two linears.
+        axis: ranks that share the inner features.
+        sequence_parallel: whether x and the result are cut along dimension 0 over ``axis``.
+        recompute_activation: compute the activation again for the second weight's gradient
+            instead of keeping its cast.
+    """
+    is_cut = sequence_parallel and axis.size > 1
+    partial = _ColumnRowPair.apply(
+        x, *weights, axis, is_cut, gemms, activation, recompute_activation
+    )
+    return _sum_over(axis, partial, sequence_parallel)
+
+
+def _sum_over(
+    axis: Axis, partial: Float[Tensor, "S *B D"], sequence_parallel: bool
+) -> Float[Tensor, "s *B D"]:
     is_cut = sequence_parallel and axis.size > 1
     return reduce_scatter_to(partial, axis) if is_cut else reduce_from(partial, axis)
 
@@ -95,9 +133,8 @@ class _ColumnParallel(OnceDifferentiable):
         axis: Axis,
         is_cut: bool,
         gemm: Gemm,
-        between: CastBetween | None,
     ) -> Tensor:
-        ctx.axis, ctx.is_cut, ctx.gemm, ctx.between = axis, is_cut, gemm, between
+        ctx.axis, ctx.is_cut, ctx.gemm = axis, is_cut, gemm
         # Saved tensors may come back as copies (recomputation); the slot is the original's.
         ctx.slot = slot_of(weight)
         x, weight = cast_factor(x), cast_factor(weight)
@@ -111,33 +148,61 @@ class _ColumnParallel(OnceDifferentiable):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight, *kept = ctx.saved_tensors
-        operands = ctx.gemm.prepare(grad) if ctx.between is None else ctx.between.take()
+        cut_over = ctx.axis if ctx.is_cut else None
         work = _WeightGradient(
-            ctx.gemm, ctx.slot, operands, tuple(kept), ctx.axis if ctx.is_cut else None
+            ctx.gemm, ctx.slot, ctx.gemm.prepare(grad), tuple(kept), cut_over
         )
         grad_x, grad_weight = _gradients(work, weight, ctx.axis, ctx.needs_input_grad)
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
-class _Between(OnceDifferentiable):
+class _ColumnRowPair(OnceDifferentiable):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, between: CastBetween) -> Tensor:
-        ctx.slot, ctx.between = slot_of(weight), between
-        y, kept = between.second.forward(between.output(hidden), weight, None)
-        is_kept = ctx.needs_input_grad[1] and not between.forgets
-        ctx.save_for_backward(hidden, weight, *(kept if is_kept else ()))
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        column_weight: Tensor,
+        row_weight: Tensor,
+        axis: Axis,
+        is_cut: bool,
+        gemms: tuple[Fp8Gemm, Fp8Gemm],
+        activation: FusedActivation,
+        recompute_activation: bool,
+    ) -> Tensor:
+        ctx.axis, ctx.is_cut, ctx.gemms, ctx.activation = axis, is_cut, gemms, activation
+        # Saved tensors may come back as copies (recomputation); the slots are the originals'.
+        ctx.slots = slot_of(column_weight), slot_of(row_weight)
+        column, row = gemms
+        gathered = wait(start_all_gather(x, axis)) if is_cut else x
+        hidden, column_kept = column.forward(gathered, column_weight, None)
+        y, row_kept = row.forward(activation(hidden, None), row_weight, None)
+        # Kept for the weights' gradients: the first input (cut as it came, or its cast), and
+        # the cast activation unless it is recomputed.
+        ctx.recompute_activation = recompute_activation
+        column_kept = (x,) if is_cut else column_kept
+        row_kept = () if recompute_activation else row_kept
+        ctx.num_column_kept = len(column_kept)
+        ctx.save_for_backward(hidden, column_weight, row_weight, *column_kept, *row_kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        hidden, weight, *kept = ctx.saved_tensors
-        between, gemm = ctx.between, ctx.between.second
-        if between.forgets and ctx.needs_input_grad[1]:
-            kept = gemm.keep(between.output(hidden))
-        work = _WeightGradient(gemm, ctx.slot, gemm.prepare(grad), tuple(kept), None)
-        grad_x, grad_weight = _gradients(work, weight, SINGLE, ctx.needs_input_grad)
-        return None if grad_x is None else between.put(hidden, grad_x), grad_weight, None
+        hidden, column_weight, row_weight, *kept = ctx.saved_tensors
+        needs_x, needs_column, needs_row, *_ = ctx.needs_input_grad
+        (column, row), (column_slot, row_slot) = ctx.gemms, ctx.slots
+        column_kept, row_kept = kept[: ctx.num_column_kept], kept[ctx.num_column_kept :]
+        if ctx.recompute_activation and needs_row:
+            row_kept = row.keep(ctx.activation(hidden, None))
+        work = _WeightGradient(row, row_slot, row.prepare(grad), tuple(row_kept), None)
+        grad_active, grad_row = _gradients(work, row_weight, SINGLE, (True, needs_row))
+        # From here on as in _ColumnParallel, with a gradient that is computed as it is cast.
+        operands = column.prepare(ctx.activation(hidden, grad_active))
+        cut_over = ctx.axis if ctx.is_cut else None
+        work = _WeightGradient(column, column_slot, operands, tuple(column_kept), cut_over)
+        needs = needs_x, needs_column
+        grad_x, grad_column = _gradients(work, column_weight, ctx.axis, needs)
+        return grad_x, grad_column, grad_row, None, None, None, None, None
 
 
 def _gradients(

@@ -1,61 +1,77 @@
-"""The gated activation between two fp8 linears, cast as it is computed; see ``CastBetween``.
+"""A gated feed-forward layer in fp8 whose activation is computed while it is cast.
 
-On a GPU one kernel reads the first linear's output and writes what the second multiplies, and
-one reads it in backward; the reference computes in 16 bits and casts that, to the same bits.
+On a GPU one kernel reads gate and up-projection and writes the fp8 operand of the second GEMM,
+and one kernel of backward reads them again with the gradient. The reference computes in 16 bits
+and casts the result; the bits are the same.
 """
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_models.layers.mlp import MLP
 from mcore_moe.activations import FUSED, activation_function, gated
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
-from mcore_parallel.precision.fp8_between import CastBetween, cast_between
-from mcore_parallel.precision.fp8_cast import Fp8, Uncast, cast_plain
+from mcore_parallel.precision.fp8 import Fp8Gemm
+from mcore_parallel.precision.fp8_cast import DeferredMatrix, Fp8, cast_plain
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from mcore_parallel.tensor_parallel.linear_autograd import column_row_pair
 
 
-def gated_between(
-    first: ColumnParallelLinear,
-    second: RowParallelLinear,
-    x: Float[Tensor, "s *B D"],
-    activation: str,
-    *,
-    forgets: bool = False,
-) -> CastBetween | None:
-    """Return what computes activation(gate) * up between two linears; None: they do not fit.
+class Fp8GatedMLP(MLP):
+    """``MLP`` whose two linears and the activation between them are one autograd function.
 
-    Args:
-        first: gives gate and up-projection.
-        second: multiplies the result.
-        x: input of the first.
-        activation: see ``mcore_moe.activations``.
-        forgets: compute the result again for the second weight's gradient.
+    Input that the fused function cannot take (rows that tensor cores cannot multiply, linears
+    that were replaced or have hooks, as adapters do, compiled code, autocast) goes through the
+    modules one by one, to the same bits.
     """
-    # A hook would read or replace what is not computed.
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    is_hooked = any(getattr(each, kind) for each in (first, second) for kind in kinds)
-    if activation not in FUSED or is_hooked or first.bias is not None:
-        return None
-    whole = x.expand(first.axis.size, *x.shape) if first.sequence_parallel else x
-    output, grad = partial(_output, activation), partial(_grad, activation)
-    found = cast_between(first.gemm, second.gemm, whole, output, grad, forgets=forgets)
-    # Last: only linears in fp8 may try the kernel.
-    return None if found is not None and x.is_cuda and not _has_kernel(x) else found
+
+    @classmethod
+    def supports(cls, **options: Any) -> bool:
+        """Whether an ``MLP`` with these options may be of this class."""
+        gemms = options["gemms"]
+        is_fp8 = isinstance(gemms.column, Fp8Gemm) and isinstance(gemms.row, Fp8Gemm)
+        is_plain = not (options["bias"] or options["clamp"] or options["offset"])
+        return is_fp8 and is_plain and options["gated"] and options["activation"] in FUSED
+
+    def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
+        """Transform every token; communicates as the two linears do."""
+        gemms = self._fused_gemms(x)
+        if gemms is None:
+            return super().forward(x)
+        return column_row_pair(
+            x,
+            (self.fc1.weight, self.fc2.weight),
+            gemms,
+            partial(GatedCast, activation=self.activation),
+            self.fc1.axis,
+            self.fc1.sequence_parallel,
+            recompute_activation=self.recompute_activation and self.training,
+        )
+
+    def _fused_gemms(self, x: Tensor) -> tuple[Fp8Gemm, Fp8Gemm] | None:
+        """Return the GEMMs of the two linears if the fused function takes x, else None."""
+        fc1, fc2 = self.fc1, self.fc2
+        if not (isinstance(fc1, ColumnParallelLinear) and isinstance(fc2, RowParallelLinear)):
+            return None  # replaced, as adapters do
+        hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+        if any(getattr(linear, kind) for linear in (fc1, fc2) for kind in hooks):
+            return None
+        first, second = fc1.gemm, fc2.gemm
+        if not (isinstance(first, Fp8Gemm) and isinstance(second, Fp8Gemm)):
+            return None  # widths that fp8 does not take
+        # Both GEMMs multiply the gathered tokens.
+        gathered = x.expand(fc1.axis.size, *x.shape) if fc1.sequence_parallel else x
+        if not (first.takes_deferred(gathered) and second.takes_deferred(gathered)):
+            return None
+        return None if x.is_cuda and not _has_kernel(x) else (first, second)
 
 
-def _output(activation: str, hidden: Tensor) -> Uncast:
-    return GatedCast(hidden, None, activation)
-
-
-def _grad(activation: str, hidden: Tensor, of_output: Tensor) -> Uncast:
-    return GatedCast(hidden, of_output, activation)
-
-
-class GatedCast(Uncast):
+class GatedCast(DeferredMatrix):
     """activation(gate) * up, or the gradient of gate and up."""
 
     def __init__(
@@ -64,7 +80,7 @@ class GatedCast(Uncast):
         grad: Float[Tensor, "*B F"] | None,
         activation: str,
     ) -> None:
-        """Keep the factors; nothing is computed.
+        """Keep references to the factors; nothing is computed here.
 
         Args:
             hidden: gate and up-projection.

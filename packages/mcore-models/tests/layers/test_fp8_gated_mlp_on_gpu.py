@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_models.layers.gated_fp8 import GATED_CAST_KERNEL, GatedCast
+from mcore_models.layers.fp8_gated_mlp import GATED_CAST_KERNEL, Fp8GatedMLP, GatedCast
 from mcore_models.layers.mlp import MLP
 from mcore_parallel import optional_kernels
 from mcore_parallel.mesh import ParallelContext
@@ -77,9 +77,8 @@ def test_a_layer_computes_what_it_computes_by_single_kernels(recipe):
         scales = delayed_scales(config, ctx)
         own = None if scales is None else Delayed(scales, "layer")
         gemms = fp8_gemms(config, ctx, WeightCasts(), own)
-        layer = MLP(512, 768, gemms=gemms, device=device, dtype=torch.bfloat16)
-        if not is_fused:
-            layer._cast_between = lambda x: None
+        kind = Fp8GatedMLP if is_fused else MLP
+        layer = kind(512, 768, gemms=gemms, device=device, dtype=torch.bfloat16)
         grads = []
         for _ in range(2):
             x = torch.randn(
