@@ -223,7 +223,7 @@ TWO_RANKS = {
     "tp2 sp, hybrid, packed": Case(HYBRID, layout(tp=2, sequence_parallel=True), packed=True),
     "cp2, hybrid, packed": Case(HYBRID, layout(cp=2), packed=True),
     "pp2, hybrid": Case(
-        HYBRID | ONE_FURTHER | {"hybrid_override_pattern": "M*M[P-]/M-"}, layout(pp=2)
+        HYBRID | ONE_FURTHER | {"hybrid_override_pattern": "M*M[M-]/M-"}, layout(pp=2)
     ),
     "tp2 sp, delta net, packed": Case(
         DELTA_NET, layout(tp=2, sequence_parallel=True), GATED_EXPERTS, packed=True

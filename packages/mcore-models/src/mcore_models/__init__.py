@@ -31,6 +31,7 @@ _EXPORTS: dict[str, str] = {
     "RecomputeConfig": "config",
     "RecurrentState": "protocol",
     "TransformerBlock": "layers.block",
+    "build_block": "layers.block",
     "T5": "t5",
     "T5Config": "encoder_config",
     "TrainableModel": "protocol",

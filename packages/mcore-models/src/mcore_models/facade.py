@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.initialization import initialize_
-from mcore_models.layers.block import TransformerBlock
+from mcore_models.layers.block import build_block
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.mtp import PredictionLayer, shifted
@@ -162,7 +162,7 @@ class MultiTokenPrediction(nn.Module):
         streams = RngStreams(seed, ctx)
         setup = LayerSetup(config=self.config, ctx=ctx, layer=0, streams=streams, dtype=dtype)
         self.layers = nn.ModuleList(
-            PredictionLayer(self.config, ctx, TransformerBlock(setup), dtype=dtype)
+            PredictionLayer(self.config, ctx, build_block(setup), dtype=dtype)
             for _ in range(num_predictions)
         )
         initialize_(named_shards(self), self.config, seed)

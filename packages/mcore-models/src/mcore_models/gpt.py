@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from mcore_models.checks.inputs import check_inputs
-from mcore_models.layers.block import TransformerBlock
+from mcore_models.layers.block import build_block
 from mcore_models.layers.block_inputs import BlockInputs, build_inputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mtp import PredictionLayer
@@ -54,7 +54,7 @@ class GPT(StageModel, MTPLanguageModel):
         self.add_further_losses()
         self._add_embeddings(ctx, placed)
         self.blocks = nn.ModuleDict(
-            {str(layer): TransformerBlock(setups[layer]) for layer in stage.layers}
+            {str(layer): build_block(setups[layer]) for layer in stage.layers}
         )
         if self.is_normed:
             self.final_norm = stream_norm(config, ctx, **placed)
@@ -64,7 +64,7 @@ class GPT(StageModel, MTPLanguageModel):
             )
         mixers = further_mixers(config, setups[0].moe)
         self.mtp = nn.ModuleList(
-            PredictionLayer(config, ctx, TransformerBlock(setup, mixers), **placed)
+            PredictionLayer(config, ctx, build_block(setup, mixers), **placed)
             for setup in (setups[config.num_layers :] if stage.has_mtp else ())
         )
 

@@ -58,7 +58,5 @@ def test_ranks_that_drop_alike_are_named_with_the_layer(found):
     tensor, sequence, context = found[1::2]
     assert "replicated: ranks 0 and 2 drop alike" in tensor
     assert "replicated: ranks 0 and 1 drop alike" not in tensor
-    assert any(
-        f.startswith("dropout 0 blocks.0.residual.dropout: ranks 0 and 1") for f in sequence
-    )
+    assert any(f.startswith("dropout 0 blocks.0.dropout: ranks 0 and 1") for f in sequence)
     assert "replicated: ranks 0 and 1 drop alike" in context

@@ -181,7 +181,7 @@ def _norm_before(model: nn.Module, path: str) -> RMSNorm | LayerNorm | None:
     if feeds.get(mixer) != own:
         return None
     block = model.get_submodule(block_path)
-    if not isinstance(block, TransformerBlock) or block.parallel_residual != "off":
+    if type(block) is not TransformerBlock:
         return None
     before = block.norms[block.mixers.index(mixer)][0]
     norm = block.get_submodule(before) if before else None

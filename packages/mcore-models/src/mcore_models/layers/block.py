@@ -1,7 +1,9 @@
-"""One layer of a model: residual halves, each a norm and a mixer of the stream.
+"""A layer of a decoder-only model.
 
-A transformer's layer is attention, then a dense or an expert feed-forward layer; what other
-layers consist of says ``layer_mixers``.
+Reference:
+    Vaswani et al. 2017, arXiv:1706.03762; norms before attention and MLP: Xiong et al. 2020,
+    arXiv:2002.04745; norms of their outputs too: Ding et al. 2021, arXiv:2105.13290; attention
+    and MLP of one input: Wang and Komatsuzaki 2021, GPT-J.
 """
 
 from collections.abc import Callable
@@ -13,24 +15,30 @@ from torch import Tensor, nn
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.mixers import MIXERS
-from mcore_models.layers.residual import PreNorm, Residual, stream_dropout, stream_norm
+from mcore_models.layers.residual import (
+    MixerOutput,
+    Residual,
+    ResidualBlock,
+    stream_dropout,
+    stream_norm,
+)
 from mcore_moe.layer import MoELayer, Routed
 from mcore_parallel.logical_tensors import layer_mixers, layer_norms
 
 _NO_NORM = nn.Identity()
 
 
-class TransformerBlock(nn.Module):
-    """A layer of the model; keeps the shape of its input.
+class TransformerBlock(ResidualBlock):
+    """Transformer layer: attention, then a dense MLP or experts.
 
-    Each of its ``mixers`` is a module of that name, with a norm before it: ``attention`` has
-    ``attention_norm``, ``mlp`` and ``moe`` have ``mlp_norm``. Where ``--norm-placement`` says
-    so, what it adds has a norm of its own: ``attention_post_norm``, ``mlp_post_norm``.
+    ``x = x + dropout(attention(attention_norm(x)))``, and the same with ``mlp`` or ``moe``
+    behind ``mlp_norm``. Layers of hybrid stacks have other mixers, or another number of them.
+    With ``--norm-placement`` sandwich or output, the outputs have norms of their own:
+    ``attention_post_norm``, ``mlp_post_norm``.
 
     Attributes:
-        mixers: names of the halves, in order, see ``MIXERS``.
-        norms: names of the norms before and after each of them; empty: none.
-        residual: joins a half to the residual stream.
+        mixers: names of the modules that mix, in order; see ``MIXERS``.
+        norms: of each mixer, the names of the norms before and after it; empty: no norm.
     """
 
     def __init__(
@@ -40,31 +48,32 @@ class TransformerBlock(nn.Module):
 
         Args:
             setup: what the layer is built from.
-            mixers: of this layer; empty: those that the config says.
-            parts: modules of one's own in place of mixers, by name, beside the setup's: a
-                function of the setup builds one, which is called as the mixer that it
-                replaces (``MIXERS``): attention with the normed stream and its inputs, mlp
-                with the stream alone.
+            mixers: of this layer; empty: those of the config.
+            parts: functions of the setup that build modules in place of mixers, by the
+                mixer's name, beside the setup's own. The module is called as the mixer that
+                it replaces: attention with the normed stream and its inputs, mlp with the
+                stream alone.
 
         Raises:
-            ValueError: for a part of a name that no mixer has.
+            ValueError: for a part of a name that no mixer has; for ``--parallel-residual``.
         """
-        super().__init__()
+        config, ctx = setup.config, setup.ctx
+        dropout = stream_dropout(config, ctx, setup.streams)
+        super().__init__(dropout, setup.streams, setup.recomputed, config.residual_multiplier)
+        if (config.parallel_residual != "off") != isinstance(self, ParallelBlock):
+            raise ValueError(
+                f"--parallel-residual {config.parallel_residual} is another kind of layer: "
+                "build it with build_block."
+            )
         parts = {**setup.parts, **parts}
         if unknown := sorted(parts.keys() - MIXERS.keys()):
             raise ValueError(f"parts name {', '.join(unknown)}: use {', '.join(MIXERS)}.")
-        config, ctx = setup.config, setup.ctx
-        self.parallel_residual = config.parallel_residual
         self.mixers = mixers or layer_mixers(config, setup.moe)[setup.layer]
         self.norms = layer_norms(config, self.mixers)
         for name, around in zip(self.mixers, self.norms, strict=True):
             for norm_name in filter(None, around):
-                norm = stream_norm(config, ctx, **setup.placed)
-                self.add_module(norm_name, norm)
+                self.add_module(norm_name, stream_norm(config, ctx, **setup.placed))
             self.add_module(name, parts.get(name, MIXERS[name].build)(setup))
-        dropout = stream_dropout(config, ctx, setup.streams)
-        factor = config.residual_multiplier
-        self.residual = PreNorm(dropout, setup.streams, setup.recomputed, factor)
 
     def forward(self, stream: Residual, inputs: BlockInputs) -> Residual:
         """Transform the residual stream; communicates as the mixers do.
@@ -74,75 +83,89 @@ class TransformerBlock(nn.Module):
             inputs: see ``Attention``.
 
         Returns:
-            The stream, to which the last mixer's output is still to be added.
+            The stream; the next norm adds the last mixer's output to it.
         """
-        if self.parallel_residual != "off":
-            return self._in_parallel(stream, inputs)
-        return self._in_turn(stream, inputs, len(self.mixers))
+        return self._through(stream, inputs, len(self.mixers))
 
-    @property
-    def stops_at_experts(self) -> bool:
-        """Whether the last mixer is experts, so that ``to_experts`` is all that precedes."""
-        return self.mixers[-1] == "moe" and self.parallel_residual == "off"
-
-    def to_experts(self, stream: Residual, inputs: BlockInputs) -> tuple[Residual, Routed]:
-        """Do what comes before tokens travel to experts; no size depends on routing.
-
-        ``from_experts`` does the rest: together they are ``forward``, one after the other, but
-        that ``--recompute-modules moe`` has no effect.
-        """
-        stream = self._in_turn(stream, inputs, len(self.mixers) - 1)
-
-        def route(x: Tensor) -> Routed:
-            return self._experts().route(x.flatten(0, 1), num_sequences=x.shape[1])
-
-        return self.residual.read(stream, self._norm(self.norms[-1][0]), route)
-
-    def from_experts(self, stream: Residual, routed: Routed) -> Residual:
-        """Send tokens to experts, and join what these say to the stream; see ``to_experts``."""
-        y, post_norm = self._experts().exchange(routed).view(stream.x.shape), self.norms[-1][1]
-        found = y, routed.aux
-        return self.residual.join(stream, found, self._norm(post_norm) if post_norm else None)
-
-    def _experts(self) -> MoELayer:
-        return cast("MoELayer", self.get_submodule("moe"))
-
-    def _in_turn(self, stream: Residual, inputs: BlockInputs, count: int) -> Residual:
-        """Run the first mixers, each on what the one before has left."""
-        halves = list(zip(self.mixers, self.norms, strict=True))
-        for name, (norm, post_norm) in halves[:count]:
-            # stream + dropout(post_norm(mixer(norm(stream))))
-            stream = self.residual(
-                stream,
-                self._norm(norm),
-                self._mixer(name, inputs),
-                MIXERS[name].recomputed_as,
-                self._norm(post_norm) if post_norm else None,
-            )
+    def _through(self, stream: Residual, inputs: BlockInputs, num_mixers: int) -> Residual:
+        for name, (norm, post_norm) in zip(self.mixers[:num_mixers], self.norms, strict=False):
+            mixer, recomputed_as = self._mixer(name, inputs), MIXERS[name].recomputed_as
+            # x = x + dropout(post_norm(mixer(norm(x))))
+            y, stream = self.mix(stream, self._norm(norm), mixer, recomputed_as)
+            stream = self.add(stream, y, self._norm(post_norm))
         return stream
 
     def _norm(self, name: str) -> Any:
         return getattr(self, name) if name else _NO_NORM
 
-    def _mixer(self, name: str, inputs: BlockInputs) -> Callable[[Tensor], Any]:
-        """Return a mixer as a function of the normed stream."""
+    def _mixer(self, name: str, inputs: BlockInputs) -> Callable[[Tensor], MixerOutput]:
+        """Return a mixer as a function of the normed stream alone."""
         return partial(MIXERS[name].run, getattr(self, name), inputs)
 
-    def _in_parallel(self, stream: Residual, inputs: BlockInputs) -> Residual:
-        """Add all mixers to one stream, which they read through one norm or one each."""
-        has_one_norm = self.parallel_residual == "one_norm"
-        norm = self._norm(self.norms[0][0]) if has_one_norm else _NO_NORM
-        return self.residual(stream, norm, partial(self._together, inputs))
+    @property
+    def stops_at_experts(self) -> bool:
+        """Whether the last mixer is experts, so that ``to_experts`` is all that precedes."""
+        return self.mixers[-1] == "moe"
 
-    def _together(self, inputs: BlockInputs, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Add up all mixers of one input: through one norm already, or through one each."""
-        y, aux = None, None
-        for name, (before, _) in zip(self.mixers, self.norms, strict=True):
-            normed = x if self.parallel_residual == "one_norm" else self._norm(before)(x)
-            mixer, recomputed_as = self._mixer(name, inputs), MIXERS[name].recomputed_as
-            found = self.residual.call(mixer, normed, recomputed_as)
-            branch, loss = found if isinstance(found, tuple) else (found, None)
-            y = branch if y is None else y + branch
-            aux = loss if aux is None else aux if loss is None else aux + loss
-        assert y is not None
-        return y, aux
+    def to_experts(self, stream: Residual, inputs: BlockInputs) -> tuple[Residual, Routed]:
+        """Run the layer up to the dispatch of tokens to experts; no size depends on routing.
+
+        ``from_experts`` does the rest. One after the other they are ``forward``, except that
+        ``--recompute-modules moe`` has no effect.
+        """
+        stream = self._through(stream, inputs, len(self.mixers) - 1)
+
+        def route(x: Tensor) -> Routed:
+            return self._experts().route(x.flatten(0, 1), num_sequences=x.shape[1])
+
+        routed, stream = self.mix(stream, self._norm(self.norms[-1][0]), route)
+        return stream, routed
+
+    def from_experts(self, stream: Residual, routed: Routed) -> Residual:
+        """Dispatch tokens, run the experts and add their output to the stream."""
+        y = self._experts().exchange(routed).view(stream.x.shape)
+        return self.add(stream, (y, routed.aux), self._norm(self.norms[-1][1]))
+
+    def _experts(self) -> MoELayer:
+        return cast("MoELayer", self.get_submodule("moe"))
+
+
+class ParallelBlock(TransformerBlock):
+    """Transformer layer whose mixers read one input: ``x = x + attention(n(x)) + mlp(m(x))``.
+
+    n and m are one norm (``--parallel-residual one_norm``) or two (``two_norms``).
+    """
+
+    def forward(self, stream: Residual, inputs: BlockInputs) -> Residual:
+        """Transform the residual stream; communicates as the mixers do."""
+        # With one norm the last mixers have none of their own: they read the first one's.
+        shared, *others = (self._norm(before) for before, _ in self.norms)
+        has_one_norm = all(norm is _NO_NORM for norm in others)
+        stream_norm = shared if has_one_norm else _NO_NORM
+        own_norms = [_NO_NORM if has_one_norm else shared, *others]
+
+        def add_up(x: Tensor) -> MixerOutput:
+            total, aux_losses = None, []
+            for name, norm in zip(self.mixers, own_norms, strict=True):
+                mixer, recomputed_as = self._mixer(name, inputs), MIXERS[name].recomputed_as
+                output = self.run(mixer, norm(x), recomputed_as)
+                if isinstance(output, tuple):
+                    output, aux = output
+                    aux_losses.append(aux)
+                total = output if total is None else total + output
+            assert total is not None
+            return (total, sum(aux_losses[1:], aux_losses[0])) if aux_losses else total
+
+        y, stream = self.mix(stream, stream_norm, add_up)
+        return self.add(stream, y)
+
+    @property
+    def stops_at_experts(self) -> bool:
+        """False: experts run beside attention."""
+        return False
+
+
+def build_block(setup: LayerSetup, mixers: tuple[str, ...] = ()) -> TransformerBlock:
+    """Build the layer that the config asks for; see ``TransformerBlock``."""
+    is_parallel = setup.config.parallel_residual != "off"
+    return (ParallelBlock if is_parallel else TransformerBlock)(setup, mixers)

@@ -3,12 +3,12 @@
 Norms come before each half (Megatron's BERT, T5) or after it (BERT as published).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mcore_models.encoder_config import T5Config, feed_forward
 from mcore_models.layers.encoder_decoder_attention import MaskedAttention
@@ -16,14 +16,14 @@ from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mixers import MIXERS
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.residual import (
-    PostNorm,
-    PreNorm,
     Residual,
+    ResidualBlock,
     stream_dropout,
     stream_norm,
 )
 from mcore_models.protocol import ModelState
 from mcore_parallel.logical_tensors import ffn_size
+from mcore_parallel.recomputing import recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,13 +40,14 @@ class MaskedInputs:
     """What a decoder remembers of earlier tokens and of the encoder; None: nothing."""
 
 
-class MaskedBlock(nn.Module):
-    """A layer of the model; keeps the shape of its input.
+class MaskedBlock(ResidualBlock):
+    """Attention, attention to an encoder in a decoder, MLP: ``x = x + mlp(mlp_norm(x))``.
+
+    With norms after the sums, as in the first transformers: ``x = mlp_post_norm(x + mlp(x))``.
 
     Attributes:
-        attention, cross_attention, mlp: the halves, in order; each has a norm of its name
+        attention, cross_attention, mlp: the mixers, in order; each has a norm of its name
             and ``_norm``, or ``_post_norm`` if norms come after.
-        residual: joins a half to the residual stream.
     """
 
     def __init__(
@@ -62,28 +63,26 @@ class MaskedBlock(nn.Module):
         Args:
             setup: what the halves are built from.
             is_decoder: attend causally, and to an encoder as well.
-            post_norm: norms after each half.
+            post_norm: norms after each sum.
             scale: of attention scores; None: 1/sqrt(head dim).
 
         Raises:
             ValueError: for parts in place of its own.
         """
-        super().__init__()
+        config, ctx = setup.config, setup.ctx
+        dropout = stream_dropout(config, ctx, setup.streams)
+        super().__init__(dropout, setup.streams, setup.recomputed)
         if setup.parts:
             raise ValueError("parts are taken by GPT alone: leave them out.")
-        config, ctx = setup.config, setup.ctx
         self.attention = MaskedAttention(setup, causal=is_decoder, scale=scale)
         if is_decoder:
             self.cross_attention = MaskedAttention(setup, is_cross=True, scale=scale)
         self.mlp = _build_mlp(setup)
         self.is_decoder, self.layer = is_decoder, setup.layer
-        self.norm_name = "post_norm" if post_norm else "norm"
-        for name in self._halves():
+        self.norms_sums = post_norm
+        for name in self._mixers(MaskedInputs()):
             norm = stream_norm(config, ctx, **setup.placed)
-            self.add_module(f"{name}_{self.norm_name}", norm)
-        dropout = stream_dropout(config, ctx, setup.streams)
-        kind = PostNorm if post_norm else PreNorm
-        self.residual = kind(dropout, setup.streams, setup.recomputed)
+            self.add_module(f"{name}_post_norm" if post_norm else f"{name}_norm", norm)
 
     def forward(self, stream: Residual, inputs: MaskedInputs) -> Residual:
         """Transform the residual stream; communicates as attention and feed-forward do.
@@ -92,25 +91,40 @@ class MaskedBlock(nn.Module):
             stream: ``[S, B, D]``, or this rank's ``[S/tp, B, D]``.
             inputs: masks, and what the encoder returned.
         """
-        for name, layer in self._halves(inputs).items():
-            norm = getattr(self, f"{name}_{self.norm_name}")
-            stream = self.residual(stream, norm, layer, "mlp" if name == "mlp" else "")
+        for name, mixer in self._mixers(inputs).items():
+            recomputed_as = "mlp" if name == "mlp" else ""
+            if self.norms_sums:
+                norm = getattr(self, f"{name}_post_norm")
+                stream = self._add_and_norm(stream, mixer, norm, recomputed_as)
+                continue
+            y, stream = self.mix(stream, getattr(self, f"{name}_norm"), mixer, recomputed_as)
+            stream = self.add(stream, y)
         return stream
 
-    def _halves(self, inputs: MaskedInputs | None = None) -> Mapping[str, Any]:
-        """Return the halves by name, in order, as functions of the normed stream."""
-        given = inputs or MaskedInputs()
+    def _add_and_norm(
+        self, stream: Residual, mixer: Callable[[Tensor], Tensor], norm: Any, recomputed_as: str
+    ) -> Residual:
+        """Return ``norm(x + dropout(mixer(x)))``."""
+        x = stream.total()
+        y = self.dropout(self.run(mixer, x, recomputed_as))
+        if "layernorm" in self.recomputed and self.training:
+            return Residual(recompute(norm, x + y), None, stream.aux)
+        return Residual(norm.add_and_norm(x, y)[0], None, stream.aux)
+
+    def _mixers(self, inputs: MaskedInputs) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        """Return the mixers by name, in order, as functions of their input alone."""
+        # A decoder's layer has two memories: of its own tokens, and of the encoder's.
         own, other = (
-            given.state and given.state.layer(2 * self.layer + place) for place in (0, 1)
+            inputs.state and inputs.state.layer(2 * self.layer + place) for place in (0, 1)
         )
-        halves: dict[str, Any] = {
-            "attention": partial(self.attention, mask=given.mask, state=own)
+        mixers: dict[str, Any] = {
+            "attention": partial(self.attention, mask=inputs.mask, state=own)
         }
         if self.is_decoder:
-            halves["cross_attention"] = partial(
-                self.cross_attention, mask=given.memory_mask, memory=given.memory, state=other
+            mixers["cross_attention"] = partial(
+                self.cross_attention, mask=inputs.memory_mask, memory=inputs.memory, state=other
             )
-        return halves | {"mlp": self.mlp}
+        return mixers | {"mlp": self.mlp}
 
 
 def _build_mlp(setup: LayerSetup) -> Any:

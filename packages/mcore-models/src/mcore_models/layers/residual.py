@@ -1,13 +1,11 @@
-"""The residual stream, and how a layer joins it.
+"""The residual stream, and the base class of layers that add to it.
 
-What a layer adds is not added at once: the norm that comes next does it on its way, on a GPU
-in one kernel. ``Residual`` carries the stream and that addition; ``PreNorm`` reads the one
-and leaves the other, and recomputes in backward what ``--recompute-modules`` names.
-``PostNorm`` norms the sum itself.
+The output of a mixer is not added to the stream at once: the norm that reads the stream next
+adds and norms in one kernel. ``Residual`` carries the stream and the output still to be added.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -20,7 +18,10 @@ from mcore_parallel.recomputing import recompute, recompute_between
 from mcore_parallel.rng import RngStreams, StreamDropout
 
 Norm = RMSNorm | LayerNorm | nn.Identity
-"""What a half of a layer reads the stream through; some families norm only what it adds."""
+"""Before a mixer; the identity in families that norm only the outputs of mixers."""
+Output = TypeVar("Output")
+MixerOutput = Tensor | tuple[Tensor, Tensor]
+"""What is added to the stream, ``[s, B, D]``, or that and a scalar auxiliary loss."""
 
 
 class Residual(NamedTuple):
@@ -42,21 +43,23 @@ class Residual(NamedTuple):
         """Return the stream as one tensor."""
         return self.x if self.branch is None else self.x + self.branch
 
+    def settled(self) -> "Residual":
+        """Return the stream with nothing left to add."""
+        return Residual(self.total(), None, self.aux)
+
     def plus(
         self, branch: Float[Tensor, "s B D"], aux: Float[Tensor, ""] | None = None
     ) -> "Residual":
-        """Return the stream with the output of a layer, and its auxiliary loss, joined."""
+        """Return the stream with one more output to add, and its auxiliary loss added."""
         return Residual(self.total(), branch, self.aux if aux is None else self.aux + aux)
 
     def normed(self, norm: Norm) -> tuple[Float[Tensor, "s B D"], "Residual"]:
         """Return the norm of the stream, and the stream with nothing left to add."""
-        if not isinstance(norm, RMSNorm | LayerNorm):
-            x = self.total()
-            return norm(x), Residual(x, None, self.aux)
-        if self.branch is None:
-            return norm(self.x), self
-        normed, x = norm.add_and_norm(self.x, self.branch)
-        return normed, Residual(x, None, self.aux)
+        if isinstance(norm, nn.Identity) or self.branch is None:
+            settled = self.settled()
+            return norm(settled.x), settled
+        normed, total = norm.add_and_norm(self.x, self.branch)
+        return normed, Residual(total, None, self.aux)
 
 
 def stream_cuts(ctx: ParallelContext) -> Axis:
@@ -65,11 +68,12 @@ def stream_cuts(ctx: ParallelContext) -> Axis:
 
 
 def stream_norm(
-    config: TransformerConfig, ctx: ParallelContext, **placed: Any
+    config: TransformerConfig, ctx: ParallelContext, **factory_kwargs: Any
 ) -> RMSNorm | LayerNorm:
-    """Build a norm of the stream; ``placed`` is its device and dtype."""
+    """Build a norm of the stream; ``factory_kwargs`` are its device and dtype."""
     cuts = stream_cuts(ctx)  # each of these ranks norms its own tokens only
-    return build_norm(config, config.hidden_size, replicas=ctx.tp, partial=cuts, **placed)
+    size = config.hidden_size
+    return build_norm(config, size, replicas=ctx.tp, partial=cuts, **factory_kwargs)
 
 
 def stream_dropout(
@@ -80,12 +84,17 @@ def stream_dropout(
     return StreamDropout(config.hidden_dropout, streams, stream)
 
 
-class PreNorm(nn.Module):
-    """``x + multiplier * dropout(post_norm(layer(norm(x))))``: one half of a block.
+class ResidualBlock(nn.Module):
+    """A layer that adds the outputs of its mixers to the residual stream.
 
-    Reference:
-        Xiong et al. 2020, arXiv:2002.04745. Norms of what is added: Ding et al. 2021, CogView,
-        arXiv:2105.13290.
+    Subclasses put ``mix`` and ``add`` together. Selective recomputation is here, so that
+    mixers and norms need not know of it.
+
+    Attributes:
+        dropout: of every mixer's output.
+        streams: random streams that the mixers draw from.
+        recomputed: ``--recompute-modules``.
+        multiplier: factor on every mixer's output.
     """
 
     def __init__(
@@ -95,94 +104,45 @@ class PreNorm(nn.Module):
         recomputed: frozenset[str],
         multiplier: float = 1.0,
     ) -> None:
-        """Keep what all halves of a block share.
-
-        Args:
-            dropout: of what a layer adds.
-            streams: that the layers draw from.
-            recomputed: ``--recompute-modules``: layernorm forgets what a norm returns; a
-                layer's name, all that lies inside it.
-            multiplier: factor on what a layer adds.
-        """
         super().__init__()
-        self.multiplier = multiplier
-        self.dropout, self.streams, self.recomputed = dropout, streams, recomputed
+        self.dropout, self.streams = dropout, streams
+        self.recomputed, self.multiplier = recomputed, multiplier
 
-    def forward(
+    def mix(
         self,
         stream: Residual,
         norm: Norm,
-        layer: Callable[[Tensor], Any],
-        name: str = "",
-        post_norm: Norm | None = None,
-    ) -> Residual:
-        """Join a layer to the stream; communicates as the layer does.
+        mixer: Callable[[Tensor], Output],
+        recomputed_as: str = "",
+    ) -> tuple[Output, Residual]:
+        """Return ``mixer(norm(x))``, and the stream with nothing left to add.
 
         Args:
-            stream: before the layer.
-            norm: of what the layer reads.
-            layer: returns what is added, or that and an auxiliary loss.
-            name: of the layer among ``--recompute-modules``.
-            post_norm: of what the layer adds; None: none.
-        """
-        stream, found = self.read(stream, norm, layer, name)
-        return self.join(stream, found, post_norm)
-
-    def read(
-        self,
-        stream: Residual,
-        norm: Norm,
-        layer: Callable[[Tensor], Any],
-        name: str = "",
-    ) -> tuple[Residual, Any]:
-        """Return the stream with nothing left to add, and what the layer says of its norm.
-
-        The first half of ``forward``, which has the arguments; ``join`` is the other.
+            stream: x, and an output that the norm adds to it.
+            norm: of the stream.
+            mixer: communicates as it does alone.
+            recomputed_as: its name among ``--recompute-modules``; empty: it has none.
         """
         has_norm = not isinstance(norm, nn.Identity)
         if "layernorm" in self.recomputed and self.training and has_norm:
-            stream = Residual(stream.total(), None, stream.aux)  # the norm is made from it
-            return stream, self._forgetting_norm(norm, layer, stream.x, name)
+            # Backward needs x itself, from which the norm is computed again.
+            stream = stream.settled()
+            if recomputed_as in self.recomputed:
+                return self.run(lambda x: mixer(norm(x)), stream.x, recomputed_as), stream
+            return recompute_between(norm, mixer, stream.x), stream
         normed, stream = stream.normed(norm)
-        return stream, self.call(layer, normed, name)
+        return self.run(mixer, normed, recomputed_as), stream
 
-    def join(self, stream: Residual, found: Any, post_norm: Norm | None = None) -> Residual:
-        """Join what a layer said to the stream; see ``read``."""
-        y, aux = found if isinstance(found, tuple) else (found, None)
+    def run(self, mixer: Callable[[Tensor], Output], x: Tensor, recomputed_as: str) -> Output:
+        """Call a mixer; backward calls it again if ``--recompute-modules`` has its name."""
+        if recomputed_as in self.recomputed and self.training:
+            return recompute(mixer, x, streams=self.streams)
+        return mixer(x)
+
+    def add(
+        self, stream: Residual, output: MixerOutput, post_norm: Norm | None = None
+    ) -> Residual:
+        """Return ``x + multiplier * dropout(post_norm(output))``; the next norm adds them."""
+        y, aux = output if isinstance(output, tuple) else (output, None)
         y = self.dropout(y if post_norm is None else post_norm(y))
         return stream.plus(y if self.multiplier == 1.0 else y * self.multiplier, aux)
-
-    def _forgetting_norm(
-        self, norm: Norm, layer: Callable[[Tensor], Any], x: Tensor, name: str
-    ) -> Any:
-        if name in self.recomputed:
-            return self.call(lambda x: layer(norm(x)), x, name)
-        return recompute_between(norm, layer, x)
-
-    def call(self, layer: Callable[[Tensor], Any], x: Tensor, name: str) -> Any:
-        """Call a layer, which backward does again if ``recomputed`` has its name."""
-        if name in self.recomputed and self.training:
-            return recompute(layer, x, streams=self.streams)
-        return layer(x)
-
-
-class PostNorm(PreNorm):
-    """``norm(x + dropout(layer(x)))``: one half of a block of the first transformers.
-
-    Reference:
-        Vaswani et al. 2017, arXiv:1706.03762.
-    """
-
-    def forward(
-        self,
-        stream: Residual,
-        norm: RMSNorm | LayerNorm,
-        layer: Callable[[Tensor], Any],
-        name: str = "",
-    ) -> Residual:
-        """Join a layer to the stream and norm the sum; see ``PreNorm``."""
-        x = stream.total()
-        y = self.dropout(self.call(layer, x, name))
-        if "layernorm" in self.recomputed and self.training:
-            return Residual(recompute(norm, x + y), None, stream.aux)
-        return Residual(norm.add_and_norm(x, y)[0], None, stream.aux)

@@ -47,7 +47,7 @@ def layer_parts(
     if not records_experts and layer.stops_at_experts:
         head, tail = layer.to_experts, layer.from_experts
         late = set(layer.moe.experts.parameters())
-        if is_recomputed or "moe" in layer.residual.recomputed:
+        if is_recomputed or "moe" in layer.recomputed:
             tail = partial(recompute, tail, streams=streams)
     if is_recomputed:
         forward, head = _recomputed(forward, streams), _recomputed(head, streams)
