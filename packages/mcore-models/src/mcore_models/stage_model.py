@@ -31,6 +31,15 @@ from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, pad
 
 _NO_EXPERTS = MoEConfig()
 _KEEP_ALL = RecomputeConfig()
+
+BlockCaller = Callable[[nn.Module, Residual, Any], Residual]
+"""Called with a block, the residual stream and the inputs that all blocks share."""
+
+
+def _call_block(block: nn.Module, stream: Residual, inputs: Any) -> Residual:
+    return block(stream, inputs)
+
+
 _ANY_KERNELS = KernelConfig()
 
 
@@ -114,6 +123,7 @@ class StageModel(TrainableModel):
         self.sequence_parallel = self.cuts.size > 1
         is_shared = recomputing.distribute_saved_activations and not self.sequence_parallel
         self.recomputing, self.saved_by = recomputing, ctx.tp if is_shared else SINGLE
+        self.call_block: BlockCaller = _call_block
         self.streams = streams or RngStreams(seed, ctx)
         self.dropout = stream_dropout(config, ctx, self.streams)
         self.padded_vocab_size = padded_vocab(
@@ -173,7 +183,7 @@ class StageModel(TrainableModel):
         return run_blocks(
             blocks,
             stream,
-            lambda block, x: block(x, inputs),
+            lambda block, x: self.call_block(block, x, inputs),
             self.recomputing if is_trained else _KEEP_ALL,
             streams=self.streams,
             saved_by=self.saved_by,

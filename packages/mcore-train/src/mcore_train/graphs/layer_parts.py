@@ -38,10 +38,10 @@ def layer_parts(
         is_recomputed: whether backward computes all of it again.
         records_experts: whether experts are recorded too; else they are the tail.
     """
-    forward = layer.forward
+    forward: Callable[[Residual, BlockInputs], Residual] = layer  # with its hooks
 
     def whole(stream: Residual, inputs: BlockInputs) -> tuple[Residual, None]:
-        return forward(stream, inputs), None
+        return layer.forward(stream, inputs), None  # a graph records no hooks
 
     head, tail, late = whole, _nothing, set()
     if not records_experts and layer.stops_at_experts:

@@ -15,7 +15,6 @@ are too, but for the sign of zeros: gradients are always added to zeros.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -74,14 +73,11 @@ class _Slot:
 class LayerGraphs:
     """The layers of one stack, launched as graphs after some steps of launching singly."""
 
-    def __init__(
-        self, modules: Sequence[nn.Module], layers: Sequence[LayerParts], casts: WeightCasts
-    ) -> None:
-        """Wrap layers; no communication.
+    def __init__(self, layers: Sequence[LayerParts], casts: WeightCasts) -> None:
+        """Record nothing yet; no communication.
 
         Args:
-            modules: of a stack, in forward order; their ``forward`` is replaced.
-            layers: how each is launched.
+            layers: how each layer of the stack is launched, in forward order.
             casts: of weights to fp8, which later micro-batches read where the first wrote.
         """
         self.layers, self._casts = layers, casts
@@ -91,8 +87,6 @@ class LayerGraphs:
         self._current: _Slot | None = None
         self._grads: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
         self._held: list[Any] = []
-        for place, module in enumerate(modules):
-            module.forward = partial(self._call, place)
 
     @property
     def num_recorded(self) -> int:
@@ -113,7 +107,8 @@ class LayerGraphs:
         self._slots, self._free, self._current = [], [], None
         self._held, self._grads = [], {}
 
-    def _call(self, place: int, stream: Residual, inputs: BlockInputs) -> Residual:
+    def call(self, place: int, stream: Residual, inputs: BlockInputs) -> Residual:
+        """Run a layer: as a graph between ``begin_step`` and ``end_step``, else singly."""
         layer = self.layers[place]
         if self._recorder is None or not torch.is_grad_enabled():
             return layer.forward(stream, inputs)
@@ -269,6 +264,7 @@ class LayerRecorder:
         self._num_warmup_steps = self._num_left = num_warmup_steps
         self._signature: Any = None
         self.stacks: list[LayerGraphs] = []
+        self._places: dict[nn.Module, tuple[LayerGraphs, int]] = {}
         for chunk in chunks:
             for modules in filter(None, layer_stacks(chunk)):
                 layers = [
@@ -276,8 +272,15 @@ class LayerRecorder:
                     for group, is_recomputed in block_groups(modules, chunk.recomputing)
                     for module in group
                 ]
-                self.stacks.append(LayerGraphs(modules, layers, casts))
-            chunk.recomputing = RecomputeConfig()
+                stack = LayerGraphs(layers, casts)
+                self.stacks.append(stack)
+                self._places |= {module: (stack, at) for at, module in enumerate(modules)}
+            chunk.recomputing, chunk.call_block = RecomputeConfig(), self._call_block
+
+    def _call_block(self, block: nn.Module, stream: Residual, inputs: Any) -> Residual:
+        """Run a block of the model; see ``StageModel.call_block``."""
+        stack, place = self._places[block]
+        return stack.call(place, stream, inputs)
 
     def __call__(
         self, compute: Callable[[Any], StepLosses], batches: Sequence[MicroBatch]
