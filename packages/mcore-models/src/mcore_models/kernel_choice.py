@@ -25,7 +25,7 @@ from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optimizers.adamw import ADAM_KERNEL
 from mcore_parallel.optimizers.rounding import ROUNDING_KERNEL
 from mcore_parallel.optional_kernels import OptionalKernel
-from mcore_parallel.precision.config import BLACKWELL, Fp8Config
+from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8_cast import CAST_KERNEL
 from mcore_parallel.precision.fp8_fine_cast import FINE_CAST_KERNEL
 from mcore_parallel.tensor_parallel.embedding import ROWS_KERNEL
@@ -84,7 +84,7 @@ def optional_kernels(
 def _of_fp8(
     config: TransformerConfig, dtype: torch.dtype, fp8: Fp8Config
 ) -> list[tuple[OptionalKernel, tuple[Hashable, ...]]]:
-    if not fp8.fp8_format or fp8.fp8_recipe in BLACKWELL:
+    if not fp8.fp8_format:
         return []
     if fp8.fp8_recipe in ("rowwise", "blockwise"):
         return [(FINE_CAST_KERNEL, (dtype,))]

@@ -22,7 +22,7 @@ from mcore_parallel.offloading.config import (
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 from mcore_parallel.precision.config import Fp8Config
 
-CODE_BYTES = {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 4 / 32, "nvfp4": 1 / 2 + 4 / 16}
+CODE_BYTES = {"blockwise": 1 + 4 / 128}
 """Of an element with its share of a scale, by recipe; 1 elsewhere."""
 _ROW_PARALLEL = ("proj", "fc2", "out_proj")
 _LINEAR = re.compile(

@@ -25,10 +25,6 @@ def test_the_format_follows_from_what_the_gpu_multiplies_in():
         (HOPPER, "rowwise", ""),
         (HOPPER, "blockwise", ""),
         (BLACKWELL, "blockwise", "runs on Hopper only, and this is this GPU: use tensorwise"),
-        (HOPPER, "mxfp8", "needs Blackwell, .* for every 32 .* capability 9.0, not 10.0"),
-        (HOPPER, "nvfp4", "needs Blackwell, .* for every 16 .* or blockwise for fine scales"),
-        (BLACKWELL, "mxfp8", ""),
-        (BLACKWELL, "nvfp4", ""),
     ],
 )
 def test_what_a_gpu_has_not_is_answered_with_what_it_has(capability, recipe, words):

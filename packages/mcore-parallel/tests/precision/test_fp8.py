@@ -5,8 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import ScalingType
 from torch.utils.checkpoint import checkpoint
 
 from mcore_parallel.config import (
@@ -14,15 +12,7 @@ from mcore_parallel.config import (
 )
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.optional_kernels import try_kernel
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
-from mcore_parallel.precision.block_scaling import (
-    BLACKWELL_GEMM,
-    LEVELS,
-    cast_nvfp4,
-    dequantized_nvfp4,
-    split_scales,
-)
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import (
     Fp8Gemm,
@@ -33,7 +23,7 @@ from mcore_parallel.precision.fp8 import (
 )
 from mcore_parallel.precision.fp8_cast import cast, cast_plain, dequantized
 from mcore_parallel.precision.fp8_fine_cast import cast_blocks, cast_lines, dequantized_lines
-from mcore_parallel.precision.fp8_recipes import Cut, Delayed, Mxfp8, Nvfp4, Tensorwise
+from mcore_parallel.precision.fp8_recipes import Cut, Delayed, Tensorwise
 from mcore_parallel.precision.gemm import PLAIN_GEMM
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.testing.ranks import run_ranks
@@ -256,107 +246,13 @@ def check_split():
     ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2))
     cases = [
         *itertools.product(("tensorwise", "rowwise"), (E4M3, E5M2), (False, True)),
-        *itertools.product(("blockwise", "mxfp8", "nvfp4"), (E4M3,), (False, True)),
+        *itertools.product(("blockwise",), (E4M3,), (False, True)),
     ]
     return [case for case in cases if split_errors(ctx, *case) > 1e-12]
 
 
 def test_linears_split_over_ranks_cast_as_one_rank_does():
     assert run_ranks(check_split, 2) == [[], []]
-
-
-@pytest.mark.parametrize(("recipe", "band"), [(Mxfp8(), 0.045), (Nvfp4(), 0.16)])
-def test_products_of_blackwells_recipes_are_near_the_exact_ones(recipe, band):
-    layer = ColumnParallelLinear(D, F, gemm=Fp8Gemm(grad_dtype=E4M3, recipe=recipe))
-    x, dy = draw(T, 1, D) * torch.logspace(-1, 1, D), draw(T, 1, F, seed=1)
-    flat, flat_dy, weight = x.flatten(0, 1), dy.flatten(0, 1), layer.weight.detach()
-    exact = (flat @ weight.t(), flat_dy @ weight, flat_dy.t() @ flat)
-    for own, true in zip(gradients(layer, x, dy), exact, strict=True):
-        assert 0.4 * band < distance(own.flatten(0, -2), true) < band
-    # A square of a weight is one square from either side; zeros stay zero, NaN is seen.
-    own = cast_nvfp4(weight, is_weight=True)
-    across = dequantized_nvfp4(own.columns, own.column_scales)
-    assert torch.equal(across.t(), dequantized_nvfp4(own.rows, own.row_scales))
-    x[3] = 0.0
-    assert not gradients(layer, x, dy)[0][3].any()
-    x[3, 0, 5] = torch.nan
-    assert gradients(layer, x, dy)[0][3].isnan().all()
-
-
-def test_four_bits_are_rounded_to_the_nearest_level_the_even_one_in_the_middle():
-    numbers = [0.2, 0.25, 0.75, 1.25, 1.8, 2.5, 3.5, 5.0]
-    levels = [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
-    x = torch.tensor([*numbers, 6.0, *(-x for x in numbers[1:])] * 2).expand(32, 32)
-    own = cast_nvfp4(x, is_weight=True)  # the scale of 6 is 1
-    got = dequantized_nvfp4(own.rows, own.row_scales)
-    assert got[0].tolist() == [*levels, 6.0, *(-x for x in levels[1:])] * 2
-    assert (own.rows.shape, own.rows.dtype) == ((32, 16), torch.uint8)
-
-
-def test_scales_of_four_bits_are_split_without_rounding_wherever_the_top_one_lies():
-    sizes = torch.logspace(-5, 0, 4).repeat_interleave(16)
-    for top in (0.51, 0.8, 0.99, 1.0):
-        x = draw(128, 64).clamp(-1, 1) * sizes
-        x[7, 50] = top * 6 * 448 / 8
-        own = cast_nvfp4(x)
-        narrow, whole = split_scales(own.row_scales)
-        rows = narrow.float().view(32, 4, 4).transpose(0, 1).reshape(128, 4)
-        assert torch.equal(rows * whole, own.row_scales), top
-
-
-def documented_gemm(is_swizzled):
-    """torch's scaled_mm for blocks, on a CPU: scales read as cublas documents, or by rows."""
-
-    def values(numbers, scales, kinds):
-        scales, kinds = (x if isinstance(x, list) else [x] for x in (scales, kinds))
-        size = {ScalingType.BlockWise1x16: 16, ScalingType.BlockWise1x32: 32}[kinds[0]]
-        if numbers.dtype == torch.float4_e2m1fn_x2:
-            codes = numbers.view(torch.uint8)[..., None].bitwise_right_shift(
-                torch.tensor([0, 4])
-            )
-            levels = torch.tensor([*LEVELS, *(-level for level in LEVELS)])
-            numbers = levels[(codes & 15).flatten(1).long()]
-        count = numbers.shape[1] // size
-        row, column = torch.arange(len(numbers))[:, None], torch.arange(count)
-        place = row * count + column
-        if is_swizzled:
-            tile = (row // 128) * -(-count // 4) + column // 4
-            place = 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
-        found = scales[0].float()[place].repeat_interleave(size, 1)
-        return numbers.float() * found * (scales[1] if len(scales) == 2 else 1.0)
-
-    def gemm(a, b, a_scales, a_kinds, b_scales, b_kinds, *swizzles):
-        product = values(a, a_scales, a_kinds) @ values(b.t(), b_scales, b_kinds).t()
-        return product.bfloat16()
-
-    return gemm
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_a_blackwell_whose_gemm_reads_scales_otherwise_is_refused(monkeypatch, recipe):
-    for is_swizzled, failure in ((True, ""), (False, "ArithmeticError: result 0 is off by")):
-        monkeypatch.setattr(torch.nn.functional, "scaled_mm", documented_gemm(is_swizzled))
-        found = try_kernel(BLACKWELL_GEMM, torch.device("cpu"), recipe)
-        assert found.startswith(failure)
-        assert is_swizzled == (not found)
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU X")
-    config = Fp8Config(fp8_format="e4m3", fp8_recipe=recipe)
-    ctx = ParallelContext.single("cuda:99")  # not there, so its trial fails
-    with pytest.raises(ValueError, match=f"--fp8-recipe {recipe} .* GPU X .*: use tensorwise"):
-        fp8_gemms(config, ctx, WeightCasts())
-
-
-@pytest.mark.slow  # torch loads its symbolic shapes
-def test_torch_takes_the_operands_of_blackwells_gemms():
-    with FakeTensorMode():
-        for recipe in (Mxfp8(), Nvfp4()):
-            a = torch.randn(64, 96, device="cuda")
-            b = torch.randn(160, 96, device="cuda")
-            rows, columns = (recipe.cast("x", x, E4M3, Cut()).rows for x in (a, b))
-            y = recipe.multiply(rows, columns, torch.bfloat16)
-            assert (y.shape, y.dtype) == ((64, 160), torch.bfloat16)
 
 
 def test_a_scale_for_each_row_or_block_is_of_its_own_largest_number():

@@ -32,29 +32,6 @@ def test_the_guides_switch_for_fp8_is_a_format_of_ours():
         translate(["--fp8-hybrid", "--fp8-amax-reduction-group", "tp"], KNOWN)
 
 
-def test_numbers_of_four_bits_are_a_recipe_of_ours_by_the_values_that_it_has():
-    model = ["--num-layers=2", "--hidden-size=64", "--num-attention-heads=4", "--mock-data"]
-    for words in (["--fp4-format", "e2m1"], ["--fp4-format=e2m1", "--fp4-recipe=nvfp4"]):
-        fp8 = parse([*model, "--lr=1e-3", "--train-iters=1", "--bf16", *words]).fp8
-        assert (fp8.fp8_format, fp8.fp8_recipe) == ("e4m3", "nvfp4")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--fp4-format e3m0", "--fp4-format e3m0: use e2m1"),
-        ("--fp4-format", "--fp4-format needs a value: use e2m1"),
-        ("--fp4-format --bf16", "--fp4-format needs a value: use e2m1"),
-        ("--fp4-format e2m1 --fp4-recipe=custom", "--fp4-recipe custom: use nvfp4"),
-        ("--fp4-recipe nvfp4", "--fp4-recipe has no effect without --fp4-format"),
-        ("--fp4-recipe nvfp4 --fp8-format e4m3", "--fp4-recipe has no effect without --fp4"),
-    ],
-)
-def test_values_of_four_bits_that_are_not_here_are_refused_by_name(words, told):
-    with pytest.raises(ValueError, match=told):
-        translate(words.split(), flag_names())
-
-
 def test_flags_of_others_for_sharding_and_offload_are_options_of_ours():
     model = ["--num-layers=2", "--hidden-size=64", "--num-attention-heads=4", "--mock-data"]
     model += ["--lr=1e-3", "--train-iters=1", "--bf16"]
@@ -118,8 +95,6 @@ def test_what_stands_instead_of_a_flag_exists():
         ),
         ("--disable-bias-linear --add-bias-linear", "--disable-bias-linear .* and --add-bias"),
         ("--enable-cuda-graph --cuda-graph-impl none", "--enable-cuda-graph .* contradict"),
-        ("--fp4-format e2m1 --fp8-recipe delayed", "--fp8-recipe nvfp4.* and --fp8-recipe del"),
-        ("--fp8-format hybrid --fp4-format e2m1", "hybrid and --fp4-format .--fp8-format e4m3"),
         ("--verify-integrity --no-load-checksums", "and --no-load-checksums contradict"),
     ],
 )

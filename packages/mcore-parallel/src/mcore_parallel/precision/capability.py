@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from mcore_parallel.precision.config import BLACKWELL, Fp8Config
+from mcore_parallel.precision.config import Fp8Config
 
 Capability = tuple[int, int]
 """Major and minor, as ``torch.cuda.get_device_capability`` says; Hopper is (9, 0)."""
@@ -34,14 +34,6 @@ def bf16_problem(capability: Capability, device_name: str) -> str:
 
 def fp8_problem(config: Fp8Config, capability: Capability, device_name: str) -> str:
     """Say why a GPU cannot multiply as the config wants, with what to use; empty: it can."""
-    if config.fp8_recipe in BLACKWELL and capability < (10, 0):
-        count = 32 if config.fp8_recipe == "mxfp8" else 16
-        return (
-            f"--fp8-recipe {config.fp8_recipe} needs Blackwell, whose tensor cores read a "
-            f"scale for every {count} numbers, and {device_name} has compute capability "
-            f"{capability[0]}.{capability[1]}, not 10.0 or higher: use tensorwise or delayed, "
-            "or blockwise for fine scales on Hopper."
-        )
     if config.fp8_recipe == "blockwise" and capability[0] != 9:
         return (
             f"--fp8-recipe blockwise runs on Hopper only, and this is {device_name}: use "

@@ -3,9 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-BLACKWELL = ("mxfp8", "nvfp4")
-"""Recipes whose scales only Blackwell's tensor cores read."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Config:
@@ -15,14 +12,11 @@ class Fp8Config:
     """Run the GEMMs of attention and feed-forward layers in fp8: e4m3 for all factors, or
     hybrid, e5m2 for gradients. Empty: in the run's own format."""
 
-    fp8_recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"] = (
-        "tensorwise"
-    )
+    fp8_recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise"] = "tensorwise"
     """How factors are scaled: tensorwise, one scale from each tensor's own largest magnitude;
     delayed, one scale from those of earlier steps; rowwise, a scale for each row that a GEMM
-    sums along; blockwise, one for 128 numbers of it, 128 x 128 of a weight. On Blackwell alone
-    mxfp8, a power of two for 32 numbers, and nvfp4, factors of 4 bits with a scale for 16
-    (--fp4-format e2m1). The last three with --fp8-format e4m3. Megatron's default: delayed."""
+    sums along; blockwise, one for 128 numbers of it, 128 x 128 of a weight, with --fp8-format
+    e4m3. Megatron's default: delayed."""
 
     fp8_amax_history_len: int = 1
     """Steps whose largest magnitudes --fp8-recipe delayed remembers."""
@@ -55,7 +49,7 @@ class Fp8Config:
                 f"--fp8-recipe {self.fp8_recipe} has no effect without --fp8-format e4m3 or "
                 "hybrid."
             )
-        if self.fp8_recipe in ("blockwise", *BLACKWELL) and self.fp8_format == "hybrid":
+        if self.fp8_recipe == "blockwise" and self.fp8_format == "hybrid":
             raise ValueError(
                 f"--fp8-recipe {self.fp8_recipe} takes --fp8-format e4m3 only: the GEMM of "
                 "scales for blocks has no e5m2."

@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -30,10 +29,8 @@ from torch import Tensor
 from mcore_parallel.autograd_functions import autocast_dtype
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.optional_kernels import try_kernel
-from mcore_parallel.precision.block_scaling import BLACKWELL_GEMM
 from mcore_parallel.precision.capability import fp8_problem
-from mcore_parallel.precision.config import BLACKWELL, Fp8Config
+from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8_cast import DeferredMatrix
 from mcore_parallel.precision.fp8_recipes import (
@@ -41,8 +38,6 @@ from mcore_parallel.precision.fp8_recipes import (
     Cut,
     Delayed,
     Factor,
-    Mxfp8,
-    Nvfp4,
     Recipe,
     Rowwise,
     Scaled,
@@ -61,8 +56,6 @@ RECIPES: Mapping[str, type[Recipe]] = MappingProxyType(
         "tensorwise": Tensorwise,
         "rowwise": Rowwise,
         "blockwise": Blockwise,
-        "mxfp8": Mxfp8,
-        "nvfp4": Nvfp4,
     }
 )
 """By the name of ``--fp8-recipe``; ``delayed``, which remembers, is built for each layer."""
@@ -182,8 +175,7 @@ class Fp8Gemm:
         if isinstance(grad, Tensor) and not self.fits(grad):
             return (grad,)
         own = self.recipe.cast("grad", _flat(grad), self.grad_dtype, self.grad_cut)
-        numbers = own.rows.numbers.view(*grad.shape[:-1], -1)  # 4-bit numbers go by pairs
-        return numbers, own.rows.scales, *own.columns
+        return own.rows.numbers.view(grad.shape), own.rows.scales, *own.columns
 
     def input_grad(
         self, grad: Operands, weight: Float[Tensor, "F D"]
@@ -257,8 +249,7 @@ def fp8_gemms(
         recipe: left out, the config's, which must not remember anything.
 
     Raises:
-        ValueError: if this GPU has no tensor cores for the recipe, or a small GEMM of a recipe
-            for Blackwell is not what the emulation computes.
+        ValueError: if this GPU has no tensor cores for the recipe.
     """
     _check_device(config, ctx.device)
     recipe = recipe or RECIPES[config.fp8_recipe]()
@@ -333,14 +324,3 @@ def _check_device(config: Fp8Config, device: torch.device) -> None:
     found = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
     if problem := fp8_problem(config, *found):
         raise ValueError(problem)
-    recipe = config.fp8_recipe
-    if recipe in BLACKWELL and (failure := _gemm_failure(device, recipe)):
-        raise ValueError(
-            f"--fp8-recipe {recipe} does not compute on {found[1]} what it should, by a small "
-            f"GEMM ({failure}): use tensorwise or delayed."
-        )
-
-
-@cache
-def _gemm_failure(device: torch.device, recipe: str) -> str:
-    return try_kernel(BLACKWELL_GEMM, device, recipe)

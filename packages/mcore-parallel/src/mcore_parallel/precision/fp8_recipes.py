@@ -3,8 +3,7 @@
 ``Tensorwise`` and ``Delayed`` have one scale a tensor, of the tensor itself or of earlier
 steps. ``Rowwise`` has one for each row that a GEMM sums along, ``Blockwise`` one for 128
 numbers of such a row (128 x 128 of a weight), as DeepSeek-V3 does. A finer scale buys range for
-tensors with outliers, not digits. ``Mxfp8`` and ``Nvfp4`` are Blackwell's own, see
-``block_scaling``.
+tensors with outliers, not digits.
 
 Reference:
     Micikevicius et al. 2022, FP8 Formats for Deep Learning. arXiv:2209.05433.
@@ -24,14 +23,6 @@ from mcore_parallel.autograd_functions import without_autocast
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import works
-from mcore_parallel.precision.block_scaling import (
-    MX_BLOCK,
-    cast_mxfp8,
-    cast_nvfp4,
-    dequantized_nvfp4,
-    multiply_mxfp8,
-    multiply_nvfp4,
-)
 from mcore_parallel.precision.delayed_scaling import DelayedScales, Operand
 from mcore_parallel.precision.fp8_accumulation import ADDING_KERNEL, add_scaled_matmul
 from mcore_parallel.precision.fp8_cast import DeferredMatrix, Fp8, cast, dequantized
@@ -77,7 +68,7 @@ class CastOptions(NamedTuple):
 
     operand: Operand
     dtype: torch.dtype
-    """``float8_e4m3fn`` or ``float8_e5m2``; Blackwell's recipes have one of their own."""
+    """``float8_e4m3fn`` or ``float8_e5m2``."""
     cut: Cut
     """How ranks share the matrix."""
     has_rows: bool
@@ -239,40 +230,6 @@ class Blockwise(Recipe):
             square if is_square else along,
             output_dtype=torch.bfloat16,
         ).to(dtype)
-
-
-class Mxfp8(Recipe):
-    """One power of two for 32 numbers of a row that a GEMM sums along.
-
-    No communication: ranks hold whole blocks.
-    """
-
-    multiple = MX_BLOCK
-
-    def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
-        return cast_mxfp8(x, has_rows=options.has_rows)
-
-    def _matmul(self, a: Factor, b: Factor, dtype: torch.dtype, _fast_accum: bool) -> Tensor:
-        return multiply_mxfp8(a, b, dtype)
-
-
-class Nvfp4(Recipe):
-    """e2m1 with an e4m3 scale for 16 numbers of a row, 16 x 16 of a weight.
-
-    Reduces two numbers over the ranks that share a tensor.
-    """
-
-    multiple = MX_BLOCK
-
-    def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
-        operand, _, cut, has_rows = options
-        return cast_nvfp4(x, cut.whole, is_weight=operand == "weight", has_rows=has_rows)
-
-    def _matmul(self, a: Factor, b: Factor, dtype: torch.dtype, _fast_accum: bool) -> Tensor:
-        return multiply_nvfp4(a, b, dtype)
-
-    def _dequantized(self, numbers: Tensor, scales: Tensor) -> Tensor:
-        return dequantized_nvfp4(numbers, scales)
 
 
 def _on_tensor_cores(a: Factor) -> bool:

@@ -190,7 +190,7 @@ def seq_length(plan: Plan, parallel: ParallelConfig) -> int:
 
 def fp8_multiple(fp8: Fp8Config) -> int:
     """Return what sizes of operands on a rank are multiples of, so that GEMMs are in fp8."""
-    return {"blockwise": 128, "mxfp8": 32, "nvfp4": 32}.get(fp8.fp8_recipe, 16)
+    return 128 if fp8.fp8_recipe == "blockwise" else 16
 
 
 def has_documents(config: TrainConfig) -> bool:

@@ -17,8 +17,8 @@ def find_implementation_conflicts(config: TrainConfig, family: Family) -> Iterat
         yield f"{name} computes mcore-train gpt, not {family.name}: leave it out."
     if model.hybrid_override_pattern:
         yield f"{name} has no layers of --hybrid-override-pattern: {own}."
-    if (recipe := config.fp8.fp8_recipe) in ("rowwise", "mxfp8", "nvfp4"):
-        yield f"{name} has no --fp8-recipe {recipe}: use tensorwise, delayed or blockwise."
+    if config.fp8.fp8_recipe == "rowwise":
+        yield f"{name} has no --fp8-recipe rowwise: use tensorwise, delayed or blockwise."
     for is_on, flag in (
         (experts.num_experts and experts.moe_experts_dtype, "--moe-experts-dtype"),
         (config.data_parallelism.fp8_param_gather, "--fp8-param-gather"),

@@ -46,10 +46,6 @@ SPELLINGS: dict[str, Spelling] = {
     "--hybrid-layer-pattern": Spelling(("--hybrid-override-pattern",)),
     "--is-hybrid-model": Spelling(note="--hybrid-override-pattern alone turns it on"),
     "--fp8-hybrid": Spelling(("--fp8-format", "hybrid")),
-    "--fp4-format": Spelling(
-        ("--fp8-format", "e4m3", "--fp8-recipe", "nvfp4"), num_values=1, only="e2m1"
-    ),
-    "--fp4-recipe": Spelling(num_values=1, only="nvfp4", needs="--fp4-format"),
     "--recompute-activations": Spelling(("--recompute-granularity", "selective")),
     "--distributed-backend": Spelling(num_values=1, note="nccl on GPUs, gloo on CPUs"),
     "--log-throughput": Spelling(note="throughput is always reported"),
