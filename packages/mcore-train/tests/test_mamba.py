@@ -72,7 +72,6 @@ def test_a_pattern_says_layers_heads_and_stages():
         ("--hybrid-override-pattern [M|-]", "is not cut"),
         ("--hybrid-override-pattern G --linear-num-value-heads 24", "use a multiple of 16"),
         ("--hybrid-override-pattern ME", "give both or neither"),
-        ("--num-attention-heads 2 --hybrid-override-pattern [S*]", "S beside * or P"),
         ("--hybrid-override-pattern M --num-layers 3", "leave --num-layers out"),
         ("--hybrid-override-pattern M --mamba-num-groups 3", "groups must divide heads"),
         ("--num-layers 2 --num-attention-heads 2", "one letter a layer"),
