@@ -135,8 +135,6 @@ CASES = {
         {**ODD, "num_attention_heads": 2, **rope(partial_rotary_factor=0.4)},
     ),
     # Heads that are no power of two.
-    "bloom": ("Bloom", {**SHORT, "hidden_size": 18, "n_head": 6, "n_layer": 3}),
-    "mpt": ("Mpt", {**SHORT, "d_model": 20, "n_heads": 5, "n_layers": 3, "max_seq_len": 64}),
     "gpt_neox in sequence": (
         "GPTNeoX",
         {**ODD, "num_attention_heads": 2, "use_parallel_residual": False},
@@ -170,12 +168,6 @@ CASES = {
     "internlm3, a dynamic llama": (
         "InternLM3",
         {**ODD, **HEADS, "max_position_embeddings": 16} | rope(rope_type="dynamic", factor=4.0),
-    ),
-    "stablelm": ("StableLm", {**ODD, **EVEN, **rope(partial_rotary_factor=0.4)}),
-    "stablelm, side by side": (
-        "StableLm",
-        {**ODD, **EVEN, **rope(partial_rotary_factor=0.4)}
-        | {"use_parallel_residual": True, "use_qkv_bias": True},
     ),
     "helium": ("Helium", {**ODD, **HEADS, "num_attention_heads": 2, "head_dim": 10}),
     "ministral": (

@@ -36,8 +36,6 @@ LAYOUTS = {
     "olmo-2-7b": ("gpt", 2, f"{TP2} {SP}"),
     "phi-4-mini": ("gpt", 2, f"{CP2} --cp-comm-type a2a"),
     "llama-4-scout": ("gpt", 2, f"{CP2}"),
-    "bloom-7b1": ("gpt", 4, f"{TP2} {CP2} {SP}"),
-    "mpt-7b": ("gpt", 2, "--pipeline-model-parallel-size 2"),
     "pythia-70m": ("gpt", 2, f"{TP2}"),
     "granite-3.0-2b": ("gpt", 2, f"{TP2} {SP}"),
     "command-r-35b": ("gpt", 2, f"{TP2} {SP}"),

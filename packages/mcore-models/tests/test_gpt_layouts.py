@@ -179,8 +179,6 @@ TWO_RANKS = {
     "tp2 sp, learned positions": Case(GPT2, layout(tp=2, sequence_parallel=True)),
     "cp2": Case(LLAMA, layout(cp=2)),
     "tp2 sp, alibi": Case(ALIBI, layout(tp=2, sequence_parallel=True)),
-    "cp2, alibi, packed": Case(ALIBI, layout(cp=2), packed=True),
-    "cp2, a2a, alibi": Case(ALIBI, layout(cp=2, cp_comm_type="a2a")),
     "pp2, alibi": Case(ALIBI, layout(pp=2)),
     "cp2, learned positions": Case(GPT2, layout(cp=2)),
     "cp2, window": Case(LLAMA | {"window_size": (2, 0)}, layout(cp=2)),
@@ -241,7 +239,6 @@ FOUR_RANKS = {
     "cp4, 2 kv heads, all-gather": Case(LLAMA, layout(cp=4, cp_comm_type="all_gather")),
     "cp4, 2 kv heads, a2a": Case(LLAMA, layout(cp=4, cp_comm_type="a2a")),
     "cp2x2, 2 kv heads, packed": Case(LLAMA, layout(cp=4, **CP_LEVELS), packed=True),
-    "cp2x2, alibi": Case(ALIBI, layout(cp=4, **CP_LEVELS)),
     "cp2x2, latent, packed": Case(MLA, layout(cp=4, **CP_LEVELS), packed=True),
     "tp2 cp2, 1 kv head a rank, a2a": Case(LLAMA, layout(tp=2, cp=2, cp_comm_type="a2a")),
     "tp2 cp2 sp, latent, experts": Case(

@@ -195,18 +195,6 @@ PUBLISHED = {
         "rope_theta": 50000000,
         "vocab_size": 128512,
     },
-    "stablelm-2-1.6b": {
-        "model_type": "stablelm",
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "layer_norm_eps": 1e-5,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 32,
-        "rope_theta": 10000,
-        "use_qkv_bias": True,
-        "vocab_size": 100352,
-    },
     "pythia-1.4b": {
         "model_type": "gpt_neox",
         "hidden_act": "gelu",

@@ -44,8 +44,6 @@ CONFIGS = {
     | {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2},
     "gpt2": {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 26, "n_positions": 19}
     | {"vocab_size": 37},
-    "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 3, "vocab_size": 37},
-    "mpt": {"d_model": 24, "n_layers": 2, "n_heads": 3, "vocab_size": 37},
     "nemotron": ROPE | HEAD,
     "phi3": ROPE | HEADS,
     "olmo2": ROPE | HEADS,
@@ -82,7 +80,7 @@ CONFIGS = {
             "llama_4_scaling_beta": 0.1,
         }
     },
-    **dict.fromkeys(("exaone4", "stablelm"), ROPE | HEADS),
+    "exaone4": ROPE | HEADS,
     "helium": ROPE | HEADS | {"head_dim": 4},
     "dots1": ROPE
     | HEAD
@@ -161,8 +159,6 @@ SHAPELESS = {
     ("qwen2_moe", "intermediate_size"),
     # As many heads, so much narrower: the matrices stay as they are.
     ("gpt2", "n_head"),
-    ("bloom", "n_head"),
-    ("mpt", "n_heads"),
     ("gpt_neox", "num_attention_heads"),
     ("bert", "num_attention_heads"),
     ("megatron-bert", "num_attention_heads"),

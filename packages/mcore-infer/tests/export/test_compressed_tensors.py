@@ -70,7 +70,6 @@ def logits_with(folder, weights):
 
 SCALED = [
     ("W4A16_AWQ", "Qwen2"),  # folded into values, which have biases
-    ("W8A8_SQ_PER_CHANNEL", "StableLm"),  # into norms that have biases
     ("W8A8_SQ_PER_CHANNEL", "Gemma"),  # into gains that are stored less one
 ]
 

@@ -34,7 +34,7 @@ class LayerConfig(AttentionConfig):
     both (sandwich, Gemma)."""
 
     embedding_layernorm: bool = False
-    """Norm embeddings before the first layer (BLOOM)."""
+    """Norm embeddings before the first layer."""
 
     norm_bias: bool = True
     """Give LayerNorms a bias; --no-norm-bias: a weight only."""

@@ -14,7 +14,6 @@ from torch import nn
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.kernel_choice import optional_kernels
-from mcore_models.kernels.alibi import num_channels
 from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import TrainableModel, share_embedding
@@ -191,7 +190,7 @@ def assemble(
             config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8, config.experts
         )
         agree_on_kernels(wanted, ctx.device, ctx.world)
-        _warn_of_plain_blocks(plan, ctx, dtype)
+        _warn_of_plain_blocks(plan, ctx)
     casts, scales = WeightCasts(), delayed_scales(config.fp8, ctx)
     layers = plan.family.num_layers(config.model), config.model.mtp_num_layers
     own = config.fp8, ctx, layers[0], casts, scales, layers[1]
@@ -315,20 +314,18 @@ def _build_chunks(
     return chunks
 
 
-def _warn_of_plain_blocks(plan: Plan, ctx: ParallelContext, dtype: torch.dtype) -> None:
+def _warn_of_plain_blocks(plan: Plan, ctx: ParallelContext) -> None:
     """Log that attention over context ranks is not fused for heads of this width."""
     model = plan.config.model
     is_chosen = plan.config.kernels.attention_backend == "auto"
     if ctx.cp.size == 1 or ctx.config.cp_comm_type == "a2a" or not is_chosen:
         return
-    has_slopes = model.position_embedding_type == "alibi"
-    width = head_dim(model) + has_slopes * num_channels(dtype)
+    width = head_dim(model)
     if not has_fused_width(width):
         log.warning(
-            "heads of %d channels%s: over context ranks plain torch attends, in blocks; fused "
+            "heads of %d channels: over context ranks plain torch attends, in blocks; fused "
             "ones take multiples of 8 up to %d. --cp-comm-type a2a attends to whole sequences.",
             width,
-            " (with those of ALiBi)" if has_slopes else "",
             WIDEST,
         )
 

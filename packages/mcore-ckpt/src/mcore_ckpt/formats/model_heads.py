@@ -19,7 +19,7 @@ from mcore_ckpt.storage.index import TensorEntry
 
 _CLASS = re.compile(r"(?P<stem>\w+?)(?P<kind>(?<!Head)Model|For(Sequence|Token)Classification)")
 _PREFIXES = {
-    **dict.fromkeys(("gpt2", "bloom", "mpt"), "transformer."),
+    "gpt2": "transformer.",
     **dict.fromkeys(("mamba2", "nemotron_h"), "backbone."),
     "gpt_neox": "gpt_neox.",
 }

@@ -158,6 +158,11 @@ def _context_problems(config: TransformerConfig, parallel: ParallelConfig) -> li
     if cp == 1:
         return []
     problems = []
+    if config.position_embedding_type == "alibi":
+        problems.append(
+            f"--context-parallel-size {cp} does not split --position-embedding-type alibi: use "
+            "rope, or --context-parallel-size 1."
+        )
     sizes = parallel.hierarchical_context_parallel_sizes
     exchanging, flag = (sizes[0], _LEVELS) if sizes else (cp, "--context-parallel-size")
     if kind.startswith("a2a") and heads % (tp * exchanging):

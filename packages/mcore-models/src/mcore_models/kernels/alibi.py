@@ -3,7 +3,7 @@
 A softmax forgets what is added to all scores of a query, so the slope times the key's place
 does as well as the slope times its distance: and that is a product of a number of the query and
 one of the key. So they become channels of their own, and every kernel, also of packed
-documents and over context ranks, computes ALiBi without a mask in memory. Places and slopes
+documents, computes ALiBi without a mask in memory. Places and slopes
 that 16 bits do not hold are split into several channels, whose products are exact.
 
 Reference:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mcore_models.checks.layouts import cannot_be_cut, cp_comm_type
 from mcore_models.config import chunk, is_local, is_rotated, window
-from mcore_models.kernels.alibi import alibi_slopes, num_channels, with_distances
+from mcore_models.kernels.alibi import alibi_slopes
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.block_inputs import BlockInputs
@@ -30,7 +30,6 @@ from mcore_parallel.context_parallel.ring_attention import ring_attention
 from mcore_parallel.context_parallel.zigzag import (
     context_attention,
     ulysses_attention,
-    zigzag_positions,
 )
 from mcore_parallel.logical_tensors import (
     has_attention_bias,
@@ -190,12 +189,9 @@ class Attention(nn.Module):
         return rules if sinks is None else {**rules, "sinks": sinks}
 
     def _slopes(self, q: Tensor) -> Tensor:
-        """Slopes of the heads at hand, which may be exchanged over context ranks."""
+        """Return the slopes of this rank's heads."""
         slopes = alibi_slopes(self.config.num_attention_heads, q.device)
-        slopes = slopes.chunk(self.tp.size)[self.tp.rank]
-        is_whole = slopes.shape[0] == q.shape[2]
-        exchange = self.cp if self.comm_type == "a2a" else self.cp_levels[0]
-        return slopes if is_whole else slopes.chunk(exchange.size)[exchange.rank]
+        return slopes.chunk(self.tp.size)[self.tp.rank]
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         """Attend over the whole sequence, wherever its keys are."""
@@ -228,17 +224,11 @@ class Attention(nn.Module):
         v: Tensor,
     ) -> Tensor:
         """Attend in blocks of the score matrix to the keys of all ranks of an axis."""
-        has_slopes = self.config.position_embedding_type == "alibi"
-        width = q.shape[-1] + has_slopes * num_channels(q.dtype)
-        scale = self.score_scale or q.shape[-1] ** -0.5
+        width = q.shape[-1]
+        scale = self.score_scale or width**-0.5
         if scale != width**-0.5:  # blocks divide by the root of the head's width
             q = q * (scale * width**0.5)
-        channels = v.shape[-1]
-        if has_slopes:
-            places = zigzag_positions(q.shape[0] * axis.size, axis, q.device)
-            q, k, v = with_distances(q, k, v, self._slopes(q), width**-0.5, places)
-        blocks = blocks_for(q, v, self.backend)
-        return attention(q, k, v, axis, blocks, documents)[..., :channels]
+        return attention(q, k, v, axis, blocks_for(q, v, self.backend), documents)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         prob = self.config.attention_dropout if self.training else 0.0
