@@ -100,6 +100,8 @@ def test_folders_and_patterns_stand_for_their_files_by_name(tmp_path):
         assert run(tmp_path / prefix, word).num_documents == 2
         dataset = IndexedDataset(tmp_path / f"{prefix}_text_document")
         assert [bytes(tokens.tolist()) for tokens in dataset] == [b"a", b"b"]
+        left_out = read_manifest(tmp_path / f"{prefix}_text_document")["left_out"]
+        assert left_out == ([f"{folder}/notes.txt"] if prefix == "folder" else [])
 
 
 CHANGES = {

@@ -8,10 +8,9 @@ itself; all others carry their bytes. Where a block starts is enough to go on fr
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
-from mcore_data.preprocessing.compression import COMPRESSED
+from mcore_data.preprocessing.compression import codec_of
 from mcore_data.preprocessing.records import Kind, ParsedRecords, parse_records
 from mcore_data.preprocessing.remote import open_remote
 
@@ -46,10 +45,9 @@ class InputSource:
     is_stream: bool = False
 
     @property
-    def suffix(self) -> str:
-        """Suffix of a compressed file, else nothing."""
-        suffix = Path(self.path).suffix
-        return suffix if suffix in COMPRESSED else ""
+    def codec(self) -> str:
+        """Codec of a compressed file, by its name; empty for a plain one."""
+        return codec_of(self.path)
 
     @property
     def is_local(self) -> bool:
@@ -59,7 +57,7 @@ class InputSource:
     @property
     def is_divisible(self) -> bool:
         """Whether it can be read from any line on."""
-        return self.is_local and self.kind in ("lines", "text_lines") and not self.suffix
+        return self.is_local and self.kind in ("lines", "text_lines") and not self.codec
 
     @property
     def num_bytes(self) -> int:

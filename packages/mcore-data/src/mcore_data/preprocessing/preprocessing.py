@@ -6,12 +6,12 @@ from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.indexed.output_lock import make_parent_folder
 from mcore_data.preprocessing.blocks import BLOCK_BYTES, InputSource
 from mcore_data.preprocessing.partitioning import preprocess_parts
-from mcore_data.preprocessing.sources import find_inputs
+from mcore_data.preprocessing.sources import Corpus, find_inputs, report_left_out
 from mcore_data.preprocessing.tokenizing import (
     PreprocessReport,
     Progress,
     build_tools,
-    preprocess_sources,
+    preprocess_corpus,
 )
 
 
@@ -47,11 +47,12 @@ def preprocess(
     """
     sources = find_inputs(config.input, text_lines=config.text_lines)
     _check_keys(config, sources)
+    corpus = Corpus(sources, report_left_out(config.input))
     make_parent_folder(config.output_prefix)
     tools = build_tools(config, tokenizer_config)
     if config.partitions > 1:
-        return preprocess_parts(config, sources, tools, on_progress, block_bytes)
-    return preprocess_sources(config, sources, tools, on_progress, block_bytes)
+        return preprocess_parts(config, corpus, tools, on_progress, block_bytes)
+    return preprocess_corpus(config, corpus, tools, on_progress, block_bytes)
 
 
 def _check_keys(config: PreprocessConfig, sources: Sequence[InputSource]) -> None:

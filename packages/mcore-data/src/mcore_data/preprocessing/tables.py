@@ -9,6 +9,11 @@ from typing import Any
 
 from mcore_data.preprocessing.blocks import Block, InputSource, open_raw
 
+TABLES = (".parquet", ".pq", ".arrow", ".feather")
+"""Lower-case suffixes of tables."""
+_PARQUET = TABLES[:2]
+_ARROW_MAGIC = b"ARROW1"
+
 
 def read_tables(
     source: InputSource, json_keys: Sequence[str], start: int, block_bytes: int
@@ -50,8 +55,8 @@ def _open_table(
     from pyarrow import parquet
 
     keys = list(json_keys)
-    if source.path.endswith(".parquet"):
-        file = parquet.ParquetFile(raw, buffer_size=1 << 20)
+    if source.path.lower().endswith(_PARQUET):
+        file = parquet.ParquetFile(raw, buffer_size=1 << 20, page_checksum_verification=True)
         _check_columns(source, file.schema_arrow.names, keys)
         num_rows = file.metadata.num_rows
         stored = sum(
@@ -59,27 +64,37 @@ def _open_table(
         )
         batch_rows = max(1, min(65_536, block_bytes * num_rows // max(stored, 1)))
         return file.iter_batches(batch_size=batch_rows, columns=keys), num_rows
-    reader = _open_arrow(raw)
-    _check_columns(source, reader.schema.names, keys)
-    return (batch.select(keys) for batch in _arrow_batches(reader)), 0
+    return _read_arrow(source, raw, keys), 0
 
 
-def _open_arrow(raw: Any) -> Any:
-    """Open Arrow's file form, or its stream form, which Hugging Face datasets keeps."""
+def _read_arrow(source: InputSource, raw: Any, keys: list[str]) -> Iterator[Any]:
+    """Yield the record batches of Arrow's stream or file form; Hugging Face datasets has both.
+
+    The file form is a stream between a magic word and a footer. Arrow's readers take a stream
+    that was cut between two batches for a whole one, and ignore what follows its end marker,
+    so both are checked here.
+    """
     import pyarrow
     from pyarrow import ipc
 
-    if raw.read(6) == b"ARROW1":
-        raw.seek(0)
-        return ipc.open_file(raw)
-    raw.seek(0)
-    return ipc.open_stream(pyarrow.PythonFile(raw))
-
-
-def _arrow_batches(reader: Any) -> Iterator[Any]:
-    if hasattr(reader, "num_record_batches"):
-        return (reader.get_batch(i) for i in range(reader.num_record_batches))
-    return iter(reader)
+    has_footer = raw.read(8) == _ARROW_MAGIC + b"\0\0"
+    raw.seek(8 if has_footer else 0)
+    reader = ipc.open_stream(pyarrow.PythonFile(raw, mode="r"))
+    _check_columns(source, reader.schema.names, keys)
+    end = raw.tell()
+    for batch in reader:
+        yield batch.select(keys)
+        end = raw.tell()
+    # The end marker has 8 bytes, or 4 in files of Arrow before 0.15.
+    if raw.tell() - end not in (4, 8):
+        raise OSError("its last record batch is not followed by the marker of a stream's end")
+    rest = raw.read()
+    # The footer ends with its own length (4 bytes) and the magic word (6 bytes).
+    footer_bytes = int.from_bytes(rest[-10:-6], "little") + 10
+    if has_footer and not (rest.endswith(_ARROW_MAGIC) and len(rest) == footer_bytes):
+        raise OSError("its record batches are not followed by exactly one footer")
+    if not has_footer and rest:
+        raise OSError(f"{len(rest)} bytes follow the end of its stream")
 
 
 def _cut(batch: Any, block_bytes: int) -> Iterator[Any]:

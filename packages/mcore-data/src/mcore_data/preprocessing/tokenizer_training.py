@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from mcore_data.indexed.output_lock import make_folder
-from mcore_data.preprocessing.sources import find_inputs, read_texts
+from mcore_data.preprocessing.sources import find_inputs, read_texts, report_left_out
 from mcore_data.tokenizers.hf import END_OF_TEXT, HFTokenizer, set_byte_level
 
 _SMALLEST = 257
@@ -66,5 +66,7 @@ def train_tokenizer(
 
 
 def _texts(inputs: Sequence[str | Path], json_keys: Sequence[str]) -> Iterator[str]:
-    for source in find_inputs(list(map(str, inputs))):
+    words = list(map(str, inputs))
+    report_left_out(words)
+    for source in find_inputs(words):
         yield from read_texts(source, json_keys)

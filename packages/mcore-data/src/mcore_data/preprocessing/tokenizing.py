@@ -28,6 +28,7 @@ from mcore_data.preprocessing.journal import Journal, open_journal, write_journa
 from mcore_data.preprocessing.records import BadRecordError
 from mcore_data.preprocessing.sentences import Splitter, build_splitter
 from mcore_data.preprocessing.sources import (
+    Corpus,
     count_lines,
     digest,
     fingerprint,
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 _NAMED_BAD_RECORDS = 20
 _JOURNAL_EVERY_S = 0.05
+_SOURCE_FACTS = ("path", "kind", "size", "stamp", "start", "stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,29 +130,29 @@ def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> 
     return Tools(tokenizer, encoder, splitter)
 
 
-def preprocess_sources(
+def preprocess_corpus(
     config: PreprocessConfig,
-    sources: Sequence[InputSource],
+    corpus: Corpus,
     tools: Tools,
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport:
-    """Tokenize sources into the pairs of ``config.output_prefix``; see ``preprocess``."""
+    """Tokenize a corpus into the pairs of ``config.output_prefix``; see ``preprocess``."""
     with only_writer(config.output_prefix), naming_full_disks(config.output_prefix):
-        return _preprocess_alone(config, sources, tools, on_progress, block_bytes)
+        return _preprocess_alone(config, corpus, tools, on_progress, block_bytes)
 
 
 def _preprocess_alone(
     config: PreprocessConfig,
-    sources: Sequence[InputSource],
+    corpus: Corpus,
     tools: Tools,
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport:
-    """``preprocess_sources``, under the lock of its outputs."""
+    """``preprocess_corpus``, under the lock of its outputs."""
     prefixes = output_prefixes(config)
     journal_path = Path(f"{config.output_prefix}.journal.json")
-    work = work_hash(config, sources, tools)
+    work = work_hash(config, corpus, tools)
     journal = open_journal(journal_path, work)
     if not journal.outputs and not config.overwrite:
         refuse_finished(prefixes.values(), work)
@@ -163,7 +165,7 @@ def _preprocess_alone(
     }
     run = _Run(
         config=config,
-        sources=sources,
+        sources=corpus.sources,
         writers=writers,
         journal=journal,
         journal_path=journal_path,
@@ -179,7 +181,7 @@ def _preprocess_alone(
     for key, prefix in prefixes.items():
         manifest_path(prefix).unlink(missing_ok=True)  # of what stood there before
         checksum = writers[key].finalize() if key in writers else ""
-        facts = _facts(key, config, sources, tools, journal)
+        facts = _facts(key, config, corpus, tools, journal)
         write_manifest(prefix, {**facts, "bin_sha256": checksum})
     journal_path.unlink(missing_ok=True)
     return PreprocessReport(
@@ -322,7 +324,7 @@ def limit_workers(wanted: int) -> int:
     return min(wanted, most)
 
 
-def work_hash(config: PreprocessConfig, sources: Sequence[InputSource], tools: Tools) -> str:
+def work_hash(config: PreprocessConfig, corpus: Corpus, tools: Tools) -> str:
     """Hash of everything that decides the output's bytes.
 
     Engines give the same ids, and skipping may be decided late: neither is part of it.
@@ -330,7 +332,7 @@ def work_hash(config: PreprocessConfig, sources: Sequence[InputSource], tools: T
     splitter = tools.splitter.name if tools.splitter else ""
     return digest(
         [
-            fingerprint(sources),
+            fingerprint(corpus),
             list(config.json_keys),
             [config.append_eod, splitter, config.keep_newlines],
             tools.tokenizer.fingerprint(),
@@ -341,14 +343,14 @@ def work_hash(config: PreprocessConfig, sources: Sequence[InputSource], tools: T
 def _facts(
     key: str,
     config: PreprocessConfig,
-    sources: Sequence[InputSource],
+    corpus: Corpus,
     tools: Tools,
     journal: Journal,
 ) -> dict[str, object]:
     """What the manifest of one key's pair says."""
     exact = tools.encoder.engine.name == "reference"
-    return {
-        "work": work_hash(config, sources, tools),
+    facts: dict[str, object] = {
+        "work": work_hash(config, corpus, tools),
         "key": key,
         "documents": journal.num_documents,
         "tokens": journal.num_tokens.get(key, 0),
@@ -356,6 +358,7 @@ def _facts(
         "append_eod": config.append_eod,
         "eod": tools.encoder.eod,
         "sentence_splitter": tools.splitter.name if tools.splitter else "none",
+        "keep_newlines": config.keep_newlines,
         "tokenizer": {
             "sha256": tools.tokenizer.fingerprint(),
             "vocab_size": tools.tokenizer.vocab_size,
@@ -374,7 +377,14 @@ def _facts(
         },
         "bad_records": {"skipped": journal.num_bad_records, "first": journal.bad_records},
         "inputs": [
-            {name: getattr(source, name) for name in ("path", "kind", "size", "start", "stop")}
-            for source in sources
+            {name: getattr(source, name) for name in _SOURCE_FACTS} for source in corpus.sources
         ],
+        "left_out": corpus.left_out,
     }
+    if (part := corpus.part) is not None:
+        facts["parts"] = {
+            "numbers": [part.number],
+            "of": part.num_parts,
+            "corpus": part.corpus,
+        }
+    return facts
