@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_data.indexed.atomic_files import replace_file
+
 
 def cached_arrays(
     folder: str | Path,
@@ -34,6 +36,7 @@ def cached_arrays(
 
     Raises:
         ValueError: if arrays are missing and the folder cannot be written.
+        RuntimeError: if a file is empty, cut or no array.
     """
     if not folder:
         return list(build())
@@ -44,7 +47,7 @@ def cached_arrays(
             if not _complete(paths):  # else a peer has built them meanwhile
                 for path, array in zip(paths, build(), strict=True):
                     write_atomically(path, lambda file, array=array: np.save(file, array))
-    return [np.asarray(np.load(path, mmap_mode="r")) for path in paths]
+    return [_map(path) for path in paths]
 
 
 def write_atomically(path: Path, write: Callable[[Any], object]) -> None:
@@ -52,11 +55,18 @@ def write_atomically(path: Path, write: Callable[[Any], object]) -> None:
     writer = f"{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}"
     partial = path.with_name(f"{path.name}.{writer}.partial")
     try:
-        with partial.open("wb") as file:
-            write(file)
-        partial.replace(path)
+        replace_file(path, write, partial)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _map(path: Path) -> NDArray[Any]:
+    try:
+        return np.asarray(np.load(path, mmap_mode="r"))
+    except (ValueError, EOFError) as error:
+        raise RuntimeError(
+            f"{path} is damaged ({error}): remove it to build it again."
+        ) from error
 
 
 def _make(folder: Path) -> None:

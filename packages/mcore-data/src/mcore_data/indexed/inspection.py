@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from mcore_data.indexed.index_format import CorruptDatasetError, bin_path, idx_path
-from mcore_data.indexed.manifest import check_files, has_files, read_manifest
+from mcore_data.indexed.manifest import check_files, has_digest, has_files, read_manifest
 from mcore_data.indexed.object_store import is_remote
 from mcore_data.indexed.reader import IndexedDataset
 
@@ -131,9 +131,13 @@ def verify_pair(prefix: str | Path) -> str:
     if not facts:
         return f"{found}; no manifest, so no checksums"
     check_files(prefix, facts)
-    counts = {"documents": dataset.num_documents, "tokens": dataset.num_tokens}
+    counts = {
+        "documents": dataset.num_documents,
+        "tokens": dataset.num_tokens,
+        "dtype": dataset.dtype.name,
+    }
     for name, count in counts.items():
-        if facts[name] != count:
+        if facts.get(name, count) != count:
             raise CorruptDatasetError(
                 f"{prefix} has {count} {name}, its manifest says {facts[name]}: one of the two "
                 "is from another run. Write the dataset again."
@@ -143,7 +147,8 @@ def verify_pair(prefix: str | Path) -> str:
         raise CorruptDatasetError(
             f"{prefix} holds id {largest}, but its manifest's tokenizer has {vocab_size} ids."
         )
-    return f"{found}, checksums as in its manifest"
+    without = "" if has_digest(facts) else ", which carries no digest of itself"
+    return f"{found}, checksums as in its manifest{without}"
 
 
 def largest_token(dataset: IndexedDataset) -> int:

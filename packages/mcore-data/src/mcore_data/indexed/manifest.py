@@ -1,7 +1,8 @@
 """The JSON beside a pair that says what it is and how it was made.
 
 ``<pair>.manifest.json`` holds counts, inputs, checksums of the files, the tokenizer's hash,
-what of the encoding was verified, which records were left out, and versions.
+what of the encoding was verified, which records and files were left out, versions, and a
+digest of itself. Manifests of format 1 have no digest.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mcore_data.indexed.atomic_files import DIGEST, parse_json, replace_json
 from mcore_data.indexed.index_format import (
     CorruptDatasetError,
     bin_path,
@@ -21,7 +23,17 @@ from mcore_data.indexed.index_format import (
     origins_path,
 )
 
-FORMAT = 1
+FORMAT = 2
+_TYPES = {
+    "files": dict,
+    "documents": int,
+    "tokens": int,
+    "tokenizer": dict,
+    "verification": dict,
+    "bad_records": dict,
+    "inputs": list,
+    "merged_from": list,
+}
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -49,31 +61,50 @@ def write_manifest(prefix: str | Path, facts: Mapping[str, Any]) -> None:
         for path in paths
     }
     whole = {"format": FORMAT, **facts, "files": files, "versions": versions()}
-    partial = Path(f"{manifest_path(prefix)}.partial")
-    partial.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", "utf-8")
-    partial.replace(manifest_path(prefix))
+    replace_json(manifest_path(prefix), whole)
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any]:
-    """What the manifest says; empty if there is none.
+    """Read the manifest of a pair; empty if there is none.
 
     Raises:
-        CorruptDatasetError: if it is no JSON object, or of a later format.
+        CorruptDatasetError: if it is not as it was written, or of a later format.
     """
     path = manifest_path(prefix)
     if not path.is_file():
         return {}
-    facts: dict[str, Any] = {}
-    try:
-        facts = json.loads(path.read_text("utf-8"))
-        known = isinstance(facts, dict) and facts["format"] <= FORMAT and facts["files"]
-    except (ValueError, KeyError, TypeError):
-        known = False
-    if not known:
+    data = path.read_bytes()
+    facts = parse_json(data) or _parse_format_1(data)
+    if facts is None or not 1 <= facts.get("format", 0) <= FORMAT:
         raise CorruptDatasetError(
             f"{path} is damaged or of a later version. Remove it to use the pair without it."
         )
     return facts
+
+
+def has_digest(facts: Mapping[str, Any]) -> bool:
+    """Whether a manifest carries a digest of itself, which ``read_manifest`` has checked."""
+    return DIGEST in facts
+
+
+def _parse_format_1(data: bytes) -> dict[str, Any] | None:
+    """Parse a manifest without a digest; None if it has one, or a fact of a wrong type."""
+    try:
+        facts: dict[str, Any] = json.loads(data)
+        files = facts["files"]
+        is_plausible = (
+            facts["format"] == 1
+            and DIGEST not in facts
+            and all(isinstance(facts.get(name, kind()), kind) for name, kind in _TYPES.items())
+            and {".bin", ".idx"} <= {Path(name).suffix for name in files}
+            and all(
+                isinstance(file["bytes"], int) and isinstance(file["sha256"], str)
+                for file in files.values()
+            )
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return facts if is_plausible else None
 
 
 def is_of_other_tokenizer(prefix: str | Path, fingerprint: str) -> bool:

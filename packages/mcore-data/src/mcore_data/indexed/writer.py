@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from mcore_data.indexed.atomic_files import sync_file, sync_folder
 from mcore_data.indexed.index_format import (
     CHUNK_ROWS,
     HEADER,
@@ -98,6 +99,11 @@ class IndexedWriter:
         for file in self._files.values():
             file.flush()
         return {kind: file.tell() for kind, file in self._files.items()}
+
+    def sync(self) -> None:
+        """Flush all that was written to the disk, for a run that is to survive a crash."""
+        for file in self._files.values():
+            sync_file(file)
 
     def add_item(self, tokens: Sequence[int] | NDArray[Any], mode: int = 0) -> None:
         """Append one sequence without closing the document."""
@@ -202,16 +208,21 @@ class IndexedWriter:
             _copy(self._partial("borders"), idx)
             if self.multimodal:
                 _copy(self._partial("modes"), idx)
-            _sync(idx)
-        with self._partial("bin").open("rb") as tokens:
-            os.fsync(tokens.fileno())
+            sync_file(idx)
+        for kind in ("bin", "origins"):
+            with self._partial(kind).open("rb") as file:
+                os.fsync(file.fileno())
         idx_path(self.prefix).unlink(missing_ok=True)
         if self._partial("origins").stat().st_size:
             self._partial("origins").replace(origins_path(self.prefix))
         else:
             origins_path(self.prefix).unlink(missing_ok=True)
         self._partial("bin").replace(bin_path(self.prefix))
+        # An index on the disk implies that its tokens are there, after a loss of power too.
+        folder = Path(self.prefix).parent
+        sync_folder(folder)
         self._partial("idx").replace(idx_path(self.prefix))
+        sync_folder(folder)
         self._remove_partials()
         return self._digest.hexdigest() if self._digest else ""
 
@@ -322,11 +333,6 @@ def _copy(path: Path, out: BinaryIO) -> None:
     with path.open("rb") as source:
         while block := source.read(1 << 24):
             out.write(block)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _describe(dtype: np.dtype, multimodal: bool) -> str:

@@ -1,9 +1,9 @@
 """One pass over sources: bounded memory, in order, and able to continue after a crash.
 
 This process cuts the inputs into blocks, workers parse and tokenize them, and this process
-appends the results in order. Many times a second a journal says how far inputs and outputs
-are, so a run that was killed continues there; the result is the same byte for byte. Final
-names appear only when all is written, and a manifest last.
+appends the results in order. About once a second a journal records how far inputs and
+outputs are, so a run that was killed continues there; the result is the same byte for byte.
+Final names appear only when all is written, and a manifest last.
 """
 
 import itertools
@@ -12,8 +12,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.engines.building import build_engine
@@ -42,7 +43,8 @@ from mcore_data.tokenizers.protocol import Tokenizer
 log = logging.getLogger(__name__)
 
 _NAMED_BAD_RECORDS = 20
-_JOURNAL_EVERY_S = 0.05
+_JOURNAL_EVERY_S = 1.0
+_SAVE_SHARE = 20  # at least so many times as long between two saves as one takes
 _SOURCE_FACTS = ("path", "kind", "size", "stamp", "start", "stop")
 
 
@@ -225,21 +227,30 @@ class _Run:
             num_workers=limit_workers(self.config.workers),
             block_bytes=self.block_bytes,
         )
-        unsaved, saved_at = "", 0.0
+        unsaved: dict[str, Any] = {}
+        due = 0.0
         try:
             with closing(results):
                 for (source, block), result in results:
                     self._append(source, block, result)
                     self.journal.done_bytes = before[source] + block.done_bytes
-                    unsaved = self.journal.to_text()
-                    if time.monotonic() - saved_at >= _JOURNAL_EVERY_S:
-                        write_journal(self.journal_path, unsaved)
-                        unsaved, saved_at = "", time.monotonic()
+                    unsaved = asdict(self.journal)
+                    began = time.monotonic()
+                    if began >= due:
+                        self._save(unsaved)
+                        unsaved, now = {}, time.monotonic()
+                        due = now + max(_JOURNAL_EVERY_S, _SAVE_SHARE * (now - began))
                     self._tell(start)
             refuse_changed(self.sources[: self.journal.source + 1])
         finally:
             if unsaved:  # as of the last whole block, even if one is half appended
-                write_journal(self.journal_path, unsaved)
+                self._save(unsaved)
+
+    def _save(self, journal: dict[str, Any]) -> None:
+        """Flush the partial outputs to the disk, then the journal that describes them."""
+        for writer in self.writers.values():
+            writer.sync()
+        write_journal(self.journal_path, journal)
 
     def _blocks(self) -> Iterator[tuple[int, Block]]:
         keys = self.config.json_keys
