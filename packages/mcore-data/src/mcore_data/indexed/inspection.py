@@ -1,5 +1,6 @@
 """What a ``.bin``/``.idx`` pair holds, and whether it is sound."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,23 +66,41 @@ def length_histogram(dataset: IndexedDataset) -> list[str]:
     ]
 
 
-def find_pairs(name: str | Path) -> list[str]:
-    """List the prefixes of all complete pairs in a folder, by name, or the one prefix given."""
+def find_pairs(name: str | Path, output_prefix: str | Path = "") -> list[str]:
+    """List the prefixes of all pairs in a folder and its sub-folders, or the one prefix given.
+
+    Args:
+        name: folder or prefix.
+        output_prefix: a pair that is written itself, and is not listed.
+
+    Returns:
+        Prefixes sorted by name, numbers in names by their value: ``p_2`` before ``p_10``.
+
+    Raises:
+        FileNotFoundError: if there is no pair.
+        ValueError: if a pair lacks a file, or its writing was interrupted.
+    """
     folder = Path(name)
-    stems = {
-        path.with_suffix("") for kind in ("bin", "idx") for path in folder.glob(f"*.{kind}")
-    }
+    kinds = ("bin", "idx", "bin.partial")
+    files = [path for kind in kinds for path in folder.rglob(f"*.{kind}")]
+    stems = {Path(re.sub(r"\.(bin|idx|bin\.partial)$", "", str(path))) for path in files}
     if not folder.is_dir() and (bin_path(name).is_file() or idx_path(name).is_file()):
         stems = {folder}
+    stems = {stem for stem in stems if stem.absolute() != Path(output_prefix).absolute()}
     if not stems:
         raise FileNotFoundError(
             f"{name} holds no .bin/.idx pair, and is not the prefix of one."
         )
-    for stem in sorted(stems):
+    for stem in stems:
         for path in (bin_path(stem), idx_path(stem)):
             if not path.is_file():
                 raise ValueError(f"{path} is missing: {stem.name} is not a complete pair.")
-    return [str(stem) for stem in sorted(stems)]
+    return sorted(map(str, stems), key=_by_numbers)
+
+
+def _by_numbers(name: str) -> list[str | int]:
+    """Sort key that compares digits as numbers."""
+    return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", name)]
 
 
 def look_over(prefix: str | Path, *, cache_path: str | Path = "") -> str:
