@@ -1,11 +1,14 @@
 import bz2
+import contextlib
 import gzip
 import io
 import json
 import lzma
 import os
+import struct
 import sys
 import threading
+import tracemalloc
 
 import pytest
 
@@ -268,13 +271,32 @@ def test_an_arrow_file_that_does_not_end_as_its_form_does_is_an_error(tmp_path, 
     whole = sink.getvalue()
     path.write_bytes(whole)
     assert texts_of(path) == ["a", "b", "c"] * 3
-    damages = [whole[:at] for at in range(1, len(whole), 3)]
+    damages = [whole[:at] for at in range(1, len(whole), 9)]
     damages += [whole[:border] for border in borders]
     damages += [whole + whole, whole + b"x", whole + bytes(8), b""]
     for data in damages:
         path.write_bytes(data)
         with pytest.raises(RuntimeError, match="truncated or damaged"):
             texts_of(path)
+
+
+def test_lengths_and_offsets_in_an_arrow_file_are_bounded_by_the_file(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc
+
+    table = arrow.table({"text": ["abc"] * 10})
+    sink = io.BytesIO()
+    with ipc.new_stream(sink, table.schema) as out:
+        out.write_table(table)
+    whole = sink.getvalue()
+    path = tmp_path / "in.arrow"
+    tracemalloc.start()
+    for at in range(0, len(whole) - 8, 4):
+        path.write_bytes(whole[:at] + struct.pack("<q", 1 << 36) + whole[at + 8 :])
+        with contextlib.suppress(RuntimeError, ValueError):
+            texts_of(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
 
 
 def test_a_flipped_bit_of_a_parquet_page_with_a_checksum_is_seen(tmp_path):

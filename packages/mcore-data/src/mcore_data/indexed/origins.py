@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.indexed.index_format import origins_path
+from mcore_data.indexed.index_format import CorruptDatasetError, origins_path
 from mcore_data.indexed.manifest import has_files, read_manifest
 
 UNKNOWN: NDArray[np.int64] = np.array([[0, -1, 0]])
@@ -70,8 +70,24 @@ class Origins:
 
 
 def read_origins(prefix: str | Path, facts: Mapping[str, Any]) -> NDArray[np.int64]:
-    """Rows [N, 3] of a pair, ``UNKNOWN`` if its manifest names none or is of other files."""
+    """Rows [N, 3] of a pair, ``UNKNOWN`` if its manifest names none or is of other files.
+
+    Raises:
+        CorruptDatasetError: if the file has no whole rows, or its documents do not rise, or it
+            names inputs that the manifest does not have.
+    """
     named = any(name.endswith(".origins") for name in facts.get("files", ()))
     if not named or not has_files(prefix, facts):
         return UNKNOWN
-    return np.fromfile(origins_path(prefix), "<i8").reshape(-1, 3)
+    numbers = np.fromfile(origins_path(prefix), "<i8")
+    rows = numbers[: len(numbers) // 3 * 3].reshape(-1, 3)
+    if (
+        rows.nbytes != origins_path(prefix).stat().st_size
+        or (np.diff(rows[:, 0]) < 0).any()
+        or (rows[:, 1] >= len(facts.get("inputs", ()))).any()
+    ):
+        raise CorruptDatasetError(
+            f"{origins_path(prefix)} is damaged. Remove it and the manifest to use the pair "
+            "without them, or write the dataset again."
+        )
+    return rows

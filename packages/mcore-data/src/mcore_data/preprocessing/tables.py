@@ -4,6 +4,7 @@ Rows are read in order, batch by batch, and travel to the workers as an Arrow st
 wanted columns; a file of any size takes the memory of one batch.
 """
 
+import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,9 +31,11 @@ def read_tables(
         ) from None
     row = 0
     try:
-        with open_raw(source) as raw:
+        with open_raw(source) as stored:
+            raw = _BoundedFile(stored)
             batches, num_rows = _open_table(source, raw, json_keys, block_bytes)
             for batch in batches:
+                batch.validate(full=True)  # Arrow believes offsets, also those behind the end
                 skipped = min(max(start - row, 0), batch.num_rows)
                 row += skipped
                 for piece in _cut(batch.slice(skipped), block_bytes):
@@ -48,15 +51,40 @@ def read_tables(
         raise RuntimeError(f"{source.path} is truncated or damaged: {error}") from error
 
 
+class _BoundedFile:
+    """A file that is read no further than its end.
+
+    Arrow asks for as many bytes as a length in the file claims, and Python allocates them
+    before it reads: a damaged length must not take more memory than the file has bytes.
+    """
+
+    closed = False
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._num_bytes = raw.seek(0, io.SEEK_END)
+        raw.seek(0)
+        self.seek, self.tell = raw.seek, raw.tell
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        left = max(self._num_bytes - self._raw.tell(), 0)
+        return self._raw.read(left if num_bytes < 0 else min(num_bytes, left))
+
+
 def _open_table(
-    source: InputSource, raw: Any, json_keys: Sequence[str], block_bytes: int
+    source: InputSource, raw: _BoundedFile, json_keys: Sequence[str], block_bytes: int
 ) -> tuple[Iterator[Any], int]:
     """Record batches of the wanted columns, and the rows in all (0 if not known)."""
+    import pyarrow
     from pyarrow import parquet
 
     keys = list(json_keys)
     if source.path.lower().endswith(_PARQUET):
-        file = parquet.ParquetFile(raw, buffer_size=1 << 20, page_checksum_verification=True)
+        file = parquet.ParquetFile(
+            pyarrow.PythonFile(raw, mode="r"),
+            buffer_size=1 << 20,
+            page_checksum_verification=True,
+        )
         _check_columns(source, file.schema_arrow.names, keys)
         num_rows = file.metadata.num_rows
         stored = sum(
@@ -67,7 +95,7 @@ def _open_table(
     return _read_arrow(source, raw, keys), 0
 
 
-def _read_arrow(source: InputSource, raw: Any, keys: list[str]) -> Iterator[Any]:
+def _read_arrow(source: InputSource, raw: _BoundedFile, keys: list[str]) -> Iterator[Any]:
     """Yield the record batches of Arrow's stream or file form; Hugging Face datasets has both.
 
     The file form is a stream between a magic word and a footer. Arrow's readers take a stream
