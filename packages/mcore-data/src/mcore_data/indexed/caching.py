@@ -1,9 +1,9 @@
-"""Index arrays kept on disk under the hash of what decides them.
+"""Caches index arrays on disk under a hash of everything that decides them.
 
-Every process of a job may call at the same time, on a shared disk too. Files appear whole,
-by rename, and all builders write the same bytes; a lock only spares the work of building
-twice, so nothing breaks where the file system has no locks. No process waits for a peer
-by a collective: a crashed builder's lock is gone with it.
+All processes of a job may call at the same time, also on a shared disk. Files appear whole, by
+rename, and all builders write the same bytes; the lock only avoids building twice, so a file
+system without locks is safe too. No process waits for another one in a collective, and the
+system releases the lock of a builder that crashed.
 """
 
 import contextlib
@@ -26,17 +26,18 @@ def cached_arrays(
     names: Sequence[str],
     build: Callable[[], Sequence[NDArray[Any]]],
 ) -> list[NDArray[Any]]:
-    """Map ``<folder>/<key>-<name>.npy`` for each name; build and write what is missing.
+    """Map ``<folder>/<key>-<name>.npy`` for each name; build and write them if one is missing.
 
     Args:
-        folder: made if it does not exist; "" builds in memory and keeps nothing.
-        key: hash of all that decides the arrays.
-        names: of the arrays, in the order in which ``build`` returns them.
+        folder: folder of the cache, made if it does not exist; "" builds in memory and writes
+            nothing.
+        key: hash of everything that decides the arrays.
+        names: names of the arrays, in the order in which ``build`` returns them.
         build: makes the arrays; must give the same bytes in every process.
 
     Raises:
         ValueError: if arrays are missing and the folder cannot be written.
-        RuntimeError: if a file is empty, cut or no array.
+        RuntimeError: if a file is empty, truncated or no array.
     """
     if not folder:
         return list(build())
@@ -89,7 +90,7 @@ def _complete(paths: Sequence[Path]) -> bool:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock on ``path`` if the file system has locks; the file goes with its user."""
+    """Hold a lock on ``path`` if the file system has locks; remove the file afterwards."""
     try:
         file = path.open("wb")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a ``.bin``/``.idx`` pair holds, and whether it is sound."""
+"""Describes the content of ``.bin``/``.idx`` pairs, and checks them for damage."""
 
 import re
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class Summary:
     """Counts of a dataset.
 
     Attributes:
-        dtype: of the stored tokens.
+        dtype: dtype of the stored tokens.
         num_documents: documents, empty ones included.
-        num_sequences: sequences; as many as documents unless sentences were split.
+        num_sequences: sequences; several a document if sentences were split.
         num_tokens: tokens of all sequences.
         shortest: tokens of the shortest sequence; 0 without sequences.
-        median: tokens of the middle one.
-        longest: tokens of the longest one.
+        median: median of the sequences' tokens.
+        longest: tokens of the longest sequence.
     """
 
     dtype: str
@@ -39,7 +39,7 @@ class Summary:
 
 
 def summarize(dataset: IndexedDataset) -> Summary:
-    """Count what a dataset holds; reads the index only."""
+    """Count documents, sequences and tokens of a dataset; reads the index only."""
     lengths = dataset.lengths if len(dataset) else np.zeros(1, np.int32)
     return Summary(
         dtype=dataset.dtype.name,
@@ -53,7 +53,7 @@ def summarize(dataset: IndexedDataset) -> Summary:
 
 
 def length_histogram(dataset: IndexedDataset) -> list[str]:
-    """Draw how many sequences have which length, on a logarithmic scale, a line a bar."""
+    """Draw a histogram of the sequences' lengths in logarithmic bins, one line a bin."""
     lengths = np.maximum(dataset.lengths, 1)
     if not len(lengths):
         return []
@@ -104,10 +104,10 @@ def _by_numbers(name: str) -> list[str | int]:
 
 
 def look_over(prefix: str | Path, *, cache_path: str | Path = "") -> str:
-    """Check a pair by its index and manifest; reads no token.
+    """Check a pair by its index and manifest without reading tokens.
 
     Args:
-        prefix: of the pair.
+        prefix: prefix of the pair.
         cache_path: local folder for the index of a pair in an object store.
 
     Raises:
@@ -128,14 +128,15 @@ def look_over(prefix: str | Path, *, cache_path: str | Path = "") -> str:
 
 
 def verify_pair(prefix: str | Path) -> str:
-    """Check all of a pair, and say in a few words what was found.
+    """Check a pair completely, and describe it in one line.
 
-    Index, pointers, borders and sizes are checked by opening; then every token is read, and
-    both files are held to their manifest's checksums, counts and vocabulary if it is there.
+    Opening the pair checks index, pointers, borders and sizes. Then every token is read, and
+    if there is a manifest, its own digest is checked and the files are compared with its
+    checksums, counts, dtype and vocabulary.
 
     Raises:
         FileNotFoundError: if a file is missing.
-        CorruptDatasetError: if anything does not fit.
+        CorruptDatasetError: if the index, a file or the manifest is damaged or differs.
         ValueError: if a token is negative, or the pair is in an object store.
     """
     if is_remote(str(prefix)):
@@ -173,7 +174,7 @@ def verify_pair(prefix: str | Path) -> str:
 def largest_token(dataset: IndexedDataset) -> int:
     """Read every token and return the largest id; -1 without tokens.
 
-    Of a multimodal pair the sequences of mode 0, its texts, count.
+    Of a multimodal pair only texts are read, the sequences of mode 0.
     """
     modes = dataset.index.modes
     if modes is None:
@@ -192,7 +193,7 @@ def largest_token(dataset: IndexedDataset) -> int:
 
 
 def _first_negative(dataset: IndexedDataset) -> int:
-    """The first sequence of text that holds a negative id."""
+    """Number of the first text with a negative id."""
     modes = dataset.index.modes
     texts = range(len(dataset)) if modes is None else np.flatnonzero(modes == 0).tolist()
     return next(number for number in texts if (dataset.get(number) < 0).any())

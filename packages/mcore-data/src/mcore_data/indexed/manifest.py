@@ -1,4 +1,4 @@
-"""The JSON beside a pair that says what it is and how it was made.
+"""The JSON file beside a pair that records what the pair holds and how it was made.
 
 ``<pair>.manifest.json`` holds counts, inputs, checksums of the files, the tokenizer's hash,
 what of the encoding was verified, which records and files were left out, versions, and a
@@ -42,12 +42,12 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def write_manifest(prefix: str | Path, facts: Mapping[str, Any]) -> None:
-    """Write the manifest of a finished pair, sizes and checksums of its files added.
+    """Write the manifest of a finished pair; adds sizes and checksums of its files.
 
     Args:
-        prefix: of the pair.
-        facts: what else to say; ``bin_sha256`` is taken from it if it is there, else the
-            file is read.
+        prefix: prefix of the pair.
+        facts: all other facts. ``bin_sha256`` is the checksum of the ``.bin``; without it the
+            ``.bin`` is read.
     """
     facts = dict(facts)
     known = facts.pop("bin_sha256", "")
@@ -108,13 +108,13 @@ def _parse_format_1(data: bytes) -> dict[str, Any] | None:
 
 
 def is_of_other_tokenizer(prefix: str | Path, fingerprint: str) -> bool:
-    """Whether the manifest says that a tokenizer with another fingerprint made the pair."""
+    """Whether the manifest names a tokenizer with another fingerprint."""
     made_by = read_manifest(prefix).get("tokenizer", {}).get("sha256", "")
     return bool(made_by) and made_by != fingerprint
 
 
 def has_files(prefix: str | Path, facts: Mapping[str, Any]) -> bool:
-    """Whether all files are there in the size that the manifest says; reads none."""
+    """Whether all files exist in the sizes of the manifest; reads no file."""
     paths = {name: Path(f"{prefix}{Path(name).suffix}") for name in facts["files"]}
     return all(
         path.is_file() and path.stat().st_size == facts["files"][name]["bytes"]
@@ -123,9 +123,12 @@ def has_files(prefix: str | Path, facts: Mapping[str, Any]) -> bool:
 
 
 def check_files(prefix: str | Path, facts: Mapping[str, Any]) -> None:
-    """Hold all files to the sizes and checksums of the manifest; reads all of them.
+    """Read all files and compare them with the sizes and checksums of the manifest.
 
-    A pair that was renamed with its manifest is recognized by its suffixes.
+    A pair may be renamed together with its manifest: files are found by their suffixes.
+
+    Raises:
+        CorruptDatasetError: if a file is missing or differs.
     """
     for name, stored in facts["files"].items():
         path = Path(f"{prefix}{Path(name).suffix}")
@@ -153,7 +156,7 @@ def file_sha256(path: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the tokens."""
+    """Versions of Python and of the packages that decide the tokens."""
     found = {"python": platform.python_version(), "numpy": np.__version__}
     for name in ("mcore-data", "tokenizers", "sentencepiece", "gigatoken", "orjson", "nltk"):
         try:

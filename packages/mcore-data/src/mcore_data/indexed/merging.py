@@ -1,4 +1,4 @@
-"""Joining pairs into one, with a manifest that names what it was made of.
+"""Joins pairs into one, whose manifest names the pairs that it was made of.
 
 Manifests decide what may be joined and in which order: all parts of one division, each once,
 by number; and pairs whose ids mean the same. Of pairs without a manifest, such as Megatron's,
@@ -56,15 +56,15 @@ def merge_pairs(
     Args:
         prefixes: pairs of one dtype and kind.
         output_prefix: the pair to write; its files appear once they are whole.
-        overwrite: replace a pair that stands there. One that by its manifest was joined from
-            the same files always may be.
+        overwrite: replace an existing pair at ``output_prefix``. A pair that was joined from
+            the same files, by its manifest, is always replaced.
         allow_missing: join parts of a division although some are missing.
 
     Raises:
         ValueError: if there are no pairs, or they differ in dtype or kind, or by their
             manifests in a setting that decides ids; if parts are missing, given twice, or of
-            two divisions, or two pairs hold the same input; if another pair stands at
-            ``output_prefix``, or another process is writing there.
+            two divisions, or two pairs hold the same input; if ``output_prefix`` is another
+            finished pair, or another process is writing it.
         CorruptDatasetError: if a pair is damaged, by its index or its manifest.
     """
     if not prefixes:
@@ -206,14 +206,14 @@ def _refuse_repeated_inputs(pairs: Sequence[Pair]) -> None:
 
 
 def _refuse_other(prefix: str | Path, merged_from: list[dict[str, Any]]) -> None:
-    """Refuse to replace a pair, but by one of the same files, by their manifests."""
+    """Raise if a pair exists that was not joined from the same files, by the manifests."""
     have_manifests = all(pair["files"] for pair in merged_from)
     if bin_path(prefix).is_file() and not (
         have_manifests and read_manifest(prefix).get("merged_from") == merged_from
     ):
         raise ValueError(
-            f"{bin_path(prefix)} exists, and was not joined from these pairs as they are, or "
-            "they have no manifests that would say: choose another --output-prefix, or give "
+            f"{bin_path(prefix)} exists, and was not joined from these pairs as they are now, "
+            "or they have no manifests to compare: choose another --output-prefix, or give "
             "--overwrite to replace it."
         )
 
@@ -234,12 +234,12 @@ def _join(pairs: Sequence[Pair], output_prefix: str | Path) -> str:
                 writer.add_origins(np.stack([rows[:, 0], inputs, rows[:, 2]], axis=1))
             num_inputs += len(facts.get("inputs", ()))
             writer.add_index(prefix)
-        manifest_path(output_prefix).unlink(missing_ok=True)  # of what stood there before
+        manifest_path(output_prefix).unlink(missing_ok=True)  # of an earlier pair
         return writer.finalize()
 
 
 def _common(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the manifests agree on, and sums of what was verified and left out."""
+    """Facts that are equal in all manifests, and sums of verified and left-out records."""
     if not all(manifests):
         return {}
     names = ("key", "append_eod", "eod", "sentence_splitter", "keep_newlines", "tokenizer")

@@ -23,19 +23,19 @@ class Journal:
 
     Attributes:
         fingerprint: hash of everything that decides the output's bytes.
-        source: number of the input that is being read.
-        start: where its next block starts.
-        records: records of that input that are behind us, good and bad.
-        done_bytes: stored bytes of all inputs that are behind us.
+        source: number of the current input.
+        start: start of the next block in the current input.
+        records: records of the current input that were read, good and bad.
+        done_bytes: stored bytes of all inputs that were read.
         num_documents: documents written.
         num_tokens: tokens written, by key.
         num_texts: texts encoded.
-        num_characters: their length together.
-        checked_texts: texts that the tokenizer encoded too, for verification.
-        checked_characters: their length together.
+        num_characters: characters of these texts.
+        checked_texts: texts that the reference tokenizer encoded too.
+        checked_characters: characters of these texts.
         num_bad_records: records left out.
-        bad_records: the first of them, described.
-        outputs: sizes of the partial files, by key.
+        bad_records: file, line and fault of the first of them.
+        outputs: bytes of each partial file, by key of the corpus.
     """
 
     fingerprint: str

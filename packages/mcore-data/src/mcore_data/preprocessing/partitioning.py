@@ -1,7 +1,7 @@
-"""A corpus in parts, each its own pair: on one host one after the other, or one on each.
+"""Tokenizes a corpus in parts, each its own pair: all on one host, or each on another host.
 
-A part is about one n-th of the inputs' bytes, in order, so that the pairs joined by number
-are the pair that a run without parts writes.
+Part k of n is the k-th range of about one n-th of the inputs' bytes. Pairs of all parts,
+joined by number, have the bytes of the pair that a run without parts writes.
 """
 
 import logging
@@ -33,23 +33,25 @@ def preprocess_parts(
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport:
-    """Tokenize part after part, or the one that ``config.partition`` names, and join them.
+    """Tokenize all parts and join them, or only the part ``config.partition``.
 
-    A part whose manifests say that it is done already is left as it is.
+    A part that an earlier run finished, by its manifests, is not made again.
 
     Returns:
         The report of the joined pairs, or of the one part.
     """
-    wanted = range(config.partitions) if config.partition < 0 else [config.partition]
+    numbers = range(config.partitions) if config.partition < 0 else [config.partition]
     if config.partition < 0 and not config.overwrite:
         _refuse_finished(config, corpus, tools)
     reports = []
-    for part in wanted:
-        one, own = _part(config, corpus, part)
-        report = _finished(one, own, tools)
+    for number in numbers:
+        part_config, part_corpus = _part(config, corpus, number)
+        report = _finished(part_config, part_corpus, tools)
         if report is None:
-            log.info("part %s of %s", part, config.partitions)
-            report = preprocess_corpus(one, own, tools, on_progress, block_bytes)
+            log.info("part %s of %s", number, config.partitions)
+            report = preprocess_corpus(
+                part_config, part_corpus, tools, on_progress, block_bytes
+            )
         reports.append(report)
     if config.partition >= 0:
         return reports[0]
@@ -66,25 +68,24 @@ def preprocess_parts(
 
 def _refuse_finished(config: PreprocessConfig, corpus: Corpus, tools: Tools) -> None:
     """Refuse to replace joined pairs whose parts are not those of this work."""
-    for part in range(config.partitions):
-        one, own = _part(config, corpus, part)
-        if _finished(one, own, tools) is None:
+    for number in range(config.partitions):
+        if _finished(*_part(config, corpus, number), tools) is None:
             refuse_finished(output_prefixes(config).values(), "")
 
 
 def _part(
-    config: PreprocessConfig, corpus: Corpus, part: int
+    config: PreprocessConfig, corpus: Corpus, number: int
 ) -> tuple[PreprocessConfig, Corpus]:
     """Options and inputs of one part."""
-    prefix = f"{config.output_prefix}_{part}"
-    one = replace(config, output_prefix=prefix, partitions=1, partition=-1)
-    return one, divide(corpus, part, config.partitions)
+    prefix = f"{config.output_prefix}_{number}"
+    part_config = replace(config, output_prefix=prefix, partitions=1, partition=-1)
+    return part_config, divide(corpus, number, config.partitions)
 
 
 def _finished(
     config: PreprocessConfig, corpus: Corpus, tools: Tools
 ) -> PreprocessReport | None:
-    """The report of a part that an earlier run finished, if its manifests are of this work."""
+    """The report of a part if an earlier run of the same work finished it, else None."""
     report = PreprocessReport(output_prefixes(config))
     for key, prefix in report.prefixes.items():
         facts: dict[str, Any] = read_manifest(prefix)

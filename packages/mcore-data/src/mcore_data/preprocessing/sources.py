@@ -1,4 +1,4 @@
-"""Inputs: found by file, folder, pattern or URL, cut into blocks, divided into parts."""
+"""Finds inputs by file, folder, pattern or URL, cuts them into blocks and into parts."""
 
 import hashlib
 import logging
@@ -124,7 +124,7 @@ def read_blocks(
     start: int = 0,
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[Block]:
-    """Cut a source into blocks, from the start of one of them on.
+    """Yield the blocks of a source, from the one that starts at ``start``.
 
     A record longer than ``block_bytes`` makes a longer block.
 
@@ -151,7 +151,7 @@ def read_blocks(
 
 
 def refuse_changed(sources: Sequence[InputSource]) -> None:
-    """Hold files to the size and the time of change, or ETag, that they were found with."""
+    """Raise RuntimeError if a source has another size, time of change or ETag than before."""
     for source in sources:
         if source.is_stream:
             continue
@@ -213,7 +213,11 @@ def count_lines(path: str, stop: int) -> int:
 
 
 def read_texts(source: InputSource, json_keys: Sequence[str]) -> Iterator[str]:
-    """Stream the texts of a source, lists of sentences joined by a blank."""
+    """Yield the texts of a source; lists of sentences are joined by a blank.
+
+    Raises:
+        BadRecordError: at the first bad record.
+    """
     before = 0
     for block in read_blocks(source, json_keys):
         parsed = block.parse(json_keys)
@@ -229,7 +233,7 @@ def read_texts(source: InputSource, json_keys: Sequence[str]) -> Iterator[str]:
 
 
 def fingerprint(corpus: Corpus) -> list[Any]:
-    """What of the corpus decides the output and its manifest's part."""
+    """Everything of the corpus that decides the output and the manifest's ``parts``."""
     sources = [[s.path, s.kind, s.size, s.stamp, s.start, s.stop] for s in corpus.sources]
     return [*sources, astuple(corpus.part)] if corpus.part else sources
 
@@ -302,7 +306,7 @@ def _local(path: Path, text_lines: bool) -> InputSource:
 
 
 def _stream_stamp() -> str:
-    """A stamp like no other: a stream cannot be read from the middle again."""
+    """A unique stamp, since an interrupted run cannot continue in a stream."""
     return f"{time.time_ns()}"
 
 
@@ -327,7 +331,7 @@ def _bare_suffix(path: str) -> str:
 
 
 def _line_start(source: InputSource, at: int) -> int:
-    """First line start at or behind byte ``at``."""
+    """Start of the first line that begins at or after byte ``at``."""
     if at <= 0 or at >= source.size:
         return min(max(at, 0), source.size)
     with open_local(source.path) as file:

@@ -1,7 +1,7 @@
-"""Parquet and Arrow files as blocks of rows (extra ``arrow``).
+"""Reads Parquet and Arrow files as blocks of rows (extra ``arrow``).
 
-Rows are read in order, batch by batch, and travel to the workers as an Arrow stream of the
-wanted columns; a file of any size takes the memory of one batch.
+Rows are read in order, batch by batch, and sent to the workers as an Arrow stream of the
+columns to tokenize; a file of any size takes the memory of one batch.
 """
 
 import io
@@ -19,7 +19,7 @@ _ARROW_MAGIC = b"ARROW1"
 def read_tables(
     source: InputSource, json_keys: Sequence[str], start: int, block_bytes: int
 ) -> Iterator[Block]:
-    """Blocks of a table from row ``start`` on."""
+    """Yield the blocks of a table from row ``start`` on."""
     if source.is_stream:
         raise ValueError(f"--input {source.path}: a table is read from a file, not a pipe.")
     try:
@@ -74,7 +74,7 @@ class _BoundedFile:
 def _open_table(
     source: InputSource, raw: _BoundedFile, json_keys: Sequence[str], block_bytes: int
 ) -> tuple[Iterator[Any], int]:
-    """Record batches of the wanted columns, and the rows in all (0 if not known)."""
+    """Record batches with the columns ``json_keys``, and the table's rows; 0 if unknown."""
     import pyarrow
     from pyarrow import parquet
 
@@ -126,7 +126,7 @@ def _read_arrow(source: InputSource, raw: _BoundedFile, keys: list[str]) -> Iter
 
 
 def _cut(batch: Any, block_bytes: int) -> Iterator[Any]:
-    """Pieces of a batch of about ``block_bytes`` each."""
+    """Yield slices of a batch of about ``block_bytes`` each."""
     rows = max(1, batch.num_rows * block_bytes // max(batch.nbytes, 1))
     for first in range(0, batch.num_rows, rows):
         yield batch.slice(first, rows)

@@ -50,16 +50,16 @@ _SOURCE_FACTS = ("path", "kind", "size", "stamp", "start", "stop")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
-        done_bytes: stored bytes of the inputs that are behind us.
-        total_bytes: stored bytes of all inputs; 0 if unknown, as of standard input.
+        done_bytes: stored bytes of the inputs that were read.
+        total_bytes: stored bytes of all inputs; 0 if an input is a stream.
         num_documents: documents written.
         num_tokens: tokens written, of all keys.
-        elapsed_s: seconds since this process began.
-        began_bytes: of ``done_bytes``, what an earlier run had done.
-        began_tokens: of ``num_tokens``, what an earlier run had written.
+        elapsed_s: seconds since this process began the run.
+        began_bytes: bytes of ``done_bytes`` that an earlier process read.
+        began_tokens: tokens of ``num_tokens`` that an earlier process wrote.
     """
 
     done_bytes: int
@@ -73,14 +73,14 @@ class Progress:
 
 @dataclass(slots=True)
 class PreprocessReport:
-    """What a finished run wrote.
+    """Counts of a finished run.
 
     Attributes:
         prefixes: prefix of the dataset of each key.
         num_documents: documents in each dataset, empty ones included.
         num_tokens: tokens in each dataset, by key.
         num_bad_records: records left out.
-        bad_records: the first of them, with file and line.
+        bad_records: file, line and fault of the first of them.
     """
 
     prefixes: dict[str, Path]
@@ -92,12 +92,12 @@ class PreprocessReport:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What turns texts into tokens; built once, shared by all parts of a run.
+    """Tokenizer, encoder and splitter, shared by all parts of a run.
 
     Attributes:
-        tokenizer: the reference.
-        encoder: what workers run.
-        splitter: of sentences; None leaves texts whole.
+        tokenizer: the reference tokenizer.
+        encoder: encodes blocks in the workers.
+        splitter: splits texts into sentences; None keeps each text as one sequence.
     """
 
     tokenizer: Tokenizer
@@ -106,7 +106,7 @@ class Tools:
 
 
 def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Tools:
-    """Build tokenizer, engine and splitter; errors as ``preprocess``."""
+    """Build tokenizer, engine and splitter; raises as ``preprocess`` does."""
     tokenizer = build_tokenizer(tokenizer_config)
     if config.append_eod and tokenizer.eod is None:
         raise ValueError(
@@ -139,7 +139,7 @@ def preprocess_corpus(
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport:
-    """Tokenize a corpus into the pairs of ``config.output_prefix``; see ``preprocess``."""
+    """Tokenize a corpus into a pair for each key; raises as ``preprocess`` does."""
     with only_writer(config.output_prefix), naming_full_disks(config.output_prefix):
         return _preprocess_alone(config, corpus, tools, on_progress, block_bytes)
 
@@ -151,7 +151,7 @@ def _preprocess_alone(
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport:
-    """``preprocess_corpus``, under the lock of its outputs."""
+    """Do the work of ``preprocess_corpus``; the caller holds the lock of the outputs."""
     prefixes = output_prefixes(config)
     journal_path = Path(f"{config.output_prefix}.journal.json")
     work = work_hash(config, corpus, tools)
@@ -181,7 +181,7 @@ def _preprocess_alone(
             writer.suspend()
         raise
     for key, prefix in prefixes.items():
-        manifest_path(prefix).unlink(missing_ok=True)  # of what stood there before
+        manifest_path(prefix).unlink(missing_ok=True)  # of an earlier pair
         checksum = writers[key].finalize() if key in writers else ""
         facts = _facts(key, config, corpus, tools, journal)
         write_manifest(prefix, {**facts, "bin_sha256": checksum})
@@ -196,14 +196,14 @@ def _preprocess_alone(
 
 
 def output_prefixes(config: PreprocessConfig) -> dict[str, Path]:
-    """Prefix of the pair of each key, by Megatron's names."""
+    """Prefix of each key's pair, named as Megatron names it."""
     level = "sentence" if config.split_sentences else "document"
     return {key: Path(f"{config.output_prefix}_{key}_{level}") for key in config.json_keys}
 
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """The loop over blocks, and the bookkeeping after each."""
+    """Writes blocks to the pairs, and keeps the journal."""
 
     config: PreprocessConfig
     sources: Sequence[InputSource]
@@ -215,7 +215,7 @@ class _Run:
     began: float = field(default_factory=time.monotonic)
 
     def write_blocks(self, encoder: Encoder) -> None:
-        """Encode what is left of the inputs and append it."""
+        """Encode the blocks that the journal does not cover, and append them."""
         sizes = [source.num_bytes for source in self.sources]
         before = [0, *itertools.accumulate(sizes)]
         total = 0 if any(source.is_stream for source in self.sources) else before[-1]
@@ -243,7 +243,7 @@ class _Run:
                     self._tell(start)
             refuse_changed(self.sources[: self.journal.source + 1])
         finally:
-            if unsaved:  # as of the last whole block, even if one is half appended
+            if unsaved:  # describes the last whole block, also if the next was half appended
                 self._save(unsaved)
 
     def _save(self, journal: dict[str, Any]) -> None:
@@ -316,17 +316,17 @@ class _Run:
         self.journal.num_bad_records += len(result.bad)
 
 
-def _is_finished(prefix: Path, stand: dict[str, int] | None) -> bool:
-    """Whether a killed run had already given this output its final names."""
+def _is_finished(prefix: Path, position: dict[str, int] | None) -> bool:
+    """Whether a killed run had already renamed this output to its final names."""
     return (
-        stand is not None
+        position is not None
         and idx_path(prefix).is_file()
         and not Path(f"{prefix}.lengths.partial").exists()
     )
 
 
 def limit_workers(wanted: int) -> int:
-    """Return how many processes start: those wanted, or the most for this host's cores."""
+    """Number of workers to start: ``wanted``, at most ``most_workers`` of the cores."""
     limited = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
     most = most_workers(cores)
@@ -338,7 +338,8 @@ def limit_workers(wanted: int) -> int:
 def work_hash(config: PreprocessConfig, corpus: Corpus, tools: Tools) -> str:
     """Hash of everything that decides the output's bytes.
 
-    Engines give the same ids, and skipping may be decided late: neither is part of it.
+    The engine is left out, since all engines give the same ids, and so is ``on_bad_record``,
+    since a stopped run may continue with another value.
     """
     splitter = tools.splitter.name if tools.splitter else ""
     return digest(
@@ -358,7 +359,7 @@ def _facts(
     tools: Tools,
     journal: Journal,
 ) -> dict[str, object]:
-    """What the manifest of one key's pair says."""
+    """Facts for the manifest of one key's pair."""
     exact = tools.encoder.engine.name == "reference"
     facts: dict[str, object] = {
         "work": work_hash(config, corpus, tools),
