@@ -161,7 +161,9 @@ def test_lines_come_through_a_named_pipe(tmp_path, name, compress):
         divide(Corpus(find_inputs([str(path)])), 0, 2)
 
 
-def test_a_folder_gives_all_records_below_it_and_names_what_it_leaves_out(tmp_path, caplog):
+def test_a_folder_gives_all_records_below_it_and_names_what_it_leaves_out(
+    tmp_path, tmp_path_factory, caplog
+):
     taken = ["B.JSONL", "a.ndjson", "c.jsonl.ZSTD", "d.Json.GZ", "deep/er/e.jsonl", "f.jl"]
     left_out = [".hidden.jsonl", ".git/", "deep/notes.txt", "deep/.x", "g.csv", "h.jsonl.lz4",
                 "out.journal.json", "out_text_document.manifest.json", "broken.jsonl",
@@ -179,6 +181,12 @@ def test_a_folder_gives_all_records_below_it_and_names_what_it_leaves_out(tmp_pa
             (tmp_path / name).write_text("x")
     (tmp_path / "broken.jsonl").symlink_to(tmp_path / "none")
     (tmp_path / "loop").symlink_to(tmp_path)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "e.jsonl").write_text('{"text": "link/e.jsonl"}')
+    (tmp_path / "link").symlink_to(elsewhere)
+    (tmp_path / "link2").symlink_to(elsewhere)
+    taken.append("link/e.jsonl")
+    left_out.append("link2/")
     assert texts_of(tmp_path) == sorted(taken)
     named = report_left_out([str(tmp_path)])
     assert named == sorted(f"{tmp_path}/{name}" for name in left_out)
