@@ -62,7 +62,7 @@ PREPROCESS = ("preprocess", "--output-prefix", "out", "--tokenizer-type", "ByteT
             "zipped.jsonl",
             "line 1: not UTF-8 but gzip's bytes: name the file .gz, or unpack it into the pipe",
         ),
-        ("plain.jsonl.gz", "plain.jsonl.gz is truncated or damaged: Not a gzipped file"),
+        ("plain.jsonl.gz", "plain.jsonl.gz is truncated or damaged: gzip: Error -3"),
         ("utf16.jsonl", "line 1: not UTF-8 but UTF-16: write the file anew"),
         ("latin.jsonl", "line 1: not UTF-8 (invalid continuation byte at byte 10)"),
         ("none", "--input none is not a file, and names none"),

@@ -68,22 +68,32 @@ def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: 
     return 0
 
 
-def merge(input: tuple[str, ...], output_prefix: str, overwrite: bool = False) -> int:
+def merge(
+    input: tuple[str, ...],
+    output_prefix: str,
+    overwrite: bool = False,
+    allow_missing: bool = False,
+) -> int:
     """Join .bin/.idx pairs into one.
 
+    Manifests are compared: pairs of other tokenizers, keys or settings are refused, and parts
+    of --partitions are joined by their numbers, all of them, each once.
+
     Args:
-        input: folders, of which all pairs are taken by name, or prefixes of pairs; joined in
-            the order given.
+        input: folders, of which all pairs are taken, sub-folders' too, or prefixes of pairs;
+            joined in the order given and by name in a folder, but parts by number.
         output_prefix: the pair to write, without .bin or .idx.
         overwrite: replace a finished pair that other files have made; it stays until the new
             one is whole. The same command again always may.
+        allow_missing: join parts of --partitions although some of them are missing.
     """
     from mcore_data.indexed.inspection import find_pairs
     from mcore_data.indexed.merging import merge_pairs
 
-    found = [prefix for word in input for prefix in find_pairs(word)]
-    prefixes = [p for p in found if Path(p) != Path(output_prefix)]
-    merged = merge_pairs(prefixes, output_prefix, overwrite=overwrite)
+    prefixes = [prefix for word in input for prefix in find_pairs(word, output_prefix)]
+    merged = merge_pairs(
+        prefixes, output_prefix, overwrite=overwrite, allow_missing=allow_missing
+    )
     print(
         f"{output_prefix}.bin/.idx: {len(prefixes)} pairs, {merged.num_documents:,} documents, "
         f"{merged.num_tokens:,} tokens"

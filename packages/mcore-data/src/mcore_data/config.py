@@ -80,11 +80,11 @@ class PreprocessConfig:
     """Turning a corpus into ``.bin``/``.idx`` datasets."""
 
     input: tuple[str, ...]
-    """Files in the order given: JSON lines (.jsonl, .json), text (.txt), both plain or
-    compressed (.gz, .bz2, .xz, .zst), Parquet and Arrow. A folder stands for the records in
-    it, or if there are none for its texts, a pattern such as 'part-*.jsonl.gz' for what it
-    matches, both by name; - is JSON lines on standard input; URLs such as
-    s3://bucket/part-*.jsonl go through fsspec."""
+    """Files in the order given: JSON lines (.jsonl, .json, .ndjson), text (.txt), both plain
+    or compressed (.gz, .bz2, .xz, .zst), Parquet and Arrow. A folder stands for the records
+    below it, or if there are none for its texts, a pattern such as 'part-*.jsonl.gz' for the
+    files that it matches, both by name; files that are left out are named. - is JSON lines on
+    standard input; URLs such as s3://bucket/part-*.jsonl go through fsspec."""
     output_prefix: str
     """Outputs are <output-prefix>_<key>_document.bin and .idx, one pair for each key, and a
     manifest beside them; with --split-sentences <output-prefix>_<key>_sentence."""

@@ -178,3 +178,18 @@ def test_a_builder_that_fails_leaves_nothing_in_the_cache(tmp_path):
     assert not list(tmp_path.iterdir())
     (made,) = cached_arrays(tmp_path, "key", ["a"], lambda: [np.arange(3)])
     assert made.tolist() == [0, 1, 2]
+
+
+def test_a_damaged_file_of_the_cache_is_named(tmp_path):
+    def load():
+        return cached_arrays(tmp_path, "key", ["a"], lambda: [np.arange(300)])
+
+    load()
+    path = tmp_path / "key-a.npy"
+    whole = path.read_bytes()
+    for damage in (b"", b"junk" * 50, whole[:-1], whole[:100], b"\x93NUMPY\x01\0" + bytes(99)):
+        path.write_bytes(damage)
+        with pytest.raises(RuntimeError, match=r"key-a\.npy is damaged .*: remove it to build"):
+            load()
+    path.unlink()
+    assert load()[0].tolist() == list(range(300))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from forks import exit_code, fork
 
+from mcore_data.indexed.atomic_files import replace_json
 from mcore_data.indexed.index_format import CorruptDatasetError
 from mcore_data.indexed.inspection import look_over, verify_pair
 from mcore_data.indexed.manifest import manifest_path, read_manifest, write_manifest
@@ -40,12 +41,12 @@ def test_a_sound_pair_is_verified_with_checksums_or_says_that_it_has_none(pair):
 def test_a_look_at_a_pair_says_what_its_index_and_manifest_tell(pair):
     fits = "index, pointers and sizes fit"
     assert look_over(pair) == f"{fits}, to the manifest too"
-    facts = json.loads(manifest_path(pair).read_text())
+    facts = read_manifest(pair)
     more = {"tokenizer": {"engine": "words"}, "verification": {"mode": "full"}}
-    manifest_path(pair).write_text(json.dumps(facts | more))
+    replace_json(manifest_path(pair), facts | more)
     assert look_over(pair).endswith("too; encoded by words, verified: full")
     facts["files"]["x.bin"]["bytes"] += 1
-    manifest_path(pair).write_text(json.dumps(facts))
+    replace_json(manifest_path(pair), facts)
     assert look_over(pair) == f"{fits}, but its manifest is of files of other sizes"
     manifest_path(pair).unlink()
     assert look_over(pair) == f"{fits}; no manifest"
@@ -61,10 +62,10 @@ def test_one_flipped_bit_does_not_verify(pair):
 
 
 def test_other_counts_sizes_and_vocabularies_do_not_verify(pair, tmp_path):
-    facts = json.loads(manifest_path(pair).read_text())
+    facts = read_manifest(pair)
 
     def with_facts(**changed):
-        manifest_path(pair).write_text(json.dumps({**facts, **changed}))
+        replace_json(manifest_path(pair), {**facts, **changed})
 
     with_facts(documents=4)
     with pytest.raises(CorruptDatasetError, match="has 3 documents, its manifest says 4"):
@@ -72,12 +73,78 @@ def test_other_counts_sizes_and_vocabularies_do_not_verify(pair, tmp_path):
     with_facts(tokenizer={"vocab_size": 4})
     with pytest.raises(CorruptDatasetError, match=r"holds id 4, but .* has 4 ids"):
         verify_pair(pair)
+    with_facts(dtype="int32")
+    with pytest.raises(CorruptDatasetError, match="has uint16 dtype, its manifest says int32"):
+        verify_pair(pair)
     with_facts(files={**facts["files"], "x.bin": {"bytes": 9, "sha256": ""}})
     with pytest.raises(CorruptDatasetError, match="has 8 bytes, its manifest says 9"):
         verify_pair(pair)
     manifest_path(pair).write_text("{}")
     with pytest.raises(CorruptDatasetError, match="damaged or of a later version"):
         read_manifest(pair)
+
+
+def damages(data):
+    """Truncations, flipped bits, and JSON whose values were deleted, swapped or changed."""
+    yield from (data[:length] for length in range(0, len(data), 11))
+    for bit in range(0, 8 * len(data), 19):
+        yield data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
+    yield from (data[:-1], data + b"\n", data.replace(b"  ", b" "))
+    yield from (b"[]", b"null", b"[" * 9999)
+    lines = data.splitlines(keepends=True)
+    yield from (b"".join(lines[:at] + lines[at + 1 :]) for at in range(len(lines)))
+
+    def dump(change):
+        facts = json.loads(data)
+        change(facts)
+        return (json.dumps(facts, indent=2) + "\n").encode()
+
+    facts = json.loads(data)
+    for name in facts:
+        yield dump(lambda facts, name=name: facts.pop(name))
+        for other in facts:
+            if facts[other] != facts[name]:
+                swapped = {name: facts[other], other: facts[name]}
+                yield dump(lambda facts, swapped=swapped: facts.update(swapped))
+        for value in (None, 1, -1, "", [], {}, {"sha256": "a"}):
+            if value != facts[name]:
+                yield dump(lambda facts, one={name: value}: facts.update(one))
+    for kind in ("bin", "idx"):
+        yield dump(lambda facts, kind=kind: facts["files"].pop(f"x.{kind}"))
+    yield dump(lambda facts: facts.update(format=1))
+
+
+def test_every_damage_to_a_manifest_is_found_by_verify(pair):
+    data = manifest_path(pair).read_bytes()
+    old = without_digest(pair)
+    for number, damage in enumerate(damages(data)):
+        manifest_path(pair).write_bytes(damage)
+        check = verify_pair if number % 10 == 0 else read_manifest  # verify reads it first
+        with pytest.raises(CorruptDatasetError, match=r"x\.manifest\.json is damaged"):
+            check(pair)
+    manifest_path(pair).write_bytes(old)
+    assert verify_pair(pair).endswith("as in its manifest, which carries no digest of itself")
+
+
+def without_digest(pair):
+    """The manifest of a pair as version 0.1.0 wrote it before there were digests."""
+    facts = {**read_manifest(pair), "format": 1}
+    del facts["sha256"]
+    return json.dumps(facts, indent=2, ensure_ascii=False).encode()
+
+
+def test_a_damaged_manifest_without_a_digest_is_an_error_or_verifies_but_never_a_traceback(
+    pair,
+):
+    found = []
+    for damage in damages(without_digest(pair)):
+        manifest_path(pair).write_bytes(damage)
+        try:
+            assert "carries no digest of itself" in verify_pair(pair)
+            found.append(False)
+        except CorruptDatasetError:
+            found.append(True)
+    assert 0.6 * len(found) < sum(found) < len(found)  # as far as it can be seen
 
 
 def test_a_merged_pair_names_its_parts_and_sums_their_counts(pair, tmp_path):
@@ -105,7 +172,7 @@ def test_a_merge_replaces_what_other_files_made_only_when_asked(pair, tmp_path):
     manifest_path(pair).unlink()
     manifest_path(other).unlink()
     merge_pairs([pair, other], tmp_path / "n")
-    with pytest.raises(ValueError, match="have no manifests that would say"):
+    with pytest.raises(ValueError, match="have no manifests to compare"):
         merge_pairs([pair, other], tmp_path / "n")
     with pytest.raises(ValueError, match="no pairs to join"):
         merge_pairs([], tmp_path / "n")
@@ -124,7 +191,7 @@ def refused(pair, path):
 
 def test_pairs_of_two_tokenizers_or_damaged_ones_are_not_merged(pair, tmp_path):
     other = make(tmp_path / "y", [[0]], tokenizer={"sha256": "b", "vocab_size": 5})
-    with pytest.raises(ValueError, match="made by different tokenizers"):
+    with pytest.raises(ValueError, match=r"different tokenizer: .*x \(.a.\) and .*y \(.b.\)"):
         merge_pairs([pair, other], tmp_path / "z")
     np.full(4, 7, "<u2").tofile(tmp_path / "x.bin")
     with pytest.raises(CorruptDatasetError, match="checksum"):

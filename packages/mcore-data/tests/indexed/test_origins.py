@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
-from mcore_data.indexed.index_format import origins_path
+from mcore_data.indexed.atomic_files import replace_json
+from mcore_data.indexed.index_format import CorruptDatasetError, origins_path
 from mcore_data.indexed.inspection import verify_pair
+from mcore_data.indexed.manifest import manifest_path, read_manifest
 from mcore_data.indexed.merging import merge_pairs
 from mcore_data.indexed.origins import Origins
 from mcore_data.indexed.reader import IndexedDataset
@@ -130,3 +132,23 @@ def test_origins_of_other_files_are_not_believed(tmp_path, inputs):
     with IndexedWriter(prefix, "uint16") as writer:
         writer.add_document([1, 2])
     assert not origins_path(prefix).exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data + bytes(8),  # no whole row
+        lambda data: data[:8] + (10**12).to_bytes(8, "little") + data[16:],  # no such input
+        lambda data: (10**12).to_bytes(8, "little") + data[8:] + data,  # documents that fall
+    ],
+)
+def test_damaged_origins_are_an_error_and_no_wrong_record(tmp_path, inputs, damage):
+    run(tmp_path / "out", *inputs, json_keys=("title",))
+    prefix = tmp_path / "out_title_document"
+    path = origins_path(prefix)
+    path.write_bytes(damage(path.read_bytes()))
+    facts = read_manifest(prefix)
+    facts["files"][path.name]["bytes"] = path.stat().st_size
+    replace_json(manifest_path(prefix), facts)
+    with pytest.raises(CorruptDatasetError, match=r"out_title_document\.origins is damaged"):
+        Origins(prefix)

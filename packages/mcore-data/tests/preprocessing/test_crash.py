@@ -8,6 +8,7 @@ import pytest
 from forks import exit_code, fork, kill
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
+from mcore_data.preprocessing import tokenizing
 from mcore_data.preprocessing.preprocessing import preprocess
 
 KEYS = ("text", "title")
@@ -19,6 +20,12 @@ def work(prefix, source, workers):
         append_eod=True, split_sentences=True, workers=workers, on_bad_record="skip",
     )  # fmt: skip
     preprocess(config, TokenizerConfig(tokenizer_type="ByteTokenizer"), block_bytes=2000)
+
+
+@pytest.fixture(autouse=True)
+def a_journal_many_times_a_second(monkeypatch):
+    monkeypatch.setattr(tokenizing, "_JOURNAL_EVERY_S", 0.02)
+    monkeypatch.setattr(tokenizing, "_SAVE_SHARE", 1)
 
 
 def files(folder):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
+from mcore_data.indexed.atomic_files import replace_json
 from mcore_data.indexed.manifest import read_manifest
 from mcore_data.indexed.merging import merge_pairs
 from mcore_data.indexed.reader import IndexedDataset
@@ -100,6 +101,8 @@ def test_folders_and_patterns_stand_for_their_files_by_name(tmp_path):
         assert run(tmp_path / prefix, word).num_documents == 2
         dataset = IndexedDataset(tmp_path / f"{prefix}_text_document")
         assert [bytes(tokens.tolist()) for tokens in dataset] == [b"a", b"b"]
+        left_out = read_manifest(tmp_path / f"{prefix}_text_document")["left_out"]
+        assert left_out == ([f"{folder}/notes.txt"] if prefix == "folder" else [])
 
 
 CHANGES = {
@@ -265,6 +268,70 @@ def test_a_journal_of_other_options_is_not_continued(corpus, tmp_path):
     run(tmp_path / "out", corpus, append_eod=True)
     run(tmp_path / "other", corpus, append_eod=True)
     assert outputs(tmp_path / "out") == outputs(tmp_path / "other")
+
+
+def test_a_damaged_journal_is_named_and_nothing_is_written(corpus, tmp_path):
+    run(tmp_path / "whole", corpus)
+    seen = []
+
+    def stop(progress):
+        seen.append(progress)
+        if len(seen) == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "out", corpus, on_progress=stop)
+    journal = tmp_path / "out.journal.json"
+    data = journal.read_bytes()
+    fields = json.loads(data)
+    before = outputs(tmp_path / "out")
+    unknown = tmp_path / "unknown.json"
+    replace_json(unknown, {**fields, "unknown": 1})
+    damages = [b"", b"{}", b"[]", b"null", b"\xff", data[:-2], unknown.read_bytes()]
+    changes = {"start": fields["start"] + 300, "outputs": {}, "fingerprint": 3}
+    damages += [json.dumps({**fields, name: to}).encode() for name, to in changes.items()]
+    for damage in damages:
+        journal.write_bytes(damage)
+        with pytest.raises(
+            RuntimeError, match=r"out\.journal\.json, the progress of an .* Remove"
+        ):
+            run(tmp_path / "out", corpus)
+        assert outputs(tmp_path / "out") == before | {".journal.json": damage}
+    journal.write_bytes(data)
+    run(tmp_path / "out", corpus)
+    assert outputs(tmp_path / "out") == outputs(tmp_path / "whole")
+
+
+def test_what_a_finished_run_renames_is_flushed_to_the_disk_before(
+    corpus, tmp_path, monkeypatch
+):
+    """The order of system calls: a file is flushed, renamed, then its folder is flushed."""
+    calls = []
+
+    def note(name):
+        real = getattr(os, name)
+
+        def wrapper(first, *rest):
+            path = os.readlink(f"/proc/self/fd/{first}") if name == "fsync" else str(first)
+            calls.append((name, path.removeprefix(str(tmp_path)).lstrip("/"), *map(str, rest)))
+            return real(first, *rest)
+
+        monkeypatch.setattr(os, name, wrapper)
+
+    note("fsync")
+    note("replace")
+    run(tmp_path / "out", corpus)
+    renames = [call for call in calls if call[0] == "replace"]
+    finals = {call[2].rsplit(".", 1)[1] for call in renames}
+    assert finals == {"bin", "idx", "origins", "json"}
+    saved = max(at for at, call in enumerate(calls) if call[-1].endswith("out.journal.json"))
+    for rename in renames:
+        at = calls.index(rename)
+        assert ("fsync", rename[1]) in calls[0 if "journal" in rename[1] else saved : at]
+        assert ("fsync", "") in calls[at:]
+    journal = next(at for at, call in enumerate(calls) if "out.journal" in call[1])
+    flushed = {call[1].split(".", 1)[1] for call in calls[:journal]}
+    assert {f"{kind}.partial" for kind in ("bin", "lengths", "borders", "origins")} <= flushed
 
 
 def test_a_kill_between_the_two_renames_is_mended(corpus, tmp_path):

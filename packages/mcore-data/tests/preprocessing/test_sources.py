@@ -1,16 +1,26 @@
 import bz2
+import contextlib
 import gzip
 import io
 import json
 import lzma
 import os
+import struct
 import sys
 import threading
+import tracemalloc
 
 import pytest
 
 from mcore_data.preprocessing.records import BadRecordError
-from mcore_data.preprocessing.sources import divide, find_inputs, read_blocks, read_texts
+from mcore_data.preprocessing.sources import (
+    Corpus,
+    divide,
+    find_inputs,
+    read_blocks,
+    read_texts,
+    report_left_out,
+)
 
 TEXTS = ["one", "", "three \u4f60 words", "a line\nbreak", "x" * 500, "last"]
 LINES = b"".join(json.dumps({"text": text, "id": 7}).encode() + b"\n" for text in TEXTS)
@@ -27,7 +37,8 @@ def texts_of(word, block_bytes=40, json_keys=("text",), **options):
 
 
 def zstd(data):
-    return pytest.importorskip("zstandard").ZstdCompressor().compress(data)
+    """As its command-line program does: with a checksum."""
+    return pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True).compress(data)
 
 
 CODECS = [
@@ -48,6 +59,58 @@ def test_compressed_lines_are_read_and_a_cut_file_is_named(tmp_path, suffix, com
         texts_of(path)
     path.write_bytes(b"no archive at all")
     with pytest.raises(RuntimeError, match="truncated or damaged"):
+        texts_of(path)
+
+
+@pytest.mark.parametrize(("suffix", "compress"), CODECS)
+def test_a_compressed_file_ends_with_a_whole_member_or_is_an_error(tmp_path, suffix, compress):
+    path = tmp_path / f"in.jsonl{suffix.upper()}"
+    member = compress(LINES)
+
+    def read_damaged(data):
+        path.write_bytes(data)
+        with pytest.raises(RuntimeError, match="is truncated or damaged"):
+            texts_of(path)
+
+    read_damaged(b"")
+    for tail in (b"x", b"junk" * 5, b"\0", b"\0" * 6, member[:1], member[:9], member[:-1]):
+        read_damaged(member + tail)
+    for at in range(0, len(member) + 1, 7):  # a later member that is damaged, and a cut one
+        read_damaged(member + member[:at] + b"\xff" * 40 + member[at + 40 :])
+        if 0 < at < len(member):
+            read_damaged(member + member[:at])
+
+
+@pytest.mark.parametrize(("suffix", "compress"), CODECS)
+def test_a_flipped_bit_of_a_compressed_file_never_changes_its_texts(tmp_path, suffix, compress):
+    path = tmp_path / f"in.jsonl{suffix}"
+    whole = compress(LINES) * 2
+    num_seen = 0
+    for bit in range(0, 8 * len(whole), 37):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        try:
+            assert texts_of(path) == TEXTS * 2  # a flip of gzip's time or name
+        except RuntimeError:
+            num_seen += 1
+    assert num_seen > 8 * len(whole) / 37 * 0.9
+
+
+def test_padding_of_xz_and_skippable_frames_of_zstandard_hide_no_later_data(tmp_path):
+    path = tmp_path / "in.jsonl.xz"
+    stream = lzma.compress(LINES)
+    path.write_bytes(stream + bytes(8) + stream + bytes(4 * 20_000))
+    assert texts_of(path) == TEXTS * 2
+    path.write_bytes(stream + bytes(3) + stream)
+    with pytest.raises(RuntimeError, match="3 zero bytes follow an xz stream"):
+        texts_of(path)
+    frame, skippable = zstd(LINES), b"\x50\x2a\x4d\x18\x05\0\0\0seeks"
+    path = tmp_path / "in.jsonl.zstd"
+    path.write_bytes(skippable + frame + skippable + frame + skippable)
+    assert texts_of(path) == TEXTS * 2
+    path.write_bytes(frame + skippable[:-2])
+    with pytest.raises(RuntimeError, match="ends in the middle of its Zstandard data"):
         texts_of(path)
 
 
@@ -95,13 +158,55 @@ def test_lines_come_through_a_named_pipe(tmp_path, name, compress):
     assert texts_of(path) == TEXTS
     writer.join()
     with pytest.raises(ValueError, match=f"{name} cannot be divided"):
-        divide(find_inputs([str(path)]), 0, 2)
+        divide(Corpus(find_inputs([str(path)])), 0, 2)
 
 
-def test_hidden_files_of_a_folder_are_no_inputs(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(LINES)
-    (tmp_path / ".a.jsonl.swp.jsonl").write_bytes(b"half written")
-    assert texts_of(tmp_path) == TEXTS
+def test_a_folder_gives_all_records_below_it_and_names_what_it_leaves_out(
+    tmp_path, tmp_path_factory, caplog
+):
+    taken = ["B.JSONL", "a.ndjson", "c.jsonl.ZSTD", "d.Json.GZ", "deep/er/e.jsonl", "f.jl"]
+    left_out = [".hidden.jsonl", ".git/", "deep/notes.txt", "deep/.x", "g.csv", "h.jsonl.lz4",
+                "out.journal.json", "out_text_document.manifest.json", "broken.jsonl",
+                "loop/"]  # fmt: skip
+    for name in taken:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        compress = dict(CODECS).get(path.suffix.lower().replace("zstd", "zst"), bytes)
+        path.write_bytes(compress(json.dumps({"text": name}).encode() + b"\n"))
+    for name in left_out[:-2]:
+        if name.endswith("/"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "config.json").write_text("{}")
+        else:
+            (tmp_path / name).write_text("x")
+    (tmp_path / "broken.jsonl").symlink_to(tmp_path / "none")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "e.jsonl").write_text('{"text": "link/e.jsonl"}')
+    (tmp_path / "link").symlink_to(elsewhere)
+    (tmp_path / "link2").symlink_to(elsewhere)
+    taken.append("link/e.jsonl")
+    left_out.append("link2/")
+    assert texts_of(tmp_path) == sorted(taken)
+    named = report_left_out([str(tmp_path)])
+    assert named == sorted(f"{tmp_path}/{name}" for name in left_out)
+    for name in left_out:
+        assert f"{tmp_path}/{name}" in caplog.text
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "notes.csv").write_text("x")
+    with pytest.raises(FileNotFoundError, match=r"names none\. Left out: 1 file: .*notes\.csv"):
+        find_inputs([str(tmp_path / "only")])
+
+
+def test_a_pattern_names_the_folders_that_it_matches_and_does_not_read(tmp_path):
+    for name in ("a.jsonl", "sub/b.jsonl", "sub/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(LINES)
+    assert texts_of(tmp_path / "*") == TEXTS
+    assert report_left_out([f"{tmp_path}/*"]) == [f"{tmp_path}/sub"]
+    assert texts_of(f"{tmp_path}/**") == TEXTS * 3
+    assert report_left_out([f"{tmp_path}/**"]) == []
+    assert report_left_out(["-", str(tmp_path / "a.jsonl")]) == []
 
 
 def test_urls_are_read_through_fsspec_by_file_folder_and_pattern(tmp_path):
@@ -110,7 +215,15 @@ def test_urls_are_read_through_fsspec_by_file_folder_and_pattern(tmp_path):
     store.pipe("/corpus/a.jsonl", LINES)
     store.pipe("/corpus/b.jsonl.gz", gzip.compress(LINES))
     store.pipe("/corpus/readme.txt", b"not data")
+    store.pipe("/corpus/.git/index.json", b"hidden")
+    store.pipe("/other/sub/c.JSONL", LINES)
     try:
+        assert texts_of("memory://other") == TEXTS
+        assert texts_of("memory://*/a.jsonl") == TEXTS
+        assert report_left_out(["memory://corpus"]) == [
+            "memory:///corpus/.git/index.json", "memory:///corpus/readme.txt"
+        ]  # fmt: skip
+        assert report_left_out(["memory://other/*"]) == ["memory:///other/sub"]
         assert texts_of("memory://corpus/a.jsonl") == TEXTS
         assert texts_of("memory://corpus") == TEXTS * 2
         assert texts_of("memory://corpus/*.gz") == TEXTS
@@ -118,6 +231,7 @@ def test_urls_are_read_through_fsspec_by_file_folder_and_pattern(tmp_path):
             texts_of("memory://corpus/none.jsonl")
     finally:
         store.rm("/corpus", recursive=True)
+        store.rm("/other", recursive=True)
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow file", "arrow stream"])
@@ -149,6 +263,72 @@ def test_tables_are_read_by_rows_and_go_on_from_any(tmp_path, form):
         texts_of(path)
 
 
+@pytest.mark.parametrize("form", ["file", "stream"])
+def test_an_arrow_file_that_does_not_end_as_its_form_does_is_an_error(tmp_path, form):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc
+
+    table = arrow.table({"text": ["a", "b", "c"], "n": arrow.array([1, 2, -1], arrow.int32())})
+    path = tmp_path / "in.ARROW"
+    sink = io.BytesIO()
+    with (ipc.new_file if form == "file" else ipc.new_stream)(sink, table.schema) as out:
+        borders = [sink.tell()]
+        for _ in range(3):
+            out.write_table(table)
+            borders.append(sink.tell())
+    whole = sink.getvalue()
+    path.write_bytes(whole)
+    assert texts_of(path) == ["a", "b", "c"] * 3
+    damages = [whole[:at] for at in range(1, len(whole), 9)]
+    damages += [whole[:border] for border in borders]
+    damages += [whole + whole, whole + b"x", whole + bytes(8), b""]
+    for data in damages:
+        path.write_bytes(data)
+        with pytest.raises(RuntimeError, match="truncated or damaged"):
+            texts_of(path)
+
+
+def test_lengths_and_offsets_in_an_arrow_file_are_bounded_by_the_file(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc
+
+    table = arrow.table({"text": ["abc"] * 10})
+    sink = io.BytesIO()
+    with ipc.new_stream(sink, table.schema) as out:
+        out.write_table(table)
+    whole = sink.getvalue()
+    path = tmp_path / "in.arrow"
+    tracemalloc.start()
+    for at in range(0, len(whole) - 8, 4):
+        path.write_bytes(whole[:at] + struct.pack("<q", 1 << 36) + whole[at + 8 :])
+        with contextlib.suppress(RuntimeError, ValueError):
+            texts_of(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+
+
+def test_a_flipped_bit_of_a_parquet_page_with_a_checksum_is_seen(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = [f"text number {i}" for i in range(400)]
+    path = tmp_path / "in.PARQUET"
+    plain = {"compression": "none", "use_dictionary": False}
+    parquet.write_table(arrow.table({"text": texts}), path, write_page_checksum=True, **plain)
+    data = bytearray(path.read_bytes())
+    assert texts_of(path) == texts
+    data[data.index(b"text number 250") + 13] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(RuntimeError, match="truncated or damaged"):
+        texts_of(path)
+
+
+def test_a_table_that_is_compressed_as_a_whole_is_refused(tmp_path):
+    (tmp_path / "in.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
+    with pytest.raises(ValueError, match=r"in\.parquet\.gz: a table is compressed within"):
+        find_inputs([str(tmp_path)])
+
+
 def test_a_null_in_a_table_is_a_bad_row(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -178,14 +358,14 @@ def test_parts_together_are_the_whole_in_order(tmp_path, num_parts):
     (tmp_path / "a.jsonl").write_bytes(LINES)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES))
     (tmp_path / "c.jsonl").write_bytes(LINES * 3)
-    sources = find_inputs([str(tmp_path)])
+    corpus = Corpus(find_inputs([str(tmp_path)]))
     found = []
     for part in range(num_parts):
-        for source in divide(sources, part, num_parts):
+        for source in divide(corpus, part, num_parts).sources:
             found += read_texts(source, ("text",))
     assert found == TEXTS * 5
 
 
 def test_standard_input_cannot_be_divided():
     with pytest.raises(ValueError, match="standard input cannot be divided"):
-        divide(find_inputs(["-"]), 0, 2)
+        divide(Corpus(find_inputs(["-"])), 0, 2)

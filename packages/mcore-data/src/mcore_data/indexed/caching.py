@@ -1,9 +1,9 @@
-"""Index arrays kept on disk under the hash of what decides them.
+"""Caches index arrays on disk under a hash of everything that decides them.
 
-Every process of a job may call at the same time, on a shared disk too. Files appear whole,
-by rename, and all builders write the same bytes; a lock only spares the work of building
-twice, so nothing breaks where the file system has no locks. No process waits for a peer
-by a collective: a crashed builder's lock is gone with it.
+All processes of a job may call at the same time, also on a shared disk. Files appear whole, by
+rename, and all builders write the same bytes; the lock only avoids building twice, so a file
+system without locks is safe too. No process waits for another one in a collective, and the
+system releases the lock of a builder that crashed.
 """
 
 import contextlib
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_data.indexed.atomic_files import replace_file
+
 
 def cached_arrays(
     folder: str | Path,
@@ -24,16 +26,18 @@ def cached_arrays(
     names: Sequence[str],
     build: Callable[[], Sequence[NDArray[Any]]],
 ) -> list[NDArray[Any]]:
-    """Map ``<folder>/<key>-<name>.npy`` for each name; build and write what is missing.
+    """Map ``<folder>/<key>-<name>.npy`` for each name; build and write them if one is missing.
 
     Args:
-        folder: made if it does not exist; "" builds in memory and keeps nothing.
-        key: hash of all that decides the arrays.
-        names: of the arrays, in the order in which ``build`` returns them.
+        folder: folder of the cache, made if it does not exist; "" builds in memory and writes
+            nothing.
+        key: hash of everything that decides the arrays.
+        names: names of the arrays, in the order in which ``build`` returns them.
         build: makes the arrays; must give the same bytes in every process.
 
     Raises:
         ValueError: if arrays are missing and the folder cannot be written.
+        RuntimeError: if a file is empty, truncated or no array.
     """
     if not folder:
         return list(build())
@@ -44,7 +48,7 @@ def cached_arrays(
             if not _complete(paths):  # else a peer has built them meanwhile
                 for path, array in zip(paths, build(), strict=True):
                     write_atomically(path, lambda file, array=array: np.save(file, array))
-    return [np.asarray(np.load(path, mmap_mode="r")) for path in paths]
+    return [_map(path) for path in paths]
 
 
 def write_atomically(path: Path, write: Callable[[Any], object]) -> None:
@@ -52,11 +56,18 @@ def write_atomically(path: Path, write: Callable[[Any], object]) -> None:
     writer = f"{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}"
     partial = path.with_name(f"{path.name}.{writer}.partial")
     try:
-        with partial.open("wb") as file:
-            write(file)
-        partial.replace(path)
+        replace_file(path, write, partial)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _map(path: Path) -> NDArray[Any]:
+    try:
+        return np.asarray(np.load(path, mmap_mode="r"))
+    except (ValueError, EOFError) as error:
+        raise RuntimeError(
+            f"{path} is damaged ({error}): remove it to build it again."
+        ) from error
 
 
 def _make(folder: Path) -> None:
@@ -79,7 +90,7 @@ def _complete(paths: Sequence[Path]) -> bool:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock on ``path`` if the file system has locks; the file goes with its user."""
+    """Hold a lock on ``path`` if the file system has locks; remove the file afterwards."""
     try:
         file = path.open("wb")
     except OSError as error:

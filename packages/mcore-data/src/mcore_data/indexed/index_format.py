@@ -2,8 +2,8 @@
 
 All little-endian and packed: a 34-byte header (magic, version 1, dtype code, number of
 sequences S, number of document borders), int32 [S] lengths, int64 [S] byte offsets,
-int64 borders, and in multimodal files int8 [S] modes. ``read_index`` maps it and checks
-everything that it says about itself.
+int64 borders, and in multimodal files int8 [S] modes. ``read_index`` maps a file and checks
+sizes, offsets and borders against each other and against the size of the file.
 """
 
 import re
@@ -37,7 +37,7 @@ class CorruptDatasetError(RuntimeError):
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Dtype that Megatron's writer takes for a vocabulary: uint16 below 65500, else int32."""
+    """Dtype that Megatron's writer uses for a vocabulary: uint16 below 65500, else int32."""
     return np.dtype("<u2") if vocab_size < _UINT16_VOCAB_LIMIT else np.dtype("<i4")
 
 
@@ -52,16 +52,16 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def origins_path(prefix: str | Path) -> Path:
-    """Path of the file that says which records dataset ``prefix`` was made from."""
+    """Path of the file that names the record of each document of dataset ``prefix``."""
     return Path(f"{prefix}.origins")
 
 
 @dataclass(frozen=True, slots=True)
 class IdxArrays:
-    """The arrays of an ``.idx`` file, mapped, not copied.
+    """Arrays of an ``.idx`` file, mapped, not copied.
 
     Attributes:
-        dtype: element type of the ``.bin``.
+        dtype: dtype of the ``.bin``.
         lengths: int32 [S], tokens of each sequence.
         pointers: int64 [S], byte offset of each sequence in the ``.bin``.
         documents: int64 [documents + 1], borders: document j owns sequences
@@ -77,7 +77,7 @@ class IdxArrays:
 
 
 def hint_at_pairs(prefix: str | Path) -> str:
-    """Say what to give in place of a prefix that names no pair."""
+    """Suggest a prefix for one that names no pair; for messages."""
     bare = re.sub(r"\.(bin|idx)$", "", str(prefix))
     if bare != str(prefix) and is_pair(bare):
         return f"A prefix goes without .bin and .idx: give {bare}."
@@ -94,9 +94,9 @@ def is_pair(prefix: str | Path) -> bool:
 
 
 def read_index(path: str | Path) -> IdxArrays:
-    """Map an ``.idx`` file and check everything that it says about itself.
+    """Map an ``.idx`` file and check it.
 
-    Whether it is multimodal is read off the file's size.
+    A file is multimodal if its size includes a mode for each sequence.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -160,7 +160,7 @@ def dtype_code(dtype: np.dtype) -> int:
 
 
 def _check_index(path: Path, index: IdxArrays) -> None:
-    """Check lengths, pointers and borders in chunks, so that memory stays bounded."""
+    """Check lengths, pointers and borders, in chunks to bound memory."""
     offset = 0
     for start in range(0, len(index.lengths), CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)

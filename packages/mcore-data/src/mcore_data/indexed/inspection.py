@@ -1,12 +1,13 @@
-"""What a ``.bin``/``.idx`` pair holds, and whether it is sound."""
+"""Describes the content of ``.bin``/``.idx`` pairs, and checks them for damage."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mcore_data.indexed.index_format import CorruptDatasetError, bin_path, idx_path
-from mcore_data.indexed.manifest import check_files, has_files, read_manifest
+from mcore_data.indexed.manifest import check_files, has_digest, has_files, read_manifest
 from mcore_data.indexed.object_store import is_remote
 from mcore_data.indexed.reader import IndexedDataset
 
@@ -19,13 +20,13 @@ class Summary:
     """Counts of a dataset.
 
     Attributes:
-        dtype: of the stored tokens.
+        dtype: dtype of the stored tokens.
         num_documents: documents, empty ones included.
-        num_sequences: sequences; as many as documents unless sentences were split.
+        num_sequences: sequences; several a document if sentences were split.
         num_tokens: tokens of all sequences.
         shortest: tokens of the shortest sequence; 0 without sequences.
-        median: tokens of the middle one.
-        longest: tokens of the longest one.
+        median: median of the sequences' tokens.
+        longest: tokens of the longest sequence.
     """
 
     dtype: str
@@ -38,7 +39,7 @@ class Summary:
 
 
 def summarize(dataset: IndexedDataset) -> Summary:
-    """Count what a dataset holds; reads the index only."""
+    """Count documents, sequences and tokens of a dataset; reads the index only."""
     lengths = dataset.lengths if len(dataset) else np.zeros(1, np.int32)
     return Summary(
         dtype=dataset.dtype.name,
@@ -52,7 +53,7 @@ def summarize(dataset: IndexedDataset) -> Summary:
 
 
 def length_histogram(dataset: IndexedDataset) -> list[str]:
-    """Draw how many sequences have which length, on a logarithmic scale, a line a bar."""
+    """Draw a histogram of the sequences' lengths in logarithmic bins, one line a bin."""
     lengths = np.maximum(dataset.lengths, 1)
     if not len(lengths):
         return []
@@ -65,30 +66,48 @@ def length_histogram(dataset: IndexedDataset) -> list[str]:
     ]
 
 
-def find_pairs(name: str | Path) -> list[str]:
-    """List the prefixes of all complete pairs in a folder, by name, or the one prefix given."""
+def find_pairs(name: str | Path, output_prefix: str | Path = "") -> list[str]:
+    """List the prefixes of all pairs in a folder and its sub-folders, or the one prefix given.
+
+    Args:
+        name: folder or prefix.
+        output_prefix: a pair that is written itself, and is not listed.
+
+    Returns:
+        Prefixes sorted by name, numbers in names by their value: ``p_2`` before ``p_10``.
+
+    Raises:
+        FileNotFoundError: if there is no pair.
+        ValueError: if a pair lacks a file, or its writing was interrupted.
+    """
     folder = Path(name)
-    stems = {
-        path.with_suffix("") for kind in ("bin", "idx") for path in folder.glob(f"*.{kind}")
-    }
+    kinds = ("bin", "idx", "bin.partial")
+    files = [path for kind in kinds for path in folder.rglob(f"*.{kind}")]
+    stems = {Path(re.sub(r"\.(bin|idx|bin\.partial)$", "", str(path))) for path in files}
     if not folder.is_dir() and (bin_path(name).is_file() or idx_path(name).is_file()):
         stems = {folder}
+    stems = {stem for stem in stems if stem.absolute() != Path(output_prefix).absolute()}
     if not stems:
         raise FileNotFoundError(
             f"{name} holds no .bin/.idx pair, and is not the prefix of one."
         )
-    for stem in sorted(stems):
+    for stem in stems:
         for path in (bin_path(stem), idx_path(stem)):
             if not path.is_file():
                 raise ValueError(f"{path} is missing: {stem.name} is not a complete pair.")
-    return [str(stem) for stem in sorted(stems)]
+    return sorted(map(str, stems), key=_by_numbers)
+
+
+def _by_numbers(name: str) -> list[str | int]:
+    """Sort key that compares digits as numbers."""
+    return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", name)]
 
 
 def look_over(prefix: str | Path, *, cache_path: str | Path = "") -> str:
-    """Check a pair by its index and manifest; reads no token.
+    """Check a pair by its index and manifest without reading tokens.
 
     Args:
-        prefix: of the pair.
+        prefix: prefix of the pair.
         cache_path: local folder for the index of a pair in an object store.
 
     Raises:
@@ -109,14 +128,15 @@ def look_over(prefix: str | Path, *, cache_path: str | Path = "") -> str:
 
 
 def verify_pair(prefix: str | Path) -> str:
-    """Check all of a pair, and say in a few words what was found.
+    """Check a pair completely, and describe it in one line.
 
-    Index, pointers, borders and sizes are checked by opening; then every token is read, and
-    both files are held to their manifest's checksums, counts and vocabulary if it is there.
+    Opening the pair checks index, pointers, borders and sizes. Then every token is read, and
+    if there is a manifest, its own digest is checked and the files are compared with its
+    checksums, counts, dtype and vocabulary.
 
     Raises:
         FileNotFoundError: if a file is missing.
-        CorruptDatasetError: if anything does not fit.
+        CorruptDatasetError: if the index, a file or the manifest is damaged or differs.
         ValueError: if a token is negative, or the pair is in an object store.
     """
     if is_remote(str(prefix)):
@@ -131,9 +151,13 @@ def verify_pair(prefix: str | Path) -> str:
     if not facts:
         return f"{found}; no manifest, so no checksums"
     check_files(prefix, facts)
-    counts = {"documents": dataset.num_documents, "tokens": dataset.num_tokens}
+    counts = {
+        "documents": dataset.num_documents,
+        "tokens": dataset.num_tokens,
+        "dtype": dataset.dtype.name,
+    }
     for name, count in counts.items():
-        if facts[name] != count:
+        if facts.get(name, count) != count:
             raise CorruptDatasetError(
                 f"{prefix} has {count} {name}, its manifest says {facts[name]}: one of the two "
                 "is from another run. Write the dataset again."
@@ -143,13 +167,14 @@ def verify_pair(prefix: str | Path) -> str:
         raise CorruptDatasetError(
             f"{prefix} holds id {largest}, but its manifest's tokenizer has {vocab_size} ids."
         )
-    return f"{found}, checksums as in its manifest"
+    without = "" if has_digest(facts) else ", which carries no digest of itself"
+    return f"{found}, checksums as in its manifest{without}"
 
 
 def largest_token(dataset: IndexedDataset) -> int:
     """Read every token and return the largest id; -1 without tokens.
 
-    Of a multimodal pair the sequences of mode 0, its texts, count.
+    Of a multimodal pair only texts are read, the sequences of mode 0.
     """
     modes = dataset.index.modes
     if modes is None:
@@ -168,7 +193,7 @@ def largest_token(dataset: IndexedDataset) -> int:
 
 
 def _first_negative(dataset: IndexedDataset) -> int:
-    """The first sequence of text that holds a negative id."""
+    """Number of the first text with a negative id."""
     modes = dataset.index.modes
     texts = range(len(dataset)) if modes is None else np.flatnonzero(modes == 0).tolist()
     return next(number for number in texts if (dataset.get(number) < 0).any())

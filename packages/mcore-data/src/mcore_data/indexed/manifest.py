@@ -1,7 +1,8 @@
-"""The JSON beside a pair that says what it is and how it was made.
+"""The JSON file beside a pair that records what the pair holds and how it was made.
 
 ``<pair>.manifest.json`` holds counts, inputs, checksums of the files, the tokenizer's hash,
-what of the encoding was verified, which records were left out, and versions.
+what of the encoding was verified, which records and files were left out, versions, and a
+digest of itself. Manifests of format 1 have no digest.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mcore_data.indexed.atomic_files import DIGEST, parse_json, replace_json
 from mcore_data.indexed.index_format import (
     CorruptDatasetError,
     bin_path,
@@ -21,7 +23,17 @@ from mcore_data.indexed.index_format import (
     origins_path,
 )
 
-FORMAT = 1
+FORMAT = 2
+_TYPES = {
+    "files": dict,
+    "documents": int,
+    "tokens": int,
+    "tokenizer": dict,
+    "verification": dict,
+    "bad_records": dict,
+    "inputs": list,
+    "merged_from": list,
+}
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -30,12 +42,12 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def write_manifest(prefix: str | Path, facts: Mapping[str, Any]) -> None:
-    """Write the manifest of a finished pair, sizes and checksums of its files added.
+    """Write the manifest of a finished pair; adds sizes and checksums of its files.
 
     Args:
-        prefix: of the pair.
-        facts: what else to say; ``bin_sha256`` is taken from it if it is there, else the
-            file is read.
+        prefix: prefix of the pair.
+        facts: all other facts. ``bin_sha256`` is the checksum of the ``.bin``; without it the
+            ``.bin`` is read.
     """
     facts = dict(facts)
     known = facts.pop("bin_sha256", "")
@@ -49,41 +61,60 @@ def write_manifest(prefix: str | Path, facts: Mapping[str, Any]) -> None:
         for path in paths
     }
     whole = {"format": FORMAT, **facts, "files": files, "versions": versions()}
-    partial = Path(f"{manifest_path(prefix)}.partial")
-    partial.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", "utf-8")
-    partial.replace(manifest_path(prefix))
+    replace_json(manifest_path(prefix), whole)
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any]:
-    """What the manifest says; empty if there is none.
+    """Read the manifest of a pair; empty if there is none.
 
     Raises:
-        CorruptDatasetError: if it is no JSON object, or of a later format.
+        CorruptDatasetError: if it is not as it was written, or of a later format.
     """
     path = manifest_path(prefix)
     if not path.is_file():
         return {}
-    facts: dict[str, Any] = {}
-    try:
-        facts = json.loads(path.read_text("utf-8"))
-        known = isinstance(facts, dict) and facts["format"] <= FORMAT and facts["files"]
-    except (ValueError, KeyError, TypeError):
-        known = False
-    if not known:
+    data = path.read_bytes()
+    facts = parse_json(data) or _parse_format_1(data)
+    if facts is None or not 1 <= facts.get("format", 0) <= FORMAT:
         raise CorruptDatasetError(
             f"{path} is damaged or of a later version. Remove it to use the pair without it."
         )
     return facts
 
 
+def has_digest(facts: Mapping[str, Any]) -> bool:
+    """Whether a manifest carries a digest of itself, which ``read_manifest`` has checked."""
+    return DIGEST in facts
+
+
+def _parse_format_1(data: bytes) -> dict[str, Any] | None:
+    """Parse a manifest without a digest; None if it has one, or a fact of a wrong type."""
+    try:
+        facts: dict[str, Any] = json.loads(data)
+        files = facts["files"]
+        is_plausible = (
+            facts["format"] == 1
+            and DIGEST not in facts
+            and all(isinstance(facts.get(name, kind()), kind) for name, kind in _TYPES.items())
+            and {".bin", ".idx"} <= {Path(name).suffix for name in files}
+            and all(
+                isinstance(file["bytes"], int) and isinstance(file["sha256"], str)
+                for file in files.values()
+            )
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return facts if is_plausible else None
+
+
 def is_of_other_tokenizer(prefix: str | Path, fingerprint: str) -> bool:
-    """Whether the manifest says that a tokenizer with another fingerprint made the pair."""
+    """Whether the manifest names a tokenizer with another fingerprint."""
     made_by = read_manifest(prefix).get("tokenizer", {}).get("sha256", "")
     return bool(made_by) and made_by != fingerprint
 
 
 def has_files(prefix: str | Path, facts: Mapping[str, Any]) -> bool:
-    """Whether all files are there in the size that the manifest says; reads none."""
+    """Whether all files exist in the sizes of the manifest; reads no file."""
     paths = {name: Path(f"{prefix}{Path(name).suffix}") for name in facts["files"]}
     return all(
         path.is_file() and path.stat().st_size == facts["files"][name]["bytes"]
@@ -92,9 +123,12 @@ def has_files(prefix: str | Path, facts: Mapping[str, Any]) -> bool:
 
 
 def check_files(prefix: str | Path, facts: Mapping[str, Any]) -> None:
-    """Hold all files to the sizes and checksums of the manifest; reads all of them.
+    """Read all files and compare them with the sizes and checksums of the manifest.
 
-    A pair that was renamed with its manifest is recognized by its suffixes.
+    A pair may be renamed together with its manifest: files are found by their suffixes.
+
+    Raises:
+        CorruptDatasetError: if a file is missing or differs.
     """
     for name, stored in facts["files"].items():
         path = Path(f"{prefix}{Path(name).suffix}")
@@ -122,7 +156,7 @@ def file_sha256(path: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the tokens."""
+    """Versions of Python and of the packages that decide the tokens."""
     found = {"python": platform.python_version(), "numpy": np.__version__}
     for name in ("mcore-data", "tokenizers", "sentencepiece", "gigatoken", "orjson", "nltk"):
         try:

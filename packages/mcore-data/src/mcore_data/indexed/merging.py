@@ -1,6 +1,13 @@
-"""Joining pairs into one, with a manifest that names what it was made of."""
+"""Joins pairs into one, whose manifest names the pairs that it was made of.
 
+Manifests decide what may be joined and in which order: all parts of one division, each once,
+by number; and pairs whose ids mean the same. Of pairs without a manifest, such as Megatron's,
+only dtype and kind are known.
+"""
+
+import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,49 +25,69 @@ from mcore_data.indexed.output_lock import make_parent_folder, naming_full_disks
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.indexed.writer import IndexedWriter
 
+log = logging.getLogger(__name__)
+
+# What must be equal in all pairs, with the option that decides it; a name may lead into a fact.
+_SETTINGS = {
+    "tokenizer.sha256": "tokenizer",
+    "tokenizer.vocab_size": "tokenizer",
+    "key": "--json-keys",
+    "append_eod": "--append-eod",
+    "eod": "end-of-document id",
+    "sentence_splitter": "--sentence-splitter",
+    "keep_newlines": "--keep-newlines",
+}
+Pair = tuple[str, dict[str, Any]]
+"""Prefix and manifest of a pair; the manifest is empty if there is none."""
+
 
 def merge_pairs(
-    prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrite: bool = False
+    prefixes: Sequence[str | Path],
+    output_prefix: str | Path,
+    *,
+    overwrite: bool = False,
+    allow_missing: bool = False,
 ) -> IndexedDataset:
-    """Write all documents of some pairs, in order, as one pair.
+    """Write all documents of some pairs as one pair.
+
+    Parts of a division (``preprocess --partitions``) are joined by their numbers whatever
+    their order here, other pairs in the order given.
 
     Args:
         prefixes: pairs of one dtype and kind.
         output_prefix: the pair to write; its files appear once they are whole.
-        overwrite: replace a pair that stands there. One that by its manifest was joined from
-            the same files always may be.
+        overwrite: replace an existing pair at ``output_prefix``. A pair that was joined from
+            the same files, by its manifest, is always replaced.
+        allow_missing: join parts of a division although some are missing.
 
     Raises:
-        ValueError: if there are none, or they differ in dtype or kind, or by their manifests
-            in tokenizer; if another pair stands at ``output_prefix``, or another process is
-            writing there.
+        ValueError: if there are no pairs, or they differ in dtype or kind, or by their
+            manifests in a setting that decides ids; if parts are missing, given twice, or of
+            two divisions, or two pairs hold the same input; if ``output_prefix`` is another
+            finished pair, or another process is writing it.
         CorruptDatasetError: if a pair is damaged, by its index or its manifest.
     """
     if not prefixes:
         raise ValueError(f"there are no pairs to join into {output_prefix}.")
     make_parent_folder(output_prefix)
-    manifests = [read_manifest(prefix) for prefix in prefixes]
-    hashes = {
-        facts["tokenizer"]["sha256"]: str(prefix)
-        for prefix, facts in zip(prefixes, manifests, strict=True)
-        if "sha256" in facts.get("tokenizer", {})
-    }
-    if len(hashes) > 1:
-        raise ValueError(
-            f"{' and '.join(hashes.values())} were made by different tokenizers, as their "
-            "manifests say: their ids do not mean the same. Merge pairs of one tokenizer."
-        )
+    pairs = [(str(prefix), read_manifest(prefix)) for prefix in prefixes]
+    _refuse_different_settings(pairs)
+    parts: dict[str, Any] = {}
+    if any("parts" in facts for _, facts in pairs):
+        pairs, parts = _order_parts(pairs, allow_missing)
+    else:
+        _refuse_repeated_inputs(pairs)
+    manifests = [facts for _, facts in pairs]
     merged_from = [
-        {"pair": Path(prefix).name, "files": facts.get("files", {})}
-        for prefix, facts in zip(prefixes, manifests, strict=True)
+        {"pair": Path(prefix).name, "files": facts.get("files", {})} for prefix, facts in pairs
     ]
     with only_writer(output_prefix), naming_full_disks(output_prefix):
         if not overwrite:
             _refuse_other(output_prefix, merged_from)
-        for prefix, facts in zip(prefixes, manifests, strict=True):
+        for prefix, facts in pairs:
             if facts:
                 check_files(prefix, facts)
-        checksum = _join(prefixes, manifests, output_prefix)
+        checksum = _join(pairs, output_prefix)
         merged = IndexedDataset(output_prefix)
         write_manifest(
             output_prefix,
@@ -69,6 +96,7 @@ def merge_pairs(
                 "tokens": merged.num_tokens,
                 "dtype": merged.dtype.name,
                 **_common(manifests),
+                **parts,
                 "inputs": [one for facts in manifests for one in facts.get("inputs", ())],
                 "merged_from": merged_from,
                 "bin_sha256": checksum,
@@ -77,48 +105,144 @@ def merge_pairs(
     return merged
 
 
+def _refuse_different_settings(pairs: Sequence[Pair]) -> None:
+    """Refuse pairs whose manifests differ in what decides the ids."""
+    without = [prefix for prefix, facts in pairs if not facts]
+    if without and len(pairs) > 1:
+        log.warning(
+            "%d of %d pairs have no manifest, so that only their dtype is compared: %s%s",
+            *(len(without), len(pairs), without[0], ", ..." if len(without) > 1 else ""),
+        )
+    for name, option in _SETTINGS.items():
+        first: dict[str, str] = {}  # a pair for each value of the setting
+        for prefix, facts in pairs:
+            group, _, inner = name.rpartition(".")
+            values = facts.get(group, {}) if group else facts
+            if inner in values:
+                first.setdefault(repr(values[inner]), prefix)
+        if len(first) > 1:
+            told = " and ".join(f"{prefix} ({value})" for value, prefix in first.items())
+            raise ValueError(
+                f"different {option}: {told}, as their manifests say. Merge pairs of one "
+                "setting; a run takes pairs of several by --data-path."
+            )
+
+
+def _order_parts(
+    pairs: Sequence[Pair], allow_missing: bool
+) -> tuple[list[Pair], dict[str, Any]]:
+    """Order the parts of a division by number, and describe what they are together.
+
+    Returns:
+        The pairs in order, and the fact ``parts`` of the joined pair's manifest; no fact if
+        the parts are the whole.
+    """
+    whole = [prefix for prefix, facts in pairs if "parts" not in facts]
+    if whole:
+        other = next(prefix for prefix, facts in pairs if "parts" in facts)
+        raise ValueError(
+            f"{other} is a part of a corpus, and {whole[0]} is not by its manifest: merge the "
+            "parts by themselves first, by their prefixes or in a folder of their own."
+        )
+    ordered = sorted(pairs, key=lambda pair: pair[1]["parts"]["numbers"])
+    first_prefix, first = ordered[0][0], ordered[0][1]["parts"]
+    owners: dict[int, str] = {}
+    for prefix, facts in ordered:
+        parts = facts["parts"]
+        if (parts["of"], parts["corpus"]) != (first["of"], first["corpus"]):
+            raise ValueError(
+                f"{first_prefix} (one of {first['of']} parts) and {prefix} (one of "
+                f"{parts['of']}) are of different divisions, or their inputs changed in "
+                "between: merge the parts of one division, made from the same inputs."
+            )
+        for number in parts["numbers"]:
+            if number in owners:
+                raise ValueError(
+                    f"{owners[number]} and {prefix} both hold part {number} of {parts['of']}: "
+                    "give each part once."
+                )
+            owners[number] = prefix
+    numbers = list(owners)
+    if numbers != sorted(numbers):
+        raise ValueError(
+            f"parts {numbers} of {first['of']} cannot be brought into order: some of the pairs "
+            "were joined before. Merge the single parts."
+        )
+    missing = sorted(set(range(first["of"])) - owners.keys())
+    if not missing:
+        return ordered, {}
+    told = f"{len(missing)} of {first['of']} parts are missing: {', '.join(map(str, missing))}"
+    if not allow_missing:
+        raise ValueError(
+            f"{told} (by the manifests; {first_prefix} is part {numbers[0]}). Make or copy "
+            "them, or give --allow-missing to join the others."
+        )
+    log.warning("%s", told)
+    return ordered, {"parts": {**first, "numbers": numbers}}
+
+
+def _refuse_repeated_inputs(pairs: Sequence[Pair]) -> None:
+    """Refuse two pairs that hold the same bytes of an input, as a pair and a copy do."""
+    held: dict[tuple[Any, ...], list[tuple[int, float, str]]] = {}
+    for prefix, facts in pairs:
+        for one in facts.get("inputs", ()):
+            identity = tuple(one.get(name) for name in ("path", "size", "stamp"))
+            held.setdefault(identity, []).append(
+                (one.get("start", 0), one.get("stop") or float("inf"), prefix)
+            )
+    for (path, *_), ranges in held.items():
+        ranges.sort()
+        for (_, stop, before), (start, _, prefix) in pairwise(ranges):
+            if start < stop and before != prefix:
+                raise ValueError(
+                    f"{before} and {prefix} both hold {path}, so its documents would be there "
+                    "twice: leave one out. To read a corpus more often, weigh it in "
+                    "--data-path."
+                )
+    names = [str(Path(prefix).absolute()) for prefix, _ in pairs]
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{name} is given twice: give each pair once.")
+
+
 def _refuse_other(prefix: str | Path, merged_from: list[dict[str, Any]]) -> None:
-    """Refuse to replace a pair, but by one of the same files, by their manifests."""
+    """Raise if a pair exists that was not joined from the same files, by the manifests."""
     have_manifests = all(pair["files"] for pair in merged_from)
     if bin_path(prefix).is_file() and not (
         have_manifests and read_manifest(prefix).get("merged_from") == merged_from
     ):
         raise ValueError(
-            f"{bin_path(prefix)} exists, and was not joined from these pairs as they are, or "
-            "they have no manifests that would say: choose another --output-prefix, or give "
+            f"{bin_path(prefix)} exists, and was not joined from these pairs as they are now, "
+            "or they have no manifests to compare: choose another --output-prefix, or give "
             "--overwrite to replace it."
         )
 
 
-def _join(
-    prefixes: Sequence[str | Path],
-    manifests: Sequence[dict[str, Any]],
-    output_prefix: str | Path,
-) -> str:
+def _join(pairs: Sequence[Pair], output_prefix: str | Path) -> str:
     """Write the files of the joined pair; returns the checksum of its ``.bin``."""
-    origins = [read_origins(*pair) for pair in zip(prefixes, manifests, strict=True)]
+    origins = [read_origins(*pair) for pair in pairs]
     some_known = any(rows is not UNKNOWN for rows in origins)
     num_inputs = 0
-    first = IndexedDataset(prefixes[0])
+    first = IndexedDataset(pairs[0][0])
     multimodal = first.index.modes is not None
     with IndexedWriter(
         output_prefix, first.dtype, multimodal=multimodal, checksum=True
     ) as writer:
-        for prefix, facts, rows in zip(prefixes, manifests, origins, strict=True):
+        for (prefix, facts), rows in zip(pairs, origins, strict=True):
             if some_known:  # inputs are numbered over all pairs
                 inputs = np.where(rows[:, 1] < 0, -1, rows[:, 1] + num_inputs)
                 writer.add_origins(np.stack([rows[:, 0], inputs, rows[:, 2]], axis=1))
             num_inputs += len(facts.get("inputs", ()))
             writer.add_index(prefix)
-        manifest_path(output_prefix).unlink(missing_ok=True)  # of what stood there before
+        manifest_path(output_prefix).unlink(missing_ok=True)  # of an earlier pair
         return writer.finalize()
 
 
 def _common(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the manifests agree on, and sums of what was verified and left out."""
+    """Facts that are equal in all manifests, and sums of verified and left-out records."""
     if not all(manifests):
         return {}
-    names = ("key", "append_eod", "eod", "sentence_splitter", "tokenizer")
+    names = ("key", "append_eod", "eod", "sentence_splitter", "keep_newlines", "tokenizer")
     common = {
         name: manifests[0][name]
         for name in names
@@ -136,4 +260,5 @@ def _common(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "skipped": sum(bad["skipped"] for bad in skipped),
             "first": [line for bad in skipped for line in bad["first"]],
         }
-    return common
+    left_out = {path for facts in manifests for path in facts.get("left_out", ())}
+    return {**common, "left_out": sorted(left_out)}

@@ -1,7 +1,7 @@
-"""Token files in an object store (``s3://``, ``gs://``, ...), read by ranges through fsspec.
+"""Reads token files in an object store (``s3://``, ``gs://``, ...) by ranges through fsspec.
 
-The small ``.idx`` is copied once into a local folder and mapped; of the ``.bin`` only the
-only blocks that samples touch are requested, and the last ones are kept in memory.
+The small ``.idx`` is copied once into a local folder and mapped. Of the ``.bin`` only the
+blocks that samples need are requested, and the last blocks used are kept in memory.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ def is_remote(prefix: str) -> bool:
 
 
 def fetch_index(prefix: str, cache_path: str | Path) -> Path:
-    """Copy ``<prefix>.idx`` into a local folder if it is not there; returns its path.
+    """Copy ``<prefix>.idx`` into a local folder unless a copy exists; returns its path.
 
-    Any number of processes may call at once. The name holds the address and the file's size
-    and version in the store, so a file that was written again is fetched again.
+    Any number of processes may call at once. The name of the copy is a hash of the address and
+    of the file's size and version in the store, so a file that was replaced is fetched again.
 
     Raises:
         ValueError: if no folder is given.
-        FileNotFoundError: if the store has no such file.
+        FileNotFoundError: if the store does not have the file.
         ImportError: if fsspec or the store's package is missing.
     """
     if not cache_path:

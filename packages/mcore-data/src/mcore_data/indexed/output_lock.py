@@ -1,7 +1,7 @@
-"""What a long job checks of its outputs before it starts.
+"""Checks of the outputs before a long job starts.
 
-That files can be written there, that no other process writes the same ones, and that nothing
-finished is lost: a pair that another command made stays, unless it is to be replaced.
+Files can be written to the folder, no other process writes the same files, and a finished pair
+of another command is replaced only with ``--overwrite``.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def make_folder(folder: Path, flag: str) -> None:
-    """Make a folder for outputs, and try whether it takes files."""
+    """Make a folder for outputs; raises ValueError if no file can be written to it."""
     if "://" in flag:
         raise ValueError(
             f"{flag}: outputs are local files. Name a place on this machine, and copy .bin "
@@ -38,16 +38,16 @@ def make_folder(folder: Path, flag: str) -> None:
 
 
 def make_parent_folder(output_prefix: str | Path) -> None:
-    """Make the folder of a pair, and try it out; of ``corpus/`` that is the folder corpus."""
+    """Make the folder of a pair, as ``make_folder``; of ``corpus/`` it is the folder corpus."""
     make_folder(Path(os.path.dirname(output_prefix)), f"--output-prefix {output_prefix}")
 
 
 @contextlib.contextmanager
 def only_writer(prefix: str | Path) -> Iterator[None]:
-    """Keep other processes from writing the same outputs meanwhile.
+    """Hold the lock of the outputs; raises ValueError if another process holds it.
 
-    The lock belongs to the process, not to its children, and is gone with it. Where the file
-    system has no locks, nothing is kept.
+    The lock belongs to the process, not to its children, and ends with the process. On a file
+    system without locks, two writers are not detected.
     """
     path = Path(f"{prefix}.lock")
     with path.open("wb") as file:
@@ -64,7 +64,7 @@ def only_writer(prefix: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_full_disks(prefix: str | Path) -> Iterator[None]:
-    """Say which outputs a full disk has stopped, and how they go on."""
+    """Turn the error of a full disk into one that names the outputs and how to continue."""
     try:
         yield
     except OSError as error:
@@ -77,28 +77,29 @@ def naming_full_disks(prefix: str | Path) -> Iterator[None]:
 
 
 def refuse_finished(prefixes: Iterable[Path], work: str) -> None:
-    """Refuse to replace finished pairs, but by the work that made them.
+    """Raise ValueError if a finished pair exists that other work made.
 
     Args:
-        prefixes: of the pairs that are to be written.
-        work: hash of all that decides their bytes, as manifests hold it.
+        prefixes: prefixes of the pairs to write.
+        work: hash of everything that decides their bytes, as in their manifests.
     """
     for prefix in prefixes:
         if bin_path(prefix).is_file() and read_manifest(prefix).get("work") != work:
             raise ValueError(
-                f"{bin_path(prefix)} exists, and other inputs or options made it "
-                f"({manifest_path(prefix).name} would say these): choose another "
+                f"{bin_path(prefix)} exists, and other inputs or options made it, or "
+                f"{manifest_path(prefix).name} is missing: choose another "
                 "--output-prefix, or give --overwrite to replace it."
             )
 
 
 def _lock(path: Path, file: BinaryIO) -> bool:
-    """Lock a file; True if it is locked now, or this file system has no locks."""
+    """Lock a file; True if it is locked now, or if the file system has no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
     except OSError:
         return True
-    # A lock file that its holder removed in between protects nothing.
+    # The former holder may have removed the file after it was opened here; a lock on a removed
+    # file protects nothing.
     return path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino

@@ -1,9 +1,9 @@
-"""Reading token sequences from Megatron's ``.bin``/``.idx`` pair.
+"""Reads token sequences from Megatron's ``.bin``/``.idx`` pairs.
 
-``<prefix>.bin`` is the bare tokens, little-endian, one dtype; the ``.idx`` beside it says
-where each sequence lies. Opening checks that the two belong together, so that a damaged
-pair is an error and never wrong tokens. Tokens come by memory map, by plain file reads or,
-for an address such as ``s3://bucket/prefix``, from an object store.
+``<prefix>.bin`` holds the tokens, little-endian, of one dtype; ``<prefix>.idx`` holds the
+offset and length of each sequence. Opening checks that both files belong together, so that a
+damaged pair is an error and never gives wrong tokens. Tokens are read by memory map, by plain
+file reads or, for an address such as ``s3://bucket/prefix``, from an object store.
 """
 
 import os
@@ -39,8 +39,8 @@ class IndexedDataset:
         cache_path: local folder for the indices of prefixes in object stores.
 
     Raises:
-        FileNotFoundError: if one of the two files is missing.
-        CorruptDatasetError: if the pair is damaged or the two do not match.
+        FileNotFoundError: if the ``.bin`` or the ``.idx`` is missing.
+        CorruptDatasetError: if a file is damaged or the two do not match.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class IndexedDataset:
         return self._bin.read(start, count)
 
     def stretches(self, num_tokens: int = 1 << 23) -> Iterator[NDArray[Any]]:
-        """Yield all tokens in the order of the file, so many at a time across sequences."""
+        """Yield all tokens in the order of the file, ``num_tokens`` at a time."""
         total, size = self.num_tokens, self.dtype.itemsize
         for start in range(0, total, num_tokens):
             yield self._bin.read(start * size, min(num_tokens, total - start))

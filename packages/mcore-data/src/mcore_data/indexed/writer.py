@@ -1,8 +1,8 @@
-"""Writing token sequences as Megatron's ``.bin``/``.idx`` pair, in bounded memory.
+"""Writes token sequences as Megatron's ``.bin``/``.idx`` pairs, in bounded memory.
 
-Tokens, lengths and document borders stream into ``.partial`` files; the index is composed
-from them at the end, and only finished files get their final names. A writer can say where
-it stands and be continued from there after a crash.
+Tokens, lengths and document borders are appended to ``.partial`` files; the index is composed
+from them at the end, and only finished files get their final names. A writer returns its
+position in the files, from which another writer can continue after a crash.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from mcore_data.indexed.atomic_files import sync_file, sync_folder
 from mcore_data.indexed.index_format import (
     CHUNK_ROWS,
     HEADER,
@@ -36,16 +37,16 @@ class IndexedWriter:
     """Stream sequences into a ``.bin``/``.idx`` pair.
 
     Tokens, lengths and borders go to ``<prefix>.{bin,lengths,borders,origins,modes}.partial``;
-    ``finalize`` composes the index and renames. Leaving a ``with`` block finalizes, unless
-    that was done within it, or on an exception removes the partial files. Not safe for two
-    writers on one prefix.
+    ``finalize`` composes the index and renames. Leaving a ``with`` block finalizes the pair if
+    that was not done, or after an exception removes the partial files. Two writers must not
+    write one prefix.
 
     Args:
         prefix: path without ``.bin`` or ``.idx``; its folder is made.
         dtype: one of the dtypes of the format, see ``token_dtype``.
         multimodal: store a mode for each sequence.
-        resume_at: continue partial files as they were when ``position`` gave this value.
-        checksum: take the SHA-256 of the ``.bin`` on the way, for ``finalize`` to return.
+        resume_at: sizes that ``position`` returned; cut the partial files to them and append.
+        checksum: compute the SHA-256 of the ``.bin`` while writing, for ``finalize``.
 
     Raises:
         ValueError: if the format has no such dtype.
@@ -68,12 +69,12 @@ class IndexedWriter:
         kinds = ["bin", "lengths", "borders", "origins"] + (["modes"] if multimodal else [])
         for kind, final in (("bin", bin_path(prefix)), ("origins", origins_path(prefix))):
             if resume_at and not self._partial(kind).exists() and final.is_file():
-                final.rename(self._partial(kind))  # killed in mid-finalize
+                final.rename(self._partial(kind))  # killed within finalize
         self._files: dict[str, BinaryIO] = {
             kind: _open_partial(self._partial(kind), (resume_at or {}).get(kind))
             for kind in kinds
         }
-        self._flowing = self._files["bin"].tell()  # bytes that are on their way to the disk
+        self._flowing = self._files["bin"].tell()  # bytes that the system was told to write
         self._digest = None
         if checksum:
             with self._partial("bin").open("rb") as written:
@@ -86,7 +87,7 @@ class IndexedWriter:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Finalize, or remove what was written if an exception is under way."""
+        """Finalize, or after an exception remove the partial files."""
         if kind is None:
             if not self._files["bin"].closed:
                 self.finalize()
@@ -99,12 +100,17 @@ class IndexedWriter:
             file.flush()
         return {kind: file.tell() for kind, file in self._files.items()}
 
+    def sync(self) -> None:
+        """Flush the partial files to the disk, so that they survive a loss of power."""
+        for file in self._files.values():
+            sync_file(file)
+
     def add_item(self, tokens: Sequence[int] | NDArray[Any], mode: int = 0) -> None:
         """Append one sequence without closing the document."""
         self._append(np.asarray(tokens), np.array([len(tokens)]), [mode])
 
     def end_document(self) -> None:
-        """Close a document: it owns the sequences since the last border."""
+        """End a document, which owns all sequences since the last border."""
         self._files["borders"].write(struct.pack("<q", self.num_sequences))
 
     def add_document(
@@ -151,21 +157,21 @@ class IndexedWriter:
         self._files["borders"].write((first + np.cumsum(counts)).astype("<i8").tobytes())
 
     def add_origins(self, rows: NDArray[np.int64]) -> None:
-        """Say which records the documents that follow are made from.
+        """Append origins of documents that are added next.
 
         Args:
-            rows: [N, 3] as in ``origins.py``; their documents are counted from the next one
-                on that is appended. Without any the pair has no file of origins.
+            rows: [N, 3] as in ``origins.py``; document 0 is the next document to be added.
+                A pair without rows has no ``.origins`` file.
         """
         num_documents = self._files["borders"].tell() // 8 - 1
         numbered = rows + np.array([num_documents, 0, 0])
         self._files["origins"].write(numbered.astype("<i8").tobytes())
 
     def add_index(self, prefix: str | Path) -> None:
-        """Append all documents of another dataset of the same dtype and kind.
+        """Append all documents of another pair of the same dtype and kind.
 
         Raises:
-            ValueError: if dtypes differ or only one of the two is multimodal.
+            ValueError: if dtypes differ or only one of both pairs is multimodal.
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype or (other.index.modes is not None) != self.multimodal:
@@ -191,7 +197,7 @@ class IndexedWriter:
         """Compose the index and give all files their final names, the index last.
 
         Returns:
-            SHA-256 of the ``.bin`` if the writer was made with ``checksum``, else nothing.
+            SHA-256 of the ``.bin`` if the writer was made with ``checksum``, else "".
         """
         num_borders = self._files["borders"].tell() // 8
         self._close()
@@ -202,27 +208,32 @@ class IndexedWriter:
             _copy(self._partial("borders"), idx)
             if self.multimodal:
                 _copy(self._partial("modes"), idx)
-            _sync(idx)
-        with self._partial("bin").open("rb") as tokens:
-            os.fsync(tokens.fileno())
+            sync_file(idx)
+        for kind in ("bin", "origins"):
+            with self._partial(kind).open("rb") as file:
+                os.fsync(file.fileno())
         idx_path(self.prefix).unlink(missing_ok=True)
         if self._partial("origins").stat().st_size:
             self._partial("origins").replace(origins_path(self.prefix))
         else:
             origins_path(self.prefix).unlink(missing_ok=True)
         self._partial("bin").replace(bin_path(self.prefix))
+        # An index on the disk implies that its tokens are there, after a loss of power too.
+        folder = Path(self.prefix).parent
+        sync_folder(folder)
         self._partial("idx").replace(idx_path(self.prefix))
+        sync_folder(folder)
         self._remove_partials()
         return self._digest.hexdigest() if self._digest else ""
 
     def suspend(self) -> dict[str, int]:
-        """Close with the partial files kept; returns what ``resume_at`` takes."""
-        stand = self.position()
+        """Close and keep the partial files; returns the value for ``resume_at``."""
+        position = self.position()
         self._close()
-        return stand
+        return position
 
     def abandon(self) -> None:
-        """Remove everything written; final files of an earlier run stay."""
+        """Close and remove the partial files; final files of an earlier run stay."""
         self._close()
         self._remove_partials()
 
@@ -267,7 +278,7 @@ class IndexedWriter:
 
 
 def _cast_exactly(tokens: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
-    """Cast to the stored dtype, refusing values that would change."""
+    """Cast to the stored dtype; raises ValueError if an id does not fit it."""
     if tokens.dtype == dtype:
         return np.ascontiguousarray(tokens)
     if len(tokens) and dtype.kind in "iu":
@@ -282,7 +293,7 @@ def _cast_exactly(tokens: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
 
 
 def _open_partial(path: Path, resume_bytes: int | None) -> BinaryIO:
-    """Open for writing from the start, or cut to ``resume_bytes`` and append."""
+    """Open an empty file for writing, or cut an existing one to ``resume_bytes`` and append."""
     if resume_bytes is None:
         return path.open("wb")
     if not path.is_file() or path.stat().st_size < resume_bytes:
@@ -297,10 +308,9 @@ def _open_partial(path: Path, resume_bytes: int | None) -> BinaryIO:
 
 
 def _start_flow(file: BinaryIO, start: int, size: int) -> None:
-    """Let the system write a range to the disk now, so that little is left for the end.
+    """Ask the system to write a range of the file to the disk now, so that ``fsync`` is short.
 
-    It does so for a range that is said not to be needed; what is still to be written stays
-    in memory meanwhile.
+    ``POSIX_FADV_DONTNEED`` starts the write of the range's dirty pages and drops clean ones.
     """
     if hasattr(os, "posix_fadvise"):
         file.flush()
@@ -322,11 +332,6 @@ def _copy(path: Path, out: BinaryIO) -> None:
     with path.open("rb") as source:
         while block := source.read(1 << 24):
             out.write(block)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _describe(dtype: np.dtype, multimodal: bool) -> str:

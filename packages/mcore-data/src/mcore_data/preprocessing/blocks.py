@@ -1,17 +1,17 @@
-"""What is read: a source, and a block of whole records of it.
+"""Input sources, and blocks of whole records of a source.
 
-A block is some megabytes, small enough to hold and large enough to be worth sending to
-another process. Blocks of a plain local file name a byte range, which the receiver reads
-itself; all others carry their bytes. Where a block starts is enough to go on from it.
+A block has some megabytes: few enough to keep several in memory, enough to be worth sending
+to another process. A block of a plain local file names a byte range, which the receiving
+process reads; every other block carries its bytes. Reading can continue at the start of any
+block.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
-from mcore_data.preprocessing.compression import COMPRESSED
+from mcore_data.preprocessing.compression import codec_of
 from mcore_data.preprocessing.records import Kind, ParsedRecords, parse_records
 from mcore_data.preprocessing.remote import open_remote
 
@@ -29,12 +29,12 @@ class InputSource:
 
     Attributes:
         path: file, URL, or ``-`` for standard input.
-        kind: what its records are.
+        kind: format of its records.
         size: bytes as stored; 0 if unknown.
-        stamp: changes when the content does.
-        start: first byte to take; only plain local lines start elsewhere than at 0.
-        stop: lines that start from this byte on belong to another part; 0 means none do.
-        is_stream: standard input or a named pipe, which is read once.
+        stamp: time of the last change, or the object store's ETag.
+        start: first byte to read; above 0 only in plain local files that are divided.
+        stop: first byte of the next part's lines; 0 reads to the end.
+        is_stream: standard input or a named pipe, which can be read only once.
     """
 
     path: str
@@ -46,24 +46,23 @@ class InputSource:
     is_stream: bool = False
 
     @property
-    def suffix(self) -> str:
-        """Suffix of a compressed file, else nothing."""
-        suffix = Path(self.path).suffix
-        return suffix if suffix in COMPRESSED else ""
+    def codec(self) -> str:
+        """Codec of a compressed file, by its name; empty for a plain one."""
+        return codec_of(self.path)
 
     @property
     def is_local(self) -> bool:
-        """Whether any process of this machine may open it, any number of times."""
+        """Whether any process of this machine can open the source, any number of times."""
         return not self.is_stream and "://" not in self.path
 
     @property
     def is_divisible(self) -> bool:
-        """Whether it can be read from any line on."""
-        return self.is_local and self.kind in ("lines", "text_lines") and not self.suffix
+        """Whether the source can be read from any line on."""
+        return self.is_local and self.kind in ("lines", "text_lines") and not self.codec
 
     @property
     def num_bytes(self) -> int:
-        """Stored bytes that are to be read."""
+        """Stored bytes to read."""
         return (self.stop or self.size) - self.start
 
 
@@ -72,12 +71,12 @@ class Block:
     """Whole records of one source.
 
     Attributes:
-        path: of the source.
-        kind: what the records are.
+        path: path of the source.
+        kind: format of the records.
         start: first byte, counted in the decompressed file, or first row of a table.
-        end: where the next block starts.
-        done_bytes: stored bytes of the source that are read once this block is.
-        data: the bytes, or None if they are to be read from the local file.
+        end: start of the next block.
+        done_bytes: stored bytes of the source up to the end of this block.
+        data: the bytes, or None to read them from the local file.
     """
 
     path: str
@@ -88,10 +87,10 @@ class Block:
     data: bytes | None
 
     def parse(self, json_keys: Sequence[str]) -> ParsedRecords:
-        """Read the records.
+        """Read the texts of the block's records.
 
         Raises:
-            RuntimeError: if the file has become shorter since the block was cut, or is gone.
+            RuntimeError: if the file was truncated or removed after the block was cut.
         """
         data = self.data
         if data is None:
@@ -115,10 +114,10 @@ def open_raw(source: InputSource) -> BinaryIO:
 
 
 def open_local(path: str) -> BinaryIO:
-    """Open a file that was there when the inputs were listed.
+    """Open a local input for reading.
 
     Raises:
-        RuntimeError: if it is gone.
+        RuntimeError: if the file was removed after the inputs were listed.
     """
     try:
         return open(path, "rb")
@@ -127,7 +126,7 @@ def open_local(path: str) -> BinaryIO:
 
 
 def describe(path: str, kind: Kind, number: int) -> str:
-    """Where a record is, for people: file and line or row."""
+    """File and line or row of a record, for messages."""
     name = "standard input" if path == STDIN else path
     if kind == "text":
         return name

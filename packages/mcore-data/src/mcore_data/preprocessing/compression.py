@@ -1,80 +1,131 @@
-"""Compressed files as byte streams: gzip, bz2, xz, and Zstandard by its extra.
+"""Compressed files as byte streams: gzip, bzip2, xz, and Zstandard by its extra.
 
-A file that ends in the middle is an error with every codec, never a short read.
+A compressed file holds one or more members (gzip), streams (bzip2, xz) or frames (Zstandard)
+and nothing else. The libraries' own file classes, which fsspec uses too, end quietly where a
+later stream is damaged (bz2, lzma) or where the file has no byte (gzip), so the rest of the
+file would be lost. Here the members are read one after the other with the libraries'
+decompressors, and a file that does not end with a complete member is an error.
 """
 
 import bz2
-import gzip
 import io
 import lzma
 import zlib
+from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any, BinaryIO, cast
 
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, OSError)
-_CHUNK = 1 << 18
+CODECS = {
+    ".gz": "gzip",
+    ".gzip": "gzip",
+    ".bz2": "bzip2",
+    ".xz": "xz",
+    ".zst": "Zstandard",
+    ".zstd": "Zstandard",
+}
+"""Codec of a file by the lower-case suffix of its name."""
+DAMAGE = (EOFError, OSError)
+"""What reading a truncated or damaged file raises."""
+_CHUNK = 1 << 16
 
 
-def open_compressed(raw: BinaryIO, suffix: str) -> BinaryIO:
-    """Decompress a stream by the suffix of its file; no suffix returns it as it is.
+def codec_of(path: str) -> str:
+    """Codec of a file by its name, one of the values of ``CODECS``; empty if it is plain."""
+    return CODECS.get(PurePath(path).suffix.lower(), "")
+
+
+def open_compressed(raw: BinaryIO, codec: str) -> BinaryIO:
+    """Decompress a stream with one of ``CODECS``; an empty name returns it as it is.
 
     Raises:
-        ImportError: if ``.zst`` is read without the extra ``zstd``.
+        ImportError: if Zstandard is read without the extra ``zstd``.
     """
-    if suffix == ".gz":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-    if suffix == ".bz2":
-        return cast(BinaryIO, bz2.BZ2File(raw))
-    if suffix == ".xz":
-        return cast(BinaryIO, lzma.LZMAFile(raw))
-    if suffix == ".zst":
-        return cast(BinaryIO, io.BufferedReader(_ZstdStream(raw), _CHUNK))
-    return raw
+    if not codec:
+        return raw
+    return cast(BinaryIO, io.BufferedReader(_Members(raw, codec), _CHUNK))
 
 
-class _ZstdStream(io.RawIOBase):
-    """Frames of a ``.zst`` file, one after the other; a cut last frame is an error."""
+class _Members(io.RawIOBase):
+    """Decompressed bytes of all members of a file, one member after the other."""
 
-    def __init__(self, raw: BinaryIO) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise ImportError(
-                "files ending in .zst need the extra: pip install 'mcore-data[zstd]'."
-            ) from None
+    def __init__(self, raw: BinaryIO, codec: str) -> None:
         self._raw = raw
-        self._library = zstandard
-        self._frame: Any = None
-        self._rest = b""
-        self._ready = memoryview(b"")
+        self._codec = codec
+        self._new_member, self._errors = _decompressors(codec)
+        self._member: Any = None
+        self._num_members = 0
+        self._rest = b""  # read from the file, not decompressed yet
+        self._ready = memoryview(b"")  # decompressed, not handed out yet
 
     def readable(self) -> bool:
-        """Yes."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` with what the next bytes decompress to."""
+        """Fill ``buffer`` with decompressed bytes; 0 at the end of the file."""
         while not self._ready:
-            data = self._rest or self._raw.read(_CHUNK)
-            self._rest = b""
-            if not data:
-                if self._frame is not None:
-                    raise EOFError("the last frame is cut off")
+            if self._member is None and not self._begin_member():
                 return 0
-            self._ready = memoryview(self._decompress(data))
+            self._ready = memoryview(self._decompress())
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
 
-    def _decompress(self, data: bytes) -> bytes:
-        if self._frame is None:
-            self._frame = self._library.ZstdDecompressor().decompressobj()
+    def _begin_member(self) -> bool:
+        """Begin the next member; return False if the file ends here."""
+        self._rest = self._rest or self._raw.read(_CHUNK)
+        if self._codec == "xz" and self._num_members:
+            self._skip_padding()
+        if self._rest:
+            self._member = self._new_member()
+            self._num_members += 1
+        elif not self._num_members:
+            raise EOFError(f"it has no bytes, and an empty {self._codec} file has some")
+        return bool(self._rest)
+
+    def _skip_padding(self) -> None:
+        """Skip zeros behind an xz stream, which the format allows in groups of four."""
+        num_zeros = 0
+        while self._rest:
+            stripped = self._rest.lstrip(b"\0")
+            num_zeros += len(self._rest) - len(stripped)
+            self._rest = stripped or self._raw.read(_CHUNK)
+            if stripped:
+                break
+        if num_zeros % 4:
+            raise EOFError(f"{num_zeros} zero bytes follow an xz stream, no multiple of 4")
+
+    def _decompress(self) -> bytes:
+        # bz2 and lzma limit their output and may hold more of it back; zlib and zstandard
+        # return all that the input gives.
+        has_limit = hasattr(self._member, "needs_input")
+        data = b""
+        if not has_limit or self._member.needs_input:
+            data, self._rest = self._rest or self._raw.read(_CHUNK), b""
+            if not data:
+                raise EOFError(f"it ends in the middle of its {self._codec} data")
         try:
-            out = self._frame.decompress(data)
-        except self._library.ZstdError as error:
-            raise OSError(str(error)) from error
-        if self._frame.eof:
-            self._rest = self._frame.unused_data
-            self._frame = None
+            out = self._member.decompress(data, *((_CHUNK,) if has_limit else ()))
+        except self._errors as error:
+            raise OSError(f"{self._codec}: {error}") from error
+        if self._member.eof:
+            self._rest = self._member.unused_data
+            self._member = None
         return out
+
+
+def _decompressors(codec: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
+    """Return what makes a decompressor of one member, and the errors that it raises."""
+    if codec == "gzip":
+        return lambda: zlib.decompressobj(wbits=31), (zlib.error,)
+    if codec == "bzip2":
+        return bz2.BZ2Decompressor, (OSError,)
+    if codec == "xz":
+        return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), (lzma.LZMAError,)
+    try:
+        import zstandard
+    except ImportError:
+        raise ImportError(
+            "Zstandard files (.zst, .zstd) need the extra: pip install 'mcore-data[zstd]'."
+        ) from None
+    return lambda: zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError,)

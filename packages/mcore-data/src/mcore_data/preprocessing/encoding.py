@@ -1,4 +1,4 @@
-"""From a block of records to arrays of tokens: the work that a worker process does."""
+"""Encodes a block of records as arrays of tokens, in a worker process or in the main one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class EncodedTexts:
     """Tokens of one key.
 
     Attributes:
-        tokens: of all sequences, one after the other, in the stored dtype.
+        tokens: tokens of all sequences, one after the other, in the stored dtype.
         lengths: int32, tokens of each sequence.
         sequences: int32, sequences of each document; 0 for an empty one.
     """
@@ -34,13 +34,13 @@ class EncodedBlock:
     """A block of records, tokenized.
 
     Attributes:
-        keys: what each key gave.
-        num_documents: good records.
-        num_records: good and bad ones.
-        bad: records that gave no text, numbered from 1 in the block.
+        keys: tokens of each key.
+        num_documents: records with a text for every key.
+        num_records: all records.
+        bad: records that were left out, numbered from 1 in the block.
         num_texts: texts encoded.
-        num_characters: their length together.
-        checked: how many of them the reference encoded too.
+        num_characters: characters of these texts.
+        checked: texts and characters that the reference tokenizer encoded too.
     """
 
     keys: dict[str, EncodedTexts]
@@ -52,11 +52,11 @@ class EncodedBlock:
     checked: CheckReport = field(default_factory=CheckReport)
 
     def origins(self, source: int, before: int) -> NDArray[np.int64]:
-        """Rows for ``IndexedWriter.add_origins``: one behind each bad record.
+        """Rows for ``IndexedWriter.add_origins``: one after each bad record.
 
         Args:
             source: number of the input.
-            before: its records before this block; 0 adds the row with which it begins.
+            before: records of the input before this block; 0 adds the input's first row.
         """
         bad = np.array([one.number for one in self.bad], np.int64)
         documents = bad - np.arange(1, len(bad) + 1)  # good records before each bad one
@@ -66,15 +66,16 @@ class EncodedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """All that a worker needs to know besides the block.
+    """Encodes blocks; holds everything that a worker process needs.
 
     Attributes:
         engine: encodes the texts.
-        verifier: compares some of the ids with the tokenizer's; None compares none.
+        verifier: compares ids with the tokenizer's; None compares none.
         json_keys: keys of a record to tokenize.
-        dtype: of the stored tokens.
-        eod: id that ends each document that is not empty; None adds none.
-        split: cuts a text into the sentences that become sequences; None leaves it whole.
+        dtype: dtype of the stored tokens.
+        eod: id appended to each document that is not empty; None appends none.
+        split: cuts a text into the sentences that become sequences; None keeps each text as
+            one sequence.
     """
 
     engine: Engine
@@ -88,7 +89,7 @@ class Encoder:
         """Parse and tokenize a block.
 
         Raises:
-            EngineDifferenceError: if the engine is found to be wrong.
+            EngineDifferenceError: if the engine's ids of a text are not the tokenizer's.
         """
         parsed = block.parse(self.json_keys)
         num_documents = len(parsed.columns[0])
@@ -151,7 +152,7 @@ class Encoder:
 
 
 def _flatten(documents: Sequence[Text]) -> tuple[list[str], list[int] | None]:
-    """All texts, and the document of each (None: each is its own)."""
+    """All texts, and the document of each text; None if each text is a document."""
     if all(isinstance(document, str) for document in documents):
         return list(map(str, documents)), None
     lists = [[text] if isinstance(text, str) else text for text in documents]
@@ -160,12 +161,12 @@ def _flatten(documents: Sequence[Text]) -> tuple[list[str], list[int] | None]:
 
 
 def _as_stored(tokens: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
-    """Cast ids, which are not negative; of one size that costs nothing."""
+    """Cast ids to the stored dtype; ids are not negative, so equal sizes need no copy."""
     if tokens.dtype.itemsize == dtype.itemsize:
         return tokens.view(dtype)
     return tokens.astype(dtype)
 
 
 def _cut(text: Text, split: Callable[[str], list[str]] | None) -> Text:
-    """Return the sentences of a text; a list is cut already."""
+    """Cut a text into sentences; a list of sentences is returned unchanged."""
     return split(text) if split and isinstance(text, str) else text

@@ -1,15 +1,18 @@
-"""Where a preprocessing run stands: the state that survives a kill.
+"""Progress of a preprocessing run on disk, from which the same command continues.
 
-Every now and then, and whatever ends a run but a kill, the journal is replaced as a whole,
-once the outputs hold all that it says; a run that finds it cuts the outputs to that and goes
-on from there.
+The journal is replaced as a whole about once a second and when a run stops, after the partial
+outputs that it describes were flushed to the disk. A run that finds a journal cuts the
+partial outputs to the sizes in it and continues with the next block. It carries a digest of
+itself, so that a damaged journal is an error and never a wrong place to continue at.
 """
 
-import json
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from mcore_data.indexed.atomic_files import DIGEST, parse_json, replace_json
+from mcore_data.indexed.index_format import CorruptDatasetError
 
 log = logging.getLogger(__name__)
 
@@ -20,19 +23,19 @@ class Journal:
 
     Attributes:
         fingerprint: hash of everything that decides the output's bytes.
-        source: number of the input that is being read.
-        start: where its next block starts.
-        records: records of that input that are behind us, good and bad.
-        done_bytes: stored bytes of all inputs that are behind us.
+        source: number of the current input.
+        start: start of the next block in the current input.
+        records: records of the current input that were read, good and bad.
+        done_bytes: stored bytes of all inputs that were read.
         num_documents: documents written.
         num_tokens: tokens written, by key.
         num_texts: texts encoded.
-        num_characters: their length together.
-        checked_texts: texts that the tokenizer encoded too, for verification.
-        checked_characters: their length together.
+        num_characters: characters of these texts.
+        checked_texts: texts that the reference tokenizer encoded too.
+        checked_characters: characters of these texts.
         num_bad_records: records left out.
-        bad_records: the first of them, described.
-        outputs: sizes of the partial files, by key.
+        bad_records: file, line and fault of the first of them.
+        outputs: bytes of each partial file, by key of the corpus.
     """
 
     fingerprint: str
@@ -50,24 +53,31 @@ class Journal:
     bad_records: list[str] = field(default_factory=list)
     outputs: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def to_text(self) -> str:
-        """The journal as it stands, for ``write_journal``."""
-        return json.dumps(asdict(self))
 
-
-def write_journal(path: Path, text: str) -> None:
-    """Replace the file as a whole."""
-    partial = Path(f"{path}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+def write_journal(path: Path, journal: dict[str, Any]) -> None:
+    """Replace the file by ``journal``, a ``Journal`` as a dict."""
+    replace_json(path, journal)
 
 
 def open_journal(path: Path, fingerprint: str) -> Journal:
-    """Load the journal of an interrupted run of the same work, or start one."""
-    if path.is_file():
-        fields: dict[str, Any] = json.loads(path.read_text())
-        if fields["fingerprint"] == fingerprint:
-            log.info("continuing after %s documents", fields["num_documents"])
-            return Journal(**fields)
+    """Load the journal of an interrupted run of the same work, or start one.
+
+    Raises:
+        CorruptDatasetError: if the file is damaged.
+    """
+    if not path.is_file():
+        return Journal(fingerprint)
+    fields = parse_json(path.read_bytes()) or {}
+    fields.pop(DIGEST, None)
+    try:
+        journal = Journal(**fields)
+    except TypeError:
+        raise CorruptDatasetError(
+            f"{path}, the progress of an interrupted run, is damaged or of another version. "
+            "Remove it, and the same command begins anew."
+        ) from None
+    if journal.fingerprint != fingerprint:
         log.warning("%s is of other inputs or options: starting from the beginning", path)
-    return Journal(fingerprint)
+        return Journal(fingerprint)
+    log.info("continuing after %s documents", journal.num_documents)
+    return journal

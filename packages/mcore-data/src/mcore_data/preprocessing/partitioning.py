@@ -1,11 +1,11 @@
-"""A corpus in parts, each its own pair: on one host one after the other, or one on each.
+"""Tokenizes a corpus in parts, each its own pair: all on one host, or each on another host.
 
-A part is about one n-th of the inputs' bytes, in order, so that the pairs joined by number
-are the pair that a run without parts writes.
+Part k of n is the k-th range of about one n-th of the inputs' bytes. Pairs of all parts,
+joined by number, have the bytes of the pair that a run without parts writes.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +13,13 @@ from mcore_data.config import PreprocessConfig
 from mcore_data.indexed.manifest import has_files, read_manifest
 from mcore_data.indexed.merging import merge_pairs
 from mcore_data.indexed.output_lock import refuse_finished
-from mcore_data.preprocessing.blocks import InputSource
-from mcore_data.preprocessing.sources import divide
+from mcore_data.preprocessing.sources import Corpus, divide
 from mcore_data.preprocessing.tokenizing import (
     PreprocessReport,
     Progress,
     Tools,
     output_prefixes,
-    preprocess_sources,
+    preprocess_corpus,
     work_hash,
 )
 
@@ -29,28 +28,30 @@ log = logging.getLogger(__name__)
 
 def preprocess_parts(
     config: PreprocessConfig,
-    sources: Sequence[InputSource],
+    corpus: Corpus,
     tools: Tools,
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport:
-    """Tokenize part after part, or the one that ``config.partition`` names, and join them.
+    """Tokenize all parts and join them, or only the part ``config.partition``.
 
-    A part whose manifests say that it is done already is left as it is.
+    A part that an earlier run finished, by its manifests, is not made again.
 
     Returns:
         The report of the joined pairs, or of the one part.
     """
-    wanted = range(config.partitions) if config.partition < 0 else [config.partition]
+    numbers = range(config.partitions) if config.partition < 0 else [config.partition]
     if config.partition < 0 and not config.overwrite:
-        _refuse_finished(config, sources, tools)
+        _refuse_finished(config, corpus, tools)
     reports = []
-    for part in wanted:
-        one, own = _part(config, sources, part)
-        report = _finished(one, own, tools)
+    for number in numbers:
+        part_config, part_corpus = _part(config, corpus, number)
+        report = _finished(part_config, part_corpus, tools)
         if report is None:
-            log.info("part %s of %s", part, config.partitions)
-            report = preprocess_sources(one, own, tools, on_progress, block_bytes)
+            log.info("part %s of %s", number, config.partitions)
+            report = preprocess_corpus(
+                part_config, part_corpus, tools, on_progress, block_bytes
+            )
         reports.append(report)
     if config.partition >= 0:
         return reports[0]
@@ -65,33 +66,30 @@ def preprocess_parts(
     return whole
 
 
-def _refuse_finished(
-    config: PreprocessConfig, sources: Sequence[InputSource], tools: Tools
-) -> None:
+def _refuse_finished(config: PreprocessConfig, corpus: Corpus, tools: Tools) -> None:
     """Refuse to replace joined pairs whose parts are not those of this work."""
-    for part in range(config.partitions):
-        one, own = _part(config, sources, part)
-        if _finished(one, own, tools) is None:
+    for number in range(config.partitions):
+        if _finished(*_part(config, corpus, number), tools) is None:
             refuse_finished(output_prefixes(config).values(), "")
 
 
 def _part(
-    config: PreprocessConfig, sources: Sequence[InputSource], part: int
-) -> tuple[PreprocessConfig, list[InputSource]]:
+    config: PreprocessConfig, corpus: Corpus, number: int
+) -> tuple[PreprocessConfig, Corpus]:
     """Options and inputs of one part."""
-    prefix = f"{config.output_prefix}_{part}"
-    one = replace(config, output_prefix=prefix, partitions=1, partition=-1)
-    return one, divide(sources, part, config.partitions)
+    prefix = f"{config.output_prefix}_{number}"
+    part_config = replace(config, output_prefix=prefix, partitions=1, partition=-1)
+    return part_config, divide(corpus, number, config.partitions)
 
 
 def _finished(
-    config: PreprocessConfig, sources: Sequence[InputSource], tools: Tools
+    config: PreprocessConfig, corpus: Corpus, tools: Tools
 ) -> PreprocessReport | None:
-    """The report of a part that an earlier run finished, if its manifests are of this work."""
+    """The report of a part if an earlier run of the same work finished it, else None."""
     report = PreprocessReport(output_prefixes(config))
     for key, prefix in report.prefixes.items():
         facts: dict[str, Any] = read_manifest(prefix)
-        if facts.get("work") != work_hash(config, sources, tools) or not has_files(
+        if facts.get("work") != work_hash(config, corpus, tools) or not has_files(
             prefix, facts
         ):
             return None

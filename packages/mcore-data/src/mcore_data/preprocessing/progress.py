@@ -15,7 +15,7 @@ _LINE_EVERY_S = 10.0
 
 
 class Bar:
-    """A bar with the rate and the time left, on standard error."""
+    """Draws a bar with the rate and the time left on standard error."""
 
     def __init__(self, title: str) -> None:
         self._rich = RichProgress(
@@ -34,7 +34,7 @@ class Bar:
         return self
 
     def __call__(self, progress: Progress) -> None:
-        """Show how far the job is."""
+        """Redraw the bar."""
         self._rich.update(
             self._task,
             total=progress.total_bytes or None,
@@ -45,16 +45,16 @@ class Bar:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the bar as it is."""
+        """Stop drawing; the bar stays on the terminal."""
         self._rich.stop()
 
 
 class Lines:
-    """A line now and then, with the rate and the time left.
+    """Logs lines with the rate and the time left.
 
     Args:
-        title: of the job.
-        every_documents: documents between two lines; 0 means one every ten seconds.
+        title: name of the job.
+        every_documents: documents between two lines; 0 logs a line every ten seconds.
     """
 
     def __init__(self, title: str, every_documents: int = 0) -> None:
@@ -67,7 +67,7 @@ class Lines:
         return self
 
     def __call__(self, progress: Progress) -> None:
-        """Log how far the job is, if the last line is old enough."""
+        """Log a line if it is due."""
         last = self._last
         if self._every_documents:
             is_due = progress.num_documents - last.num_documents >= self._every_documents
@@ -81,11 +81,11 @@ class Lines:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing to put away."""
+        """Do nothing."""
 
 
 def describe_rate(progress: Progress) -> str:
-    """Documents, tokens and speed in a few words."""
+    """Documents, tokens and tokens per second, for people."""
     rate = (progress.num_tokens - progress.began_tokens) / max(progress.elapsed_s, 1e-9)
     return (
         f"{progress.num_documents:,} documents, {progress.num_tokens:,} tokens, "
@@ -94,7 +94,7 @@ def describe_rate(progress: Progress) -> str:
 
 
 def describe_left(progress: Progress) -> str:
-    """Return the share done and seconds left, where the whole is known."""
+    """Share done and seconds left; empty if the size of the inputs is unknown."""
     now_bytes = progress.done_bytes - progress.began_bytes
     if not progress.total_bytes or now_bytes <= 0:
         return ""

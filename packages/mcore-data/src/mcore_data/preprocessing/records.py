@@ -1,9 +1,9 @@
-"""Bytes of a block as records, and records as texts.
+"""Parses the bytes of a block into records, and records into texts.
 
-A record is a line of JSON, a row of a table or a whole text file. Records that will not do
-are listed with the reason, never dropped in silence. JSON is read by orjson where it is
-installed (extra ``fast``); whatever it refuses, the standard library has the last word on,
-so that both give the same.
+A record is a line of JSON, a row of a table or a whole text file. Bad records are returned
+with the reason, never dropped silently. JSON is parsed by orjson if it is installed (extra
+``fast``); lines that orjson refuses are parsed again by the standard library, so that both
+give the same texts.
 """
 
 import io
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-# First bytes of files that are taken for text where their suffix is unknown.
+# First bytes of binary formats, to explain why a file is not UTF-8.
 _MAGIC = {
     b"\x1f\x8b": "gzip's bytes: name the file .gz, or unpack it into the pipe",
     b"\x28\xb5\x2f\xfd": "Zstandard's bytes: name the file .zst, or unpack it into the pipe",
@@ -26,22 +26,22 @@ _MAGIC = {
 
 Kind = Literal["lines", "text_lines", "text", "table"]
 Text = str | list[str]
-"""One value of a record: a text, or its sentences one by one."""
+"""Value of one key of a record: a text, or a list of its sentences."""
 _LONG_LINE = 2000
 _HEAD_BYTES = 1 << 17
 
 
 class BadRecordError(ValueError):
-    """A record of the input cannot be used."""
+    """A record of the input has no text for every key."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that gave no text.
+    """A record without a text for every key.
 
     Attributes:
-        number: record in its block, from 1.
-        reason: what is wrong with it.
+        number: number of the record in its block, from 1.
+        reason: fault of the record.
     """
 
     number: int
@@ -50,12 +50,12 @@ class BadRecord:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRecords:
-    """Texts of some records.
+    """Texts of the records of a block.
 
     Attributes:
         columns: for each key, the values of the good records.
         bad: the other records.
-        num_records: good and bad together.
+        num_records: number of good and bad records.
     """
 
     columns: list[list[Text]]
@@ -63,7 +63,7 @@ class ParsedRecords:
     num_records: int
 
     def number_of(self, good: int) -> int:
-        """Number of the good record at position ``good``, counted from 1 over all."""
+        """Number, from 1 over good and bad records, of the good record at index ``good``."""
         number = good + 1
         for bad in self.bad:
             number += bad.number <= number
@@ -71,12 +71,13 @@ class ParsedRecords:
 
 
 def parse_records(kind: Kind, data: bytes, json_keys: Sequence[str]) -> ParsedRecords:
-    """Read the bytes of a block.
+    """Parse the bytes of a block.
 
     Args:
         kind: JSON lines, lines of text, one text, or a table as an Arrow stream.
         data: the bytes.
-        json_keys: keys of a record, or columns of a table; a text is the only key's.
+        json_keys: keys of a record, or columns of a table; plain text belongs to the only
+            key.
     """
     if kind == "lines":
         return parse_lines(data, json_keys)
@@ -87,7 +88,7 @@ def parse_records(kind: Kind, data: bytes, json_keys: Sequence[str]) -> ParsedRe
 
 
 def parse_lines(data: bytes, json_keys: Sequence[str]) -> ParsedRecords:
-    """Read JSON lines and pick keys; lines that will not do are listed, not raised."""
+    """Parse JSON lines and return the values of the keys; bad lines raise nothing."""
     columns = _parse_all(data, json_keys)
     if columns is not None:
         return ParsedRecords(columns, [], len(columns[0]))
@@ -96,7 +97,7 @@ def parse_lines(data: bytes, json_keys: Sequence[str]) -> ParsedRecords:
 
 
 def _views_of_lines(data: bytes) -> Iterator[memoryview]:
-    """Lines without a copy, which pays for long ones."""
+    """Yield lines without copying them; faster than ``split`` for long lines."""
     view, find = memoryview(data), data.find
     start = 0
     while start < len(data):
@@ -116,7 +117,7 @@ def _split_lines(data: bytes) -> list[bytes]:
 def _collect(
     raw: Sequence[Any], read: Callable[[Any], tuple[Text, ...]], num_columns: int
 ) -> ParsedRecords:
-    """Read records one by one."""
+    """Read records one by one, and note the bad ones."""
     columns: list[list[Text]] = [[] for _ in range(num_columns)]
     bad: list[BadRecord] = []
     for number, one in enumerate(raw, 1):
@@ -133,7 +134,7 @@ def _collect(
 
 @cache
 def _json_reader() -> tuple[Callable[[Any], Any], bool]:
-    """The fastest reader there is, and whether it refuses halves of surrogate pairs."""
+    """The fastest JSON parser installed, and whether it refuses halves of surrogate pairs."""
     try:
         from orjson import loads
     except ImportError:
@@ -142,7 +143,7 @@ def _json_reader() -> tuple[Callable[[Any], Any], bool]:
 
 
 def _parse_all(data: bytes, json_keys: Sequence[str]) -> list[list[Text]] | None:
-    """Columns of the lines if all are good, None if any is not or may not be."""
+    """Columns of the lines; None if a line is bad or must be checked one by one."""
     loads, is_strict = _json_reader()
     if not is_strict and (b"\\ud" in data or b"\\uD" in data):
         return None
@@ -193,7 +194,7 @@ def _pick(line: bytes, json_keys: Sequence[str]) -> tuple[Text, ...]:
 
 
 def _parse_table(data: bytes, json_keys: Sequence[str]) -> ParsedRecords:
-    """Rows of an Arrow stream that ``tables.py`` made; its columns are the keys."""
+    """Parse rows of an Arrow stream that ``tables.py`` wrote; its columns are the keys."""
     from pyarrow import ipc
 
     with ipc.open_stream(io.BytesIO(data)) as stream:

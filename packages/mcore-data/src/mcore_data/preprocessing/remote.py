@@ -1,18 +1,25 @@
 """Object stores and other URLs through fsspec (extra ``remote``; ``s3`` for S3)."""
 
 from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 
 def find_remote(
-    url: str, data_files: Callable[[Sequence[str]], list[str]], *, refresh: bool = False
-) -> list[tuple[str, int, str]]:
-    """URL, size and stamp of the files that a URL names: a file, a folder or a pattern.
+    url: str,
+    choose: Callable[[Sequence[str]], list[str]] = list,
+    *,
+    refresh: bool = False,
+) -> tuple[list[tuple[str, int, str]], list[str]]:
+    """Find the files that a URL names: one file, those below a folder, or a pattern's matches.
 
     Args:
         url: with a scheme.
-        data_files: picks those of a folder.
+        choose: picks the inputs among the files below a folder, by their names in it.
         refresh: list the store again instead of using this process's cache.
+
+    Returns:
+        URL, size and stamp of each input, by name; URLs of what was left out.
 
     Raises:
         ImportError: if fsspec or the store's own package is not installed.
@@ -20,18 +27,33 @@ def find_remote(
     store, path = _open_store(url)
     if refresh:
         store.invalidate_cache()
+    left_out: list[str] = []
     if any(mark in path for mark in "*?["):
-        paths = [name for name in store.glob(path) if store.isfile(name)]
+        infos = store.glob(path, detail=True)
+        chosen = [name for name in infos if infos[name]["type"] == "file"]
+        folders = [name for name in infos if infos[name]["type"] != "file"]
+        left_out = without_parents(folders, chosen)
     elif store.isdir(path):
-        paths = data_files(store.ls(path, detail=False))
+        infos = store.find(path, detail=True)
+        start = len(path.rstrip("/")) + 1
+        names = choose([name[start:] for name in sorted(infos)])
+        chosen = [f"{path.rstrip('/')}/{name}" for name in names]
+        left_out = sorted(infos.keys() - set(chosen))
     else:
-        paths = [path] if store.exists(path) else []
+        infos = {path: store.info(path)} if store.exists(path) else {}
+        chosen = list(infos)
     found = []
-    for name in sorted(paths):
-        info = store.info(name)
+    for name in sorted(chosen):
+        info = infos[name]
         stamp = info.get("ETag") or info.get("mtime") or info.get("LastModified") or ""
         found.append((store.unstrip_protocol(name), int(info.get("size") or 0), str(stamp)))
-    return found
+    return found, [store.unstrip_protocol(name) for name in left_out]
+
+
+def without_parents(folders: Sequence[str], files: Sequence[str]) -> list[str]:
+    """Those of the folders that hold none of the files, at any depth."""
+    parents = {str(parent) for file in files for parent in PurePosixPath(file).parents}
+    return [folder for folder in folders if folder.rstrip("/") not in parents]
 
 
 def open_remote(url: str) -> BinaryIO:

@@ -1,9 +1,9 @@
-"""Cutting a text into sentences, for sentence-pair training: by rule, or by NLTK's punkt.
+"""Splits a text into sentences by rules or by NLTK's punkt, for BERT and T5.
 
-Rules need no data. By them a sentence ends at ``.``, ``!`` or ``?`` (with closing quotes)
-before white space, unless the next letter is small, or the word is a known abbreviation or
-a single initial. Rules err on the side of long sentences; Japanese and Chinese full stops
-need no white space.
+The rules need no data. A sentence ends at ``.``, ``!`` or ``?`` (with closing quotes) before
+white space, unless the next letter is lower case, or the word is a known abbreviation or a
+single initial. In doubt the rules do not split; Japanese and Chinese full stops need no white
+space after them.
 """
 
 import logging
@@ -29,7 +29,7 @@ _SHORT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """A way to cut texts, and its name for the manifest."""
+    """A function that splits texts into sentences, and its name for the manifest."""
 
     name: str
     split: Callable[[str], list[str]]
@@ -41,18 +41,18 @@ def build_splitter(
     lang: str = "english",
     keep_newlines: bool = False,
 ) -> Splitter:
-    """Choose a splitter; ``auto`` takes punkt where NLTK and its data are there, else rules.
+    """Build a splitter; ``auto`` uses punkt if NLTK and its data are installed, else rules.
 
-    In another language than English ``auto`` is punkt: the rules are of English.
+    For a language other than English ``auto`` requires punkt: the rules are for English.
 
     Args:
-        kind: which.
+        kind: method of splitting.
         lang: language of punkt's data, as NLTK names it.
-        keep_newlines: leave the line ends that follow a sentence at its end.
+        keep_newlines: keep the line ends that follow a sentence as its last characters.
 
     Raises:
         ImportError: if punkt is chosen and NLTK is not installed.
-        FileNotFoundError: if punkt's data for the language is nowhere NLTK looks.
+        FileNotFoundError: if NLTK finds no punkt data for the language.
     """
     if kind != "rules":
         try:
@@ -60,7 +60,7 @@ def build_splitter(
         except (ImportError, FileNotFoundError):
             if kind == "punkt" or lang != "english":
                 raise
-            log.info("sentences are split by rules: NLTK or its punkt data are not here")
+            log.info("sentences are split by rules: NLTK or its punkt data are not installed")
         else:
             split = partial(_split_by_punkt, punkt=punkt, keep_newlines=keep_newlines)
             return Splitter(f"punkt {lang} (nltk {version})", split)
@@ -68,11 +68,11 @@ def build_splitter(
 
 
 def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
-    """Sentences of a text, in order, without the white space around them.
+    """Split a text into sentences by rules, without the white space around them.
 
     Args:
         text: any text.
-        keep_newlines: leave the line ends that follow a sentence at its end.
+        keep_newlines: keep the line ends that follow a sentence as its last characters.
     """
     sentences = []
     start = 0
@@ -102,7 +102,7 @@ def _load_punkt(lang: str) -> tuple[Any, str]:
 
 
 def _split_by_punkt(text: str, *, punkt: Any, keep_newlines: bool) -> list[str]:
-    """Sentences by punkt, with the space up to the next one as ``_strip`` takes it."""
+    """Split by punkt; white space between sentences is kept or removed as by rules."""
     spans = list(punkt.span_tokenize(text))
     ends = [*(start for start, _ in spans[1:]), len(text)][: len(spans)]
     pieces = [text[start:end] for (start, _), end in zip(spans, ends, strict=True)]

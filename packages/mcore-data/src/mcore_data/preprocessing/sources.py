@@ -1,10 +1,12 @@
-"""Inputs: found by file, folder, pattern or URL, cut into blocks, divided into parts."""
+"""Finds inputs by file, folder, pattern or URL, cuts them into blocks and into parts."""
 
 import hashlib
+import logging
+import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 from glob import glob
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,50 +21,98 @@ from mcore_data.preprocessing.blocks import (
     open_local,
     open_raw,
 )
-from mcore_data.preprocessing.compression import COMPRESSED, DAMAGE, open_compressed
+from mcore_data.preprocessing.compression import DAMAGE, codec_of, open_compressed
 from mcore_data.preprocessing.records import BadRecordError, Kind
-from mcore_data.preprocessing.remote import find_remote
-from mcore_data.preprocessing.tables import read_tables
+from mcore_data.preprocessing.remote import find_remote, without_parents
+from mcore_data.preprocessing.tables import TABLES, read_tables
 
-_LINES = (".jsonl", ".json", ".ndjson")
-_TABLES = (".parquet", ".arrow", ".feather")
+log = logging.getLogger(__name__)
+
+_LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".jl")
+_TEXTS = (".txt", ".text")
+_OF_OUTPUTS = (".manifest.json", ".journal.json")
+_NAMED_LEFT_OUT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a corpus that was divided.
+
+    Attributes:
+        number: from 0.
+        num_parts: parts of the division.
+        corpus: hash of the names, kinds and sizes of all inputs, divided or not.
+    """
+
+    number: int
+    num_parts: int
+    corpus: str
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The inputs of one pair.
+
+    Attributes:
+        sources: what is read, in order.
+        left_out: files of the given folders and patterns that are not read.
+        part: which part of a division the sources are; None if they are the whole.
+    """
+
+    sources: Sequence[InputSource]
+    left_out: Sequence[str] = ()
+    part: Part | None = None
 
 
 def find_inputs(words: Sequence[str], *, text_lines: bool = False) -> list[InputSource]:
     """Sources that ``--input`` names, in the order given; each folder's and pattern's by name.
 
+    A folder stands for all records in it and in its sub-folders, or if it has none for its
+    texts; ``report_left_out`` names the other files.
+
     Args:
         words: files, named pipes, folders, patterns, URLs, or ``-`` for JSON lines on
-            standard input. Hidden files of a folder are left out.
+            standard input.
         text_lines: take each line of a ``.txt`` file for a document, not the whole file.
 
     Raises:
         FileNotFoundError: if a word names nothing.
         ImportError: if a URL needs an extra that is not installed.
+        ValueError: if a table is compressed as a whole.
     """
     found: list[InputSource] = []
     for word in words:
-        if word == STDIN:
-            stamp = _stream_stamp()
-            sources = [InputSource(STDIN, "lines", 0, stamp, is_stream=True)]
-        elif "://" in word:
-            sources = [
-                InputSource(url, _kind(url, text_lines), size, stamp)
-                for url, size, stamp in find_remote(word, data_files)
-            ]
-        else:
-            sources = [_local(path, text_lines) for path in _expand(word)]
+        sources, left_out = _resolve(word, text_lines)
         if not sources:
-            raise FileNotFoundError(f"--input {word} is not a file, and names none.")
+            others = f" Left out: {_name_some(left_out)}." if left_out else ""
+            raise FileNotFoundError(f"--input {word} is not a file, and names none.{others}")
         found += sources
     return found
 
 
-def data_files(paths: Sequence[str]) -> list[str]:
-    """Those of a folder's files that are data: records, or if there are none, texts."""
-    shown = [path for path in paths if not Path(path).name.startswith(".")]
-    for suffixes in ((*_LINES, *_TABLES), (".txt",)):
-        chosen = [path for path in shown if _bare_suffix(path) in suffixes]
+def report_left_out(words: Sequence[str]) -> list[str]:
+    """Log and return the files of folders and patterns that ``find_inputs`` leaves out."""
+    left_out = [path for word in words for path in _resolve(word, False)[1]]
+    if left_out:
+        log.warning("--input: left out %s", _name_some(left_out))
+    return left_out
+
+
+def data_files(names: Sequence[str]) -> list[str]:
+    """Choose the inputs among a folder's files: its records, or if it has none its texts.
+
+    Args:
+        names: of all files, from the folder on. Hidden files, what lies in hidden folders,
+            manifests and journals are not chosen.
+    """
+    shown = [
+        name
+        for name in names
+        if not any(part.startswith(".") for part in Path(name).parts)
+        and not name.endswith(_OF_OUTPUTS)
+    ]
+    for suffixes in ((*_LINES, *TABLES), _TEXTS):
+        chosen = [name for name in shown if _bare_suffix(name) in suffixes]
         if chosen:
             return sorted(chosen)
     return []
@@ -74,7 +124,7 @@ def read_blocks(
     start: int = 0,
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[Block]:
-    """Cut a source into blocks, from the start of one of them on.
+    """Yield the blocks of a source, from the one that starts at ``start``.
 
     A record longer than ``block_bytes`` makes a longer block.
 
@@ -86,7 +136,7 @@ def read_blocks(
     start = max(start, source.start)
     if source.kind == "table":
         yield from read_tables(source, json_keys, start, block_bytes)
-    elif source.kind == "text" and source.is_local and not source.suffix:
+    elif source.kind == "text" and source.is_local and not source.codec:
         if start == 0:
             data = None if source.size else b""
             yield Block(source.path, "text", 0, max(source.size, 1), source.size, data)
@@ -101,7 +151,7 @@ def read_blocks(
 
 
 def refuse_changed(sources: Sequence[InputSource]) -> None:
-    """Hold files to the size and the time of change, or ETag, that they were found with."""
+    """Raise RuntimeError if a source has another size, time of change or ETag than before."""
     for source in sources:
         if source.is_stream:
             continue
@@ -109,7 +159,7 @@ def refuse_changed(sources: Sequence[InputSource]) -> None:
             info = Path(source.path).stat() if Path(source.path).is_file() else None
             now = (info.st_size, str(info.st_mtime_ns)) if info else None
         else:
-            found = find_remote(source.path, list, refresh=True)
+            found, _ = find_remote(source.path, refresh=True)
             now = found[0][1:] if found else None
         if now != (source.size, source.stamp):
             if now is None:
@@ -123,12 +173,13 @@ def refuse_changed(sources: Sequence[InputSource]) -> None:
             )
 
 
-def divide(sources: Sequence[InputSource], part: int, num_parts: int) -> list[InputSource]:
-    """The share of the inputs that is part ``part`` of ``num_parts``, all near one size.
+def divide(corpus: Corpus, part: int, num_parts: int) -> Corpus:
+    """Part ``part`` of ``num_parts`` of a corpus, all of about one size.
 
-    Plain lines are cut anywhere, other files belong whole to the part in which they start.
-    The parts together, in order, are the inputs.
+    Plain files are cut between lines; other files belong to the part in which they start.
+    The parts together, in order, are the corpus.
     """
+    sources = corpus.sources
     streams = [source.path for source in sources if source.is_stream]
     if streams:
         name = "standard input" if streams[0] == STDIN else streams[0]
@@ -147,7 +198,8 @@ def divide(sources: Sequence[InputSource], part: int, num_parts: int) -> list[In
         elif low <= at < high or (at == total and part == num_parts - 1):
             chosen.append(source)
         at += source.size
-    return chosen
+    listing = digest([[Path(source.path).name, source.kind, source.size] for source in sources])
+    return replace(corpus, sources=chosen, part=Part(part, num_parts, listing))
 
 
 def count_lines(path: str, stop: int) -> int:
@@ -161,7 +213,11 @@ def count_lines(path: str, stop: int) -> int:
 
 
 def read_texts(source: InputSource, json_keys: Sequence[str]) -> Iterator[str]:
-    """Stream the texts of a source, lists of sentences joined by a blank."""
+    """Yield the texts of a source; lists of sentences are joined by a blank.
+
+    Raises:
+        BadRecordError: at the first bad record.
+    """
     before = 0
     for block in read_blocks(source, json_keys):
         parsed = block.parse(json_keys)
@@ -176,17 +232,70 @@ def read_texts(source: InputSource, json_keys: Sequence[str]) -> Iterator[str]:
                 yield value if isinstance(value, str) else " ".join(value)
 
 
-def fingerprint(sources: Sequence[InputSource]) -> list[list[Any]]:
-    """What of the sources decides the output, for a journal."""
-    return [[s.path, s.kind, s.size, s.stamp, s.start, s.stop] for s in sources]
+def fingerprint(corpus: Corpus) -> list[Any]:
+    """Everything of the corpus that decides the output and the manifest's ``parts``."""
+    sources = [[s.path, s.kind, s.size, s.stamp, s.start, s.stop] for s in corpus.sources]
+    return [*sources, astuple(corpus.part)] if corpus.part else sources
 
 
-def _expand(word: str) -> list[Path]:
-    if Path(word).is_dir():
-        return [*map(Path, data_files([str(p) for p in Path(word).iterdir() if p.is_file()]))]
-    if Path(word).exists():
-        return [Path(word)]
-    return sorted(path for path in map(Path, glob(word, recursive=True)) if path.is_file())
+def _resolve(word: str, text_lines: bool) -> tuple[list[InputSource], list[str]]:
+    """Sources that a word of ``--input`` names, and what it leaves out."""
+    if word == STDIN:
+        return [InputSource(STDIN, "lines", 0, _stream_stamp(), is_stream=True)], []
+    if "://" in word:
+        found, left_out = find_remote(word, data_files)
+        sources = [
+            InputSource(url, _kind(url, text_lines), size, stamp) for url, size, stamp in found
+        ]
+        return sources, left_out
+    if os.path.isdir(word):
+        names = _names_below(word)
+        chosen = [
+            name for name in data_files(names) if os.path.isfile(os.path.join(word, name))
+        ]
+        paths = [os.path.join(word, name) for name in chosen]
+        left_out = [os.path.join(word, name) for name in sorted({*names} - {*chosen})]
+    elif os.path.exists(word):
+        paths, left_out = [word], []
+    else:
+        matches = {path: os.path.isfile(path) for path in sorted(glob(word, recursive=True))}
+        paths = [path for path, is_file in matches.items() if is_file]
+        others = [path for path, is_file in matches.items() if not is_file]
+        left_out = without_parents(others, paths)
+    return [_local(Path(path), text_lines) for path in paths], left_out
+
+
+def _names_below(folder: str) -> list[str]:
+    """Files in a folder and its sub-folders, by their paths from it, sorted.
+
+    Links to folders are followed. A folder that is not entered, since it is hidden or was
+    entered before through a link, is listed itself, with a slash at its end.
+    """
+    names: list[str] = []
+    entered = {os.path.realpath(folder)}
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for at, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        for name in sorted(folders):
+            real = os.path.realpath(os.path.join(at, name))
+            if name.startswith(".") or real in entered:
+                folders.remove(name)
+                names.append(os.path.relpath(os.path.join(at, name), folder) + "/")
+            else:
+                entered.add(real)
+        folders.sort()
+        names += [os.path.relpath(os.path.join(at, name), folder) for name in files]
+    return sorted(names)
+
+
+def _name_some(paths: Sequence[str]) -> str:
+    """Number of some files, and the names of the first of them."""
+    named = ", ".join(paths[:_NAMED_LEFT_OUT])
+    more = len(paths) - _NAMED_LEFT_OUT
+    rest = f" and {more:,} more" if more > 0 else ""
+    return f"{len(paths):,} file{'s' * (len(paths) > 1)}: {named}{rest}"
 
 
 def _local(path: Path, text_lines: bool) -> InputSource:
@@ -197,26 +306,32 @@ def _local(path: Path, text_lines: bool) -> InputSource:
 
 
 def _stream_stamp() -> str:
-    """A stamp like no other: a stream cannot be read from the middle again."""
+    """A unique stamp, since an interrupted run cannot continue in a stream."""
     return f"{time.time_ns()}"
 
 
 def _kind(path: str, text_lines: bool) -> Kind:
     suffix = _bare_suffix(path)
-    if suffix in _TABLES:
+    if suffix in TABLES:
+        if codec_of(path):
+            raise ValueError(
+                f"--input {path}: a table is compressed within its file, not as a whole. "
+                "Unpack it first."
+            )
         return "table"
-    if suffix == ".txt":
+    if suffix in _TEXTS:
         return "text_lines" if text_lines else "text"
     return "lines"
 
 
 def _bare_suffix(path: str) -> str:
-    bare = Path(path).with_suffix("") if Path(path).suffix in COMPRESSED else Path(path)
-    return bare.suffix
+    """Lower-case suffix of a file's name without that of its compression."""
+    bare = Path(path).with_suffix("") if codec_of(path) else Path(path)
+    return bare.suffix.lower()
 
 
 def _line_start(source: InputSource, at: int) -> int:
-    """First line start at or behind byte ``at``."""
+    """Start of the first line that begins at or after byte ``at``."""
     if at <= 0 or at >= source.size:
         return min(max(at, 0), source.size)
     with open_local(source.path) as file:
@@ -239,7 +354,7 @@ def _plain_blocks(source: InputSource, start: int, block_bytes: int) -> Iterator
 def _stream_blocks(
     source: InputSource, raw: BinaryIO, start: int, block_bytes: int
 ) -> Iterator[Block]:
-    stream = open_compressed(raw, source.suffix)
+    stream = open_compressed(raw, source.codec)
     _skip(stream, start)
     if source.kind == "text":
         if start == 0:

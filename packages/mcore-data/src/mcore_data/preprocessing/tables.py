@@ -1,19 +1,25 @@
-"""Parquet and Arrow files as blocks of rows (extra ``arrow``).
+"""Reads Parquet and Arrow files as blocks of rows (extra ``arrow``).
 
-Rows are read in order, batch by batch, and travel to the workers as an Arrow stream of the
-wanted columns; a file of any size takes the memory of one batch.
+Rows are read in order, batch by batch, and sent to the workers as an Arrow stream of the
+columns to tokenize; a file of any size takes the memory of one batch.
 """
 
+import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mcore_data.preprocessing.blocks import Block, InputSource, open_raw
 
+TABLES = (".parquet", ".pq", ".arrow", ".feather")
+"""Lower-case suffixes of tables."""
+_PARQUET = TABLES[:2]
+_ARROW_MAGIC = b"ARROW1"
+
 
 def read_tables(
     source: InputSource, json_keys: Sequence[str], start: int, block_bytes: int
 ) -> Iterator[Block]:
-    """Blocks of a table from row ``start`` on."""
+    """Yield the blocks of a table from row ``start`` on."""
     if source.is_stream:
         raise ValueError(f"--input {source.path}: a table is read from a file, not a pipe.")
     try:
@@ -25,9 +31,11 @@ def read_tables(
         ) from None
     row = 0
     try:
-        with open_raw(source) as raw:
+        with open_raw(source) as stored:
+            raw = _BoundedFile(stored)
             batches, num_rows = _open_table(source, raw, json_keys, block_bytes)
             for batch in batches:
+                batch.validate(full=True)  # Arrow believes offsets, also those behind the end
                 skipped = min(max(start - row, 0), batch.num_rows)
                 row += skipped
                 for piece in _cut(batch.slice(skipped), block_bytes):
@@ -43,15 +51,40 @@ def read_tables(
         raise RuntimeError(f"{source.path} is truncated or damaged: {error}") from error
 
 
+class _BoundedFile:
+    """A file that is read no further than its end.
+
+    Arrow asks for as many bytes as a length in the file claims, and Python allocates them
+    before it reads: a damaged length must not take more memory than the file has bytes.
+    """
+
+    closed = False
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._num_bytes = raw.seek(0, io.SEEK_END)
+        raw.seek(0)
+        self.seek, self.tell = raw.seek, raw.tell
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        left = max(self._num_bytes - self._raw.tell(), 0)
+        return self._raw.read(left if num_bytes < 0 else min(num_bytes, left))
+
+
 def _open_table(
-    source: InputSource, raw: Any, json_keys: Sequence[str], block_bytes: int
+    source: InputSource, raw: _BoundedFile, json_keys: Sequence[str], block_bytes: int
 ) -> tuple[Iterator[Any], int]:
-    """Record batches of the wanted columns, and the rows in all (0 if not known)."""
+    """Record batches with the columns ``json_keys``, and the table's rows; 0 if unknown."""
+    import pyarrow
     from pyarrow import parquet
 
     keys = list(json_keys)
-    if source.path.endswith(".parquet"):
-        file = parquet.ParquetFile(raw, buffer_size=1 << 20)
+    if source.path.lower().endswith(_PARQUET):
+        file = parquet.ParquetFile(
+            pyarrow.PythonFile(raw, mode="r"),
+            buffer_size=1 << 20,
+            page_checksum_verification=True,
+        )
         _check_columns(source, file.schema_arrow.names, keys)
         num_rows = file.metadata.num_rows
         stored = sum(
@@ -59,31 +92,41 @@ def _open_table(
         )
         batch_rows = max(1, min(65_536, block_bytes * num_rows // max(stored, 1)))
         return file.iter_batches(batch_size=batch_rows, columns=keys), num_rows
-    reader = _open_arrow(raw)
-    _check_columns(source, reader.schema.names, keys)
-    return (batch.select(keys) for batch in _arrow_batches(reader)), 0
+    return _read_arrow(source, raw, keys), 0
 
 
-def _open_arrow(raw: Any) -> Any:
-    """Open Arrow's file form, or its stream form, which Hugging Face datasets keeps."""
+def _read_arrow(source: InputSource, raw: _BoundedFile, keys: list[str]) -> Iterator[Any]:
+    """Yield the record batches of Arrow's stream or file form; Hugging Face datasets has both.
+
+    The file form is a stream between a magic word and a footer. Arrow's readers take a stream
+    that was cut between two batches for a whole one, and ignore what follows its end marker,
+    so both are checked here.
+    """
     import pyarrow
     from pyarrow import ipc
 
-    if raw.read(6) == b"ARROW1":
-        raw.seek(0)
-        return ipc.open_file(raw)
-    raw.seek(0)
-    return ipc.open_stream(pyarrow.PythonFile(raw))
-
-
-def _arrow_batches(reader: Any) -> Iterator[Any]:
-    if hasattr(reader, "num_record_batches"):
-        return (reader.get_batch(i) for i in range(reader.num_record_batches))
-    return iter(reader)
+    has_footer = raw.read(8) == _ARROW_MAGIC + b"\0\0"
+    raw.seek(8 if has_footer else 0)
+    reader = ipc.open_stream(pyarrow.PythonFile(raw, mode="r"))
+    _check_columns(source, reader.schema.names, keys)
+    end = raw.tell()
+    for batch in reader:
+        yield batch.select(keys)
+        end = raw.tell()
+    # The end marker has 8 bytes, or 4 in files of Arrow before 0.15.
+    if raw.tell() - end not in (4, 8):
+        raise OSError("its last record batch is not followed by the marker of a stream's end")
+    rest = raw.read()
+    # The footer ends with its own length (4 bytes) and the magic word (6 bytes).
+    footer_bytes = int.from_bytes(rest[-10:-6], "little") + 10
+    if has_footer and not (rest.endswith(_ARROW_MAGIC) and len(rest) == footer_bytes):
+        raise OSError("its record batches are not followed by exactly one footer")
+    if not has_footer and rest:
+        raise OSError(f"{len(rest)} bytes follow the end of its stream")
 
 
 def _cut(batch: Any, block_bytes: int) -> Iterator[Any]:
-    """Pieces of a batch of about ``block_bytes`` each."""
+    """Yield slices of a batch of about ``block_bytes`` each."""
     rows = max(1, batch.num_rows * block_bytes // max(batch.nbytes, 1))
     for first in range(0, batch.num_rows, rows):
         yield batch.slice(first, rows)

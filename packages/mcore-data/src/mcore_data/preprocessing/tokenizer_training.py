@@ -1,4 +1,4 @@
-"""Training a byte-level BPE tokenizer on a corpus, so that nothing need be downloaded."""
+"""Trains a byte-level BPE tokenizer on a corpus, so that no tokenizer is downloaded."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from mcore_data.indexed.output_lock import make_folder
-from mcore_data.preprocessing.sources import find_inputs, read_texts
+from mcore_data.preprocessing.sources import find_inputs, read_texts, report_left_out
 from mcore_data.tokenizers.hf import END_OF_TEXT, HFTokenizer, set_byte_level
 
 _SMALLEST = 257
@@ -24,17 +24,17 @@ def train_tokenizer(
 ) -> HFTokenizer:
     """Train byte-level BPE with ``<|endoftext|>`` as end of document, and save it.
 
-    All 256 bytes are in the vocabulary, so every text can be encoded and comes back
-    unchanged.
+    All 256 bytes are in the vocabulary, so that every text can be encoded and decoded to
+    itself.
 
     Args:
         inputs: JSONL files, plain or compressed.
         output: folder for ``tokenizer.json`` and ``tokenizer_config.json``, which
             ``load_tokenizer`` and ``transformers.AutoTokenizer`` open.
-        vocab_size: ids at most, the end of document and the bytes included. A small
-            corpus may have fewer pairs worth a merge.
+        vocab_size: upper limit of the number of ids, the end of document and the bytes
+            included. A small corpus may give fewer merges.
         json_keys: keys of a record to train on.
-        show_progress: let the tokenizers library draw its bars.
+        show_progress: show the progress bars of the tokenizers library.
 
     Raises:
         ValueError: if ``vocab_size`` is below 257, there is no text, a record is bad (file
@@ -66,5 +66,7 @@ def train_tokenizer(
 
 
 def _texts(inputs: Sequence[str | Path], json_keys: Sequence[str]) -> Iterator[str]:
-    for source in find_inputs(list(map(str, inputs))):
+    words = list(map(str, inputs))
+    report_left_out(words)
+    for source in find_inputs(words):
         yield from read_texts(source, json_keys)

@@ -1,9 +1,9 @@
 """One pass over sources: bounded memory, in order, and able to continue after a crash.
 
 This process cuts the inputs into blocks, workers parse and tokenize them, and this process
-appends the results in order. Many times a second a journal says how far inputs and outputs
-are, so a run that was killed continues there; the result is the same byte for byte. Final
-names appear only when all is written, and a manifest last.
+appends the results in order. About once a second a journal records how far inputs and
+outputs are, so a run that was killed continues there; the result is the same byte for byte.
+Final names appear only when all is written, and a manifest last.
 """
 
 import itertools
@@ -12,8 +12,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.engines.building import build_engine
@@ -28,6 +29,7 @@ from mcore_data.preprocessing.journal import Journal, open_journal, write_journa
 from mcore_data.preprocessing.records import BadRecordError
 from mcore_data.preprocessing.sentences import Splitter, build_splitter
 from mcore_data.preprocessing.sources import (
+    Corpus,
     count_lines,
     digest,
     fingerprint,
@@ -41,21 +43,23 @@ from mcore_data.tokenizers.protocol import Tokenizer
 log = logging.getLogger(__name__)
 
 _NAMED_BAD_RECORDS = 20
-_JOURNAL_EVERY_S = 0.05
+_JOURNAL_EVERY_S = 1.0
+_SAVE_SHARE = 20  # at least so many times as long between two saves as one takes
+_SOURCE_FACTS = ("path", "kind", "size", "stamp", "start", "stop")
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
-        done_bytes: stored bytes of the inputs that are behind us.
-        total_bytes: stored bytes of all inputs; 0 if unknown, as of standard input.
+        done_bytes: stored bytes of the inputs that were read.
+        total_bytes: stored bytes of all inputs; 0 if an input is a stream.
         num_documents: documents written.
         num_tokens: tokens written, of all keys.
-        elapsed_s: seconds since this process began.
-        began_bytes: of ``done_bytes``, what an earlier run had done.
-        began_tokens: of ``num_tokens``, what an earlier run had written.
+        elapsed_s: seconds since this process began the run.
+        began_bytes: bytes of ``done_bytes`` that an earlier process read.
+        began_tokens: tokens of ``num_tokens`` that an earlier process wrote.
     """
 
     done_bytes: int
@@ -69,14 +73,14 @@ class Progress:
 
 @dataclass(slots=True)
 class PreprocessReport:
-    """What a finished run wrote.
+    """Counts of a finished run.
 
     Attributes:
         prefixes: prefix of the dataset of each key.
         num_documents: documents in each dataset, empty ones included.
         num_tokens: tokens in each dataset, by key.
         num_bad_records: records left out.
-        bad_records: the first of them, with file and line.
+        bad_records: file, line and fault of the first of them.
     """
 
     prefixes: dict[str, Path]
@@ -88,12 +92,12 @@ class PreprocessReport:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What turns texts into tokens; built once, shared by all parts of a run.
+    """Tokenizer, encoder and splitter, shared by all parts of a run.
 
     Attributes:
-        tokenizer: the reference.
-        encoder: what workers run.
-        splitter: of sentences; None leaves texts whole.
+        tokenizer: the reference tokenizer.
+        encoder: encodes blocks in the workers.
+        splitter: splits texts into sentences; None keeps each text as one sequence.
     """
 
     tokenizer: Tokenizer
@@ -102,7 +106,7 @@ class Tools:
 
 
 def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Tools:
-    """Build tokenizer, engine and splitter; errors as ``preprocess``."""
+    """Build tokenizer, engine and splitter; raises as ``preprocess`` does."""
     tokenizer = build_tokenizer(tokenizer_config)
     if config.append_eod and tokenizer.eod is None:
         raise ValueError(
@@ -128,29 +132,29 @@ def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> 
     return Tools(tokenizer, encoder, splitter)
 
 
-def preprocess_sources(
+def preprocess_corpus(
     config: PreprocessConfig,
-    sources: Sequence[InputSource],
+    corpus: Corpus,
     tools: Tools,
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport:
-    """Tokenize sources into the pairs of ``config.output_prefix``; see ``preprocess``."""
+    """Tokenize a corpus into a pair for each key; raises as ``preprocess`` does."""
     with only_writer(config.output_prefix), naming_full_disks(config.output_prefix):
-        return _preprocess_alone(config, sources, tools, on_progress, block_bytes)
+        return _preprocess_alone(config, corpus, tools, on_progress, block_bytes)
 
 
 def _preprocess_alone(
     config: PreprocessConfig,
-    sources: Sequence[InputSource],
+    corpus: Corpus,
     tools: Tools,
     on_progress: Callable[[Progress], None] | None,
     block_bytes: int,
 ) -> PreprocessReport:
-    """``preprocess_sources``, under the lock of its outputs."""
+    """Do the work of ``preprocess_corpus``; the caller holds the lock of the outputs."""
     prefixes = output_prefixes(config)
     journal_path = Path(f"{config.output_prefix}.journal.json")
-    work = work_hash(config, sources, tools)
+    work = work_hash(config, corpus, tools)
     journal = open_journal(journal_path, work)
     if not journal.outputs and not config.overwrite:
         refuse_finished(prefixes.values(), work)
@@ -163,7 +167,7 @@ def _preprocess_alone(
     }
     run = _Run(
         config=config,
-        sources=sources,
+        sources=corpus.sources,
         writers=writers,
         journal=journal,
         journal_path=journal_path,
@@ -177,9 +181,9 @@ def _preprocess_alone(
             writer.suspend()
         raise
     for key, prefix in prefixes.items():
-        manifest_path(prefix).unlink(missing_ok=True)  # of what stood there before
+        manifest_path(prefix).unlink(missing_ok=True)  # of an earlier pair
         checksum = writers[key].finalize() if key in writers else ""
-        facts = _facts(key, config, sources, tools, journal)
+        facts = _facts(key, config, corpus, tools, journal)
         write_manifest(prefix, {**facts, "bin_sha256": checksum})
     journal_path.unlink(missing_ok=True)
     return PreprocessReport(
@@ -192,14 +196,14 @@ def _preprocess_alone(
 
 
 def output_prefixes(config: PreprocessConfig) -> dict[str, Path]:
-    """Prefix of the pair of each key, by Megatron's names."""
+    """Prefix of each key's pair, named as Megatron names it."""
     level = "sentence" if config.split_sentences else "document"
     return {key: Path(f"{config.output_prefix}_{key}_{level}") for key in config.json_keys}
 
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """The loop over blocks, and the bookkeeping after each."""
+    """Writes blocks to the pairs, and keeps the journal."""
 
     config: PreprocessConfig
     sources: Sequence[InputSource]
@@ -211,7 +215,7 @@ class _Run:
     began: float = field(default_factory=time.monotonic)
 
     def write_blocks(self, encoder: Encoder) -> None:
-        """Encode what is left of the inputs and append it."""
+        """Encode the blocks that the journal does not cover, and append them."""
         sizes = [source.num_bytes for source in self.sources]
         before = [0, *itertools.accumulate(sizes)]
         total = 0 if any(source.is_stream for source in self.sources) else before[-1]
@@ -223,21 +227,30 @@ class _Run:
             num_workers=limit_workers(self.config.workers),
             block_bytes=self.block_bytes,
         )
-        unsaved, saved_at = "", 0.0
+        unsaved: dict[str, Any] = {}
+        due = 0.0
         try:
             with closing(results):
                 for (source, block), result in results:
                     self._append(source, block, result)
                     self.journal.done_bytes = before[source] + block.done_bytes
-                    unsaved = self.journal.to_text()
-                    if time.monotonic() - saved_at >= _JOURNAL_EVERY_S:
-                        write_journal(self.journal_path, unsaved)
-                        unsaved, saved_at = "", time.monotonic()
+                    unsaved = asdict(self.journal)
+                    began = time.monotonic()
+                    if began >= due:
+                        self._save(unsaved)
+                        unsaved, now = {}, time.monotonic()
+                        due = now + max(_JOURNAL_EVERY_S, _SAVE_SHARE * (now - began))
                     self._tell(start)
             refuse_changed(self.sources[: self.journal.source + 1])
         finally:
-            if unsaved:  # as of the last whole block, even if one is half appended
-                write_journal(self.journal_path, unsaved)
+            if unsaved:  # describes the last whole block, also if the next was half appended
+                self._save(unsaved)
+
+    def _save(self, journal: dict[str, Any]) -> None:
+        """Flush the partial outputs to the disk, then the journal that describes them."""
+        for writer in self.writers.values():
+            writer.sync()
+        write_journal(self.journal_path, journal)
 
     def _blocks(self) -> Iterator[tuple[int, Block]]:
         keys = self.config.json_keys
@@ -303,17 +316,17 @@ class _Run:
         self.journal.num_bad_records += len(result.bad)
 
 
-def _is_finished(prefix: Path, stand: dict[str, int] | None) -> bool:
-    """Whether a killed run had already given this output its final names."""
+def _is_finished(prefix: Path, position: dict[str, int] | None) -> bool:
+    """Whether a killed run had already renamed this output to its final names."""
     return (
-        stand is not None
+        position is not None
         and idx_path(prefix).is_file()
         and not Path(f"{prefix}.lengths.partial").exists()
     )
 
 
 def limit_workers(wanted: int) -> int:
-    """Return how many processes start: those wanted, or the most for this host's cores."""
+    """Number of workers to start: ``wanted``, at most ``most_workers`` of the cores."""
     limited = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
     most = most_workers(cores)
@@ -322,15 +335,16 @@ def limit_workers(wanted: int) -> int:
     return min(wanted, most)
 
 
-def work_hash(config: PreprocessConfig, sources: Sequence[InputSource], tools: Tools) -> str:
+def work_hash(config: PreprocessConfig, corpus: Corpus, tools: Tools) -> str:
     """Hash of everything that decides the output's bytes.
 
-    Engines give the same ids, and skipping may be decided late: neither is part of it.
+    The engine is left out, since all engines give the same ids, and so is ``on_bad_record``,
+    since a stopped run may continue with another value.
     """
     splitter = tools.splitter.name if tools.splitter else ""
     return digest(
         [
-            fingerprint(sources),
+            fingerprint(corpus),
             list(config.json_keys),
             [config.append_eod, splitter, config.keep_newlines],
             tools.tokenizer.fingerprint(),
@@ -341,14 +355,14 @@ def work_hash(config: PreprocessConfig, sources: Sequence[InputSource], tools: T
 def _facts(
     key: str,
     config: PreprocessConfig,
-    sources: Sequence[InputSource],
+    corpus: Corpus,
     tools: Tools,
     journal: Journal,
 ) -> dict[str, object]:
-    """What the manifest of one key's pair says."""
+    """Facts for the manifest of one key's pair."""
     exact = tools.encoder.engine.name == "reference"
-    return {
-        "work": work_hash(config, sources, tools),
+    facts: dict[str, object] = {
+        "work": work_hash(config, corpus, tools),
         "key": key,
         "documents": journal.num_documents,
         "tokens": journal.num_tokens.get(key, 0),
@@ -356,6 +370,7 @@ def _facts(
         "append_eod": config.append_eod,
         "eod": tools.encoder.eod,
         "sentence_splitter": tools.splitter.name if tools.splitter else "none",
+        "keep_newlines": config.keep_newlines,
         "tokenizer": {
             "sha256": tools.tokenizer.fingerprint(),
             "vocab_size": tools.tokenizer.vocab_size,
@@ -374,7 +389,14 @@ def _facts(
         },
         "bad_records": {"skipped": journal.num_bad_records, "first": journal.bad_records},
         "inputs": [
-            {name: getattr(source, name) for name in ("path", "kind", "size", "start", "stop")}
-            for source in sources
+            {name: getattr(source, name) for name in _SOURCE_FACTS} for source in corpus.sources
         ],
+        "left_out": corpus.left_out,
     }
+    if (part := corpus.part) is not None:
+        facts["parts"] = {
+            "numbers": [part.number],
+            "of": part.num_parts,
+            "corpus": part.corpus,
+        }
+    return facts

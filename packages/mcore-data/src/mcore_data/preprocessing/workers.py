@@ -1,10 +1,10 @@
-"""Worker processes that encode blocks; results come back in the order of the blocks.
+"""Worker processes that encode blocks; results are returned in the order of the blocks.
 
-Each worker has a second block before it is done with the first, so that it need not wait for
-this process, which is writing meanwhile. Its tokens come back through memory that is shared
-since before the fork, nameless, so that nothing is left behind whatever is killed; the rest
-of a result is small and travels by a pipe. Where processes cannot be forked, or a result
-outgrows its place, the tokens take the pipe too.
+Each worker is sent its next block before it has finished the current one, so that it does not
+wait while the main process writes. Tokens are returned in anonymous shared memory that is
+mapped before the fork, so that no file stays if a process is killed; the rest of a result is
+small and is sent through a pipe. If processes cannot be forked, or a result is larger than its
+slot of shared memory, the tokens are sent through the pipe too.
 """
 
 import signal
@@ -34,7 +34,7 @@ _SLOT_BYTES_PER_BYTE = 5
 
 @dataclass(slots=True)
 class _Worker:
-    """One process as the parent sees it."""
+    """A worker process, its pipe, and its slots of shared memory."""
 
     process: Any
     pipe: Connection
@@ -51,20 +51,21 @@ def encode_all(
     block_bytes: int,
     start_method: str = START_METHOD,
 ) -> Generator[tuple[Task, EncodedBlock], None, None]:
-    """Encode blocks in worker processes, in order; at most four for each are in memory.
+    """Encode blocks in worker processes; yields results in the order of the blocks.
 
-    The tokens of a result are valid until the next result is taken.
+    At most four blocks for each worker are in memory. The tokens of a result are valid until
+    the next result is taken.
 
     Args:
-        encoder: what the workers do; handed over by the fork, or pickled.
+        encoder: encodes the blocks; inherited by the fork, or pickled.
         tasks: the blocks.
-        num_workers: processes.
+        num_workers: number of processes; 1 encodes in this process.
         block_bytes: usual size of a block, from which shared memory is sized.
-        start_method: of multiprocessing; only ``fork`` shares memory.
+        start_method: start method of multiprocessing; only ``fork`` shares memory.
 
     Raises:
         RuntimeError: if a worker died.
-        Exception: what a worker raised, in place of its block's result.
+        Exception: an exception of a worker, instead of its block's result.
     """
     if num_workers == 1:
         for task in tasks:
@@ -83,15 +84,15 @@ def encode_all(
 
 
 def most_workers(num_cores: int) -> int:
-    """Return how many workers may start: four a core, since some wait for files, or eight."""
+    """Upper limit of workers: four a core, since some wait for files, and at least eight."""
     return max(8, 4 * num_cores)
 
 
 def started(context: Any, work: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
-    """Start a process that ends with this one, and return it."""
+    """Start a daemon process, which ends with this one, and return it."""
     process = context.Process(target=work, args=arguments, daemon=True)
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks beside threads; the child runs nothing but its work.
+        # Python 3.12 warns of forks in a process with threads; the child runs only ``work``.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     return process
@@ -100,9 +101,9 @@ def started(context: Any, work: Callable[..., None], arguments: tuple[Any, ...])
 def _schedule(
     workers: list[_Worker], tasks: Iterator[Task]
 ) -> Iterator[tuple[Task, EncodedBlock]]:
-    """Keep every worker busy, and give the results out in order."""
+    """Send tasks to all workers, and yield the results in the order of the tasks."""
     waiting: deque[tuple[Task, _Worker, int]] = deque()
-    done: dict[tuple[int, int], Any] = {}  # by the worker's place and its slot
+    done: dict[tuple[int, int], Any] = {}  # by number of the worker and of its slot
     place = {id(worker): number for number, worker in enumerate(workers)}
     task: Task | None = None
     more = True
@@ -139,10 +140,11 @@ def _schedule(
 
 
 def _takes(worker: _Worker, task: Task | None = None) -> bool:
-    """Whether a worker may be sent a task now.
+    """Whether a worker can be sent a task now.
 
-    One that carries its bytes may fill the pipe, and waits until the worker reads: were it to
-    write just then, both would wait for ever.
+    A task that carries its bytes may fill the pipe, and then sending waits until the worker
+    reads. If the worker were sending a result at the same time, both would wait forever, so
+    such a task is sent to an idle worker only.
     """
     carries = task is not None and task[1].data is not None
     return bool(worker.free) and worker.num_blocks < (1 if carries else _AHEAD)
@@ -156,7 +158,8 @@ def _start(
     for _ in range(num_workers):
         ours, theirs = context.Pipe()
         slots = [mmap(-1, slot_bytes) for _ in range(_SLOTS)] if slot_bytes else []
-        # A forked child holds the ends of the others too; open, they would hide our death.
+        # A forked child inherits the pipes of the other workers. It closes them, since a pipe
+        # that is open in a worker does not end when the parent dies.
         inherited = [worker.pipe for worker in workers] + [ours] if slot_bytes else []
         process = started(context, _work, (encoder, theirs, slots, inherited))
         theirs.close()
@@ -167,14 +170,14 @@ def _start(
 def _work(
     encoder: Encoder, pipe: Connection, slots: list[mmap], inherited: list[Connection]
 ) -> None:
-    """Encode what comes until the parent is gone: the life of a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    """Encode the blocks that arrive until the parent ends; runs in a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its workers
     for other in inherited:
         other.close()
     while True:
         try:
             slot, block = pipe.recv()
-        except (EOFError, ConnectionError):  # reset if an answer of ours was not read
+        except (EOFError, ConnectionError):  # a reset if the parent left an answer unread
             return
         answer: Any
         try:
@@ -190,7 +193,7 @@ def _work(
 
 
 def _without_tokens(result: EncodedBlock, slot: mmap) -> EncodedBlock:
-    """Move tokens to the slot as long as there is room; their number stays behind."""
+    """Move tokens to the slot while they fit; ``_with_tokens`` finds them by their lengths."""
     at = 0
     keys = {}
     for key, part in result.keys.items():
@@ -207,7 +210,7 @@ def _without_tokens(result: EncodedBlock, slot: mmap) -> EncodedBlock:
 
 
 def _with_tokens(result: EncodedBlock, slot: mmap | None) -> EncodedBlock:
-    """Return the block with the tokens that its worker left in the slot."""
+    """Return the block with the tokens that its worker wrote to the slot."""
     if slot is None:
         return result
     at = 0
@@ -240,6 +243,6 @@ def _receive(worker: _Worker) -> Any:
 def _death(worker: _Worker) -> RuntimeError:
     worker.process.join(1)
     return RuntimeError(
-        f"a worker process died (exit code {worker.process.exitcode}), most likely for want of "
-        "memory. The same command continues where it stopped; use fewer --workers."
+        f"a worker process died (exit code {worker.process.exitcode}), most likely because "
+        "memory ran out. The same command continues the run; use fewer --workers."
     )
