@@ -7,7 +7,7 @@ The same as ``mcore-train bert``.
 
 import sys
 
-from mcore_train.cli import main
+from mcore_train.cli import pretrain
 
 if __name__ == "__main__":
-    sys.exit(main(["bert", *sys.argv[1:]]))
+    sys.exit(pretrain("bert", sys.argv[1:]))

@@ -8,7 +8,7 @@ without a meaning are named, and an unknown one is answered with the nearest kno
 
 import sys
 
-from mcore_train.cli import main
+from mcore_train.cli import pretrain
 
 if __name__ == "__main__":
-    sys.exit(main(["gpt", *sys.argv[1:]]))
+    sys.exit(pretrain("gpt", sys.argv[1:]))

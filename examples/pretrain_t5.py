@@ -7,7 +7,7 @@ The same as ``mcore-train t5``.
 
 import sys
 
-from mcore_train.cli import main
+from mcore_train.cli import pretrain
 
 if __name__ == "__main__":
-    sys.exit(main(["t5", *sys.argv[1:]]))
+    sys.exit(pretrain("t5", sys.argv[1:]))

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from mcore_parallel.command_line import parse, unknown
+from mcore_parallel.command_line import OptionsError, parse, unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,23 @@ class Oven:
     def __post_init__(self):
         if self.degrees < 0:
             raise ValueError("--degrees must be 0 or more.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """What it stands on."""
+
+    legs: int = 4
+    """Of the table."""
+    width: int = 5
+    """Of the table."""
+
+    def __post_init__(self):
+        for name in ("legs", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be 1 or more.")
+        if self.width < self.legs:
+            raise ValueError(f"--legs {self.legs} do not fit under --width {self.width}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +104,12 @@ def test_defaults_may_come_from_elsewhere_and_flags_lie_over_them():
         ("", "bake cake needs --num-layers: see bake cake --help."),
         ("--num-layers", "--num-layers needs a value."),
         ("--num-layers x", "--num-layers 'x' must be a whole number."),
-        ("--height tall", "--height 'tall' must be a number."),
-        ("--icing salt", "--icing 'salt' is no choice: use sugar or butter."),
-        ("--candles=yes", "--candles takes no value: --[no-]candles turns it on or off."),
+        ("--num-layers 3 --height tall", "--height 'tall' must be a number."),
+        ("--num-layers 3 --icing salt", "--icing 'salt' is no choice: use sugar or butter."),
+        (
+            "--num-layers 3 --candles=yes",
+            "--candles takes no value: --[no-]candles turns it on or off.",
+        ),
         ("--num-layers 3 4", "'4' belongs to no option; options begin with two dashes."),
         ("--num-layer 3", "unknown option --num-layer: did you mean --num-layers?"),
         ("--num-layers 3 --degrees -1", "--degrees must be 0 or more."),
@@ -175,3 +195,51 @@ def test_a_function_takes_words_without_flags_and_describes_its_arguments(capsys
 )
 def test_only_a_name_that_is_near_is_offered_for_an_unknown_one(name, known, answer):
     assert unknown(name, known).endswith(answer)
+
+
+def test_all_faults_are_found_in_one_pass_and_what_follows_from_them_is_left_out():
+    words = "--num-layer 3 --heigth 4 --height tall --degrees -1 --icing salt 7 8 --candles"
+    with pytest.raises(OptionsError) as refusal:
+        read(*words.split())
+    assert refusal.value.lines == (
+        "unknown option --num-layer: did you mean --num-layers?",
+        "unknown option --heigth: did you mean --height?",
+        "--height 'tall' must be a number.",
+        "--icing 'salt' is no choice: use sugar or butter.",
+        "'7 8' belong to no option; options begin with two dashes.",
+        "--degrees must be 0 or more.",
+    )
+
+
+def test_every_fault_of_a_dataclass_is_found_though_it_raises_the_first_alone():
+    def bake(oven: Oven, table: Table, hours: int = 1):
+        raise AssertionError("called with faults")
+
+    with pytest.raises(OptionsError) as refusal:
+        parse(bake, "bake", ["--degrees", "-1", "--legs", "0", "--width", "0", "--hour", "2"])
+    assert refusal.value.lines == (
+        "unknown option --hour: did you mean --hours?",
+        "--degrees must be 0 or more.",
+        "--legs must be 1 or more.",
+        "--width must be 1 or more.",
+    )
+
+
+def test_a_default_that_replaces_a_fault_is_not_reported_against_other_options():
+    """``--legs 0`` is reset to 4, beside which ``--width 1`` would be a fault."""
+    with pytest.raises(ValueError, match=r"^--legs must be 1 or more\.$"):
+        parse(Table, "lay", ["--legs", "0", "--width", "1"])
+    with pytest.raises(ValueError, match=r"^--legs 4 do not fit under --width 1\.$"):
+        parse(Table, "lay", ["--width", "1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("--no-persist-layer-norm", ["--no-qk-layernorm", "--norm-epsilon"]),
+        ("--no-load-rng", ["--load-rng-state"]),
+        ("--mtp-standalone", ["--mtp-num-layers", "--standalone-stage"]),
+    ],
+)
+def test_a_name_that_means_something_else_is_not_offered(name, known):
+    assert unknown(name, known) == f"unknown option {name}."

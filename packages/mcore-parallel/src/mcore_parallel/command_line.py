@@ -2,8 +2,9 @@
 
 A field or parameter is a flag of the same name; its type says what is accepted, its docstring
 is the help text, and the parameter that holds its dataclass is its topic in the help.
-Positional-only parameters take the words without a flag. Standard library only, so that help
-answers at once. mcore-data, which imports no sibling, has this file as a link.
+Positional-only parameters take the words without a flag. All faults of a command line are
+collected and reported together. Standard library only, so that help answers at once.
+mcore-data, which imports no sibling, has this file as a link.
 """
 
 import ast
@@ -15,19 +16,75 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+Result = TypeVar("Result")
 HELP_FLAGS = ("-h", "--help", "--help-all")
 NUMBERS = {int: "a whole number", float: "a number"}
 HELP_COLUMN = 34
-LIKENESS = 0.72
+LIKENESS = 0.8
 """Share of common letters from which on a name is offered for an unknown one."""
 LAYER_LETTERS = frozenset("M*-EGP[]|/")
 """Of ``--hybrid-override-pattern``: what they spell alone is no option, as in ``--M*``."""
 TYPO = 0.85
 """Share from which on it is offered before names that have all words of the unknown one."""
+
+
+class OptionsError(ValueError):
+    """Every fault of the options of one command, a line each."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = tuple(lines)
+        many = f"{len(lines)} things to change:\n  - " if len(lines) > 1 else ""
+        super().__init__(many + "\n  - ".join(lines))
+
+
+class FaultCollector:
+    """Collects the faults of one command over several passes, a line each.
+
+    A flag is unsettled once its value is faulty or unknown. Later passes compute with a default
+    in its place, so a later line that names an unsettled flag may be wrong and is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.unsettled: set[str] = set()
+
+    def add(self, line: str, *flags: str) -> None:
+        """Add one fault and mark ``flags`` as unsettled."""
+        self.lines.append(line)
+        self.unsettled.update(flags)
+
+    def add_error(self, error: Exception) -> None:
+        """Add the lines of an error that name no unsettled flag and are not there yet."""
+        for line in error.lines if isinstance(error, OptionsError) else (str(error),):
+            if not flags_in(line) & self.unsettled and line not in self.lines:
+                self.lines.append(line)
+
+    def attempt(
+        self, function: Callable[..., Result], *arguments: Any, unsettles: Iterable[str] = ()
+    ) -> Result | None:
+        """Return what a function returns; None, with its error added, if it refuses its input.
+
+        Args:
+            function: raises ValueError or FileNotFoundError for bad input.
+            arguments: of the function.
+            unsettles: flags that the function's result would have set.
+        """
+        try:
+            return function(*arguments)
+        except (ValueError, FileNotFoundError) as error:
+            self.add_error(error)
+            self.unsettled.update(unsettles)
+            return None
+
+    def raise_all(self) -> None:
+        """Raise ``OptionsError`` with all faults, if there are any."""
+        if self.lines:
+            raise OptionsError(self.lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +130,30 @@ class Option:
         return " ".join([self.flag, *shown])
 
 
-def unknown(name: str, known: Iterable[str], kind: str = "option") -> str:
-    """Return a message that a name is unknown, with the most similar known ones."""
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names that an unknown one may mean: at most four, often none."""
     known = sorted(known)
     parts = set(re.findall(r"[^-_ ]+", name))
     longer = [word for word in known if parts <= set(re.findall(r"[^-_ ]+", word))]
-    bare = {word.lstrip("-"): word for word in known}
+    is_negative = name.startswith("--no-")
+    bare = {w.lstrip("-"): w for w in known if w.startswith("--no-") == is_negative}
     close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=TYPO)
     if not close and not 1 <= len(longer) <= 4:
         cutoff = LIKENESS if len(name) > 5 else 0.6
         close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=cutoff)
-    near = [bare[word] for word in close] or (longer if len(longer) <= 4 else [])
+    return [bare[word] for word in close] or (longer if len(longer) <= 4 else [])
+
+
+def unknown(name: str, known: Iterable[str], kind: str = "option") -> str:
+    """Return a message that a name is unknown, with the most similar known ones."""
+    near = nearest(name, known)
     return f"unknown {kind} {name}" + (f": did you mean {_and(near, 'or')}?" if near else ".")
+
+
+def flags_in(text: str) -> set[str]:
+    """Return the flags that a text names; of ``--no-x`` also ``--x``."""
+    names = {name.rstrip("-") for name in re.findall(r"--[a-z][a-z0-9-]*", text)}
+    return names | {"--" + name[5:] for name in names if name.startswith("--no-")}
 
 
 def parse(
@@ -105,18 +174,52 @@ def parse(
         defaults: values in place of those of ``kind``, by name.
 
     Raises:
-        ValueError: for an unknown option, a value of the wrong type and a missing one.
+        OptionsError: (a ValueError) with every unknown option, value of the wrong type, missing
+            option, and fault that a dataclass finds in its values.
         SystemExit: after help.
     """
-    options = list_options(kind)
     if any(word in HELP_FLAGS for word in words):
-        print(help_text(kind, program, words, options, usual))
+        print(help_text(kind, program, words, list_options(kind), usual))
         raise SystemExit(0)
-    values = {**(defaults or {}), **read_words(options, words)}
-    missing = [o.flag for o in options if o.is_required and o.name not in values]
+    faults = FaultCollector()
+    call = read_options(kind, program, words, faults, defaults=defaults)
+    faults.raise_all()
+    assert call is not None
+    return call()
+
+
+def read_options(
+    kind: Callable[..., Any],
+    program: str,
+    words: Sequence[str],
+    faults: FaultCollector,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    placeholders: Mapping[str, Any] | None = None,
+) -> Callable[[], Any] | None:
+    """Read words into the arguments of a dataclass or function; add every fault to ``faults``.
+
+    Args:
+        kind: the dataclass or the function.
+        program: program and command, for errors.
+        words: what follows them.
+        faults: takes the faults.
+        defaults: values in place of those of ``kind``, by name.
+        placeholders: values of required options that are missing or faulty, by name, with
+            which the others can still be checked.
+
+    Returns:
+        ``kind`` with its arguments, to be called; options with a fault have their defaults.
+        None if too much is missing.
+    """
+    options = list_options(kind)
+    values = {**(defaults or {}), **read_words(options, words, faults)}
+    required = [o for o in options if o.is_required and o.name not in values]
+    missing = [option.flag for option in required if option.flag not in faults.unsettled]
     if missing:
-        raise ValueError(f"{program} needs {_and(missing)}: see {program} --help.")
-    return _build(kind, values)
+        faults.add(f"{program} needs {_and(missing)}: see {program} --help.", *missing)
+    arguments = _arguments(kind, values, faults, placeholders or {})
+    return None if arguments is None else partial(kind, *arguments[0], **arguments[1])
 
 
 def list_options(kind: Callable[..., Any]) -> list[Option]:
@@ -133,20 +236,59 @@ def list_options(kind: Callable[..., Any]) -> list[Option]:
     return found
 
 
-def _build(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+def _arguments(
+    kind: Callable[..., Any],
+    values: Mapping[str, Any],
+    faults: FaultCollector,
+    placeholders: Mapping[str, Any],
+) -> tuple[list[Any], dict[str, Any]] | None:
+    """Return positional and named arguments; None where a required one is not known."""
     types, positional, named = get_type_hints(kind), [], {}
+    is_complete = True
     for name, parameter in inspect.signature(kind).parameters.items():
+        value = values.get(name, placeholders.get(name))
         if is_dataclass(types[name]):
-            named[name] = _build(types[name], values)
-        elif parameter.kind is parameter.POSITIONAL_ONLY:
-            positional.append(values[name])
-        elif name in values:
-            named[name] = values[name]
-    return kind(*positional, **named)
+            value = _build(types[name], values, faults, placeholders)
+        elif name not in values and parameter.default is not parameter.empty:
+            value = parameter.default
+        is_complete &= value is not None
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            positional.append(value)
+        else:
+            named[name] = value
+    return (positional, named) if is_complete else None
 
 
-def read_words(options: Sequence[Option], words: Sequence[str]) -> dict[str, Any]:
-    """Read words into values by option name; options that no word names are left out."""
+def _build(
+    kind: Any,
+    values: Mapping[str, Any],
+    faults: FaultCollector,
+    placeholders: Mapping[str, Any],
+) -> Any:
+    """Build a dataclass; None if it cannot be built.
+
+    A dataclass raises its first fault only. The options that its message names are reset to
+    their defaults and unsettled, and the rest is checked again, until nothing is left to find.
+    """
+    values = dict(values)
+    while arguments := _arguments(kind, values, faults, placeholders):
+        try:
+            return kind(*arguments[0], **arguments[1])
+        except ValueError as error:
+            faults.add_error(error)
+            named = flags_in(str(error))
+            faulty = {o.name: o.flag for o in list_options(kind) if o.flag in named}
+            if not faulty.keys() & values.keys():
+                return None
+            faults.unsettled.update(faulty.values())
+            values = {name: value for name, value in values.items() if name not in faulty}
+    return None
+
+
+def read_words(
+    options: Sequence[Option], words: Sequence[str], faults: FaultCollector
+) -> dict[str, Any]:
+    """Read words into values by option name; options without a valid value are left out."""
     flags = {option.flag: option for option in options if not option.is_positional}
     negated = {f"--no-{o.flag[2:]}": o for o in flags.values() if o.kind is bool}
     values: dict[str, Any] = {}
@@ -160,13 +302,28 @@ def read_words(options: Sequence[Option], words: Sequence[str]) -> dict[str, Any
         name = canonical(name)
         option = flags.get(name) or negated.get(name)
         if option is None:
-            raise ValueError(unknown(name, [*flags, *negated]))
+            known = [*flags, *negated]
+            faults.add(unknown(name, known), *nearest(name, known))
         given = [value] if has_value else []
-        limit = option.num_values
+        limit = option.num_values if option else None
         while rest and not is_flag(rest[0]) and (limit is None or len(given) < limit):
             given.append(rest.pop(0))
+        if option:
+            _read_into(values, option, name, given, faults)
+    _read_positionals(values, options, alone, faults)
+    # A name that an unknown one may mean is settled if it is given as well.
+    faults.unsettled -= {option.flag for option in options if option.name in values}
+    return values
+
+
+def _read_into(
+    values: dict[str, Any], option: Option, name: str, given: list[str], faults: FaultCollector
+) -> None:
+    try:
         values[option.name] = _read_values(option, name, given)
-    return values | _read_positionals(options, alone)
+    except ValueError as error:
+        values.pop(option.name, None)  # an earlier value that this one was to replace
+        faults.add(str(error), option.flag)
 
 
 def _read_values(option: Option, name: str, given: list[str]) -> Any:
@@ -196,16 +353,18 @@ def _read_value(name: str, kind: Any, word: str) -> Any:
         raise ValueError(f"{name} {word!r} must be {NUMBERS[kind]}.") from None
 
 
-def _read_positionals(options: Sequence[Option], alone: list[str]) -> dict[str, Any]:
-    values, rest = {}, list(alone)
+def _read_positionals(
+    values: dict[str, Any], options: Sequence[Option], alone: list[str], faults: FaultCollector
+) -> None:
+    rest = list(alone)
     for option in options:
         if option.is_positional and rest:
             given = rest if option.num_values is None else rest[: option.num_values]
-            values[option.name] = _read_values(option, option.name.upper(), given)
+            _read_into(values, option, option.name.upper(), given, faults)
             rest = rest[len(given) :]
     if rest:
-        raise ValueError(f"{rest[0]!r} belongs to no option; options begin with two dashes.")
-    return values
+        told = f"{rest[0]!r} belongs" if len(rest) == 1 else f"{' '.join(rest)!r} belong"
+        faults.add(f"{told} to no option; options begin with two dashes.")
 
 
 def is_flag(word: str) -> bool:

@@ -7,8 +7,8 @@ from functools import partial
 
 from mcore_parallel.command_line import HELP_FLAGS
 from mcore_parallel.command_line import parse as parse_options
-from mcore_parallel.entry_point import run_program
-from mcore_train.composition import FAMILY_COMMANDS
+from mcore_parallel.entry_point import Commands, run_program
+from mcore_train.composition import FAMILY_COMMANDS, TrainConfig, Verified
 
 ABOUT = """Train large language models: one program from a laptop CPU to a cluster.
 
@@ -20,8 +20,12 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 when done, 1 when it failed, 2 for bad input."""
+    return _run(COMMANDS, argv)
+
+
+def _run(commands: Commands, argv: Sequence[str] | None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    return run_program("mcore-train", ABOUT, COMMANDS, argv, exit_code, _call)
+    return run_program("mcore-train", ABOUT, commands, argv, exit_code, _call)
 
 
 def exit_code(error: BaseException) -> int:
@@ -37,25 +41,43 @@ def _call(function: Callable[[list[str]], int], _: str, words: list[str]) -> int
     return function(words)
 
 
-def _train(name: str, words: Sequence[str]) -> int:
+def pretrain(name: str, words: Sequence[str]) -> int:
+    """Run ``mcore-train NAME`` for an entry script of Megatron's; return its exit code.
+
+    Names the defaults of Megatron's that the run does not take.
+    """
+    summary = COMMANDS[name][0]
+    train = partial(_train, name, is_megatron_script=True)
+    return _run({**COMMANDS, name: (summary, train)}, [name, *words])
+
+
+def _train(name: str, words: Sequence[str], *, is_megatron_script: bool = False) -> int:
     """Train a model of the family that has the command ``name``."""
     from mcore_train.options.parsing import parse
 
     command = FAMILY_COMMANDS[name]
-    config = parse(words, f"mcore-train {name}", command.run, command.beginning)
-    if name == "mamba" and not config.model.hybrid_override_pattern:
-        raise ValueError(
-            "mcore-train mamba needs --hybrid-override-pattern, one letter a layer, such as "
-            "M*M-: see mcore-train mamba --help."
-        )
-    if config.launch.nproc:
-        from mcore_train.options.output_checks import check_destinations
-        from mcore_train.precision import with_device_precision
-        from mcore_train.resolution import build_plan
 
-        # Reports what is wrong once, before ranks start.
-        build_plan(with_device_precision(config, 0), config.launch.nproc, command.family)
-        check_destinations(config)
+    def check(config: TrainConfig) -> None:
+        """Raise all that is wrong, once, before ranks start."""
+        from mcore_parallel.launch.launcher import read_environment
+        from mcore_train.options.output_checks import build_checked_plan
+        from mcore_train.precision import with_device_precision
+
+        config = with_device_precision(config, 0)
+        world_size = config.launch.nproc or read_environment().world_size
+        build_checked_plan(config, world_size, command.family)
+
+    config = parse(
+        words,
+        f"mcore-train {name}",
+        command.run,
+        command.beginning,
+        needs=command.needs,
+        is_megatron_script=is_megatron_script,
+        check=check,
+    )
+    if config.launch.nproc:
+        check(config)
         return start_ranks(name, words, config.launch.nproc)
     from mcore_train.running import run_training
 
@@ -86,7 +108,21 @@ def verify(words: Sequence[str]) -> int:
     name = words[0] if words and words[0] in FAMILY_COMMANDS else "gpt"
     own = words[1:] if words[:1] == [name] else words
     command = FAMILY_COMMANDS[name]
-    config = parse(own, f"mcore-train verify {name}", command.verified, command.beginning)
+
+    def check(config: Verified) -> None:
+        """Raise all that is wrong, once, before ranks start."""
+        from mcore_train.layout_check.verification import check_verified
+
+        check_verified(config, command)
+
+    config = parse(
+        own,
+        f"mcore-train verify {name}",
+        command.verified,
+        command.beginning,
+        needs=command.needs,
+        check=check,
+    )
     from mcore_train.layout_check.small_run_degrees import smallest_world
     from mcore_train.layout_check.verification import run_verification
 

@@ -131,6 +131,8 @@ class Command:
     """The same options, and a verification's."""
     beginning: tuple[str, ...] = ()
     """Flags that it begins from; all others win over them."""
+    needs: str = ""
+    """An option that it cannot start without, and what an error tells of its value."""
 
 
 FAMILY_COMMANDS: Mapping[str, Command] = {
@@ -146,6 +148,7 @@ FAMILY_COMMANDS: Mapping[str, Command] = {
         TrainConfig,
         VerifiedConfig,
         ("--position-embedding-type", "none"),  # layers with a state need no positions
+        "--hybrid-override-pattern, one letter a layer, such as M*M-",
     ),
     "bert": Command(
         "train a BERT on hidden tokens and the order of sentences",

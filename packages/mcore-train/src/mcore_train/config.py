@@ -321,6 +321,10 @@ class LaunchConfig:
     """Begin from the shape of a published model, such as llama-3-8b: see mcore-models list."""
     recipe: tuple[str, ...] = ()
     """TOML files of options, laid over each other from left to right, then the flags."""
+    megatron_defaults: bool = False
+    """Take Megatron's defaults of the model where options are left out: LayerNorm, learned
+    positions, biases, GELU without a gate, dropout of 0.1 (and of --multi-latent-attention and
+    --fp8-format). A --load checkpoint's model wins over them."""
     nproc: int = 0
     """Ranks to start on this host; 0: this process alone, or what torchrun started."""
 

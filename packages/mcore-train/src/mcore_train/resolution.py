@@ -7,11 +7,13 @@ to change for each.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from mcore_data.tokenizers.building import build_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_models.families import GPT_FAMILY, Family
+from mcore_parallel.command_line import FaultCollector, OptionsError
 from mcore_parallel.logical_tensors import moe_layers
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
@@ -91,25 +93,27 @@ class Plan:
         return self.global_batch_size * self.config.batch.seq_length
 
 
-class ConflictError(ValueError):
+class ConflictError(OptionsError):
     """Everything in a config that contradicts itself or the world, one line each."""
-
-    def __init__(self, lines: list[str]) -> None:
-        self.lines = tuple(lines)
-        many = f"{len(lines)} things to change:\n  - " if len(lines) > 1 else ""
-        super().__init__(many + "\n  - ".join(lines))
 
 
 def build_plan(config: TrainConfig, world_size: int, family: Family = GPT_FAMILY) -> Plan:
     """Derive a plan with the tokenizer that the flags name; loads no torch.
 
     Raises:
-        ConflictError: (a ValueError) with every conflict found.
-        FileNotFoundError: if a tokenizer's file does not exist.
+        OptionsError: (a ValueError) with every conflict found, and why the tokenizer cannot be
+            loaded.
     """
-    tokenizer = load_tokenizer(config)
+    faults = FaultCollector()
+    tokenizer_flags = ("--tokenizer-model", "--vocab-size", "--vocab-file")
+    tokenizer = faults.attempt(load_tokenizer, config, unsettles=tokenizer_flags)
     vocab_size = tokenizer.vocab_size if tokenizer else 0
-    return resolve(config, world_size, tokenizer_vocab_size=vocab_size, family=family)
+    plan = faults.attempt(
+        partial(resolve, tokenizer_vocab_size=vocab_size, family=family), config, world_size
+    )
+    faults.raise_all()
+    assert plan is not None
+    return plan
 
 
 def load_tokenizer(config: TrainConfig) -> Tokenizer | None:

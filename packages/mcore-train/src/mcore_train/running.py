@@ -22,10 +22,10 @@ from mcore_train.checkpoints.origin import starting_point
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.loop import train
-from mcore_train.options.output_checks import check_destinations
+from mcore_train.options.output_checks import build_checked_plan
 from mcore_train.precision import with_device_precision
 from mcore_train.reporting.log import METRICS, TENSORBOARD, Reporter, set_up
-from mcore_train.resolution import Plan, build_plan
+from mcore_train.resolution import Plan
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,7 @@ def run_training(
     world = launcher.read_environment()
     console = set_up(world.rank == 0)
     config = with_device_precision(config, world.local_rank)
-    plan = build_plan(config, world.world_size, family)
-    check_destinations(config, is_reporter=world.rank == 0)
+    plan = build_checked_plan(config, world.world_size, family, is_reporter=world.rank == 0)
     with joined_world(plan) as ctx:
         run = assemble(plan, ctx, tables=tables)
         if load_run(run):

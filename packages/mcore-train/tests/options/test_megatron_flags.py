@@ -2,21 +2,30 @@ import re
 
 import pytest
 
+from mcore_parallel.command_line import FaultCollector
 from mcore_train.composition import FAMILY_COMMANDS, flag_names
-from mcore_train.options.megatron_flags import INSTEAD, SPELLINGS, translate
+from mcore_train.options.megatron_flags import INSTEAD, NOTES, SPELLINGS, VALUES, translate
 from mcore_train.options.parsing import parse
 
 KNOWN = {"--num-layers", "--swiglu", "--no-swiglu", "--position-embedding-type", "--lr"}
 
 
+def translated(words, known=KNOWN):
+    """Return the words and notes of a translation without faults."""
+    faults = FaultCollector()
+    line = translate(words, known, faults)
+    faults.raise_all()
+    return list(line.words), list(line.notes)
+
+
 def test_known_flags_pass_in_any_spelling_and_keep_their_values():
-    words, notes = translate(["--num_layers", "4", "--lr=1e-3", "--no-swiglu"], KNOWN)
+    words, notes = translated(["--num_layers", "4", "--lr=1e-3", "--no-swiglu"], KNOWN)
     assert words == ["--num-layers", "4", "--lr", "1e-3", "--no-swiglu"]
     assert notes == []
 
 
 def test_foreign_flags_become_ours_and_take_their_values_with_them():
-    words, notes = translate(
+    words, notes = translated(
         ["--use-rotary-position-embeddings", "--distributed-backend", "nccl", "--lr", "1"],
         KNOWN,
     )
@@ -29,7 +38,19 @@ def test_the_guides_switch_for_fp8_is_a_format_of_ours():
     config = parse([*model, "--lr=1e-3", "--train-iters=1", "--bf16", "--fp8-hybrid"])
     assert config.fp8.fp8_format == "hybrid"
     with pytest.raises(ValueError, match="all ranks that share a layer agree"):
-        translate(["--fp8-hybrid", "--fp8-amax-reduction-group", "tp"], KNOWN)
+        translated(["--fp8-hybrid", "--fp8-amax-reduction-group", "tp"])
+
+
+def test_a_history_of_magnitudes_without_a_recipe_is_delayed_scaling_as_in_megatron(tmp_path):
+    model = ["--num-layers=2", "--hidden-size=64", "--num-attention-heads=4", "--bf16"]
+    words = "--fp8-hybrid --fp8-amax-compute-algo max --fp8-amax-history-len 1024"
+    fp8 = parse([*model, *words.split()]).fp8
+    assert (fp8.fp8_recipe, fp8.fp8_amax_history_len) == ("delayed", 1024)
+    recipe = tmp_path / "fp8.toml"
+    recipe.write_text('fp8_format = "hybrid"\nfp8_amax_history_len = 4\n')
+    assert parse([*model, "--recipe", str(recipe)]).fp8.fp8_recipe == "delayed"
+    with pytest.raises(ValueError, match="no effect without --fp8-recipe delayed"):
+        parse([*model, *words.split(), "--fp8-recipe", "tensorwise"])
 
 
 def test_flags_of_others_for_sharding_and_offload_are_options_of_ours():
@@ -50,16 +71,94 @@ def test_flags_of_others_for_sharding_and_offload_are_options_of_ours():
 def test_flags_that_are_not_here_say_what_stands_instead(patterns):
     for flag in patterns.split():
         with pytest.raises(ValueError, match=r"^--.*: .*(use |leave it out)"):
-            translate([flag.replace("*", "x")], KNOWN)
+            translated([flag.replace("*", "x"), "its", "values"])
+
+
+@pytest.mark.parametrize("patterns", NOTES)
+def test_flags_of_logging_and_speed_are_noted_with_all_their_values(patterns):
+    for flag in patterns.split():
+        words, (note,) = translated([flag.replace("*", "x"), "a", "b", "--lr", "1"])
+        assert words == ["--lr", "1"]
+        assert note.startswith(flag.replace("*", "x"))
+
+
+def test_values_given_behind_an_equals_sign_are_translated_too():
+    known = flag_names()
+    assert translated(["--lora-rank=8"], known)[0] == ["--lora-dim", "8"]
+    assert translated(["--moe-token-dispatcher-type=flex", "--lr=1"], known)[0] == [
+        *("--moe-token-dispatcher-type", "deepep", "--lr", "1"),
+    ]
+    assert translated(["--window-size", "(128,0)"], known)[0] == ["--window-size", "128", "0"]
+
+
+def test_faults_of_a_command_line_are_found_in_one_pass():
+    faults = FaultCollector()
+    words = "--num-layer 4 --batch-size 8 --fp8-margin 2 --lr 1 --ckpt-format torch --nonsense"
+    line = translate(words.split(), flag_names(), faults)
+    assert [text.partition(":")[0] for text in faults.lines] == [
+        *("unknown option --num-layer", "--batch-size", "--fp8-margin 2"),
+        "unknown option --nonsense.",
+    ]
+    assert line.words == ("--lr", "1")
+    assert line.foreign == {"--fp8-margin", "--ckpt-format"}
+    assert {"--num-layers", "--micro-batch-size"} <= faults.unsettled
+
+
+SHAPE = ["--num-layers=2", "--hidden-size=64", "--num-attention-heads=4"]
+
+
+def test_a_learned_table_of_positions_is_all_that_its_switch_turns_off():
+    assert parse([*SHAPE, "--no-position-embedding"]).model.position_embedding_type == "rope"
+    for positions in ("rope", "none"):
+        words = ["--no-position-embedding", "--position-embedding-type", positions]
+        assert parse([*SHAPE, *words]).model.position_embedding_type == positions
+    learned = "--position-embedding-type learned_absolute --max-position-embeddings 8"
+    for words in (learned.split(), ["--megatron-defaults", "--max-position-embeddings=8"]):
+        with pytest.raises(ValueError, match="turns --position-embedding-type learned_abs"):
+            parse([*SHAPE, *words, "--no-position-embedding"])
+
+
+def test_switches_of_attention_and_graphs_mean_what_megatrons_parser_makes_of_them():
+    for words in ("--enable-cuda-graph", "--cuda-graph-impl transformer_engine"):
+        assert parse([*SHAPE, *words.split()]).run.cuda_graph_impl == "local"
+    assert parse([*SHAPE, "--group-query-attention"]).model.num_query_groups == 1
+    words = ["--num-query-groups=2", "--group-query-attention"]
+    assert parse([*SHAPE, *words]).model.num_query_groups == 2
+    groups = ["--num-query-groups", "2", "--use-mcore-models"]
+    assert "groups of queries count here without" in translated(groups, flag_names())[1][-1]
+    words = ["--model", "llama-3-8b", "--group-query-attention"]
+    assert parse(words).model.num_query_groups == 8
+    model = parse([*SHAPE, "--position-embedding-type", "yarn", "--yarn-beta-fast", "8"]).model
+    assert (model.position_embedding_type, model.rope_type, model.beta_fast) == (
+        *("rope", "yarn"),
+        8.0,
+    )
+
+
+def test_an_optimizer_in_host_memory_may_be_named_as_the_guides_do():
+    words = [*SHAPE, "--cpu-optimizer", "--cpu-optimizer-type"]
+    config = parse([*words, "ADAM"])
+    assert config.offloading.optimizer_cpu_offload
+    assert config.optimizer.optimizer == "adam"
+    with pytest.raises(ValueError, match="--cpu-optimizer-type SGD: use ADAM"):
+        parse([*words, "SGD"])
+    with pytest.raises(ValueError, match=r"--cpu-optimizer-type .* contradict"):
+        parse([*words, "ADAM", "--optimizer", "sgd"])
+
+
+def test_sequence_parallel_on_one_tensor_rank_is_noted_and_off(caplog):
+    caplog.set_level("INFO")
+    assert not parse([*SHAPE, "--sequence-parallel"]).parallelism.sequence_parallel
+    assert "nothing to cut with --tensor-model-parallel-size 1" in caplog.text
 
 
 def test_an_unknown_flag_is_answered_with_the_nearest_known_one():
     with pytest.raises(
         ValueError, match="unknown option --num-layer: did you mean --num-layers"
     ):
-        translate(["--num-layer", "4"], KNOWN)
+        translated(["--num-layer", "4"], KNOWN)
     with pytest.raises(ValueError, match=r"unknown option --wandering-prospect\.$"):
-        translate(["--wandering-prospect"], flag_names())
+        translated(["--wandering-prospect"], flag_names())
 
 
 def test_every_spelling_becomes_flags_that_exist_and_is_none_itself():
@@ -68,12 +167,18 @@ def test_every_spelling_becomes_flags_that_exist_and_is_none_itself():
         assert name not in known, name
         assert {w for w in spelling.becomes if w.startswith("--")} <= known
     instead = {flag for patterns in INSTEAD for flag in patterns.split()}
+    noted = {flag for patterns in NOTES for flag in patterns.split()}
     assert not instead & (flag_names() | set(SPELLINGS))
+    assert not noted & (known | set(SPELLINGS))
+    assert not instead & noted
+    for (name, _), becomes in VALUES.items():
+        assert {name, *(word for word in becomes if word.startswith("--"))} <= known
 
 
 def test_what_stands_instead_of_a_flag_exists():
-    known = flag_names() | set(SPELLINGS)
-    for text in INSTEAD.values():
+    commands = FAMILY_COMMANDS.values()
+    known = set(SPELLINGS).union(*(flag_names(command.run) for command in commands))
+    for text in (*INSTEAD.values(), *NOTES.values()):
         for flag in re.findall(r"--[a-z0-9-]+", text):
             assert flag in known | {"--max-restarts"}, text
 
@@ -89,10 +194,6 @@ def test_what_stands_instead_of_a_flag_exists():
             "--position-embedding-type=learned_absolute --use-rotary-position-embeddings",
             "--position-embedding-type learned_absolute and --use-rotary-position-embeddings",
         ),
-        (
-            "--no-position-embedding --use-rotary-position-embeddings",
-            "--no-position-embedding .* and --use-rotary-position-embeddings",
-        ),
         ("--disable-bias-linear --add-bias-linear", "--disable-bias-linear .* and --add-bias"),
         ("--enable-cuda-graph --cuda-graph-impl none", "--enable-cuda-graph .* contradict"),
         ("--verify-integrity --no-load-checksums", "and --no-load-checksums contradict"),
@@ -100,7 +201,7 @@ def test_what_stands_instead_of_a_flag_exists():
 )
 def test_two_names_that_set_one_option_differently_contradict(words, told):
     with pytest.raises(ValueError, match=told):
-        translate(words.split(), flag_names())
+        translated(words.split(), flag_names())
 
 
 def test_two_names_may_say_the_same_and_of_one_name_the_last_value_counts():
@@ -109,11 +210,11 @@ def test_two_names_may_say_the_same_and_of_one_name_the_last_value_counts():
         "--disable-bias-linear --no-add-bias-linear",
         "--num-layers 2 --num-layers=4 --swiglu --no-swiglu",
     ):
-        translate(words.split(), flag_names())
+        translated(words.split(), flag_names())
 
 
 def test_a_negative_number_is_a_value_and_no_flag():
-    assert translate(["--lr", "-1"], KNOWN)[0] == ["--lr", "-1"]
+    assert translated(["--lr", "-1"])[0] == ["--lr", "-1"]
 
 
 def test_recompute_activations_is_selective_recomputation_of_the_core_attention():

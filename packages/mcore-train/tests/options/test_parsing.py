@@ -1,12 +1,24 @@
 import dataclasses
+import tomllib
+from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 from mcore_moe.config import MoEConfig
-from mcore_train.composition import TrainConfig, compose, field_types, flat
+from mcore_parallel.command_line import OptionsError
+from mcore_train.composition import (
+    FAMILY_COMMANDS,
+    TrainConfig,
+    compose,
+    field_types,
+    flat,
+)
 from mcore_train.options.idle_options import idle_options
+from mcore_train.options.megatron_defaults import LATENT_DEFAULTS, defaults_not_taken
 from mcore_train.options.parsing import parse
 
+DOCS = Path(__file__).parents[4] / "tests/docs"
 SHAPE = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"]
 
 
@@ -55,8 +67,9 @@ def test_notes_on_flags_are_logged_once_a_job(monkeypatch, caplog):
     caplog.set_level("INFO")
     for rank, lines in (("1", 0), ("0", 1)):
         monkeypatch.setenv("RANK", rank)
-        parse([*SHAPE, "--distributed-backend", "nccl"])
-        assert len(caplog.records) == lines
+        parse([*SHAPE, "--distributed-backend", "nccl", "--sequence-parallel"])
+        for text in ("--distributed-backend", "--sequence-parallel", "Megatron's defaults"):
+            assert sum(r.message.startswith(text) for r in caplog.records) == lines
 
 
 def test_values_of_a_list_flag_are_kept_in_order():
@@ -75,7 +88,7 @@ def test_recipes_lie_over_each_other_and_flags_over_both(tmp_path):
 
 
 def test_a_step_that_is_no_number_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--ckpt-step latest must be the number of a step"):
+    with pytest.raises(ValueError, match="--ckpt-step 'latest' must be a whole number"):
         parse([*SHAPE, "--load", str(tmp_path), "--ckpt-step", "latest"])
 
 
@@ -116,7 +129,7 @@ def test_a_recipe_that_cannot_be_read_is_named_with_what_is_wrong(tmp_path, cont
         parse([*SHAPE, "--recipe", str(tmp_path / "x.toml")])
     with pytest.raises(ValueError, match="is a folder: give a TOML file"):
         parse([*SHAPE, "--recipe", str(tmp_path)])
-    with pytest.raises(FileNotFoundError, match="--recipe absent does not exist: give"):
+    with pytest.raises(ValueError, match="--recipe absent does not exist: give"):
         parse(["--recipe", "absent"])
 
 
@@ -146,6 +159,7 @@ def test_layers_per_virtual_stage_count_the_layers_of_a_recipe(tmp_path):
         (["3", *PIPELINE], "make the layers a multiple of 12"),
         (["0", *PIPELINE], "make the layers a multiple of 1"),
         (["two", *PIPELINE], "needs numbers"),
+        (["2", "-", "Data", "loading", *PIPELINE], "'- Data loading' belong to no option"),
         (["2", *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"], "say the same"),
     ],
 )
@@ -165,6 +179,115 @@ def test_layers_per_virtual_stage_that_do_not_fit_are_refused(words, told):
 def test_a_value_that_a_config_refuses_is_named_with_what_it_may_be(words, message):
     with pytest.raises(ValueError, match=message):
         parse([*SHAPE, *words])
+
+
+def test_all_faults_of_a_command_are_one_message(tmp_path):
+    recipe = tmp_path / "x.toml"
+    recipe.write_text("learning = 1\nlr = 'high'\nsteps = 3\n")
+    words = "--num-layer 4 --hidden-size 100 --num-attention-heads 3 --batch-size 8 --lr fast"
+    words += " --micro-batch-size 0 --rotary-percent 3 --optimizer lamb --ckpt-step last"
+    words += f" --model no-such --recipe {recipe}"
+
+    def check(config):
+        raise OptionsError(
+            ["--hidden-size 7 is odd.", "--train-iters is missing.", "--lr 0 is slow."]
+        )
+
+    with pytest.raises(OptionsError) as refusal:
+        parse(words.split(), check=check)
+    lines = refusal.value.lines
+    expected = (
+        *("unknown option --num-layer: did you mean --num-layers?", "--batch-size: use"),
+        *("x.toml: unknown field learning", "x.toml: unknown field steps", "no-such"),
+        *("--ckpt-step 'last' must be", "--optimizer 'lamb' is no choice", "--lr 'fast' must"),
+        *("--hidden-size 100 cannot be split over --num-attention-heads 3", "--rotary-percent"),
+        *("--micro-batch-size 0 must be 1 or more", "--train-iters is missing."),
+    )
+    assert len(lines) == len(expected), lines
+    for text in expected:
+        assert sum(text in line for line in lines) == 1, text
+
+
+def test_a_line_that_follows_from_another_fault_is_left_out():
+    def check(config):
+        assert config.model.hidden_size == 1024  # a size that others can be checked with
+        raise ValueError("--num-attention-heads 16 is an invention.")
+
+    words = ["--num-layers", "2", "--hidden-size", "wide", "--num-attention-head", "4"]
+    with pytest.raises(OptionsError) as refusal:
+        parse(words, check=check)
+    assert [line[:30] for line in refusal.value.lines] == [
+        "unknown option --num-attention",
+        "--hidden-size 'wide' must be a",
+    ]
+
+
+def test_a_command_that_needs_an_option_names_it_with_the_other_faults():
+    with pytest.raises(OptionsError) as refusal:
+        parse([*SHAPE, "--seed", "x"], "mcore-train mamba", needs="--hybrid-override-pattern")
+    assert len(refusal.value.lines) == 2
+    assert "mcore-train mamba needs --hybrid-override-pattern" in str(refusal.value)
+
+
+@pytest.mark.parametrize("command", FAMILY_COMMANDS)
+def test_megatrons_model_defaults_are_all_of_its_parser(command):
+    """``nox -s megatron`` compares the file with the parser."""
+    theirs = tomllib.loads((DOCS / "megatron_defaults.toml").read_text())
+    config_type = FAMILY_COMMANDS[command].run
+    model = get_type_hints(config_type)["model"]
+    without_default = {"max_position_embeddings", "rope_type", "num_layers"}
+    for is_latent in (False, True):
+        given = {"multi_latent_attention": is_latent}
+        taken = defaults_not_taken(given, ["--no-bias-gelu-fusion"], config_type)
+        expected = {
+            field.name: theirs[field.name]
+            for field in dataclasses.fields(model)
+            if field.name in theirs and field.name not in without_default
+            if is_latent or field.name not in LATENT_DEFAULTS
+            if not (is_latent and field.name == "position_embedding_type")
+            if not isinstance(field.default, tuple)
+            and field.default not in (dataclasses.MISSING, theirs[field.name])
+        }
+        assert {n: v for n, v in taken.items() if n != "rope_type"} == expected
+
+
+def test_megatrons_defaults_are_taken_where_nothing_else_is_given(caplog):
+    caplog.set_level("INFO")
+    words = [*SHAPE, "--max-position-embeddings", "64"]
+    model = parse([*words, "--megatron-defaults", "--hidden-dropout", "0.2"]).model
+    assert not caplog.records
+    assert (model.normalization, model.swiglu, model.add_bias_linear) == (
+        *("LayerNorm", False),
+        True,
+    )
+    assert (model.position_embedding_type, model.openai_gelu) == ("learned_absolute", True)
+    assert (model.attention_dropout, model.hidden_dropout) == (0.1, 0.2)
+    exact = parse([*words, "--megatron-defaults", "--no-bias-gelu-fusion"]).model
+    assert not exact.openai_gelu
+    latent = parse([*SHAPE, "--megatron-defaults", "--multi-latent-attention"]).model
+    assert (latent.kv_lora_rank, latent.rope_type) == (32, "yarn")
+    gated = parse([*words, "--megatron-defaults", "--swiglu", "--disable-bias-linear"]).model
+    assert (gated.swiglu, gated.openai_gelu, gated.add_bias_linear) == (True, False, False)
+    with pytest.raises(ValueError, match="no effect on --model tiny"):
+        parse(["--model", "tiny", "--megatron-defaults"])
+
+
+def test_a_run_in_megatrons_spelling_is_told_which_defaults_it_lacks(caplog):
+    caplog.set_level("INFO")
+    parse(SHAPE)
+    assert not caplog.records
+    parse([*SHAPE, "--use-mcore-models", "--no-swiglu", "--hidden-dropout", "0"])
+    (line,) = [r.getMessage() for r in caplog.records if "--megatron-defaults" in r.message]
+    assert "--normalization LayerNorm" in line
+    assert "--attention-dropout 0.1" in line
+    assert "swiglu" not in line
+    assert "hidden-dropout" not in line
+    caplog.clear()
+    parse(SHAPE, is_megatron_script=True)
+    assert "--position-embedding-type learned_absolute" in caplog.text
+    caplog.clear()
+    parse(["--model", "tiny", "--use-mcore-models"], is_megatron_script=True)
+    assert "--megatron-defaults" not in caplog.text
 
 
 def test_no_two_parts_own_one_field_and_every_field_has_a_help_text():

@@ -58,7 +58,7 @@ def find_preset(name: str) -> Preset:
     """Return a preset as it stands in the table."""
     known = presets()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
         raise ValueError(f"no preset is called {name}: {hint}")
     return known[name]

@@ -117,6 +117,13 @@ def _certify(config: Verified, command: Command) -> Certificate | None:
     return verify_here(build_small_run(plan, config.verification.max_ranks), quiet=quiet)
 
 
+def check_verified(config: Verified, command: Command) -> None:
+    """Raise all that contradicts itself in the options of a verification; starts nothing."""
+    world = launcher.read_environment()
+    world_size = config.launch.nproc or smallest_world(config)
+    _plan(config, world.world_size if world.is_launched else world_size, command.family)
+
+
 def conclude(certificate: Certificate, file: str = "", *, quiet: bool = False) -> int:
     """Print a certificate, in full or only what failed, and write it as JSON into a file.
 

@@ -1,15 +1,41 @@
-"""Checks, before anything starts, that a command can write its outputs.
+"""Checks, before anything starts, that a run can be planned and its outputs written.
 
-Standard library only, so that the process that starts ranks runs them too, and once.
+No torch, so that the process that starts ranks runs them too, and once.
 """
 
+from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.storage.destinations import check_file, check_folder
 from mcore_ckpt.storage.paths import RELEASE, newest_step
 from mcore_ckpt.storage.stores import as_path, is_store
+from mcore_models.families import Family
+from mcore_parallel.command_line import FaultCollector
 from mcore_train.checkpoints.origin import continues_saved_run, loads_from_save
 from mcore_train.composition import TrainConfig
+from mcore_train.resolution import Plan, build_plan
+
+
+def build_checked_plan(
+    config: TrainConfig, world_size: int, family: Family, *, is_reporter: bool = True
+) -> Plan:
+    """Derive a run's plan and look where it is to write; makes nothing.
+
+    Args:
+        config: of the run.
+        world_size: ranks of the job.
+        family: of the model.
+        is_reporter: whether this process is the one that writes the numbers of the run.
+
+    Raises:
+        OptionsError: (a ValueError) with every conflict and every output that is in the way.
+    """
+    faults = FaultCollector()
+    plan = faults.attempt(build_plan, config, world_size, family)
+    faults.attempt(partial(check_destinations, is_reporter=is_reporter), config)
+    faults.raise_all()
+    assert plan is not None
+    return plan
 
 
 def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None:
@@ -20,25 +46,27 @@ def check_destinations(config: TrainConfig, *, is_reporter: bool = True) -> None
         is_reporter: whether this process is the one that writes the numbers of the run.
 
     Raises:
-        ValueError: with the flag and what is in the way.
+        OptionsError: (a ValueError) with each flag and what is in its way.
     """
+    faults = FaultCollector()
     save = config.saving.save
     if save and not is_store(as_path(save)):
-        check_folder("--save", str(as_path(save)))
-    if save:
-        _check_earlier_run(config)
+        faults.attempt(check_folder, "--save", str(as_path(save)))
+    if save and not faults.lines:
+        faults.attempt(_check_earlier_run, config)
     if is_reporter and config.logging.metrics_file:
-        check_file("--metrics-file", config.logging.metrics_file)
+        faults.attempt(check_file, "--metrics-file", config.logging.metrics_file)
     cache = config.data.data_cache_path
     if cache and not Path(cache).is_dir():  # one that is there may be for reading alone
-        check_folder("--data-cache-path", cache)
+        faults.attempt(check_folder, "--data-cache-path", cache)
     local = config.local_saving.non_persistent_local_ckpt_dir
     for option, folder in (
         ("--non-persistent-local-ckpt-dir", local),
         ("--optimizer-offload-dir", config.offloading.optimizer_offload_dir),
     ):
         if folder:
-            check_folder(option, folder)
+            faults.attempt(check_folder, option, folder)
+    faults.raise_all()
 
 
 def _check_earlier_run(config: TrainConfig) -> None:

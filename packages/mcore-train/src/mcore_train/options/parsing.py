@@ -6,7 +6,8 @@ has the spellings that differ.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, get_type_hints
 
@@ -14,7 +15,15 @@ from mcore_ckpt.storage.stores import as_path
 from mcore_models.families import FAMILIES
 from mcore_models.hybrid_config import sizes_of_pattern
 from mcore_models.presets import find_preset
-from mcore_parallel.command_line import HELP_FLAGS, is_flag, list_options, read_words
+from mcore_parallel.command_line import (
+    HELP_FLAGS,
+    FaultCollector,
+    OptionsError,
+    is_flag,
+    list_options,
+    read_options,
+    read_words,
+)
 from mcore_parallel.command_line import parse as parse_options
 from mcore_parallel.entry_point import is_first_rank
 from mcore_parallel.field_checks import flag
@@ -22,7 +31,8 @@ from mcore_parallel.layer_patterns import pattern_layers
 from mcore_train.checkpoints.origin import checkpoint_fields, find_checkpoint
 from mcore_train.composition import TrainConfig, field_types, flag_names
 from mcore_train.options.idle_options import without_idle_options
-from mcore_train.options.megatron_flags import translate
+from mcore_train.options.megatron_defaults import defaults_not_taken, describe
+from mcore_train.options.megatron_flags import check_translation, translate
 from mcore_train.options.recipe import Value, read_recipe, to_flags
 
 log = logging.getLogger(__name__)
@@ -53,6 +63,11 @@ USUAL = (
 )
 """What --help shows; the rest belongs to --help-all and to topics."""
 
+_PLACEHOLDERS = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16}
+"""Sizes with which the other options are checked where these are missing or faulty."""
+
+_HISTORY, _AMAX = "--fp8-amax-history-len", "--fp8-amax-compute-algo"
+
 Config = TypeVar("Config", bound=TrainConfig)
 
 
@@ -61,6 +76,10 @@ def parse(
     program: str = "mcore-train gpt",
     config_type: type[Config] = TrainConfig,
     beginning: Sequence[str] = (),
+    *,
+    needs: str = "",
+    is_megatron_script: bool = False,
+    check: Callable[[Config], object] | None = None,
 ) -> Config:
     """Read a command line, its recipes and the shape of the model that it continues.
 
@@ -68,59 +87,133 @@ def parse(
         argv: the words after the command.
         program: the command, as help and errors call it.
         config_type: of the result: a command may have options beside a run's.
-        beginning: flags that the command begins from where no preset or checkpoint says the
+        beginning: flags that the command begins from where no preset or checkpoint gives the
             model; all others win over them.
+        needs: as in ``Command``.
+        is_megatron_script: whether one of Megatron's entry scripts was called, whose defaults
+            a user may expect; otherwise Megatron's spellings tell.
+        check: raises ``ValueError`` for faults of a whole config. It is called only if the
+            command line has other faults, so that one error has all of them; without faults
+            the caller checks the result.
 
     Raises:
-        ValueError: for an unknown flag, field or model, a refused flag, a value of the wrong
-            type, or values that the configs themselves refuse.
+        OptionsError: (a ValueError) with every unknown flag, field or model, refused flag,
+            value of the wrong type, and value that the configs refuse.
         SystemExit: after help.
     """
     if set(argv) & set(HELP_FLAGS):
         return parse_options(config_type, program, argv, usual=USUAL)
-    words, notes = translate(argv, {*flag_names(config_type), LAYERS_PER_STAGE})
-    for note in notes if is_first_rank() else ():
+    faults = FaultCollector()
+    line = translate(argv, {*flag_names(config_type), LAYERS_PER_STAGE}, faults)
+    for note in line.notes if is_first_rank() else ():
         log.info("%s", note)
-    words, recipes = take_all(words, "--recipe")
-    words, layers_per_stage = take_all(words, LAYERS_PER_STAGE)
+    words, recipes = take_all(list(line.words), "--recipe", faults)
+    words, layers_per_stage = take_all(words, LAYERS_PER_STAGE, faults)
+    sources = _read_sources(words, recipes, config_type, faults)
+    saved = sources.saved
+    given = [*to_flags(sources.fields), *words]
+    # Fields that a saved model leaves out have their defaults.
+    beginning = [*line.defaults, *(() if saved else beginning)]
+    takes_theirs = _is_on(words, "--megatron-defaults", sources.fields)
+    if takes_theirs and sources.preset:
+        faults.add(
+            f"--megatron-defaults has no effect on --model {sources.preset}, which is a whole "
+            "model: leave one of them out.",
+        )
+    if not saved:
+        values = read_words(list_options(config_type), [*beginning, *given], FaultCollector())
+        missing = defaults_not_taken(values, line.foreign, config_type)
+        if takes_theirs:
+            beginning = [*to_flags(missing), *beginning]
+        elif missing and (line.foreign or is_megatron_script) and is_first_rank():
+            log.info("%s", describe(missing))
+    args = [*beginning, *to_flags(saved), *given]
+    required = _required_flags(config_type)
+    faults.attempt(_check_model_source, sources.folders, args, required, unsettles=required)
+    # What follows from a pattern wins over the model that the pattern changes.
+    derived = faults.attempt(_pattern_flags, args, unsettles=(PATTERN, "--num-layers")) or []
+    before = [*derived, *beginning, *to_flags(saved), *(derived if PATTERN in given else ())]
+    if layers_per_stage:
+        stages = faults.attempt(virtual_stages, args, layers_per_stage[-1])
+        given += ["--num-virtual-stages-per-pipeline-rank", stages] if stages else []
+    if "--fp8-recipe" not in args and {_HISTORY, _AMAX} & set(given):
+        given += ["--fp8-recipe", "delayed"]  # the recipe that alone has a history
+    if recipes:
+        given += ["--recipe", *recipes]
+    build = read_options(
+        config_type, program, [*before, *given], faults, placeholders=_PLACEHOLDERS
+    )
+    if build is None:
+        faults.raise_all()
+    assert build is not None
+    config = build()
+    # What a saved model or preset has of a part that options turn off has no effect.
+    options = set(field_types(config_type))
+    kept = {name for name in options if {flag(name), flag(f"no_{name}")} & set(given)}
+    config = without_idle_options(config, kept | (options - set(saved)))
+    if needs and not getattr(config.model, needs.partition(",")[0][2:].replace("-", "_")):
+        faults.add(f"{program} needs {needs}: see {program} --help.")
+    faults.attempt(check_translation, config, line.foreign)
+    parallel = config.parallelism
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        config = replace(config, parallelism=replace(parallel, sequence_parallel=False))
+        if is_first_rank():
+            log.info("--sequence-parallel: nothing to cut with --tensor-model-parallel-size 1.")
+    if faults.lines and check is not None:
+        faults.attempt(check, config)
+    faults.raise_all()
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """What files, presets and checkpoints give to a command line."""
+
+    fields: dict[str, Value]
+    """Of recipes."""
+    saved: dict[str, Value]
+    """Of a preset or checkpoint: the model."""
+    preset: str
+    """Name of the preset; empty: none."""
+    folders: dict[str, str]
+    """Of checkpoints, by flag; empty: not given."""
+
+
+def _read_sources(
+    words: list[str], recipes: list[str], config_type: type[TrainConfig], faults: FaultCollector
+) -> _Sources:
+    """Read recipes, the preset and the checkpoint that a command line names."""
+    required = _required_flags(config_type)
     fields: dict[str, Value] = {}
     for recipe in recipes:
-        fields |= _checked_recipe(recipe, config_type)
+        fields |= faults.attempt(_checked_recipe, recipe, config_type, unsettles=required) or {}
     name = _last_value(words, "--model") or str(fields.get("model", ""))
-    preset = _preset_fields(name, config_type) if name else {}
+    found = name and faults.attempt(_preset_fields, name, config_type, unsettles=required)
+    preset = found or {}
     load = _last_value(words, "--load") or str(fields.get("load", ""))
     step = _last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0))
-    if not step.isdecimal():
-        raise ValueError(
-            f"--ckpt-step {step} must be the number of a step: leave it out for the latest."
-        )
+    step = step if step.isdecimal() else "0"  # its type is checked with all others
     save = _last_value(words, "--save") or str(fields.get("save", ""))
-    if save and _is_on(words, "--auto-resume", fields) and find_checkpoint(save) is not None:
+    resumes = save and _is_on(words, "--auto-resume", fields)
+    if resumes and faults.attempt(find_checkpoint, save) is not None:
         load, step = save, "0"
     base = _last_value(words, "--pretrained-checkpoint")
     base = base or str(fields.get("pretrained_checkpoint", ""))
-    saved = checkpoint_fields(base, 0, config_type) if base else {}
-    saved |= checkpoint_fields(load, int(step), config_type) if load else {}
-    saved |= preset
-    beginning = () if saved else beginning  # fields that a model leaves out have their defaults
-    given = [*to_flags(fields), *words]
-    args = [*beginning, *to_flags(saved), *given]
-    _check_model_source({"--load": load, "--pretrained-checkpoint": base}, args, config_type)
-    # What follows from a pattern wins over the model that the pattern changes.
-    derived = _pattern_flags(args)
-    before = [*derived, *beginning, *to_flags(saved), *(derived if PATTERN in given else ())]
-    if layers_per_stage:
-        given += [
-            "--num-virtual-stages-per-pipeline-rank",
-            virtual_stages(args, layers_per_stage[-1]),
-        ]
-    if recipes:
-        given += ["--recipe", *recipes]
-    config = parse_options(config_type, program, [*before, *given])
-    # What a saved model or preset says of a part that options turn off has no effect.
-    options = set(field_types(config_type))
-    kept = {name for name in options if {flag(name), flag(f"no_{name}")} & set(given)}
-    return without_idle_options(config, kept | (options - set(saved)))
+    saved: dict[str, Value] = {}
+    for folder, number in ((base, 0), (load, int(step))):
+        if folder:
+            saved |= (
+                faults.attempt(
+                    checkpoint_fields, folder, number, config_type, unsettles=required
+                )
+                or {}
+            )
+    folders = {"--load": load, "--pretrained-checkpoint": base}
+    return _Sources(fields, saved | preset, name, folders)
+
+
+def _required_flags(config_type: type[TrainConfig]) -> set[str]:
+    return {option.flag for option in list_options(config_type) if option.is_required}
 
 
 def virtual_stages(args: list[str], layers_per_stage: str) -> str:
@@ -147,17 +240,25 @@ def virtual_stages(args: list[str], layers_per_stage: str) -> str:
     return str(int(layers) // together)
 
 
-def take_all(words: list[str], flag: str) -> tuple[list[str], list[str]]:
+def take_all(
+    words: list[str], flag: str, faults: FaultCollector
+) -> tuple[list[str], list[str]]:
     """Take a flag that may be repeated, and its values, out of a command line."""
     rest, taken = [], []
     while words:
         word, *words = words
-        if word != flag:
+        name, equals, value = word.partition("=")
+        if name != flag:
             rest.append(word)
             continue
-        if not words or is_flag(words[0]):
-            raise ValueError(f"{flag} needs a value.")
-        while words and not is_flag(words[0]):
+        if equals:
+            taken.append(value)
+        elif not words or is_flag(words[0]):
+            faults.add(f"{flag} needs a value.", flag)
+        elif flag == "--recipe":
+            while words and not is_flag(words[0]):
+                taken.append(words.pop(0))
+        else:
             taken.append(words.pop(0))
     return rest, taken
 
@@ -173,11 +274,10 @@ def _preset_fields(name: str, config_type: type[TrainConfig]) -> dict[str, Value
 
 
 def _check_model_source(
-    sources: Mapping[str, str], args: Sequence[str], config_type: type[TrainConfig]
+    sources: Mapping[str, str], args: Sequence[str], required: Collection[str]
 ) -> None:
     """Refuse a folder that a run would take its model from and that holds no checkpoint."""
-    options = list_options(config_type)
-    if all(option.flag in args for option in options if option.is_required):
+    if set(required) <= set(args):
         return
     for name, folder in sources.items():
         if folder and find_checkpoint(folder) is None:
@@ -202,20 +302,18 @@ def _pattern_flags(args: list[str]) -> list[str]:
 def _checked_recipe(recipe: str, config_type: type[TrainConfig]) -> dict[str, Value]:
     """Read a recipe; a value of the wrong type is named with its file."""
     fields = read_recipe(Path(recipe), field_types(config_type))
-    try:
-        read_words(list_options(config_type), to_flags(fields))
-    except ValueError as error:
-        raise ValueError(f"{recipe}: {error}") from None
+    faults = FaultCollector()
+    read_words(list_options(config_type), to_flags(fields), faults)
+    if faults.lines:
+        raise OptionsError([f"{recipe}: {line}" for line in faults.lines])
     return fields
 
 
 def _last_value(words: list[str], flag: str) -> str:
-    """Return what stands behind a flag where it is given last; empty: it is not given."""
+    """Return the value of a flag where it is given last; "" if it is not given, or has none."""
     places = [i for i, word in enumerate(words[:-1]) if word == flag]
     value = words[places[-1] + 1] if places else ""
-    if is_flag(value):
-        raise ValueError(f"{flag} needs a value.")
-    return value
+    return "" if is_flag(value) else value
 
 
 def _is_on(words: list[str], switch: str, fields: Mapping[str, Value]) -> bool:

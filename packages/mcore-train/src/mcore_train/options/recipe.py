@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from mcore_parallel.command_line import unknown
+from mcore_parallel.command_line import OptionsError, unknown
 
 Value = bool | int | float | str | list
 
@@ -19,8 +19,8 @@ def read_recipe(path: Path, known: Collection[str]) -> dict[str, Value]:
     """Read one recipe into a flat table, field to value.
 
     Raises:
-        ValueError: for a file that is no TOML, and for an unknown or a doubled field; names
-            the file and the field.
+        ValueError: for a file that is no TOML.
+        OptionsError: (a ValueError) with every unknown and every doubled field.
         FileNotFoundError: if there is no such file.
     """
     if path.is_dir():
@@ -34,12 +34,15 @@ def read_recipe(path: Path, known: Collection[str]) -> dict[str, Value]:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {_plain(str(error), path)}") from None
     fields: dict[str, Value] = {}
+    faults = []
     for name, value in _flatten(tables):
         if name not in known:
-            raise ValueError(f"{path}: {unknown(name, known, 'field')}")
-        if name in fields:
-            raise ValueError(f"{path}: {name} stands twice; leave one of the two out.")
+            faults.append(f"{path}: {unknown(name, known, 'field')}")
+        elif name in fields:
+            faults.append(f"{path}: {name} stands twice; leave one of the two out.")
         fields[name] = value
+    if faults:
+        raise OptionsError(faults)
     return fields
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mcore_ckpt.storage.destinations import check_file
-from mcore_parallel.command_line import canonical, is_flag
+from mcore_parallel.command_line import FaultCollector, canonical, is_flag
 from mcore_parallel.pipeline_parallel.actions import DURATIONS, Action
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
@@ -65,7 +65,9 @@ def view_words(words: Sequence[str]) -> list[str]:
     """Spell what flags of a run say of its schedule as options of ``schedule show``."""
     pairs = (word.partition("=") if is_flag(word) else (word, "", "") for word in words)
     found = [each for name, _, value in pairs for each in (canonical(name), value) if each]
-    found, per_stage = take_all(found, LAYERS_PER_STAGE)
+    faults = FaultCollector()
+    found, per_stage = take_all(found, LAYERS_PER_STAGE, faults)
+    faults.raise_all()
     if per_stage:
         ranks = ["--pipeline-model-parallel-size", str(ViewConfig().ranks)]
         names = {ours: theirs for theirs, ours in MEGATRONS.items()}
