@@ -28,7 +28,13 @@ MODEL_ARGS=(
     --ffn-hidden-size 14336
     --max-position-embeddings "$SEQ_LENGTH"
     --seq-length "$SEQ_LENGTH"
+    --position-embedding-type rope
     --rotary-base 500000
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
     --untie-embeddings-and-output-weights
 )
 PRECISION_ARGS=(

@@ -19,7 +19,10 @@ MODEL_ARGS=(
     --num-query-groups 8
     --max-position-embeddings 32768
     --seq-length 4096
+    --position-embedding-type rope
     --rotary-base 1000000
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
     --normalization RMSNorm
     --swiglu
     --disable-bias-linear

@@ -3,7 +3,8 @@
     python tasks/main.py --task WIKITEXT103 --valid-data wiki.test.tokens --load runs/gpt
 
 The same as ``mcore-infer eval``. A checkpoint says which model it holds and brings its
-tokenizer, so flags about these are named and left out; a vocabulary that is given is used.
+tokenizer, so flags about these are named and left out, as is a --vocab-file without the
+--merge-file that it needs; a whole vocabulary that is given is used.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from mcore_data.tokenizers.building import load_tokenizer
+from mcore_data.tokenizers.building import TOKENIZER_TYPES, load_tokenizer
 from mcore_infer.cli import main as infer
 
 NOT_NEEDED = (
@@ -26,17 +27,24 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--vocab-file")
     parser.add_argument("--merge-file", default="")
-    parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer")
+    parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer", choices=TOKENIZER_TYPES)
     for flag in NOT_NEEDED:
         parser.add_argument(flag, nargs="?", const="")
     known, rest = parser.parse_known_args(argv)
     given = [f for f in NOT_NEEDED if getattr(known, f[2:].replace("-", "_")) is not None]
+    is_whole = known.vocab_file and (known.merge_file or "BPE" not in known.tokenizer_type)
+    if known.vocab_file and not is_whole:
+        given.append("--vocab-file")
     if given:
         print(f"not needed, the checkpoint says it: {' '.join(given)}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
-        if known.vocab_file:
+        if is_whole:
             files = {"vocab_file": known.vocab_file, "merge_file": known.merge_file}
-            load_tokenizer(known.tokenizer_type, **files).save(folder)
+            try:
+                load_tokenizer(known.tokenizer_type, **files).save(folder)
+            except (ValueError, FileNotFoundError) as error:
+                print(f"tasks/main.py: error: {error}", file=sys.stderr)
+                return 2
             rest += ["--tokenizer", folder]
         return infer(["eval", *rest])
 

@@ -17,6 +17,7 @@ from e2e.launched import run_as_torchrun_does
 from mcore_models.encoder_shapes import bert_shapes
 from mcore_models.families import BERT_FAMILY
 from mcore_parallel import parallel_state
+from mcore_parallel.logical_tensors import tensor_shapes
 from mcore_parallel.testing.ranks import run_command, run_ranks
 from mcore_train.composition import BertTrainConfig
 from mcore_train.options.parsing import parse
@@ -174,6 +175,35 @@ def test_the_mixtral_script_has_an_expert_a_gpu_and_four_stages():
     assert (experts.moe_router_topk, experts.moe_grouped_gemm) == (2, True)
 
 
+def test_the_fp8_script_is_found_by_its_older_name_too():
+    older = LLAMA_FP8.replace("_h100", "")
+    assert shown_by(older, "--seed", "5").stdout == shown_by(LLAMA_FP8, "--seed", "5").stdout
+
+
+def test_the_gpt3_script_is_of_175_billion_parameters_on_1024_gpus_with_a_batch_ramp():
+    plan = planned("gpt3/train_gpt3_175b_distributed.sh")
+    model, layout = plan.config.model, plan.config.parallelism
+    assert (plan.world_size, plan.data_parallel_size, plan.global_batch_size) == (1024, 8, 1536)
+    assert (layout.tensor_model_parallel_size, len(plan.stages)) == (8, 16)
+    shapes = tensor_shapes(model, plan.vocab_size, plan.config.experts)
+    assert sum(map(prod, shapes.values())) == pytest.approx(174.6e9, rel=1e-3)
+    assert (model.normalization, model.openai_gelu, model.add_bias_linear) == (
+        *("LayerNorm", True),
+        True,
+    )
+    assert model.hidden_dropout == model.attention_dropout == 0.1
+    assert plan.ramp.size_at(0) == 16
+    assert plan.ramp.size_at(6_000_000) == 1536
+
+
+@pytest.mark.parametrize("script", [LLAMA, LLAMA_FP8, MIXTRAL])
+def test_a_script_of_a_model_leaves_none_of_megatrons_defaults_open(script, caplog):
+    caplog.set_level("INFO")
+    planned(script)
+    assert "--group-query-attention: " in caplog.text  # Megatron's spelling
+    assert "Megatron's defaults" not in caplog.text
+
+
 SIZES = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "
     "--ffn-hidden-size 48 --seq-length 16 --max-position-embeddings 16 --vocab-size 64 "
@@ -224,6 +254,7 @@ def test_megatrons_entry_takes_its_flags_and_names_those_that_do_nothing(monkeyp
     told = done.stdout + done.stderr
     for ignored in ("--use-mcore-models", "--use-flash-attn"):
         assert f"{ignored}: " in told
+    assert "Megatron's defaults that this run does not take: --normalization" in told
     assert "--transformer-impl transformer_engine computes on GPUs alone" in told
 
 
@@ -244,6 +275,8 @@ def test_the_bert_script_is_of_340_million_parameters_and_trains_made_small(monk
     assert done.returncode == 0, done.stderr
     assert "iteration        1/       1" in done.stdout
     assert "sop loss: " in done.stdout
+    # No flag of this command line is Megatron's alone: the entry's name is enough.
+    assert "does not take: --norm-epsilon 1e-05 --openai-gelu." in done.stdout + done.stderr
 
 
 def test_the_t5_entry_trains(monkeypatch):

@@ -1,6 +1,7 @@
 """The seven packages as packages: metadata, ranges, extras, and what the lock holds."""
 
 import ast
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -306,3 +307,53 @@ def test_files_of_tests_that_are_handed_out_first_are_there():
     listed = re.findall(r'"(\S+/test_\w+\.py)"', (ROOT / "conftest.py").read_text())
     assert listed
     assert [file for file in listed if not (ROOT / file).is_file()] == []
+
+
+def page_faults(package: str, page: str, siblings: set[str]) -> list[str]:
+    """Name what a reader of a package's page, without the repository, cannot follow.
+
+    Args:
+        package: import name.
+        page: text of its README.
+        siblings: import names of what its wheel brings along.
+    """
+    found = [f"link {link}" for link in re.findall(r"\]\((\.\.[^)]*)\)", page)]
+    for block in re.finditer(r"```python\n(.*?)```", page, re.DOTALL):
+        for node in ast.walk(ast.parse(block[1])):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            )
+            for name in (name.partition(".")[0] for name in names if name):
+                wheel = name.replace("_", "-")
+                is_named = f"pip install {wheel}" in page[: block.start()]
+                if name.startswith("mcore_") and name not in siblings | {package}:
+                    found += [] if is_named else [f"import of {name}"]
+    for path in set(re.findall(r"`(mcore_\w+(?:\.\w+)+)", page)):
+        try:
+            pkgutil.resolve_name(path)
+        except (ImportError, AttributeError):
+            found.append(f"name {path}")
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_page_can_be_followed_without_the_repository(package):
+    page = (ROOT / f"packages/mcore-{package}/README.md").read_text()
+    needed, siblings = [package], set()
+    while needed:
+        for text in project_of(needed.pop())["dependencies"]:
+            if (name := re.match(r"mcore-(\w+)", text)) and f"mcore_{name[1]}" not in siblings:
+                siblings.add(f"mcore_{name[1]}")
+                needed.append(name[1])
+    assert page_faults(f"mcore_{package}", page, siblings) == []
+
+
+def test_a_fault_of_a_package_page_is_found():
+    page = (
+        "[figures](../../docs/x.md) and `mcore_parallel.no_such`\n"
+        "```python\nfrom mcore_ckpt.save_load import saving\nimport mcore_moe\n```"
+    )
+    assert page_faults("mcore_parallel", page, {"mcore_moe"}) == [
+        *("link ../../docs/x.md", "import of mcore_ckpt", "name mcore_parallel.no_such"),
+    ]

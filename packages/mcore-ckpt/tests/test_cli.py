@@ -1,5 +1,6 @@
 """The command as users type it, through a real shell once, else as a shell would start it."""
 
+import importlib.util
 import json
 import os
 import re
@@ -64,6 +65,24 @@ def make_hf(folder):
     (folder / "config.json").write_text(json.dumps(config))
     weights = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors")
+
+
+def test_megatrons_command_for_conversion_runs_by_its_name(tmp_path, capsys):
+    make_hf(tmp_path / "in")
+    path = Path(__file__).parents[3] / "examples/tools/checkpoint/convert.py"
+    spec = importlib.util.spec_from_file_location("convert", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    words = f"--model-type GPT --loader llama_mistral --saver mcore --load-dir {tmp_path}/in"
+    words += f" --save-dir {tmp_path}/run --target-tensor-parallel-size 4 --no-checking"
+    assert module.main(words.split()) == 0
+    captured = capsys.readouterr()
+    assert "each used once, read back and equal" in captured.out
+    needless = "--model-type --target-tensor-parallel-size --no-checking"
+    assert f"not needed, files and layouts decide it: {needless}" in captured.err
+    words = f"--loader core --saver hf --load-dir {tmp_path}/no --save-dir {tmp_path}/hf"
+    assert module.main(words.split()) != 0
+    assert f"{tmp_path}/no" in capsys.readouterr().err
 
 
 def make_step(folder, value=1.0):

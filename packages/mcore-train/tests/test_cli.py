@@ -1,4 +1,6 @@
 import os
+import re
+import shlex
 import subprocess
 import sys
 
@@ -8,7 +10,9 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_data.indexed.index_format import CorruptDatasetError
 from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 from mcore_train import cli
-from mcore_train.cli import COMMANDS, main, without_option
+from mcore_train.cli import ABOUT, COMMANDS, main, without_option
+from mcore_train.options.parsing import parse
+from mcore_train.resolution import resolve
 
 
 def command(*words):
@@ -30,6 +34,16 @@ def test_help_names_every_command_and_does_not_load_torch():
     )
     assert all(name in done.stdout for name in COMMANDS)
     assert done.stdout.endswith("[]\n")
+
+
+def test_the_examples_of_the_help_can_be_run_without_the_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [line.strip() for line in ABOUT.split("examples:")[1].splitlines()]
+    (whole,) = (line for line in lines if line.startswith("mcore-train gpt"))
+    config = parse(shlex.split(whole)[2:])
+    assert resolve(config, 1).train_iters == 100
+    for line in lines:
+        assert not re.search(r"\S+\.toml|\.\./|recipes/", line), line
 
 
 def processor_time_s(*words):

@@ -200,3 +200,10 @@ def test_megatrons_command_for_tasks_runs_by_its_name(run_folder, tmp_path, caps
     captured = capsys.readouterr()
     assert "LAMBADA strict | accuracy " in captured.out
     assert "--num-layers --hidden-size --log-interval --fp16" in captured.err
+    vocabulary = tmp_path / "vocab.json"
+    vocabulary.write_text("{}")
+    assert module.main([*words, "--vocab-file", str(vocabulary)]) == 0
+    assert "--fp16 --vocab-file" in capsys.readouterr().err
+    absent = ["--vocab-file", str(tmp_path / "no"), "--tokenizer-type", "BertWordPieceCase"]
+    assert module.main([*words, *absent]) == 2
+    assert f"{tmp_path}/no does not exist" in capsys.readouterr().err

@@ -14,8 +14,8 @@ ABOUT = """Train large language models: one program from a laptop CPU to a clust
 
 examples:
   mcore-train quickstart
-  mcore-train gpt --recipe recipes/model/tiny.toml --mock-data --train-iters 100 --lr 1e-3
-  torchrun --nproc-per-node 8 -m mcore_train gpt --recipe recipes/model/llama-3-8b.toml ..."""
+  mcore-train gpt --model tiny --mock-data --seq-length 64 --train-iters 100 --lr 1e-3
+  torchrun --nproc-per-node 8 -m mcore_train gpt --model llama-3-8b --data-path ..."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

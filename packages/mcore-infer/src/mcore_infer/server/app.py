@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = ("/health", "/v1/health", "/", "/openapi.json")
 """What needs no key."""
 _LONG_BYTES = 1 << 16
+_FORM = "application/x-www-form-urlencoded"
 _GAUGES = {
     "requests_running": "Requests that hold pages.",
     "requests_waiting": "Requests that hold none.",
@@ -120,7 +121,10 @@ class Server:
     async def _body(self, request: Request) -> bytes:
         """Read a body of JSON, in time and no longer than allowed."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
+        # curl -d names a form unless told otherwise. Browsers ask before they PUT, so a page of
+        # another site cannot send such a body.
+        is_plain_put = request.method == "PUT" and kind in ("", _FORM)
+        if kind != "application/json" and not is_plain_put:
             raise RequestError(415, "the content-type must be application/json.")
         most, parts, size = self.limits.max_body_bytes, [], 0
         patience = self.limits.patience.client_s
