@@ -167,6 +167,7 @@ SHAPELESS = {
 
 
 def described(name, **changes):
+    assert name in CONFIGS, f"add {name} to CONFIGS: a small config.json of that family"
     config = {"model_type": name, **CONFIGS[name], **changes}
     return find_family(name).to_ours({k: v for k, v in config.items() if v is not None})
 

@@ -8,7 +8,7 @@ loads torch.
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from mcore_ckpt.config import LocalConfig, RetentionConfig, StrictnessConfig
 from mcore_data.config import DataConfig, FIMConfig, MaskingConfig, TokenizerConfig
@@ -175,6 +175,13 @@ def field_types(config_type: type = TrainConfig) -> dict[str, Any]:
             assert name not in found, f"two parts of {config_type.__name__} own {name}"
             found[name] = kind
     return found
+
+
+def optimizer_parts() -> dict[str, type]:
+    """Map each choice of ``--optimizer`` that has options to the part with the same name."""
+    parts = get_type_hints(TrainConfig)
+    choices = get_args(get_type_hints(parts["optimizer"])["optimizer"])
+    return {name: parts[name] for name in choices if name in parts}
 
 
 def flag_names(config_type: type = TrainConfig) -> set[str]:

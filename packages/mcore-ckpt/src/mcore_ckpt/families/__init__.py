@@ -16,6 +16,7 @@ same. Each direction refuses, by name, what the other side cannot express.
 import re
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from mcore_ckpt.families.common.fields import UnknownFieldsError
@@ -81,10 +82,22 @@ def find_family(model_type: str) -> Any:
             f"model_type {model_type!r} is not known; known are {', '.join(MODEL_TYPES)}."
         )
     floor = _FLOORS[model_type]
-    if "." in floor:
-        return import_module(f"{__name__}.{floor}").FAMILIES[model_type]
-    module = import_module(f"{__name__}.{floor}.{model_type.replace('-', '_')}")
-    return getattr(module, "FAMILY", module)
+    room = floor if "." in floor else f"{floor}.{model_type.replace('-', '_')}"
+    path = f"families/{room.replace('.', '/')}.py"
+    if find_spec(f"{__name__}.{room}") is None:
+        raise NotImplementedError(
+            f"families/__init__.py lists model_type {model_type!r}, and there is no {path}: "
+            "add it, with a FAMILY."
+        )
+    module = import_module(f"{__name__}.{room}")
+    if "." not in floor:
+        return getattr(module, "FAMILY", module)
+    if model_type not in module.FAMILIES:
+        raise NotImplementedError(
+            f"families/__init__.py lists model_type {model_type!r} as one of {path}, whose "
+            "FAMILIES lacks it: add it there."
+        )
+    return module.FAMILIES[model_type]
 
 
 def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

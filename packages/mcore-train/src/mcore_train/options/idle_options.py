@@ -12,7 +12,7 @@ from mcore_data.config import FILES, WITHOUT_FILES
 from mcore_moe.config import MoEConfig
 from mcore_parallel.field_checks import flag
 from mcore_parallel.logical_tensors import is_gated
-from mcore_train.composition import TrainConfig, flat
+from mcore_train.composition import TrainConfig, flat, optimizer_parts
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -103,12 +103,14 @@ SWITCHES = (
         lambda c: c.peft.peft != "none",
         ("lora_target_modules", "lora_dim", "lora_alpha", "lora_dropout", "peft_base_bits"),
     ),
-    Switch(
-        "--optimizer adam",
-        lambda c: c.optimizer.optimizer == "adam",
-        ("adam_beta1", "adam_beta2", "adam_eps", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    *(
+        Switch(
+            f"--optimizer {name}",
+            lambda c, name=name: c.optimizer.optimizer == name,
+            tuple(field.name for field in fields(part)),
+        )
+        for name, part in optimizer_parts().items()
     ),
-    Switch("--optimizer sgd", lambda c: c.optimizer.optimizer == "sgd", ("sgd_momentum",)),
     Switch(
         "--weight-decay-incr-style linear or cosine",
         lambda c: c.optimizer.weight_decay_incr_style != "constant",

@@ -1,0 +1,142 @@
+"""Tables whose rows belong together: what a new optimizer or family lacks, a sentence each."""
+
+import re
+import sys
+from collections.abc import Collection
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from house.sources import ROOT
+from parity.family_cases import CASES
+
+from mcore_ckpt.families import MODEL_TYPES, find_family
+from mcore_parallel.optimizers import config as optimizer_options
+from mcore_train.composition import TrainConfig
+from mcore_train.config import OptimizerConfig
+from mcore_train.optimizers import OPTIMIZERS
+
+NO_RULE = {"MainWeightsConfig"}
+"""Options of optimizers/config.py that every rule shares."""
+OTHER_PARITY = {
+    "deepseek_v2": "tests/parity/test_deepseek.py",
+    "deepseek_v3": "tests/parity/test_deepseek.py",
+    "kimi_k2": "packages/mcore-ckpt/tests/conversion/test_mtp_layers.py",
+    "mamba2": "tests/parity/test_transformers.py",
+    "nemotron_h": "tests/parity/test_transformers.py",
+    "t5": "tests/parity/test_t5.py",
+    "bert": "tests/parity/test_bert.py",
+    "megatron-bert": "tests/parity/test_bert.py",
+}
+"""Families that are compared with transformers in a file of their own."""
+
+
+def optimizer_faults(
+    choices: Collection[str],
+    rules: Collection[str],
+    options: dict[str, str],
+    parts: dict[str, str],
+) -> list[str]:
+    """Say what an optimizer lacks.
+
+    Args:
+        choices: of ``--optimizer``.
+        rules: names in ``OPTIMIZERS``.
+        options: classes in optimizers/config.py, by name.
+        parts: class of each part of ``TrainConfig``.
+    """
+    found = [
+        f"--optimizer {name} has no rule: add it to OPTIMIZERS in mcore_train/optimizers.py."
+        for name in sorted(set(choices) - set(rules))
+    ]
+    found += [
+        f"rule {name} is no choice: add it to --optimizer in mcore_train/config.py."
+        for name in sorted(set(rules) - set(choices))
+    ]
+    for name in sorted(set(options) - NO_RULE):
+        homes = [part for part, kind in parts.items() if kind == name]
+        if not homes:
+            found.append(
+                f"{name} reaches no command: add it to TrainConfig in "
+                "mcore_train/composition.py, as the part with its optimizer's name."
+            )
+        elif homes[0] not in choices:
+            found.append(
+                f"part {homes[0]} of TrainConfig is no choice of --optimizer, so nothing "
+                "refuses its options under other rules: give it the name of the choice."
+            )
+    return found
+
+
+def test_an_optimizer_has_a_choice_a_rule_and_options_that_are_refused_without_it():
+    here = optimizer_options.__name__
+    options = {
+        name: name
+        for name, value in vars(optimizer_options).items()
+        if is_dataclass(value) and value.__module__ == here
+    }
+    parts = {name: kind.__name__ for name, kind in get_type_hints(TrainConfig).items()}
+    choices = get_args(get_type_hints(OptimizerConfig)["optimizer"])
+    assert optimizer_faults(choices, OPTIMIZERS, options, parts) == []
+
+
+def test_what_an_optimizer_lacks_is_said_in_one_sentence():
+    options = {"SGDConfig": "", "LionConfig": "", "SoapConfig": ""}
+    parts = {"sgd": "SGDConfig", "the_lion": "LionConfig"}
+    found = optimizer_faults(["sgd", "lion"], ["sgd", "muon"], options, parts)
+    assert [line.partition(":")[0] for line in found] == [
+        "--optimizer lion has no rule",
+        "rule muon is no choice",
+        (
+            "part the_lion of TrainConfig is no choice of --optimizer, so nothing refuses its "
+            "options under other rules"
+        ),
+        "SoapConfig reaches no command",
+    ]
+
+
+def family_faults(name: str, cases: Collection[str], shapes: str, page: str) -> list[str]:
+    """Say what a Hugging Face family lacks.
+
+    Args:
+        name: its ``model_type``.
+        cases: keys of the models that are compared with transformers.
+        shapes: text of the test that holds sizes against weights.
+        page: text of the page that lists the families.
+    """
+    try:
+        find_family(name)
+    except NotImplementedError as error:
+        return [str(error)]
+    found = []
+    if name not in OTHER_PARITY and name not in {re.split(r"[ ,]", case)[0] for case in cases}:
+        found.append(
+            f"{name} is not compared: add it to CASES in tests/parity/family_cases.py."
+        )
+    if f'"{name}"' not in shapes:
+        found.append(
+            f"{name} has no sizes: add it to CONFIGS in "
+            "packages/mcore-ckpt/tests/families/test_shape_check.py."
+        )
+    if not re.search(rf"\b{re.escape(name)}\b", page):
+        found.append(f"{name} is not listed: add it to packages/mcore-ckpt/README.md.")
+    return found
+
+
+def test_a_family_is_listed_compared_and_held_against_its_weights():
+    shapes = ROOT / "packages/mcore-ckpt/tests/families/test_shape_check.py"
+    texts = shapes.read_text(), (ROOT / "packages/mcore-ckpt/README.md").read_text()
+    assert [line for name in MODEL_TYPES for line in family_faults(name, CASES, *texts)] == []
+    for name, file in OTHER_PARITY.items():
+        word = name.replace("-", "").replace("_", "")
+        text = (ROOT / file).read_text().replace("-", "").replace("_", "")
+        assert word in text.lower(), name
+
+
+def test_what_a_family_lacks_is_said_in_one_sentence():
+    lacks = family_faults("llama", ["mistral, tied"], "", "")
+    assert [line.partition(":")[0] for line in lacks] == [
+        *("llama is not compared", "llama has no sizes", "llama is not listed"),
+    ]
