@@ -77,6 +77,14 @@ def test_the_defaults_are_those_of_the_table_of_defaults():
     assert compared > 80
 
 
+def test_an_option_that_megatron_has_too_has_its_default_in_the_table():
+    path = Path(__file__).parent / "megatron_defaults.toml"
+    listed = set(tomllib.loads(path.read_text()))
+    both = {option.flag for option in foreign_options()} & set(own_options())
+    names = {own_options()[flag].name for flag in both}
+    assert sorted(names - listed) == []
+
+
 @pytest.mark.megatron
 def test_the_options_are_those_of_megatrons_parser():
     assert list(foreign_options()) == parser_options(), (
