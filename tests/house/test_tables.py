@@ -108,7 +108,7 @@ def family_faults(name: str, cases: Collection[str], shapes: str, page: str) -> 
     """
     try:
         find_family(name)
-    except NotImplementedError as error:
+    except LookupError as error:
         return [str(error)]
     found = []
     if name not in OTHER_PARITY and name not in {re.split(r"[ ,]", case)[0] for case in cases}:

@@ -225,6 +225,30 @@ def test_every_fault_of_a_dataclass_is_found_though_it_raises_the_first_alone():
     )
 
 
+def test_options_are_checked_though_a_required_one_of_their_dataclass_is_missing():
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Guests:
+        """Who comes."""
+
+        names: tuple[str, ...]
+        """Of all."""
+        chairs: int = 1
+        """For them."""
+
+        def __post_init__(self):
+            if self.chairs < 1:
+                raise ValueError("--chairs must be 1 or more.")
+            if self.chairs < len(self.names):
+                raise ValueError("--chairs are too few for --names.")
+
+    with pytest.raises(OptionsError) as refusal:
+        parse(Guests, "invite", ["--name", "Ada", "--chairs", "0"])
+    assert refusal.value.lines == (
+        "unknown option --name: did you mean --names?",
+        "--chairs must be 1 or more.",
+    )
+
+
 def test_a_default_that_replaces_a_fault_is_not_reported_against_other_options():
     """``--legs 0`` is reset to 4, beside which ``--width 1`` would be a fault."""
     with pytest.raises(ValueError, match=r"^--legs must be 1 or more\.$"):

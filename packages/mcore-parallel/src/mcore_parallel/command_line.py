@@ -206,11 +206,11 @@ def read_options(
         faults: takes the faults.
         defaults: values in place of those of ``kind``, by name.
         placeholders: values of required options that are missing or faulty, by name, with
-            which the others can still be checked.
+            which the others are checked; without one, some value of the option's type.
 
     Returns:
         ``kind`` with its arguments, to be called; options with a fault have their defaults.
-        None if too much is missing.
+        None if a dataclass refuses even these.
     """
     options = list_options(kind)
     values = {**(defaults or {}), **read_words(options, words, faults)}
@@ -218,6 +218,9 @@ def read_options(
     missing = [option.flag for option in required if option.flag not in faults.unsettled]
     if missing:
         faults.add(f"{program} needs {_and(missing)}: see {program} --help.", *missing)
+    if is_dataclass(kind):
+        built = _build(kind, values, faults, placeholders or {})
+        return None if built is None else lambda: built
     arguments = _arguments(kind, values, faults, placeholders or {})
     return None if arguments is None else partial(kind, *arguments[0], **arguments[1])
 
@@ -242,7 +245,7 @@ def _arguments(
     faults: FaultCollector,
     placeholders: Mapping[str, Any],
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Return positional and named arguments; None where a required one is not known."""
+    """Return positional and named arguments; None where a dataclass cannot be built."""
     types, positional, named = get_type_hints(kind), [], {}
     is_complete = True
     for name, parameter in inspect.signature(kind).parameters.items():
@@ -251,12 +254,23 @@ def _arguments(
             value = _build(types[name], values, faults, placeholders)
         elif name not in values and parameter.default is not parameter.empty:
             value = parameter.default
+        elif value is None:  # required: others are checked beside a value of its type
+            value = _stand_in(types[name])
         is_complete &= value is not None
         if parameter.kind is parameter.POSITIONAL_ONLY:
             positional.append(value)
         else:
             named[name] = value
     return (positional, named) if is_complete else None
+
+
+def _stand_in(kind: Any) -> Any:
+    """Return some value of an option's type."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)[0]
+    if get_origin(kind) is tuple:
+        return tuple(_stand_in(each) for each in get_args(kind) if each is not ...)
+    return kind("1")
 
 
 def _build(

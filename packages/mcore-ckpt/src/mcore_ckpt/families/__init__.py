@@ -85,7 +85,7 @@ def find_family(model_type: str) -> Any:
     room = floor if "." in floor else f"{floor}.{model_type.replace('-', '_')}"
     path = f"families/{room.replace('.', '/')}.py"
     if find_spec(f"{__name__}.{room}") is None:
-        raise NotImplementedError(
+        raise LookupError(
             f"families/__init__.py lists model_type {model_type!r}, and there is no {path}: "
             "add it, with a FAMILY."
         )
@@ -93,7 +93,7 @@ def find_family(model_type: str) -> Any:
     if "." not in floor:
         return getattr(module, "FAMILY", module)
     if model_type not in module.FAMILIES:
-        raise NotImplementedError(
+        raise LookupError(
             f"families/__init__.py lists model_type {model_type!r} as one of {path}, whose "
             "FAMILIES lacks it: add it there."
         )
