@@ -76,6 +76,13 @@ def crash(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Compare engines with 200 generated tokenizers, 300 texts each: about a minute."""
+    tests = "packages/mcore-data/tests/engines/test_generated_tokenizers.py"
+    _in_workspace(session, "pytest", "-m", "slow", tests, *session.posargs)
+
+
+@nox.session
 @nox.parametrize("group", sorted(EXTRAS), ids=sorted(EXTRAS))
 def extras(session: nox.Session, group: str) -> None:
     """Run the tests that skip without a service's packages, with these."""

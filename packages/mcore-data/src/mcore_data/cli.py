@@ -65,6 +65,13 @@ def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: 
             f"{prefix}.bin/.idx: {report.num_documents:,} documents, "
             f"{report.num_tokens.get(key, 0):,} tokens"
         )
+    checked = f"{report.num_checked_texts:,} of {report.num_texts:,} texts"
+    if report.engine == "reference":
+        print("encoded by the tokenizer itself")
+    elif report.num_checked_texts:
+        print(f"encoded by {report.engine}; {checked} by the tokenizer too, with the same ids")
+    else:
+        print(f"encoded by {report.engine}; no text was compared with the tokenizer's ids")
     return 0
 
 

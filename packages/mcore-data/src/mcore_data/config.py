@@ -113,11 +113,13 @@ class PreprocessConfig:
     hosts. -1 does all."""
     engine: EngineName = "auto"
     """What encodes: gigatoken (extra fast) for byte pairs, SentencePiece's included, words for
-    WordPiece, reference for the tokenizer itself, or the fastest of them that gives the
-    tokenizer's ids."""
+    WordPiece, reference for the tokenizer itself. auto takes the fast one only if it is known
+    to implement every part of the tokenizer, and begins anew with the tokenizer itself if it
+    gives other ids on a text that is checked."""
     verify: Literal["full", "sample", "off"] = "sample"
-    """Encode texts by the tokenizer too, and stop where the engine differs: all, one in
-    1024 (those over a million characters left out), or none. The manifest says which."""
+    """Encode texts by the tokenizer too and compare the ids: full all texts; sample the first
+    256 of each process, those with a character not seen before, the first 16 with each added
+    token, and one in 1024, long ones in part; off none. The manifest counts them."""
     overwrite: bool = False
     """Replace finished outputs that other inputs or options have made; they stay until the
     new ones are whole. The same command again always may."""

@@ -1,5 +1,7 @@
 import json
 import pickle
+import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,14 +15,15 @@ from mcore_data.engines.building import (
     ReferenceEngine,
     build_engine,
     differing_probe,
+    special_probes,
 )
 from mcore_data.engines.character_check import border_vocabulary
 from mcore_data.engines.gigatoken import GigatokenEngine
+from mcore_data.engines.pipeline import SPLITS, gigatoken_gap
 from mcore_data.engines.protocol import special_ids
 from mcore_data.engines.wordpiece import WordEngine
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.hf import HFTokenizer
-from mcore_data.tokenizers.tiktoken_ranks import PATTERNS
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "earth", "form", "##ed", "##s",
           ",", ".", "a", "##a", "b", "##b", "e", "##e", "\u4f60", "1", "##1"]  # fmt: skip
@@ -133,22 +136,137 @@ def test_words_are_learnt_again_when_there_are_too_many(bert):
     assert_equal(pickle.loads(pickle.dumps(engine)), tokenizer, ["formed b"])
 
 
-def test_words_need_a_bert_tokenizer(bpe_folder, bert):
-    with pytest.raises(ValueError, match="--engine words needs a BERT tokenizer"):
+def with_token(tokenizer, name, **flags):
+    """A copy with one more added token."""
+    core = tokenizers.Tokenizer.from_str(tokenizer.core.to_str())
+    core.add_tokens([tokenizers.AddedToken(name, **{"normalized": False, **flags})])
+    return HFTokenizer(core)
+
+
+def test_words_need_a_bert_tokenizer_whose_every_part_is_known(bpe_folder, bert):
+    with pytest.raises(ValueError, match="and this one has a BPE model"):
         build_engine(load_tokenizer(bpe_folder), "words")
-    spaced = load_tokenizer(bpe_folder)
-    with pytest.raises(ValueError, match="words"):
-        WordEngine(spaced)
-    core = bert["BertWordPieceCase"].core
-    with_blank = HFTokenizer(type(core).from_str(core.to_str()))
-    with_blank.core.add_special_tokens(["[A B]"])
-    with pytest.raises(ValueError, match="no white space"):
-        WordEngine(with_blank)
-    for name, options in (("end", {}), ("[X]", {"single_word": True}), ("[X]", {})):
-        odd = HFTokenizer(type(core).from_str(core.to_str()))
-        odd.core.add_tokens([tokenizers.AddedToken(name, normalized=not options, **options)])
-        with pytest.raises(ValueError, match="found anywhere in a text"):
-            WordEngine(odd)
+    cased = bert["BertWordPieceCase"]
+    refused = [
+        with_token(cased, "[A B]"),
+        with_token(cased, "end"),
+        with_token(cased, "[X]", single_word=True),
+        with_token(cased, "[X]", normalized=True),
+        with_token(cased, "[MASK]", lstrip=True, special=True),
+        with_token(cased, "[X]", rstrip=True),
+    ]
+    for tokenizer in refused:
+        with pytest.raises(ValueError, match="and this one has added token '"):
+            WordEngine(tokenizer)
+        assert build_engine(tokenizer).name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ({"single_word": True}, "added token 'foo' with single_word"),
+        ({"lstrip": True}, "added token 'foo' with lstrip"),
+        ({"rstrip": True}, "added token 'foo' with rstrip"),
+        ({"normalized": True}, "added tokens with and without normalized that may overlap"),
+    ],
+)
+def test_byte_pairs_with_an_odd_added_token_are_encoded_by_the_tokenizer(
+    bpe_folder, caplog, flags, part
+):
+    tokenizer = with_token(load_tokenizer(bpe_folder), "foo", **flags)
+    with caplog.at_level("INFO", "mcore_data"):
+        engine = build_engine(tokenizer)
+    assert engine.name == "reference"
+    assert len(caplog.records) == 1
+    assert f"not known to do this tokenizer exactly: it has {part}.\n" in caplog.text
+    assert_equal(engine, tokenizer, ["call foo1 and a  [MASK] foo N"])
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "gap"),
+    [
+        ("normalizer", {"type": "NFKC"}, "normalizer NFKC"),
+        ("pre_tokenizer", None, "pre_tokenizer null"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "pre_tokenizer Whitespace"),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing",
+                "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2,
+                "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+                "special_tokens": {},
+            },
+            "a template that does not hold the text once",
+        ),
+        ("model", {"dropout": 0.5}, "dropout 0.5 of its model"),
+        ("model", {"end_of_word_suffix": "</w>"}, "end_of_word_suffix '</w>' of its model"),
+        ("model", {"byte_fallback": True}, "byte_fallback and a vocabulary that lacks 256"),
+    ],
+)
+def test_gigatoken_takes_byte_pairs_only_if_it_knows_every_part(bpe_folder, part, value, gap):
+    fields = json.loads((bpe_folder / "tokenizer.json").read_text())
+    fields[part] = {**fields[part], **value} if part == "model" else value
+    tokenizer = HFTokenizer(tokenizers.Tokenizer.from_str(json.dumps(fields)))
+    with pytest.raises(ValueError, match=re.escape(f"exactly: it has {gap}")):
+        build_engine(tokenizer, "gigatoken")
+
+
+@pytest.mark.parametrize(
+    ("options", "gap", "texts"),
+    [
+        ({"normalization_rule_name": "nmt_nfkc"}, "normalization_rule_name nmt_nfkc",
+         ["b\u0323\u0323", "\x85"]),
+        ({"user_defined_symbols": ["<think>"]}, "user-defined piece '<think>'", ["x<think>y"]),
+        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces", ["\t in"]),
+        ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix", ["in the"]),
+        ({"model_type": "unigram"}, "not BPE with byte_fallback", ["in the"]),
+        ({"byte_fallback": False}, "not BPE with byte_fallback", ["\u4f60"]),
+    ],
+)  # fmt: skip
+def test_gigatoken_takes_sentencepiece_only_if_it_knows_every_field(
+    tmp_path, corpus, options, gap, texts
+):
+    train_sentencepiece(tmp_path, corpus, **options)
+    tokenizer = load_tokenizer("SentencePieceTokenizer", tokenizer_model=tmp_path)
+    with pytest.raises(ValueError, match=f"exactly: it has .*{gap}"):
+        build_engine(tokenizer, "gigatoken")
+    assert_equal(build_engine(tokenizer), tokenizer, texts)
+
+
+def test_a_field_of_a_sentencepiece_model_that_nobody_knows_is_one_that_engines_do_not(
+    tmp_path, corpus, llama2
+):
+    for message in (b"\x12", b"\x1a"):  # field 999 of the trainer, then of the normalizer
+        odd = tmp_path / "tokenizer.model"
+        odd.write_bytes(llama2.read_bytes() + message + b"\x03\xb8\x3e\x01")
+        assert (
+            gigatoken_gap(load_tokenizer(odd)) == "field 999 of the model, which is not known"
+        )
+
+
+def test_added_ids_are_found_though_a_text_has_the_same_ones(bpe_folder):
+    core = load_tokenizer(bpe_folder).core
+    token = ("a", core.token_to_id("a"))
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A:0 a:0", pair="$A:0 $B:1", special_tokens=[token]
+    )
+    assert special_ids(HFTokenizer(core)) == ([], [token[1]])
+
+
+def test_special_probes_put_each_name_beside_every_other_one():
+    names = ["<a>", "<b>", "<c>"]
+    probes = "|".join(["", *special_probes(names), ""])
+    for first in names:
+        for second in names:
+            for between in ("", " ", "  ", "\n"):
+                assert f"{first}{between}{second}" in probes
+        for around in ("|{}|", "|{}a", "a{}|", "| {} |", "|  {}  |", "\t{}\t", "\n{}\n"):
+            assert around.format(first) in probes
+    many = [f"<{number}>" for number in range(1000)]
+    probes = special_probes(many)
+    assert len(probes) < 15 * 1000
+    assert all(a + b in probes for a, b in pairwise(many))
+    assert special_probes([]) == []
 
 
 def test_gigatoken_gives_the_same_ids_once_it_has_forgotten_its_words(bpe_folder):
@@ -230,34 +348,14 @@ BYTES = {
     "trim_offsets": True,
     "use_regex": False,
 }
-SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT4 = PATTERNS["gpt4"]
-QWEN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
-    rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACE}"
-)
-DEEPSEEK = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
-    "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|"
-    "\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
-)
 
 
-@pytest.mark.parametrize(
-    ("normalizer", "patterns"),
-    [
-        (None, []),
-        (None, [GPT4]),
-        (None, [r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", DEEPSEEK]),
-        ({"type": "NFC"}, [QWEN]),
-    ],
-    ids=["gpt-2", "llama-3", "deepseek", "qwen"],
-)
-def test_gigatoken_gives_the_ids_of_characters_that_its_unicode_classes_otherwise(
-    normalizer, patterns
-):
+@pytest.mark.parametrize("name", ["gpt-2", *SPLITS])
+def test_gigatoken_gives_the_ids_of_characters_that_its_unicode_classes_otherwise(name):
     """A vocabulary whose merges show every border, and characters of all ages."""
     pytest.importorskip("gigatoken")
+    patterns = SPLITS.get(name, ())
+    normalizer = {"type": "NFC"} if name.startswith("qwen") else None
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     steps = [split | {"pattern": {"Regex": pattern}} for pattern in patterns]
     steps.append(BYTES | {"use_regex": not patterns})
@@ -296,14 +394,6 @@ def test_gigatoken_adds_what_the_tokenizer_adds_around_a_text(bpe_folder, tmp_pa
     engine = build_engine(tokenizer, "gigatoken")
     assert_equal(engine, tokenizer, ["", "in the deep"])
     assert_equal(pickle.loads(pickle.dumps(engine)), tokenizer, ["void"])
-
-
-def test_gigatoken_refuses_what_it_cannot_do(bert):
-    pytest.importorskip("gigatoken")
-    with pytest.raises(ValueError, match=r"cannot do .*Use --engine reference"):
-        build_engine(bert["BertWordPieceCase"], "gigatoken")
-    with pytest.raises(ValueError, match="cannot do a NullTokenizer"):
-        build_engine(load_tokenizer("NullTokenizer", vocab_size=9), "gigatoken")
 
 
 def test_a_missing_extra_is_named(bpe_folder, monkeypatch):

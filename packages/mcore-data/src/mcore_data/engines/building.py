@@ -1,21 +1,26 @@
 """Bulk encoding: many texts to token ids, by the fastest way that gives the tokenizer's ids.
 
 A tokenizer is the reference. An engine does its work for whole corpora and is compared with
-it: before the first text by ``differing_probe``, on the texts themselves by ``spot_check``.
-``build_engine`` chooses one; each has a file.
+it: part by part by ``pipeline``, before the first text by ``differing_probe``, on the texts
+themselves by ``spot_check``. ``build_engine`` chooses one; each has a file.
 """
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers.models import WordPiece
 
 from mcore_data.config import EngineName
 from mcore_data.engines.protocol import Engine
-from mcore_data.tokenizers.plain import ByteTokenizer
+from mcore_data.tokenizers.hf import HFTokenizer
+from mcore_data.tokenizers.plain import ByteTokenizer, NullTokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
+
+_PAIRED = 48
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +74,9 @@ def build_engine(tokenizer: Tokenizer, name: EngineName = "auto") -> Engine:
 
     Args:
         tokenizer: what the ids must be equal to.
-        name: ``auto`` takes the fastest that is installed, can do this tokenizer and passes
-            the probes; any other name takes that one or fails.
+        name: ``auto`` takes the fast engine that is known to implement every part of this
+            tokenizer, is installed and passes the probes, else the tokenizer itself, and logs
+            in one line why; any other name takes that one or fails.
 
     Raises:
         ValueError: if the named engine cannot do this tokenizer, or parts from it.
@@ -78,32 +84,26 @@ def build_engine(tokenizer: Tokenizer, name: EngineName = "auto") -> Engine:
     """
     if name == "reference":
         return ReferenceEngine(tokenizer)
-    if isinstance(tokenizer, ByteTokenizer) and name == "auto":
+    if name != "auto":
+        return _checked(tokenizer, name)
+    if isinstance(tokenizer, ByteTokenizer):
         return ByteEngine()
-    problem: Exception | None = None
-    for candidate in ("words", "gigatoken") if name == "auto" else (name,):
-        try:
-            engine = _build(tokenizer, candidate)
-        except (ValueError, ImportError) as error:
-            if name != "auto":
-                raise
-            problem = error
-            continue
-        probe = differing_probe(engine, tokenizer)
-        if probe is None:
-            return engine
-        message = f"--engine {candidate} does not encode {probe!r} as the tokenizer does."
-        if name != "auto":
-            raise ValueError(f"{message} Use --engine reference.")
-        log.warning("%s Taking the tokenizer itself, which is slower.", message)
-    if isinstance(problem, ImportError):
-        log.info("%s It encodes byte pairs many times as fast.", problem)
-    return ReferenceEngine(tokenizer)
+    if isinstance(tokenizer, NullTokenizer):
+        return ReferenceEngine(tokenizer)
+    is_wordpiece = isinstance(tokenizer, HFTokenizer) and isinstance(
+        tokenizer.core.model, WordPiece
+    )
+    try:
+        return _checked(tokenizer, "words" if is_wordpiece else "gigatoken")
+    except (ValueError, ImportError) as error:
+        why = str(error).removesuffix(" Use --engine reference.")
+        log.info("The tokenizer itself encodes, which is many times slower: %s", why)
+        return ReferenceEngine(tokenizer)
 
 
 def differing_probe(engine: Engine, tokenizer: Tokenizer) -> str | None:
     """First of the probes that engine and tokenizer encode differently, None if none."""
-    probes = [*PROBES, *_special_probes(tokenizer)]
+    probes = [*PROBES, *special_probes(getattr(tokenizer, "special_names", []))]
     right = tokenizer.encode_batch(probes)
     for text, ids, expected in zip(probes, engine.encode(probes), right, strict=True):
         if ids.tolist() != expected:
@@ -111,10 +111,39 @@ def differing_probe(engine: Engine, tokenizer: Tokenizer) -> str | None:
     return None
 
 
-def _special_probes(tokenizer: Tokenizer) -> list[str]:
-    """Texts with special tokens spelled out, where the tokenizer can say which it has."""
-    names: list[str] = getattr(tokenizer, "special_names", [])
-    return [f"a{name} b {name}\n{name}{name}." for name in names[:300]]
+def special_probes(names: Sequence[str]) -> list[str]:
+    """Texts in which special tokens meet all that may change how an encoder finds them.
+
+    Each name alone, at both ends, doubled, between words, digits, blanks and lines, and
+    before and behind every other name; of more than ``_PAIRED`` names so many, evenly drawn,
+    meet every other one, and all meet the next.
+    """
+    probes = []
+    for name in names:
+        probes += [name, f"{name}a {name}", f"a{name}", f" {name} ", f"  {name}  ", name * 2]
+        probes += [
+            f"1{name}1_{name}_.{name}.",
+            f"\t{name}\t\n{name}\n",
+            name.upper(),
+            name[:-1],
+        ]
+        probes += [f"{name} {name}  {name}\u0301{name}\u4f60"]
+    probes += [first + second for first, second in pairwise(names)]
+    few = names[:: -(-len(names) // _PAIRED)] if names else []
+    pairs = "{0}{1} {0} {1}  {0}\n{1}  {0}"
+    return probes + [pairs.format(first, second) for first in few for second in few]
+
+
+def _checked(tokenizer: Tokenizer, name: str) -> Engine:
+    """The named engine, once it has encoded the probes as the tokenizer does."""
+    engine = _build(tokenizer, name)
+    probe = differing_probe(engine, tokenizer)
+    if probe is not None:
+        raise ValueError(
+            f"--engine {name} does not encode {probe!r} as the tokenizer does. Use --engine "
+            "reference."
+        )
+    return engine
 
 
 def _build(tokenizer: Tokenizer, name: str) -> Any:

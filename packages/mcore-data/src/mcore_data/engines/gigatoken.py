@@ -18,9 +18,9 @@ import tokenizers
 from numpy.typing import NDArray
 
 from mcore_data.engines.character_check import CharacterCheck, Encode, border_vocabulary
+from mcore_data.engines.pipeline import gigatoken_gap
 from mcore_data.engines.protocol import special_ids, surrounded
 from mcore_data.tokenizers.hf import HFTokenizer
-from mcore_data.tokenizers.multimodal import MultimodalTokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tokenizers.sentencepiece import SentencePieceTokenizer
 
@@ -107,28 +107,26 @@ def _splitting(tokenizer: Tokenizer) -> tuple[Any, Any]:
 
 def _open(tokenizer: Tokenizer) -> tuple[Any, list[str]]:
     """Gigatoken's tokenizer, and the texts that it would take for control pieces."""
+    gap = gigatoken_gap(tokenizer)
+    if gap:
+        raise ValueError(
+            f"--engine gigatoken is not known to do this tokenizer exactly: it has {gap}. Use "
+            "--engine reference."
+        )
     try:
         import gigatoken
     except ImportError:
         raise ImportError(
             "--engine gigatoken needs the extra: pip install 'mcore-data[fast]'."
         ) from None
-    if isinstance(tokenizer, MultimodalTokenizer) and tokenizer.image_tag_type:
-        raise ValueError(
-            f"--engine gigatoken puts no tags around images (--image-tag-type "
-            f"{tokenizer.image_tag_type}). Use --engine reference."
-        )
     try:
-        if isinstance(tokenizer, HFTokenizer):
-            return gigatoken.Tokenizer.from_json(tokenizer.text).backend, []
         if isinstance(tokenizer, SentencePieceTokenizer):
             core = gigatoken.Tokenizer.from_sentencepiece(tokenizer.path).backend
             return core, tokenizer.control_names
+        assert isinstance(tokenizer, HFTokenizer)
+        return gigatoken.Tokenizer.from_json(tokenizer.text).backend, []
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"--engine gigatoken cannot do this tokenizer: {reason}. Use --engine reference."
         ) from error
-    raise ValueError(
-        f"--engine gigatoken cannot do a {type(tokenizer).__name__}. Use --engine reference."
-    )

@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 
 from mcore_data.tokenizers.protocol import Tokenizer
 
+_PLAIN = ("a", "b", "1.", "")
+"""Texts that show together where added ids are, even if one of them has the same id."""
+
 
 class Engine(Protocol):
     """Encodes texts exactly as its tokenizer does, special tokens around them included."""
@@ -26,11 +29,14 @@ def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     Raises:
         ValueError: if what it adds is not of that form.
     """
-    bare = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode("a")
-    for start in range(len(whole) - len(bare) + 1):
-        if whole[start : start + len(bare)] == bare:
-            return whole[:start], whole[start + len(bare) :]
+    wholes = list(map(tokenizer.encode, _PLAIN))
+    bares = [tokenizer.encode(text, add_special_tokens=False) for text in _PLAIN]
+    pairs = list(zip(wholes, bares, strict=True))
+    for start in range(len(wholes[0]) - len(bares[0]) + 1):
+        before = wholes[0][:start]
+        behind = wholes[0][start + len(bares[0]) :]
+        if all(whole == [*before, *bare, *behind] for whole, bare in pairs):
+            return before, behind
     raise ValueError("the tokenizer adds more than ids before and behind a text.")
 
 

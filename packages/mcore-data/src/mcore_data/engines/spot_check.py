@@ -1,22 +1,31 @@
-"""Holding an engine to its tokenizer on the texts of the corpus itself.
+"""Encoding some texts of a corpus by the tokenizer too, to hold the engine to it.
 
-``full`` encodes every text a second time by the tokenizer; ``sample`` one in
-``1 / SAMPLE_SHARE``, drawn by where its block lies, so that a run and its repetition check
-the same ones. A difference is an error that names the text; nothing of its block is written.
+``full`` encodes every text a second time. ``sample`` encodes the first ``FIRST_TEXTS`` texts,
+each text with a character that has not been seen before, the first ``PER_NAME`` texts with
+each added token, and one in ``1 / SAMPLE_SHARE``, drawn by where its block lies. A difference
+is an error that names the text; nothing of its block is written.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_data.engines.protocol import Engine
 from mcore_data.tokenizers.protocol import Tokenizer
 
 SAMPLE_SHARE = 1 / 1024
-LONGEST_SAMPLED = 1 << 20
+FIRST_TEXTS = 256
+PER_NAME = 16
+LONGEST_DRAWN = 1 << 20
+LONGEST_CHOSEN = 1 << 13
+"""Characters of a drawn and of another text that are compared at most: of a longer one a
+part is encoded by both."""
 _SHOWN = 160
+_CHUNK = 1 << 16
 
 
 class EngineDifferenceError(RuntimeError):
@@ -36,19 +45,31 @@ class CheckReport:
     characters: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class Verifier:
-    """Encodes texts by the reference and compares.
+    """Encodes texts by the reference and compares; remembers what it has seen in a run.
 
-    Attributes:
+    Each process of a run has its own, which sees a part of the texts in their order: what is
+    the first of its kind in the run is the first in its process too.
+
+    Args:
+        engine: what is checked.
         reference: the tokenizer.
         mode: ``full``, ``sample`` or ``off``.
-        engine: name of what is checked, for the message.
     """
 
-    reference: Tokenizer
-    mode: Literal["full", "sample", "off"]
-    engine: str
+    def __init__(
+        self, engine: Engine, reference: Tokenizer, mode: Literal["full", "sample", "off"]
+    ) -> None:
+        self._engine = engine
+        self._reference = reference
+        self._mode = mode
+        self._num_texts = 0
+        self._seen = SeenCharacters()
+        self._names = AddedNames(getattr(reference, "special_names", []))
+
+    def begin(self) -> "Verifier":
+        """The same check of a new run, which has seen no text."""
+        return Verifier(self._engine, self._reference, self._mode)
 
     def check(
         self,
@@ -67,21 +88,119 @@ class Verifier:
             describe: says where text ``i`` comes from.
         """
         chosen = self._choose(texts, seed)
-        again = self.reference.encode_batch([texts[i] for i in chosen]) if chosen else []
-        for i, expected in zip(chosen, again, strict=True):
-            if len(expected) != len(encoded[i]) or encoded[i].tolist() != expected:
+        parts = [texts[i][start:stop] for i, (start, stop) in chosen.items()]
+        again = self._reference.encode_batch(parts) if parts else []
+        for i, part, expected in zip(chosen, parts, again, strict=True):
+            is_whole = len(part) == len(texts[i])
+            ids = encoded[i] if is_whole else self._engine.encode([part])[0]
+            if len(expected) != len(ids) or ids.tolist() != expected:
                 raise EngineDifferenceError(
-                    _difference(self.engine, describe(i), texts[i], encoded[i], expected)
+                    _difference(self._engine.name, describe(i), part, ids, expected)
                 )
-        return CheckReport(len(chosen), sum(len(texts[i]) for i in chosen))
+        return CheckReport(len(parts), sum(map(len, parts)))
 
-    def _choose(self, texts: Sequence[str], seed: Sequence[int]) -> list[int]:
-        if self.mode == "off":
-            return []
-        if self.mode == "full":
-            return list(range(len(texts)))
+    def _choose(self, texts: Sequence[str], seed: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Number of each text to check, and which part of it."""
+        if self._mode == "off":
+            return {}
+        if self._mode == "full":
+            return {i: (0, len(text)) for i, text in enumerate(texts)}
+        first = range(min(max(FIRST_TEXTS - self._num_texts, 0), len(texts)))
+        self._num_texts += len(texts)
+        places = {**self._names.places(texts), **self._seen.places(texts)}
+        chosen = {i: _window(texts[i], places.get(i, 0)) for i in sorted({*first, *places})}
         drawn = np.random.default_rng(list(seed)).random(len(texts)) < SAMPLE_SHARE
-        return [i for i in np.flatnonzero(drawn).tolist() if len(texts[i]) <= LONGEST_SAMPLED]
+        for i in np.flatnonzero(drawn).tolist():
+            if i not in chosen or len(texts[i]) <= LONGEST_DRAWN:
+                chosen[i] = _window(texts[i], 0, LONGEST_DRAWN)
+        return chosen
+
+
+class SeenCharacters:
+    """The characters of all texts so far."""
+
+    def __init__(self) -> None:
+        self._seen = np.zeros(0x110000, bool)
+        self._seen_bytes = b""  # of the characters of ASCII
+        self._is_open = np.ones(0x10000, bool)  # UTF-16 units: not seen, or half a character
+
+    def places(self, texts: Sequence[str]) -> dict[int, int]:
+        """Texts with a character that no text before had, and where it is."""
+        found: dict[int, int] = {}
+        for i, text in enumerate(texts):
+            if text.isascii():
+                may_be_new = bool(text.encode().translate(None, self._seen_bytes))
+            else:
+                may_be_new = self._has_open(text)
+            if not may_be_new:
+                continue
+            codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+            new = np.flatnonzero(~self._seen[codes])
+            if len(new):
+                found[i] = int(new[0])
+                self._note(np.unique(codes[new]))
+        return found
+
+    def _has_open(self, text: str) -> bool:
+        for start in range(0, len(text), _CHUNK):
+            units = text[start : start + _CHUNK].encode("utf-16-le", "surrogatepass")
+            if self._is_open.take(np.frombuffer(units, "<u2")).any():
+                return True
+        return False
+
+    def _note(self, codes: NDArray[np.integer]) -> None:
+        self._seen[codes] = True
+        self._is_open[codes[codes < len(self._is_open)]] = False
+        self._is_open[0xD800:0xE000] = True
+        self._seen_bytes = np.flatnonzero(self._seen[:0x80]).astype(np.uint8).tobytes()
+
+
+class AddedNames:
+    """The added tokens of a tokenizer, each until it was found in ``PER_NAME`` texts.
+
+    Args:
+        names: the tokens as texts spell them.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._left = dict.fromkeys(filter(None, names), PER_NAME)
+        self._patterns = {name[0]: _any_of(self._left, name[0]) for name in self._left}
+
+    def places(self, texts: Sequence[str]) -> dict[int, int]:
+        """Texts with a token that fewer than ``PER_NAME`` texts had, and where it is."""
+        found: dict[int, int] = {}
+        for i, text in enumerate(texts):
+            for first in [first for first in self._patterns if first in text]:
+                matches = list(self._patterns[first].finditer(text))
+                if matches:
+                    found[i] = min(found.get(i, len(text)), matches[0].start())
+                    self._count(first, {match[0] for match in matches})
+        return found
+
+    def _count(self, first: str, names: set[str]) -> None:
+        """Count a text for each name; those that many texts had are looked for no more."""
+        for name in names:
+            self._left[name] -= 1
+        if all(self._left[name] for name in names):
+            return
+        self._left = {name: count for name, count in self._left.items() if count}
+        del self._patterns[first]
+        if any(name[0] == first for name in self._left):
+            self._patterns[first] = _any_of(self._left, first)
+
+
+def _any_of(names: Iterable[str], first: str) -> re.Pattern[str]:
+    """What finds the longest name at a place, of those that begin with one letter."""
+    alike = sorted((name for name in names if name[0] == first), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, alike)))
+
+
+def _window(text: str, place: int, longest: int = LONGEST_CHOSEN) -> tuple[int, int]:
+    """The whole of a text, or of a long one a part with a place."""
+    if len(text) <= longest:
+        return 0, len(text)
+    start = max(0, min(place - longest // 2, len(text) - longest))
+    return start, start + longest
 
 
 def _difference(
@@ -94,7 +213,5 @@ def _difference(
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     return (
         f"--engine {engine} and the tokenizer differ on {where}, from id {same} on: "
-        f"{found[around].tolist()} instead of {list(expected[around])}. The text is {shown!r}. "
-        "Its block was not written; give the same command with --engine reference to go on "
-        "from there, or begin anew if earlier blocks are in doubt."
+        f"{found[around].tolist()} instead of {list(expected[around])}. The text is {shown!r}."
     )

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers.models import WordPiece
 
+from mcore_data.engines.pipeline import words_gap
 from mcore_data.engines.protocol import special_ids, surrounded
 from mcore_data.engines.word_cache import MAX_WORDS, WordTable, encode_in_batches, padded
 from mcore_data.tokenizers.hf import HFTokenizer
@@ -41,13 +41,19 @@ class WordEngine:
             bounds memory (about 100 bytes a word).
 
     Raises:
-        ValueError: if the tokenizer is of another kind, or has a special token with white
-            space in its name, one that is found only as a word or in normalised text, or one
-            that does not start with punctuation.
+        ValueError: if the tokenizer has a part that ``words_gap`` names.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_words: int = MAX_WORDS) -> None:
-        self._tokenizer, parts = _checked(tokenizer)
+        gap = words_gap(tokenizer)
+        if gap:
+            raise ValueError(
+                "--engine words is known to do BERT's tokenizers (WordPiece, BertNormalizer, "
+                f"BertPreTokenizer), and this one has {gap}. Use --engine reference."
+            )
+        assert isinstance(tokenizer, HFTokenizer)
+        self._tokenizer = tokenizer
+        parts: dict[str, Any] = json.loads(tokenizer.text)
         before, behind = special_ids(tokenizer)
         self._before = np.array(before, np.uint32)
         self._behind = np.array(behind, np.uint32)
@@ -194,27 +200,3 @@ def _part_chinese(
     starts[at] = ends[at + 2] = True
     starts[at + 3] |= is_word[at + 3]
     ends[at - 1] |= is_word[at - 1]
-
-
-def _is_plain(token: dict[str, Any]) -> bool:
-    """Whether an added token is found wherever a text spells it, as the words are split."""
-    name = token["content"]
-    starts = name[:1] in set(string.punctuation)
-    return (
-        starts and len(name.split()) == 1 and not (token["single_word"] or token["normalized"])
-    )
-
-
-def _checked(tokenizer: Tokenizer) -> tuple[HFTokenizer, dict[str, Any]]:
-    """The tokenizer and the parts of its ``tokenizer.json``."""
-    if isinstance(tokenizer, HFTokenizer) and isinstance(tokenizer.core.model, WordPiece):
-        parts: dict[str, Any] = json.loads(tokenizer.text)
-        kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer")]
-        plain = all(map(_is_plain, parts["added_tokens"]))
-        if kinds == ["BertNormalizer", "BertPreTokenizer"] and plain:
-            return tokenizer, parts
-    raise ValueError(
-        "--engine words needs a BERT tokenizer (WordPiece, BertNormalizer, BertPreTokenizer) "
-        "whose special tokens start with punctuation, hold no white space and are found "
-        "anywhere in a text. Use --engine reference."
-    )

@@ -70,7 +70,8 @@ class Encoder:
 
     Attributes:
         engine: encodes the texts.
-        verifier: compares ids with the tokenizer's; None compares none.
+        verifier: compares ids with the tokenizer's; None compares none, since the engine is
+            the tokenizer itself.
         json_keys: keys of a record to tokenize.
         dtype: dtype of the stored tokens.
         eod: id appended to each document that is not empty; None appends none.
@@ -101,7 +102,10 @@ class Encoder:
             documents = [_cut(text, self.split) for text in column]
             texts, owners = _flatten(documents)
             ids = self.engine.encode(texts)
-            if self.verifier:
+            characters = sum(map(len, texts))
+            if self.verifier is None:
+                now = CheckReport(len(texts), characters)
+            else:
 
                 def where(i: int, key: str = key, owners: Sequence[int] | None = owners) -> str:
                     record = parsed.number_of(i if owners is None else owners[i])
@@ -110,10 +114,10 @@ class Encoder:
 
                 seed = (block.start, num_documents, number)
                 now = self.verifier.check(texts, ids, seed=seed, describe=where)
-                checked.texts += now.texts
-                checked.characters += now.characters
+            checked.texts += now.texts
+            checked.characters += now.characters
             num_texts += len(texts)
-            num_characters += sum(map(len, texts))
+            num_characters += characters
             keys[key] = self._store(documents, ids)
         return EncodedBlock(
             keys,

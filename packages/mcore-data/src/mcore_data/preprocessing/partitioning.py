@@ -63,6 +63,9 @@ def preprocess_parts(
         whole.num_documents += report.num_documents
         whole.num_bad_records += report.num_bad_records
         whole.bad_records += report.bad_records
+        whole.num_texts += report.num_texts
+        whole.num_checked_texts += report.num_checked_texts
+    whole.engine = " and ".join(sorted({report.engine for report in reports}))
     return whole
 
 
@@ -93,8 +96,13 @@ def _finished(
             prefix, facts
         ):
             return None
+        if facts["tokenizer"]["engine"] == tools.distrusted:
+            return None
         report.num_documents = facts["documents"]
         report.num_tokens[key] = facts["tokens"]
         report.num_bad_records = facts["bad_records"]["skipped"]
         report.bad_records = facts["bad_records"]["first"]
+        report.num_texts = facts["verification"]["texts"]
+        report.num_checked_texts = facts["verification"]["checked_texts"]
+        report.engine = facts["tokenizer"]["engine"]
     return report

@@ -1,8 +1,11 @@
 """Tokenizes a corpus into indexed datasets, whole or in parts; ``tokenizing.py`` does it."""
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
+from mcore_data.engines.spot_check import EngineDifferenceError
 from mcore_data.indexed.output_lock import make_parent_folder
 from mcore_data.preprocessing.blocks import BLOCK_BYTES, InputSource
 from mcore_data.preprocessing.partitioning import preprocess_parts
@@ -13,6 +16,8 @@ from mcore_data.preprocessing.tokenizing import (
     build_tools,
     preprocess_corpus,
 )
+
+log = logging.getLogger(__name__)
 
 
 def preprocess(
@@ -26,6 +31,7 @@ def preprocess(
 
     Continues an interrupted run of the same inputs, tokenizer and options if its journal
     ``<output_prefix>.journal.json`` exists. A run from standard input begins anew.
+    Begins anew with the tokenizer itself where the engine that ``auto`` chose gives other ids.
 
     Args:
         config: inputs, outputs and options.
@@ -42,7 +48,8 @@ def preprocess(
         ImportError: if an input or engine needs an extra that is not installed.
         BadRecordError: at the first bad record, unless ``on_bad_record`` is "skip"; the same
             command with "skip" continues the run.
-        EngineDifferenceError: if the engine's ids of a text are not the tokenizer's.
+        EngineDifferenceError: if the engine's ids of a text are not the tokenizer's, and the
+            engine was asked for by name or an input is a stream. The same work begins anew.
         RuntimeError: if an input or the journal is damaged, a worker died, or the disk is
             full.
     """
@@ -51,9 +58,18 @@ def preprocess(
     corpus = Corpus(sources, report_left_out(config.input))
     make_parent_folder(config.output_prefix)
     tools = build_tools(config, tokenizer_config)
-    if config.partitions > 1:
-        return preprocess_parts(config, corpus, tools, on_progress, block_bytes)
-    return preprocess_corpus(config, corpus, tools, on_progress, block_bytes)
+    work = preprocess_parts if config.partitions > 1 else preprocess_corpus
+    try:
+        return work(config, corpus, tools, on_progress, block_bytes)
+    except EngineDifferenceError as error:
+        if config.engine != "auto" or any(source.is_stream for source in sources):
+            raise EngineDifferenceError(
+                f"{error} Give the same command with --engine reference: it begins anew."
+            ) from None
+        log.warning("%s Beginning anew with the tokenizer itself.", error)
+    config = replace(config, engine="reference")
+    exact = build_tools(config, tokenizer_config, distrusted=tools.encoder.engine.name)
+    return work(config, corpus, exact, on_progress, block_bytes)
 
 
 def _check_keys(config: PreprocessConfig, sources: Sequence[InputSource]) -> None:

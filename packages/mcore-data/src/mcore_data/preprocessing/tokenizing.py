@@ -18,7 +18,7 @@ from typing import Any
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
 from mcore_data.engines.building import build_engine
-from mcore_data.engines.spot_check import SAMPLE_SHARE, Verifier
+from mcore_data.engines.spot_check import SAMPLE_SHARE, EngineDifferenceError, Verifier
 from mcore_data.indexed.index_format import idx_path, token_dtype
 from mcore_data.indexed.manifest import manifest_path, write_manifest
 from mcore_data.indexed.output_lock import naming_full_disks, only_writer, refuse_finished
@@ -81,6 +81,10 @@ class PreprocessReport:
         num_tokens: tokens in each dataset, by key.
         num_bad_records: records left out.
         bad_records: file, line and fault of the first of them.
+        num_texts: texts encoded, of all keys.
+        num_checked_texts: texts of these whose ids are the tokenizer's own or were compared
+            with them.
+        engine: what encoded.
     """
 
     prefixes: dict[str, Path]
@@ -88,6 +92,9 @@ class PreprocessReport:
     num_tokens: dict[str, int] = field(default_factory=dict)
     num_bad_records: int = 0
     bad_records: list[str] = field(default_factory=list)
+    num_texts: int = 0
+    num_checked_texts: int = 0
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +105,18 @@ class Tools:
         tokenizer: the reference tokenizer.
         encoder: encodes blocks in the workers.
         splitter: splits texts into sentences; None keeps each text as one sequence.
+        distrusted: name of an engine that gave wrong ids; its finished parts are done again.
     """
 
     tokenizer: Tokenizer
     encoder: Encoder
     splitter: Splitter | None
+    distrusted: str = ""
 
 
-def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Tools:
+def build_tools(
+    config: PreprocessConfig, tokenizer_config: TokenizerConfig, *, distrusted: str = ""
+) -> Tools:
     """Build tokenizer, engine and splitter; raises as ``preprocess`` does."""
     tokenizer = build_tokenizer(tokenizer_config)
     if config.append_eod and tokenizer.eod is None:
@@ -114,8 +125,7 @@ def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> 
             f"{how_to_end_documents(tokenizer_config)}"
         )
     engine = build_engine(tokenizer, config.engine)
-    verifies = config.verify != "off" and engine.name != "reference"
-    verifier = Verifier(tokenizer, config.verify, engine.name)
+    verifier = Verifier(engine, tokenizer, config.verify)
     splitter = None
     if config.split_sentences:
         splitter = build_splitter(
@@ -123,13 +133,13 @@ def build_tools(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> 
         )
     encoder = Encoder(
         engine=engine,
-        verifier=verifier if verifies else None,
+        verifier=None if engine.name == "reference" else verifier,
         json_keys=config.json_keys,
         dtype=token_dtype(tokenizer.vocab_size),
         eod=tokenizer.eod if config.append_eod else None,
         split=splitter.split if splitter else None,
     )
-    return Tools(tokenizer, encoder, splitter)
+    return Tools(tokenizer, encoder, splitter, distrusted)
 
 
 def preprocess_corpus(
@@ -174,11 +184,15 @@ def _preprocess_alone(
         on_progress=on_progress,
         block_bytes=block_bytes,
     )
+    verifier = tools.encoder.verifier
+    encoder = replace(tools.encoder, verifier=verifier.begin() if verifier else None)
     try:
-        run.write_blocks(tools.encoder)
-    except BaseException:
+        run.write_blocks(encoder)
+    except BaseException as error:
         for writer in writers.values():
             writer.suspend()
+        if isinstance(error, EngineDifferenceError):
+            journal_path.unlink(missing_ok=True)  # the same work begins anew
         raise
     for key, prefix in prefixes.items():
         manifest_path(prefix).unlink(missing_ok=True)  # of an earlier pair
@@ -192,6 +206,9 @@ def _preprocess_alone(
         journal.num_tokens,
         journal.num_bad_records,
         journal.bad_records,
+        journal.num_texts,
+        journal.checked_texts,
+        tools.encoder.engine.name,
     )
 
 
@@ -381,10 +398,8 @@ def _facts(
             "share": {"full": 1.0, "sample": SAMPLE_SHARE, "off": 0.0}[config.verify],
             "texts": journal.num_texts,
             "characters": journal.num_characters,
-            "checked_texts": journal.num_texts if exact else journal.checked_texts,
-            "checked_characters": (
-                journal.num_characters if exact else journal.checked_characters
-            ),
+            "checked_texts": journal.checked_texts,
+            "checked_characters": journal.checked_characters,
             "differences": 0,
         },
         "bad_records": {"skipped": journal.num_bad_records, "first": journal.bad_records},

@@ -16,6 +16,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from mcore_data.tokenizers.declared_tokens import add_declared_tokens, read_config
+
 END_OF_TEXT = "<|endoftext|>"
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token")
@@ -109,7 +111,12 @@ class HFTokenizer:
 
 
 def open_hf_tokenizer(path: str | Path, special_tokens: Sequence[str] = ()) -> HFTokenizer:
-    """Open a Hugging Face folder or a bare ``tokenizer.json``."""
+    """Open a Hugging Face folder or a bare ``tokenizer.json``.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is no tokenizer, or the files beside it ask for other ids.
+    """
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -121,6 +128,7 @@ def open_hf_tokenizer(path: str | Path, special_tokens: Sequence[str] = ()) -> H
         core = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:
         raise ValueError(f"{file} is no tokenizer.json: {error}") from error
+    add_declared_tokens(core, file.parent)
     core.add_special_tokens(list(special_tokens))
     return HFTokenizer(core, _read_roles(file.parent))
 
@@ -183,9 +191,7 @@ def byte_letters() -> list[str]:
 
 def _read_roles(folder: Path) -> dict[str, Any]:
     """Merge what a Hugging Face folder says about special tokens and chat."""
-    config = _read_json(folder / "tokenizer_config.json")
-    for role, token in _read_json(folder / "special_tokens_map.json").items():
-        config.setdefault(role, token)
+    config = read_config(folder)
     template = folder / "chat_template.jinja"
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
@@ -193,10 +199,6 @@ def _read_roles(folder: Path) -> dict[str, Any]:
         if config.get(role, "") is None:
             del config[role]
     return config
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _content(token: object) -> str | None:

@@ -1,0 +1,154 @@
+"""Tokens and flags that the other files of a Hugging Face folder declare.
+
+``tokenizer.json`` is a whole tokenizer, and yet ``tokenizer_config.json``, and if that has no
+``added_tokens_decoder`` also ``special_tokens_map.json`` and ``added_tokens.json``, may name
+tokens or flags that it lacks. ``add_declared_tokens`` adds them in the order in which
+transformers 5 does, so that a text gets the same ids; what would not, is refused.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+log = logging.getLogger(__name__)
+
+CONFIG = "tokenizer_config.json"
+ROLES = "special_tokens_map.json"
+ADDED = "added_tokens.json"
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# Classes that take the steps of tokenizer.json as they are; others build some from flags.
+_PLAIN_CLASSES = ("", "PreTrainedTokenizer", "TokenizersBackend")
+_NORMALIZER_FLAGS = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Fields of ``tokenizer_config.json``, and roles of ``special_tokens_map.json``.
+
+    As in transformers the map wins, and is not read where there is an ``added_tokens_decoder``.
+    """
+    config = _read_json(folder / CONFIG)
+    return config if "added_tokens_decoder" in config else config | _read_json(folder / ROLES)
+
+
+def add_declared_tokens(core: tokenizers.Tokenizer, folder: Path) -> None:
+    """Add the tokens that the files beside a ``tokenizer.json`` name, in place.
+
+    Raises:
+        ValueError: if a token has another id than its file gives it, or a flag asks for
+            something else than ``tokenizer.json`` does.
+    """
+    config = read_config(folder)
+    _refuse_other_flags(core, config, folder)
+    before = core.get_added_tokens_decoder()
+    names = _special_tokens(config, folder)
+    declared: dict[int, AddedToken] = {}
+    source = CONFIG
+    if "added_tokens_decoder" in config:
+        for number, fields in config["added_tokens_decoder"].items():
+            declared[int(number)] = _added_token(fields, folder)
+    else:
+        source = ADDED
+        special = set(map(str, names))
+        for name, number in _read_json(folder / ADDED).items():
+            is_special = name in special
+            token = AddedToken(name, normalized=not is_special, special=is_special)
+            declared[number] = before.get(number, token) if _is(before, number, name) else token
+    known = {token.content for token in (*before.values(), *declared.values())}
+    more = [token for token in names if str(token) not in known]
+    more = [AddedToken(one, special=True) if isinstance(one, str) else one for one in more]
+    core.add_tokens([*(declared[number] for number in sorted(declared)), *more])
+    for number, token in declared.items():
+        given = core.token_to_id(token.content)
+        if given != number:
+            raise ValueError(
+                f"{folder / source} gives the token {token.content!r} the id {number}, and "
+                f"tokenizer.json makes it {given}. Save the tokenizer again "
+                "(transformers: AutoTokenizer.from_pretrained, save_pretrained)."
+            )
+    after = core.get_added_tokens_decoder()
+    new = [f"{after[i].content!r} ({i})" for i in sorted(after) if i not in before]
+    if new:
+        shown = ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else "")
+        log.info("%s: tokens that tokenizer.json lacks are added: %s", folder, shown)
+
+
+def _is(tokens: Mapping[int, AddedToken], number: int, name: str) -> bool:
+    return number in tokens and tokens[number].content == name
+
+
+def _special_tokens(config: Mapping[str, Any], folder: Path) -> list[str | AddedToken]:
+    """Tokens that have a role, then further ones, in the order in which they get ids."""
+    usual = [f"{role}_token" for role in _ROLES]
+    own = [key for key in config if key.endswith("_token") and key not in usual]
+    values = [config.get(key) for key in [*usual, *own]]
+    extra = config.get("extra_special_tokens") or ()
+    if isinstance(extra, Mapping):
+        values += extra.values()
+        extra = ()
+    values += extra or config.get("additional_special_tokens") or ()
+    found: list[str | AddedToken] = []
+    for value in values:
+        token = _added_token(value, folder) if isinstance(value, Mapping) else value
+        if isinstance(token, (str, AddedToken)) and str(token) and token not in found:
+            found.append(token)
+    return found
+
+
+def _added_token(fields: Mapping[str, Any], folder: Path) -> AddedToken:
+    """A token given by its fields."""
+    try:
+        kept: dict[str, Any] = {"special": True, **fields}
+        return AddedToken(**{name: kept[name] for name in kept if name not in ("__type", "id")})
+    except TypeError as error:
+        raise ValueError(f"{folder}: {fields!r} describes no added token: {error}") from error
+
+
+def _refuse_other_flags(
+    core: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path
+) -> None:
+    """Refuse flags by which transformers would encode otherwise than ``tokenizer.json``."""
+    wrong = ""
+    if config.get("split_special_tokens"):
+        wrong = "split_special_tokens is set, which cuts special tokens into pieces"
+    if (config.get("tokenizer_class") or "").removesuffix("Fast") not in _PLAIN_CLASSES:
+        normalizer, pre_tokenizer = (
+            json.loads(step.__getstate__()) if step else {}
+            for step in (core.normalizer, core.pre_tokenizer)
+        )
+        if normalizer.get("type") == "BertNormalizer":
+            defaults = {"do_lower_case": True, "tokenize_chinese_chars": True}
+            for flag, field in _NORMALIZER_FLAGS.items():
+                value = config.get(flag, defaults.get(flag))
+                if value != normalizer[field]:
+                    wrong = f"{flag} is {value}, and {field} of tokenizer.json not"
+        flag = config.get("add_prefix_space")
+        if pre_tokenizer.get("type") == "ByteLevel" and flag not in (
+            None,
+            pre_tokenizer["add_prefix_space"],
+        ):
+            wrong = f"add_prefix_space is {flag}, and in tokenizer.json it is not"
+    if wrong:
+        raise ValueError(
+            f"{folder / CONFIG}: {wrong}, so transformers gives other ids than "
+            "tokenizer.json alone. Make the two agree."
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Fields of a file; none if it is not there."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no JSON object but a {type(fields).__name__}.")
+    return fields
