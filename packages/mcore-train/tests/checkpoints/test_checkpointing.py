@@ -230,6 +230,10 @@ def test_a_run_with_experts_may_balance_otherwise_and_a_dense_one_names_upcycle(
     check_model(saved, plan(moe_router_load_balancing_type="sinkhorn", **free), tmp_path)
     with pytest.raises(ValueError, match=r"moe_router_topk: 2 there, 3 here\): leave these"):
         check_model(saved, plan(moe_router_topk=3), tmp_path)
+    # One list of layers has many spellings, and --mamba-chunk-size changes time alone.
+    check_model(saved, plan(moe_layer_freq="[1]*2", mamba_chunk_size=64), tmp_path)
+    with pytest.raises(ValueError, match=r"moe_layer_freq: 1 there, \[0, 1\] here"):
+        check_model(saved, plan(moe_layer_freq="[0, 1]"), tmp_path)
     # Descriptions of Hugging Face folders leave out what has its default.
     del saved["config"]["position_embedding_type"]
     check_model(saved, plan(), tmp_path)

@@ -23,6 +23,7 @@ from mcore_ckpt.storage.paths import (
 from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_parallel.layer_patterns import without_stage_marks
 from mcore_train.composition import TrainConfig
 from mcore_train.config import LoadConfig
 from mcore_train.options.recipe import Value
@@ -184,6 +185,8 @@ def model_fields(
         for field in dataclasses.fields(parts[part]):
             default = list(field.default) if isinstance(field.default, tuple) else field.default
             value = description[values].get(field.name, default)
+            if field.name == "hybrid_override_pattern":
+                value = without_stage_marks(value)  # older checkpoints kept them
             if value != default:
                 table[field.name] = value
     table["vocab_size"] = description["vocab_size"]
