@@ -132,7 +132,11 @@ def test_stage_marks_of_a_saved_hybrid_are_no_part_of_its_model(tmp_path, marks)
     if marks:
         description["config"]["hybrid_override_pattern"] = "MM|-M"
         (folder / "index.json").write_bytes(index.to_bytes())
-    for layout, ranks in (("", 1), (f"{size} 4", 4), (f"{size} 2 --pipeline-schedule zb-v", 2)):
+    for layout, ranks in (
+        ("--mamba-chunk-size 8", 1),
+        (f"{size} 4", 4),
+        (f"{size} 2 --pipeline-schedule zb-v", 2),
+    ):
         plan = resolve(parsed(f"--load {tmp_path} {RUN} --train-iters 2 {layout}"), ranks)
         assert plan.config.model.hybrid_override_pattern == "MM-M"
         check_model(description, plan, tmp_path)

@@ -28,7 +28,11 @@ from mcore_parallel.command_line import parse as parse_options
 from mcore_parallel.entry_point import is_first_rank
 from mcore_parallel.field_checks import flag
 from mcore_parallel.layer_patterns import without_stage_marks
-from mcore_train.checkpoints.origin import checkpoint_fields, find_checkpoint
+from mcore_train.checkpoints.origin import (
+    checkpoint_fields,
+    describe_balancing_loss,
+    find_checkpoint,
+)
 from mcore_train.composition import TrainConfig, field_types, flag_names
 from mcore_train.options.idle_options import without_idle_options
 from mcore_train.options.megatron_defaults import defaults_not_taken, describe
@@ -166,6 +170,10 @@ def parse(
     if faults.lines and check is not None:
         faults.attempt(check, config)
     faults.raise_all()
+    if config.experts.num_experts and is_first_rank():
+        folders = (sources.folders[name] for name in ("--load", "--pretrained-checkpoint"))
+        if source := next((each for each in folders if each and find_checkpoint(each)), ""):
+            log.info("%s", describe_balancing_loss(config, given, source))
     return config
 
 
