@@ -7,13 +7,13 @@ needs help text never loads torch.
 from mcore_parallel.lazy_front import lazy_front
 
 _EXPORTS: dict[str, str] = {
-    "AllGatherDispatcher": "dispatch.dispatching",
-    "AllToAllDispatcher": "dispatch.dispatching",
+    "AllGatherDispatcher": "dispatch.all_gather",
+    "AllToAllDispatcher": "dispatch.all_to_all",
     "DispatchOptions": "dispatch.protocol",
     "Dispatched": "dispatch.protocol",
     "Dispatcher": "dispatch.protocol",
     "Experts": "experts.experts",
-    "LocalDispatcher": "dispatch.dispatching",
+    "LocalDispatcher": "dispatch.local",
     "MixtureOfExperts": "facade",
     "MoEConfig": "config",
     "MoELayer": "layer",

@@ -6,7 +6,6 @@ rank: under sequence parallelism the tensor ranks hold different tokens already,
 the layer shares the tokens out among them and sums the results.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,20 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mcore_moe.config import MoEConfig
-from mcore_moe.dispatch.dispatching import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
-    build_dispatcher,
-)
+from mcore_moe.dispatch.dispatching import build_dispatcher
 from mcore_moe.dispatch.protocol import DispatchOptions
-from mcore_moe.dispatch.symmetric import SymmetricDispatcher
 from mcore_moe.expert_parallel import check_same
-from mcore_moe.experts.chunked import run_in_parts, run_with_fixed_rows, run_with_read_rows
 from mcore_moe.experts.experts import Experts
 from mcore_moe.experts.latent import latent_projections
 from mcore_moe.experts.shared_expert import SharedExpert
 from mcore_moe.routing.router import Router
 from mcore_moe.routing.topk import Routing
+from mcore_parallel.async_collectives import OverlapCallback
 from mcore_parallel.autograd_functions import cast_factor
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
@@ -38,21 +32,23 @@ from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
 
 
-class Routed(NamedTuple):
-    """Tokens that know their experts, none of which travels yet."""
+class RoutedTokens(NamedTuple):
+    """Routed tokens before dispatch, and the layer's results that need no dispatch."""
 
-    sent: Float[Tensor, "t d"]
-    """What will travel of those that this rank routes."""
+    inputs: Float[Tensor, "t d"]
+    """Inputs of the experts: the tokens that this rank routes."""
     ids: Int[Tensor, "t k"]
-    """Of ``Routing``, as are the next two."""
+    """``Routing.ids``."""
     probs: Float[Tensor, "t k"]
+    """``Routing.probs``."""
     keep: Bool[Tensor, "t k"] | None
-    aux: Float[Tensor, ""]
+    """``Routing.keep``."""
+    aux_loss: Float[Tensor, ""]
     """This rank's share of the auxiliary losses."""
-    shared: Float[Tensor, "T D"] | None
-    """What the expert for all tokens says."""
+    shared_output: Float[Tensor, "T D"] | None
+    """Output of the shared expert, or None."""
     num_tokens: int
-    """Of the layer's input: T."""
+    """T of the layer's input."""
 
 
 class MoELayer(nn.Module):
@@ -215,98 +211,93 @@ class MoELayer(nn.Module):
             ValueError: on all ranks, if they hold different routers.
         """
         self._check_routers()
-        begin, end = self._own_tokens(x.shape[0])
-        own, sent, sequences = self._own(x, num_sequences)
-        own_mask = mask if mask is None else mask[begin:end]
+        tokens, sequences, mask = self._split_tokens(x, num_sequences, mask)
+        inputs = self._expert_inputs(tokens)
         equal_tokens = self._has_equal_tokens(x.shape[0])
-        in_flight = self.dispatcher.begin(sent, equal_tokens=equal_tokens)
-        routing, aux = self.router(own, sequences, num_sequences, own_mask)
-        shared: list[Tensor] = []
+        in_flight = self.dispatcher.begin(inputs, equal_tokens=equal_tokens)
+        routing, aux_loss = self.router(tokens, sequences, num_sequences, mask)
+        shared: list[Tensor] = []  # filled by the dispatcher if it overlaps
         overlap = None
         if self.router.config.moe_shared_expert_overlap:
             overlap = lambda: shared.append(self._shared_output(x))  # noqa: E731
         options = DispatchOptions(equal_tokens, in_flight, overlap)
-        y = self._exchanged(sent, routing, options, x.shape[0])
+        y = self._join_tokens(
+            self.dispatcher.run(inputs, routing, self.experts, options), x.shape[0]
+        )
         if self.shared is not None:
             y = y + (shared[0] if shared else self._shared_output(x))
-        return y, aux
+        return y, aux_loss
 
-    def route(self, x: Float[Tensor, "T D"], num_sequences: int = 1) -> Routed:
-        """Do what comes before tokens travel, whose sizes do not depend on routing.
+    def route(self, x: Float[Tensor, "T D"], num_sequences: int = 1) -> RoutedTokens:
+        """Route tokens and run the shared expert: no size here depends on routing.
 
-        ``exchange`` does the rest: together they are ``forward``, one after the other.
+        ``run_experts`` is the rest of ``forward``.
 
         Args:
-            x: see ``forward``, as is the other.
-            num_sequences: see there.
+            x: as in ``forward``.
+            num_sequences: as in ``forward``.
         """
         self._check_routers()
-        own, sent, sequences = self._own(x, num_sequences)
-        routing, aux = self.router(own, sequences, num_sequences)
+        tokens, sequences, _ = self._split_tokens(x, num_sequences, None)
+        inputs = self._expert_inputs(tokens)
+        routing, aux_loss = self.router(tokens, sequences, num_sequences)
         shared = None if self.shared is None else self._shared_output(x)
-        return Routed(sent, routing.ids, routing.probs, routing.keep, aux, shared, x.shape[0])
+        ids, probs, keep = routing.ids, routing.probs, routing.keep
+        return RoutedTokens(inputs, ids, probs, keep, aux_loss, shared, x.shape[0])
 
-    def exchange(self, routed: Routed) -> Float[Tensor, "T D"]:
-        """Send tokens to their experts and add up what these say of each; see ``route``."""
+    def run_experts(self, routed: RoutedTokens) -> Float[Tensor, "T D"]:
+        """Dispatch routed tokens, run the experts and return the layer's output."""
         equal_tokens = self._has_equal_tokens(routed.num_tokens)
-        in_flight = self.dispatcher.begin(routed.sent, equal_tokens=equal_tokens)
+        in_flight = self.dispatcher.begin(routed.inputs, equal_tokens=equal_tokens)
         routing = Routing(routed.ids, routed.probs, routed.keep)
         options = DispatchOptions(equal_tokens, in_flight)
-        y = self._exchanged(routed.sent, routing, options, routed.num_tokens)
-        return y if routed.shared is None else y + routed.shared
+        y = self.dispatcher.run(routed.inputs, routing, self.experts, options)
+        y = self._join_tokens(y, routed.num_tokens)
+        return y if routed.shared_output is None else y + routed.shared_output
 
-    def take_turns(self, change: Callable[[], None]) -> None:
-        """Call a function from now on while tokens, sums or their gradients travel.
+    def set_overlap_callback(self, callback: OverlapCallback) -> None:
+        """Set the function that is called while tokens, sums or their gradients are exchanged.
 
-        Forward and backward do so the same number of times on all ranks of ``ep``; not where
-        experts' ranks are one, or tokens are gathered of which ranks bring different numbers.
+        Forward and backward call it equally often on all ranks of ``ep``. It is not called
+        without an exchange, nor where gathered tokens differ in number between ranks.
         """
-        if isinstance(self.dispatcher, AllToAllDispatcher | AllGatherDispatcher):
-            self.dispatcher.meanwhile = change
+        self.dispatcher.set_overlap_callback(callback)
 
     def _shared_output(self, x: Tensor) -> Tensor:
         assert self.shared is not None
-        again = self.recompute_shared and self.training
-        return recompute(self.shared, x) if again else self.shared(x)
+        recomputes = self.recompute_shared and self.training
+        return recompute(self.shared, x) if recomputes else self.shared(x)
 
-    def _own(self, x: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tokens that this rank routes, what travels, and their sequences."""
-        begin, end = self._own_tokens(x.shape[0])
-        own = copy_to(x, self.tp)[begin:end] if self.splits_tokens else x
-        sent = cast_factor(own)
-        if self.latent_down is not None:
-            sent = self.latent_down(sent)
-        return own, sent, torch.arange(begin, end, device=x.device) % num_sequences
+    def _split_tokens(
+        self, x: Tensor, num_sequences: int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tokens that this rank routes, their sequences and their mask."""
+        begin, end = self._own_range(x.shape[0])
+        tokens = x
+        if self.splits_tokens:
+            # Backward sums the gradient over ``tp``: each rank has that of its own tokens.
+            tokens = copy_to(x, self.tp)[begin:end]
+        sequences = torch.arange(begin, end, device=x.device) % num_sequences
+        return tokens, sequences, mask if mask is None else mask[begin:end]
+
+    def _expert_inputs(self, tokens: Tensor) -> Tensor:
+        """Return what is dispatched: tokens under autocast's dtype, in the latent space."""
+        tokens = cast_factor(tokens)
+        return tokens if self.latent_down is None else self.latent_down(tokens)
+
+    def _join_tokens(self, y: Tensor, num_tokens: int) -> Tensor:
+        """Return outputs in the model's width for all tokens of the layer's input."""
+        if self.latent_up is not None:
+            y = self.latent_up(y)
+        if self.splits_tokens:
+            # A sum in place of a gather: its backward gives every rank the whole gradient.
+            begin, end = self._own_range(num_tokens)
+            y = reduce_from(F.pad(y, (0, 0, begin, num_tokens - end)), self.tp)
+        return y
 
     def _has_equal_tokens(self, num_tokens: int) -> bool:
         is_cut_evenly = not self.splits_tokens or num_tokens % self.tp.size == 0
         return self.equal_tokens and self.training and is_cut_evenly
-
-    def _exchanged(
-        self, sent: Tensor, routing: Routing, options: DispatchOptions, num_tokens: int
-    ) -> Tensor:
-        """Send tokens to their experts, and return sums for all tokens of the layer."""
-        y = self._by_experts(sent, routing, options)
-        if self.latent_up is not None:
-            y = self.latent_up(y)
-        if self.splits_tokens:
-            begin, end = self._own_tokens(num_tokens)
-            y = reduce_from(F.pad(y, (0, 0, begin, num_tokens - end)), self.tp)
-        return y
-
-    def _by_experts(self, x: Tensor, routing: Routing, options: DispatchOptions) -> Tensor:
-        """Send tokens to their experts, and sum what these say of each."""
-        config, dispatcher = self.router.config, self.dispatcher
-        limit, splits = config.moe_expert_rows_limit, config.moe_split_batch_overlap
-        if (limit or splits) and isinstance(dispatcher, AllToAllDispatcher):
-            how = {"splits": splits, "overlap": options.overlap}
-            return run_in_parts(dispatcher, x, routing, self.experts, limit, **how)
-        if limit and isinstance(dispatcher, AllGatherDispatcher):
-            return run_with_fixed_rows(dispatcher, x, routing, self.experts, limit, options)
-        if limit and isinstance(dispatcher, SymmetricDispatcher):
-            return run_with_read_rows(dispatcher, x, routing, self.experts, limit, options)
-        sent = dispatcher.dispatch(x, routing, options)
-        return dispatcher.combine(self.experts(sent.x, sent.probs, sent.plan), sent.handle)
 
     def _check_routers(self) -> None:
         """Compare the routers of ranks that exchange tokens, once: they must be equal."""
@@ -318,7 +309,7 @@ class MoELayer(nn.Module):
             for axis in self.peers:
                 check_same({"the router": weight}, axis)
 
-    def _own_tokens(self, num_tokens: int) -> tuple[int, int]:
+    def _own_range(self, num_tokens: int) -> tuple[int, int]:
         """Return the range of tokens that this rank routes; shares differ by one at most."""
         if not self.splits_tokens:
             return 0, num_tokens

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_moe.config import MoEConfig, one_step_option
-from mcore_moe.dispatch.dispatching import AllToAllDispatcher
+from mcore_moe.dispatch.all_to_all import AllToAllDispatcher
 from mcore_moe.dispatch.permutation import permute, plan_rows, trimmed, unpermute
 from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher, DispatchOptions
 from mcore_moe.routing.topk import Routing
@@ -61,23 +61,24 @@ class HierarchicalDispatcher(Dispatcher):
         wanted = wanted.scatter_(1, ids // self.num_experts, True)[:, :num_nodes]
         every = torch.arange(num_nodes, device=ids.device).expand_as(wanted)
         plan = plan_rows(every, num_nodes, wanted)
-        trip, _ = self.between.agree(plan.counts)
-        plan = trimmed(plan, sum(trip.send))
+        splits, _ = self.between.exchange_counts(plan.counts)
+        plan = trimmed(plan, sum(splits.send))
 
-        arrive = self.between.begin_rows(permute(x, plan), trip)
-        sizes = trip.send, trip.receive[0]
+        wait = self.between.begin_exchange(permute(x, plan), splits)
+        sizes = splits.send, splits.receive[0]
         probs = all_to_all(permute(routing.probs, plan), self.nodes, *sizes)
         own = all_to_all(ids[plan.sources], self.nodes, *sizes)
         own = own - self.nodes.rank * self.num_experts
         keep = (own >= 0) & (own < self.num_experts)
         here = Routing(own.where(keep, 0), probs, keep)
-        sent = self.within.dispatch(arrive(), here, options)
-        return replace(sent, handle=(sent.handle, plan, trip))
+        sent = self.within.dispatch(wait(), here, options)
+        return replace(sent, handle=(sent.handle, plan, splits))
 
     def combine(self, y: Float[Tensor, "M D"], handle: Any) -> Float[Tensor, "T D"]:
         """Sum by token within the node, send the sums between nodes, and sum them by token."""
-        within, plan, trip = handle
-        return unpermute(self.between.back(self.within.combine(y, within), trip), plan)
+        within, plan, splits = handle
+        y = self.between.combine_rows(self.within.combine(y, within), splits)
+        return unpermute(y, plan)
 
 
 _NO_CHOICE: dict[str, Any] = {

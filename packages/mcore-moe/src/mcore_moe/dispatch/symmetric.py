@@ -12,7 +12,8 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from math import ceil
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -23,11 +24,18 @@ from torch import Tensor
 
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import RowPlan, plan_rows
-from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher, DispatchOptions
+from mcore_moe.dispatch.protocol import (
+    DEFAULT_OPTIONS,
+    Dispatched,
+    Dispatcher,
+    DispatchOptions,
+    RunExperts,
+)
 from mcore_moe.routing.topk import Routing
 from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.mesh import Axis
+from mcore_parallel.recomputing import recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +106,53 @@ class SymmetricDispatcher(Dispatcher):
         self.config, self.ep = config, ep
         self.make_exchange = make_exchange or _exchange
 
+    def run(
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        experts: RunExperts,
+        options: DispatchOptions = DEFAULT_OPTIONS,
+    ) -> Float[Tensor, "T D"]:
+        """Read, compute and sum rows; with a limit of rows, in parts of fixed size.
+
+        Each part is exchanged by itself, so that a rank holds the rows of one part at a time.
+        Backward computes all parts but the first again.
+        """
+        limit = self.config.moe_expert_rows_limit
+        if not limit:
+            return super().run(x, routing, experts, options)
+        places = self.plan(routing, options)
+        worst, topk = places.sources.numel(), places.owners.shape[1]
+        size = max(1, min(worst, ceil(limit * places.num_tokens * topk)))
+
+        def run_part(x: Tensor, probs: Tensor, begin: int = 0) -> Tensor:
+            part = places.part(begin, min(size, worst - begin))
+            sent = self.read_rows(x, probs, part)
+            return self.combine(experts(sent.x, sent.probs, sent.plan), sent.handle)
+
+        y = run_part(x, routing.probs)
+        for begin in range(size, worst, size):
+            y = y + recompute(partial(run_part, begin=begin), x, routing.probs)
+        return y
+
     def dispatch(
         self,
         x: Float[Tensor, "T D"],
         routing: Routing,
         options: DispatchOptions = DEFAULT_OPTIONS,
     ) -> Dispatched:
-        """Read as many rows as the worst routing gives; ``chunked`` reads them in parts."""
-        return self.there(x, routing.probs, self.plan(routing, options))
+        """Read as many rows as the worst routing gives; ``run`` reads them in parts."""
+        return self.read_rows(x, routing.probs, self.plan(routing, options))
 
     def combine(self, y: Float[Tensor, "R D"], handle: Places) -> Float[Tensor, "T D"]:
         """Read the rows of this rank's tokens and sum them by token."""
-        return _Back.apply(y, self.exchange(y), handle)
+        return _SumRows.apply(y, self.exchange(y), handle)
 
-    def there(
+    def read_rows(
         self, x: Float[Tensor, "T D"], probs: Float[Tensor, "T k"], places: Places
     ) -> Dispatched:
-        """Read rows and their weights where they are needed."""
-        rows, weights = _There.apply(x, probs, self.exchange(x), places)
+        """Read the rows of this rank's experts, and their weights, from all ranks."""
+        rows, weights = _ReadRows.apply(x, probs, self.exchange(x), places)
         return Dispatched(rows, weights[:, None], places.plan(), places)
 
     def plan(self, routing: Routing, options: DispatchOptions) -> Places:
@@ -350,7 +387,7 @@ def _peers(ep: Axis, device: torch.device) -> Peers:
     return Peers(ep, device)
 
 
-class _There(OnceDifferentiable):
+class _ReadRows(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, exchange: Exchange, places: Places) -> Any:
         ctx.exchange, ctx.places = exchange, places
@@ -361,7 +398,7 @@ class _There(OnceDifferentiable):
         return *ctx.exchange.add(grad, grad_probs, ctx.places), None, None
 
 
-class _Back(OnceDifferentiable):
+class _SumRows(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, y: Tensor, exchange: Exchange, places: Places) -> Tensor:
         ctx.exchange, ctx.places = exchange, places

@@ -13,12 +13,14 @@ Reference:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from mcore_moe.config import MoEConfig
 from mcore_moe.experts.grouped_gemm import sequential_linear
 from mcore_moe.experts.weight_gradient import Factors, take_weight_gradient
 from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
@@ -95,6 +97,13 @@ def unpacked(data: Shaped[Tensor, "R B"], dtype: torch.dtype) -> Float[Tensor, "
     numbers, scales = data.split([data.shape[1] - wide.itemsize, wide.itemsize], 1)
     scales = scales.clone(memory_format=torch.contiguous_format).reshape(-1).view(wide)[:, None]
     return Fp8Rows(numbers.view(FP8), scales).wide().to(dtype)
+
+
+def wire_casts(config: MoEConfig, x: Float[Tensor, "R D"]) -> dict[str, Any]:
+    """Return the arguments of a ``begin_`` collective that cast what is sent, and back."""
+    if not config.moe_dispatch_dtype:
+        return {}
+    return {"encode": packed, "decode": partial(unpacked, dtype=x.dtype)}
 
 
 class _ExchangeNarrow(OnceDifferentiable):
