@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_moe.config import MoEConfig
+from mcore_moe.experts.network import ExpertNetwork
 from mcore_moe.layer import MoELayer
 
 
@@ -63,8 +64,7 @@ class MixtureOfExperts(nn.Module):
             hidden_size,
             ffn_hidden_size,
             config,
-            gated=gated,
-            activation=activation,
+            ExpertNetwork(gated=gated, activation=activation),
             device=device,
             dtype=dtype,
         )

@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.dispatching import build_dispatcher
 from mcore_moe.dispatch.protocol import DispatchOptions
-from mcore_moe.expert_parallel import check_same
+from mcore_moe.expert_parallel import ONE_RANK, MoEAxes, check_same
 from mcore_moe.experts.experts import Experts
 from mcore_moe.experts.latent import latent_projections
+from mcore_moe.experts.network import DEFAULT_NETWORK, ExpertNetwork
 from mcore_moe.experts.shared_expert import SharedExpert
 from mcore_moe.routing.router import Router
 from mcore_moe.routing.topk import Routing
 from mcore_parallel.async_collectives import OverlapCallback
 from mcore_parallel.autograd_functions import cast_factor
 from mcore_parallel.collectives import copy_to, reduce_from
-from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
@@ -66,23 +66,11 @@ class MoELayer(nn.Module):
         hidden_size: int,
         ffn_hidden_size: int,
         config: MoEConfig,
+        network: ExpertNetwork = DEFAULT_NETWORK,
         *,
-        tp: Axis = SINGLE,
-        cp_tp: Axis = SINGLE,
-        dp_cp_tp: Axis = SINGLE,
-        ep: Axis = SINGLE,
-        ep_levels: tuple[Axis, Axis] = (SINGLE, SINGLE),
-        expert_tp: Axis = SINGLE,
-        streams: RngStreams | None = None,
+        axes: MoEAxes = ONE_RANK,
         sequence_parallel: bool = False,
-        gated: bool = True,
-        activation: str = "silu",
-        bias: bool = False,
-        clamp: float = 0.0,
-        offset: float = 0.0,
-        init_std: float = 0.02,
-        output_std: float | None = None,
-        recompute_activation: bool = False,
+        streams: RngStreams | None = None,
         recompute_shared: bool = False,
         equal_tokens: bool = False,
         fp8_casts: WeightCasts | None = None,
@@ -95,28 +83,15 @@ class MoELayer(nn.Module):
             hidden_size: D.
             ffn_hidden_size: F of one expert where ``config.moe_ffn_hidden_size`` is 0.
             config: experts, routing, balance and dispatch.
-            tp: tensor ranks, which hold the same tokens or (sequence parallel) neighbours.
-            cp_tp: all ranks that share a micro-batch: counts are summed over them.
-            dp_cp_tp: all ranks that share a step's batch; the global loss sums over them.
-            ep: ranks that share the experts.
-            ep_levels: ``ep`` between nodes and within one, if tokens travel in two steps.
-            expert_tp: ranks that share each expert's matrices.
+            network: of each expert, routed and shared.
+            axes: ranks over which the layer is spread.
+            sequence_parallel: whether tokens are cut over ``axes.tp``.
             streams: of random numbers, for the router's jitter; see ``Router``.
-            sequence_parallel: whether tokens are cut over ``tp``.
-            gated: whether experts have a gate and an up-projection.
-            activation: see ``activations.ACTIVATIONS``.
-            bias: whether the experts' GEMMs have one (the shared expert has none).
-            clamp: of gates and up-projections, see ``activations.gated``.
-            offset: of up-projections, likewise.
-            init_std: of router and fc1; 0.0 leaves all zeros and draws nothing.
-            output_std: of fc2; None: as fc1.
-            recompute_activation: forget what goes into the experts' fc2, make it again in
-                backward.
             recompute_shared: compute the shared expert again in backward.
-            equal_tokens: whether in training all ranks of ``ep`` and ``expert_tp`` bring
-                equally many tokens to every call, so that none has to say how many.
+            equal_tokens: whether in training all ranks of ``ep`` and ``expert_tp`` have equally
+                many tokens in every call, so that no counts of tokens are exchanged.
             fp8_casts: where casts of weights are kept with ``config.moe_experts_dtype``; None:
-                nowhere, every call casts them.
+                every call casts them.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -126,62 +101,48 @@ class MoELayer(nn.Module):
         super().__init__()
         if config.num_experts == 0:
             raise ValueError("--num-experts 0 means no experts: set it to 1 or more.")
-        placed = {"device": device, "dtype": dtype}
-        self.tp = tp
+        factory_kwargs = {"device": device, "dtype": dtype}
+        self.tp = axes.tp
         self.recompute_shared = recompute_shared
-        self.splits_tokens = tp.size > 1 and not sequence_parallel
+        self.splits_tokens = axes.tp.size > 1 and not sequence_parallel
         self.router = Router(
             hidden_size,
             config,
-            tp=tp,
-            cp_tp=cp_tp,
-            dp_cp_tp=dp_cp_tp,
+            tp=axes.tp,
+            cp_tp=axes.cp_tp,
+            dp_cp_tp=axes.dp_cp_tp,
             streams=streams,
-            init_std=init_std,
-            **placed,
+            init_std=network.init_std,
+            **factory_kwargs,
         )
-        feed_forward = {
-            "gated": gated,
-            "activation": activation,
-            "clamp": clamp,
-            "offset": offset,
-            "init_std": init_std,
-            "output_std": output_std,
-            **placed,
-        }
-        down, up = latent_projections(
-            hidden_size, config.moe_latent_size, (init_std, output_std), tp=tp, **placed
+        stds = network.init_std, network.fc2_std
+        self.latent_down, self.latent_up = latent_projections(
+            hidden_size, config.moe_latent_size, stds, tp=axes.tp, **factory_kwargs
         )
-        self.latent_down, self.latent_up = down, up
         self.experts = Experts(
             config.moe_latent_size or hidden_size,
             config.moe_ffn_hidden_size or ffn_hidden_size,
-            config.num_experts,
-            ep=ep,
-            expert_tp=expert_tp,
-            bias=bias,
-            grouped=config.moe_grouped_gemm,
-            probs_on_input=config.moe_apply_probs_on_input,
-            recompute_activation=recompute_activation,
+            config,
+            network,
+            ep=axes.ep,
+            expert_tp=axes.expert_tp,
             fp8_casts=(fp8_casts or WeightCasts()) if config.moe_experts_dtype else None,
-            wgrad_micro_batches=config.moe_wgrad_micro_batches,
-            **feed_forward,
+            **factory_kwargs,
         )
-        self.shared = (
-            SharedExpert(
+        self.shared: SharedExpert | None = None
+        if config.moe_shared_expert_intermediate_size:
+            self.shared = SharedExpert(
                 hidden_size,
                 config.moe_shared_expert_intermediate_size,
-                tp=tp,
+                network,
+                tp=axes.tp,
                 sequence_parallel=sequence_parallel,
                 has_token_gate=config.moe_shared_expert_gate,
-                **feed_forward,
+                **factory_kwargs,
             )
-            if config.moe_shared_expert_intermediate_size
-            else None
-        )
-        self.dispatcher = build_dispatcher(config, ep, expert_tp, ep_levels)
+        self.dispatcher = build_dispatcher(config, axes.ep, axes.expert_tp, axes.ep_levels)
         self.equal_tokens = equal_tokens
-        self.peers = (cp_tp, ep)
+        self.peers = (axes.cp_tp, axes.ep)
         self._is_compared = False
 
     def forward(

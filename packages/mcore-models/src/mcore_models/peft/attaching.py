@@ -125,7 +125,7 @@ def _attach(module: Any, path: str, config: PeftConfig, streams: RngStreams) -> 
 def _attach_to_experts(
     experts: Experts, path: str, config: PeftConfig, streams: RngStreams
 ) -> None:
-    matrices = ("fc1.gate", "fc1.up", "fc2") if experts.gated else ("fc1", "fc2")
+    matrices = ("fc1.gate", "fc1.up", "fc2") if experts.network.gated else ("fc1", "fc2")
     is_adapted = []
     for matrix in matrices:
         chosen = [config.is_target(f"{path}.{e}.{matrix}") for e in range(experts.num_experts)]

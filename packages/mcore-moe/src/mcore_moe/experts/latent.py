@@ -19,7 +19,7 @@ from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 def latent_projections(
     hidden_size: int,
     latent_size: int,
-    stds: tuple[float, float | None],
+    stds: tuple[float, float],
     *,
     tp: Axis = SINGLE,
     device: torch.device | str | None = None,
@@ -30,7 +30,7 @@ def latent_projections(
     Args:
         hidden_size: width of the model.
         latent_size: width of the narrower space, or 0.
-        stds: of the weights, in and out; None: the second as the first.
+        stds: of the weights, in and out.
         tp: ranks that hold the weights and see different tokens.
         device: of the weights.
         dtype: of the weights.
@@ -38,10 +38,9 @@ def latent_projections(
     if not latent_size:
         return None, None
     std, up_std = stds
-    up_std = std if up_std is None else up_std
-    placed = {"tp": tp, "device": device, "dtype": dtype}
-    down = LatentProjection(hidden_size, latent_size, init_std=std, **placed)
-    return down, LatentProjection(latent_size, hidden_size, init_std=up_std, **placed)
+    factory_kwargs = {"tp": tp, "device": device, "dtype": dtype}
+    down = LatentProjection(hidden_size, latent_size, init_std=std, **factory_kwargs)
+    return down, LatentProjection(latent_size, hidden_size, init_std=up_std, **factory_kwargs)
 
 
 class LatentProjection(nn.Module):
