@@ -1,7 +1,7 @@
 """Mixture of experts for any PyTorch model: routing, dispatch, grouped experts.
 
-The front is lazy (PEP 562): importing it imports no room, so a command that only
-needs help text never loads torch.
+The front is lazy (PEP 562): a name imports its module at first use, so a command that only
+prints help never loads torch.
 """
 
 from mcore_parallel.lazy_front import lazy_front

@@ -1,6 +1,6 @@
-"""Expert parallelism in a user's own model under torch's DDP or FSDP2.
+"""Axes of an expert layer, and expert parallelism under torch's DDP or FSDP2.
 
-``mcore_parallel.DataParallel`` needs none of this: layers declare which gradients are summed
+``mcore_parallel.DataParallel`` needs the axes alone: layers declare which gradients are summed
 over which ranks. torch's DDP and FSDP2 treat every parameter as a replica, but the ranks of
 ``ep`` hold different experts, and each expert has seen the tokens of all these ranks.
 """
@@ -55,8 +55,8 @@ def moe_axes(ctx: ParallelContext) -> MoEAxes:
 def rank_local_names(model: nn.Module) -> list[str]:
     """List the parameters and buffers of expert layers that DDP and FSDP2 must ignore.
 
-    These are the experts, and the counts and biases that ``finish_step`` updates. DDP would
-    average different experts, and overwrite counts by those of rank 0.
+    They are the experts, and the counts and biases that ``finish_step`` updates. DDP would
+    average different experts, and overwrite counts with those of rank 0.
     """
     names = [n.name for n in named_parameters(model) if n.layout.data == "expert"]
     for path, module in model.named_modules():
@@ -72,17 +72,17 @@ def average_expert_gradients(model: nn.Module, ctx: ParallelContext) -> None:
 
     An expert's gradient on a rank is a sum over the tokens of all ranks of ``ep``. The function
     also sums it over the ranks that hold the same expert (``ctx.expert_dp``, one all-reduce a
-    tensor) and divides it by the number of ranks over which DDP averages (``ctx.dp_cp``). It is
-    then the gradient of the mean of the ranks' losses, like all other gradients.
+    tensor) and divides the sum by the number of ranks over which DDP averages (``ctx.dp_cp``).
+    The result is the gradient of the mean of the ranks' losses, like all other gradients.
 
     Args:
         model: unwrapped or wrapped.
-        ctx: from which the layers got their axes; ``tp`` of one rank. Under tensor parallelism
-            other gradients are partial sums too: use ``mcore_parallel.DataParallel``.
+        ctx: of the layers' axes; ``tp`` of one rank. Under tensor parallelism other gradients
+            are partial sums too: use ``mcore_parallel.DataParallel``.
 
     Raises:
-        ValueError: under tensor parallelism; on all ranks, the first time, if ranks that
-            should hold the same expert do not: they were seeded apart.
+        ValueError: under tensor parallelism; on all ranks, in the first call, if ranks that
+            should hold the same expert were seeded differently.
     """
     if ctx.tp.size > 1:
         raise ValueError(
@@ -99,10 +99,10 @@ def average_expert_gradients(model: nn.Module, ctx: ParallelContext) -> None:
 
 
 def check_same(tensors: Mapping[str, Tensor], axis: Axis) -> None:
-    """Compare tensors over an axis by digests: one all-gather, for which the host waits.
+    """Compare tensors over an axis by their digests: one all-gather; the host waits for it.
 
     Raises:
-        ValueError: on all ranks, naming what differs and where.
+        ValueError: on all ranks, with the tensor's name and the ranks that differ.
     """
     if axis.size == 1 or not tensors:
         return

@@ -1,6 +1,6 @@
-"""The plain front: a mixture of experts for any torch model, on one rank.
+"""``MixtureOfExperts``: experts in place of a feed-forward layer of any torch model.
 
-It takes no axes and works inside any ``nn.Module``, under torch's DDP and
+All experts are on one rank. The module works inside any ``nn.Module``, under torch's DDP and
 ``torch.compile``. To spread experts over ranks use ``MoELayer``.
 """
 
@@ -20,8 +20,8 @@ class MixtureOfExperts(nn.Module):
 
     Attributes:
         moe: the ``MoELayer``.
-        aux_loss: scalar of the last forward in training, times ``aux_loss_coeff``, with its
-            gradient: add it to the loss before ``backward``. 0 in eval mode.
+        aux_loss: balancing loss of the last forward in training, times ``aux_loss_coeff``: add
+            it to the loss before ``backward``. 0 in eval mode.
     """
 
     def __init__(

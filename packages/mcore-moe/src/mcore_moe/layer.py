@@ -1,9 +1,9 @@
 """The mixture-of-experts layer: route, dispatch, compute, combine.
 
-Input and output are ``[T, D]``. The layer returns its auxiliary loss as a second output and
-root of backward; no gradient is changed on its way. Every token is routed by exactly one
-rank: under sequence parallelism the tensor ranks hold different tokens already, without it
-the layer shares the tokens out among them and sums the results.
+Input and output are ``[T, D]``. The auxiliary loss is a second output, to be added to the loss
+or given to backward as a second root; the layer changes no gradient. Every token is routed by
+exactly one rank: under sequence parallelism the tensor ranks have different tokens; otherwise
+the layer splits the tokens over the tensor ranks and sums the results.
 """
 
 from typing import NamedTuple
@@ -52,13 +52,15 @@ class RoutedTokens(NamedTuple):
 
 
 class MoELayer(nn.Module):
-    """A feed-forward layer of many experts, few of which serve each token.
+    """A feed-forward layer of many experts, of which each token runs through a few.
 
     Attributes:
         router: chooses experts, see ``Router``.
         experts: this rank's experts, see ``Experts``.
-        shared: the expert for all tokens, or None.
-        latent_down, latent_up: into the experts' narrower space and out of it, or None.
+        shared: the expert that every token runs through, or None.
+        latent_down, latent_up: projections into the experts' latent space and out of it, or
+            None.
+        dispatcher: exchanges tokens with the ranks of their experts, see ``Dispatcher``.
     """
 
     def __init__(
@@ -151,21 +153,21 @@ class MoELayer(nn.Module):
         num_sequences: int = 1,
         mask: Bool[Tensor, " T"] | None = None,
     ) -> tuple[Float[Tensor, "T D"], Float[Tensor, ""]]:
-        """Send each token through its experts.
+        """Run each token through its experts and the shared expert.
 
         Exchanges tokens over ``ep`` and ``expert_tp``, counts over ``cp_tp`` in training. The
         first call compares the routers of these ranks, except in compiled code.
 
         Args:
             x: this rank's tokens; whole and equal over ``tp`` unless sequence parallel.
-            num_sequences: B when x is the flat view of ``[S, B, D]``: token t belongs to
-                sequence t % B. Only the loss by sequence needs it.
-            mask: true for real tokens, false for padding, which no expert computes (the shared
-                one does) and no statistic counts; cut like x. Left out: all are real.
+            num_sequences: B if x is the flat view of ``[S, B, D]``: token t belongs to
+                sequence t % B. Read by the loss by sequence alone.
+            mask: true for real tokens, false for padding, which no routed expert computes and
+                no statistic counts; cut like x. Left out: all tokens are real.
 
         Returns:
             The output, cut like x, and this rank's share of the auxiliary losses times their
-            coefficients: summed over ``cp_tp`` it is the loss of the micro-batch, so its
+            coefficients: the sum over ``cp_tp`` is the loss of the micro-batch, so its
             gradients are summed over these ranks like any other. 0 in eval mode.
 
         Raises:
@@ -261,12 +263,12 @@ class MoELayer(nn.Module):
         return self.equal_tokens and self.training and is_cut_evenly
 
     def _check_routers(self) -> None:
-        """Compare the routers of ranks that exchange tokens, once: they must be equal."""
+        """In the first call, compare the routers of ranks that exchange tokens."""
         if self._is_compared or torch.compiler.is_compiling():
             return
         self._is_compared = True
         weight = self.router.weight
-        if not isinstance(weight, DTensor):  # sharded by itself, so made alike
+        if not isinstance(weight, DTensor):  # FSDP2 has sharded one weight: nothing to compare
             for axis in self.peers:
                 check_same({"the router": weight}, axis)
 

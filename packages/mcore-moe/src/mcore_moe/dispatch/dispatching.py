@@ -1,4 +1,4 @@
-"""The choice of a dispatcher by the layer's config.
+"""The choice of a dispatcher by the layer's config, see ``protocol.Dispatcher``.
 
 * ``LocalDispatcher``: all experts are on this rank; no communication.
 * ``AllToAllDispatcher``: an all-to-all sends each row to its expert's rank, after the counts.

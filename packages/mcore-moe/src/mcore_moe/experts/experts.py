@@ -1,10 +1,10 @@
 """The experts of a rank: stacked weights, and the forward pass of their rows.
 
-Tokens become rows sorted by expert, and their results sums by token again; ``grouped_gemm``
-does the GEMMs. The weight of a choice multiplies the activation before the second GEMM (and
-the second bias), so that the sum over a token's rows is all that is left to do.
+Tokens are copied to rows sorted by expert, and the results of a token's rows are summed;
+``grouped_gemm`` does the GEMMs. The weight of a choice multiplies the activation before the
+second GEMM (and the second bias), so that only the sum over a token's rows follows that GEMM.
 
-Each expert is a logical tensor of its own: ``{e}.fc1.gate.weight`` with e counted over all
+Each matrix of an expert is a logical tensor: ``{e}.fc1.gate.weight``, with e counted over all
 ranks.
 """
 
@@ -40,7 +40,7 @@ from mcore_parallel.sharding import ParamLayout, Part, named_parameters
 
 @runtime_checkable
 class RowsAdapter(Protocol):
-    """Adds to what experts give, for the same rows; a module that ``Experts`` holds."""
+    """Adds to the outputs of fc1 and fc2, row by row: low-rank adapters of mcore-models."""
 
     def add_fc1(
         self,
@@ -57,15 +57,15 @@ class RowsAdapter(Protocol):
 
 
 class Experts(nn.Module):
-    """Feed-forward networks that each serve their own rows.
+    """Feed-forward networks, each of which computes its own rows.
 
     Attributes:
         fc1_weight: ``[e, 2F/expert_tp, D]``, the gate's rows before the up-projection's (or
             ``[e, F/expert_tp, D]`` without gate).
         fc2_weight: ``[e, D, F/expert_tp]``.
         fc1_bias, fc2_bias: ``[e, ...]`` or None.
-        adapter: adds to the output of both, or None.
-        linear: multiplies in place of this package's GEMMs, their gradients too, or None.
+        adapter: adds to the outputs of fc1 and fc2, or None.
+        linear: replaces this package's GEMMs, forward and backward, or None.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Experts(nn.Module):
     def reset_parameters(self, seed: int | None = None) -> None:
         """Fill the weights by logical name, the biases with zeros.
 
-        The same seed gives every expert the same weights whatever the axes.
+        The same seed gives every expert the same weights under all layouts.
 
         Args:
             seed: None draws one from torch's default CPU generator, which must then be seeded
@@ -154,14 +154,14 @@ class Experts(nn.Module):
     def forward(
         self, x: Float[Tensor, "M D"], probs: Float[Tensor, "M k"], plan: RowPlan
     ) -> Float[Tensor, "M D"]:
-        """Run every token through its experts and sum what they say; no communication.
+        """Run every token through its experts and sum their outputs; no communication.
 
         With ``expert_tp`` the result is this rank's part of a sum over it.
 
         Args:
             x: tokens, or rows of tokens that came from other ranks.
             probs: weight of each choice.
-            plan: which of this rank's experts computes which of them, in which order.
+            plan: the row of each choice, rows sorted by expert.
         """
         row_probs = permute_probs(probs, plan)
         first, second = self._linears(x, plan, row_probs)
@@ -178,7 +178,7 @@ class Experts(nn.Module):
     def _linears(
         self, x: Tensor, plan: RowPlan, row_probs: Tensor
     ) -> tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]:
-        """Return the way from tokens to rows by fc1, and back to tokens by fc2."""
+        """Return fc1, from tokens to rows, and fc2, from rows to sums by token."""
         casts = self.fp8_casts
         if self._gathers(x, plan):
             from mcore_moe.experts.gathered_gemm import gathered_linear, summed_linear
@@ -209,7 +209,7 @@ class Experts(nn.Module):
             if self.adapter is not None:
                 rows = self.adapter.add_fc2(rows, active, plan.offsets)
             if self.fc2_bias is not None:
-                # Weighed like the rest, and once in the sum over expert_tp: by its first rank.
+                # The sum over expert_tp must have the bias once: its first rank adds it.
                 weights = probs if self.expert_tp.rank == 0 else torch.zeros_like(probs)
                 bias = self._of_rows(self.fc2_bias, plan)
                 rows = rows + (bias * weights[:, None]).to(rows.dtype)
@@ -218,7 +218,7 @@ class Experts(nn.Module):
         return first, second
 
     def _gathers(self, x: Tensor, plan: RowPlan) -> bool:
-        """Whether GEMMs gather their rows: by quack, without biases, every row a token's."""
+        """Whether quack's gathering GEMMs run: no bias, no adapter, a token in every row."""
         weight, has_bias = self.fc1_weight, self.fc2_bias is not None
         if self.probs_on_input or self.adapter is not None:
             return False
@@ -226,7 +226,7 @@ class Experts(nn.Module):
             return False
         if not self.grouped or has_bias or not plan.is_dense or not x.shape[0]:
             return False
-        if plan.choices.dtype != torch.int32:  # not by the kernels that sum rows, too
+        if plan.choices.dtype != torch.int32:  # made in plain torch: kernels take int32
             return False
         return quack_gemm.gathers_faster(weight) and quack_gemm.usable(cast_factor(x), weight)
 
@@ -238,11 +238,13 @@ class Experts(nn.Module):
         return (network.activate(hidden) * probs[:, None]).to(hidden.dtype)
 
     def deferrable_weights(self) -> list[nn.Parameter]:
-        """Return what a ``mcore_parallel.WeightQueue`` may serve."""
+        """Return the weights whose gradients a ``mcore_parallel.WeightQueue`` may defer."""
         return [self.fc1_weight, self.fc2_weight]
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the stacked parameters expert by expert, see ``mcore_parallel.sharding``."""
+        # A matrix of expert e: rows [n * width, (n + 1) * width) of fc1_weight[i] are the
+        # gate (n = 0) or the up-projection (n = 1), columns of fc2_weight[i] the slice of F.
         D, F_ = self.hidden_size, self.ffn_hidden_size
         names = ("fc1.gate", "fc1.up") if self.network.gated else ("fc1",)
         width = F_ // self.expert_tp.size
@@ -266,7 +268,7 @@ class Experts(nn.Module):
             weight2.append(
                 Part(f"{e}.fc2.weight", (D, F_), (0, begin), (i, 0, 0), (1, D, width))
             )
-            # Only the first rank of expert_tp uses it, so the gradients are parts of a sum.
+            # Only the first rank of expert_tp adds it, so the gradients are parts of a sum.
             bias2.append(
                 Part(
                     f"{e}.fc2.bias",
@@ -286,7 +288,8 @@ class Experts(nn.Module):
     def _of_rows(self, bias: Tensor, plan: RowPlan) -> Tensor:
         row = torch.arange(plan.choices.numel(), device=bias.device)
         experts = torch.searchsorted(plan.offsets[1:], row, right=True)
-        # Rows of no expert may hold anything, gradients too: they get a bias of their own.
+        # searchsorted gives e for rows of no expert, whose values and gradients are undefined:
+        # they read an extra row of zeros, and no expert's bias gets their gradients.
         return F.pad(bias, (0, 0, 0, 1))[experts]  # [e, N] -> [R, N]
 
     def extra_repr(self) -> str:

@@ -77,16 +77,16 @@ class SharedExpert(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        """Return the shared output; T is cut over ``tp`` under sequence parallelism.
+        """Return the output for every token; T is cut over ``tp`` if sequence parallel.
 
-        Gathers and reduce-scatters over ``tp`` then, all-reduces over it otherwise.
+        Gathers and reduce-scatters over ``tp`` in that case, and all-reduces otherwise.
         """
         y = self.fc2(self.network.activate(self.fc1(x)))
         return y if self.token_gate is None else y * self.token_gate(x)
 
 
 class _TokenGate(nn.Module):
-    """A sigmoid of one number a token."""
+    """A learned sigmoid gate: one number for each token."""
 
     def __init__(
         self,

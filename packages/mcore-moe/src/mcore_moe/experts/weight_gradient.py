@@ -23,7 +23,7 @@ from mcore_parallel.grad_slot import GradSlot, accumulate_matmul
 
 
 class Factors(NamedTuple):
-    """What the gradient of stacked weights is the matmul of: ``grad^T x``, expert by expert."""
+    """Factors of the gradient of stacked weights: ``grad^T x``, expert by expert."""
 
     grad: Float[Tensor, "M N"]
     """Gradient of the rows' results."""
@@ -34,15 +34,15 @@ class Factors(NamedTuple):
     grad_sources: Int[Tensor, " R"] | None = None
     """Row of ``grad`` for each row, if it is in another order; int32."""
     x_sources: Int[Tensor, " R"] | None = None
-    """Row of ``x`` likewise; only one of the two may be."""
+    """Row of ``x`` for each row; at most one of the two is given."""
 
     @property
     def num_rows(self) -> int:
-        """R, with those behind the last expert's."""
+        """R, including rows after those of the last expert."""
         return len(self.grad if self.grad_sources is None else self.grad_sources)
 
     def in_order(self) -> "Factors":
-        """Copy what is in another order to the order of experts."""
+        """Return the factors with both sides copied to the order of experts."""
         grad, x = self.grad, self.x
         if self.grad_sources is not None:
             grad = grad.index_select(0, self.grad_sources)
@@ -64,10 +64,11 @@ def take_weight_gradient(
     if slot is not None:
         slot.take_part(add_weight_gradients, factors)
         return None
+    # A single GEMM makes the gradient in the weight's dtype; quack's needs a tensor to fill.
     grad, x, offsets, *_ = factors
     has_kernel = x.shape[0] and has_grouped_kernel(x, weight)
     if has_kernel and not quack_gemm.usable(x, weight):
-        return F.grouped_mm(grad.t(), x, offs=offsets[1:])  # quack alone gathers
+        return F.grouped_mm(grad.t(), x, offs=offsets[1:])  # without quack nothing is gathered
     gradient = torch.empty_like(weight)
     add_weight_gradients(gradient, [factors], overwrite=True)
     return gradient
@@ -94,7 +95,7 @@ def add_weight_gradients(
 
 
 def _by_kind(parts: Sequence[Factors]) -> list[list[Factors]]:
-    """Group parts by what they gather."""
+    """Group parts by the side that their GEMM gathers: grad, x or none."""
     groups: dict[tuple[bool, bool], list[Factors]] = {}
     for part in parts:
         kind = part.grad_sources is None, part.x_sources is None
@@ -103,22 +104,24 @@ def _by_kind(parts: Sequence[Factors]) -> list[list[Factors]]:
 
 
 def merge_parts(parts: Sequence[Factors]) -> Factors:
-    """Copy the rows that an expert has in all parts next to each other.
+    """Concatenate parts so that each expert's rows of all parts are next to each other.
 
-    The host waits for nothing. A side whose rows are in another order stays in that order:
-    their numbers alone move. Where the rows of an expert begin depends on all parts, so they
-    cannot be written to their place before the last part is there.
+    The host waits for nothing. Of a side that a GEMM gathers the row numbers are permuted, not
+    the rows. The begin of an expert's rows depends on all parts, so rows cannot be written to
+    their place before the last part has come.
 
     Args:
-        parts: which gather alike.
+        parts: of one kind, see ``_by_kind``.
     """
     if len(parts) == 1:
         return parts[0]
     grads, xs, _, grad_sources, x_sources = zip(*parts, strict=True)
     num_rows = sum(part.num_rows for part in parts)
     bounds = torch.stack([F.pad(part.offsets, (0, 1), value=part.num_rows) for part in parts])
-    sizes = bounds.diff()  # [parts, e + 1]: the last are of no expert
-    # An expert's rows of a part move from their end in that order to the one by experts.
+    sizes = bounds.diff()  # [parts, e + 1]: rows of each expert, last those of none
+    # A segment is the rows of one expert in one part. ``sizes.cumsum`` has the ends of the
+    # segments by part (how rows lie), ``ends`` those by expert (where they go): every row of a
+    # segment moves by the difference.
     ends = sizes.t().flatten().cumsum(0).view(-1, len(parts)).t().flatten()
     sizes = sizes.flatten()
     moves = (ends - sizes.cumsum(0)).repeat_interleave(sizes, output_size=num_rows)
@@ -132,7 +135,7 @@ def merge_parts(parts: Sequence[Factors]) -> Factors:
 def _merge_side(
     parts: tuple[Tensor, ...], sources: tuple[Tensor | None, ...], places: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Copy rows to their places, or their numbers if they are in another order."""
+    """Copy rows to their places; of a gathered side concatenate rows, and permute numbers."""
     numbers = [own for own in sources if own is not None]
     if not numbers:
         rows = parts[0].new_empty(len(places), parts[0].shape[1])
@@ -168,7 +171,7 @@ def add_weight_gradient_plain(
 def rows_by_expert(
     x: Float[Tensor, "R K"], offsets: Int[Tensor, " e1"]
 ) -> tuple[Float[Tensor, "_ K"], ...]:
-    """Return the rows of each expert, and those behind the last; the host waits."""
+    """Return the rows of each expert, and the rows of none; the host waits."""
     sizes = offsets.diff().tolist()
     return x.split([*sizes, x.shape[0] - sum(sizes)])
 
