@@ -26,7 +26,13 @@ from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.precision.fp8_recipes import Factor, Rowwise, Tensorwise
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
 
-_FEW = 64
+_MOST_FEW = 64
+"""Rows of an input that the kernel of codes multiplies."""
+_MOST_UNROUNDED = {("e4m3", True): 16, ("e4m3", False): 32, ("int8", True): 64}
+"""The same where the method rounds inputs, by their format and whether one calibrated scale is
+of all: about where tensor cores win on an H100. These counts alone decide whether inputs are
+rounded, never a measured time: one model then gives one answer. Powers of two, as recorded
+steps are padded to."""
 _MULTIPLE = 16
 
 
@@ -140,11 +146,15 @@ class QuantizedGemm(_Forward):
         """Return y, and nothing for backward; the weight is not read."""
         del weight
         flat = self.rounding.smoothed(x.flatten(0, -2)).contiguous()
-        # Where codes are read by the kernel, inputs keep their digits.
-        is_few = flat.shape[0] <= _FEW and self._has_kernels(flat.dtype)
+        is_few = self.keeps_digits(flat.shape[0]) and self._has_kernels(flat.dtype)
         y = self._few(flat) if is_few else self._many(flat)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if bias is None else y + bias, ()
+
+    def keeps_digits(self, num_rows: int) -> bool:
+        """Whether so many rows go through the kernel of codes, which rounds none of them."""
+        kind = (self.rounding.code, self.rounding.input_scale is not None)
+        return num_rows <= _MOST_UNROUNDED.get(kind, _MOST_FEW)
 
     def wide(self, dtype: torch.dtype) -> Float[Tensor, "F D"]:
         """Return the weight, ``pre_quant_scale`` left out."""
@@ -158,6 +168,7 @@ class QuantizedGemm(_Forward):
         return (codes * scales.repeat_interleave(across, 1)[:, : codes.shape[1]]).to(dtype)
 
     def _few(self, x: Tensor) -> Tensor:
+        """Multiply rows that are not rounded, by the fastest of the ways to do that."""
         from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
 
         code, group = self.layout.code, self.group
@@ -174,8 +185,10 @@ class QuantizedGemm(_Forward):
             )
             for tile in tiles_for(x.shape[0], code, shape, x.element_size())
         ]
+        if not self.rounding.code:  # else it would round them
+            ways.append(self._many)
         key = (x.dtype, code, group, shape, self.rounding.code)
-        return self.choices.fastest(key, [*ways, self._many], x)(x)
+        return self.choices.fastest(key, ways, x)(x)
 
     def _many(self, x: Tensor) -> Tensor:
         code, (tall, wide) = self.rounding.code, self.group
