@@ -5,7 +5,8 @@
 One line a case: tokens per second over all requests while all of them write (prompts are
 read before; no log probabilities), and the roofline of one stream: bytes of weights over the
 memory's bandwidth.
-``--offline N`` times N requests from their prompts to their last token. ``--method`` rounds the
+``--offline N`` times N requests from their prompts to their last token; those that the cache
+does not hold together wait. ``--method`` rounds the
 weights to the nearest first, ``--transformers N`` lets its ``generate`` write N tokens in the
 same run, ``--kv-cache-dtype fp8`` keeps keys and values in fp8. Started by
 ``torchrun``, its ranks split every matrix; rank 0 prints, and bytes are those of one rank.
@@ -123,6 +124,12 @@ def build(geometry: str, ctx: ParallelContext) -> GPT:
 def measure(model: GPT, options: argparse.Namespace, batch: int, vocab: int) -> dict:
     """Let ``batch`` requests write together; the median of the rates of tenths of it."""
     engine = _engine(model, options, batch, options.new_tokens)
+    pages = batch * -(-(options.prompt_tokens + options.new_tokens) // 64)
+    if engine.config.num_pages < pages:
+        raise ValueError(
+            f"--batches {batch} with --new-tokens {options.new_tokens} needs {pages} pages at "
+            f"once, and memory holds {engine.config.num_pages}: give fewer."
+        )
     sampling = SamplingConfig(num_tokens=options.new_tokens, top_k=1)
     begin = time.perf_counter()
     _add(engine, sampling, options, batch, vocab)
@@ -178,9 +185,11 @@ def measure_offline(model: GPT, options: argparse.Namespace, vocab: int) -> dict
         for _ in engine.run():
             pass
         _wait()
-        seconds = time.perf_counter() - begin
+        seconds, cache_tokens = time.perf_counter() - begin, engine.config.num_pages * 64
+        del engine  # its cache, before the next one is measured
     return {
         "requests": options.offline,
+        "cache_tokens": cache_tokens,
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.offline_tokens,
         "seconds": round(seconds, 2),
@@ -230,6 +239,7 @@ def measure_transformers(model: Any, options: argparse.Namespace, batch: int) ->
 
 
 def _engine(model: GPT, options: argparse.Namespace, batch: int, new_tokens: int) -> Engine:
+    """Build an engine whose cache takes what memory is left, at most what all may need."""
     page, length = 64, options.prompt_tokens + new_tokens
     return Engine(
         model,
@@ -238,7 +248,6 @@ def _engine(model: GPT, options: argparse.Namespace, batch: int, new_tokens: int
             max_tokens=max(8192, batch),
             max_sequence_tokens=length,
             page_tokens=page,
-            num_pages=batch * (-(-length // page) + 1),
             prefix_cache=False,
             fp8_cache=Fp8Cache() if options.kv_cache_dtype == "fp8" else None,
         ),

@@ -37,7 +37,6 @@ def main() -> None:
             max_tokens=options.max_tokens,
             max_sequence_tokens=longest,
             page_tokens=PAGE,
-            num_pages=options.max_requests * -(-longest // PAGE),
             prefix_cache=False,
         ),
     )

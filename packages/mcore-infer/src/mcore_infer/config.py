@@ -149,8 +149,9 @@ class InferenceConfig:
     """Tokens of one prompt and its text together; 0: the model's positions, at most 8192."""
 
     inference_dynamic_batching_buffer_size_gb: float = 0.0
-    """GiB of keys and values of this rank; 0: as much as all requests may need, within 80 % of
-    a GPU's free memory or 2 GiB of a CPU's."""
+    """GiB of keys and values of this rank; 0: as much as all requests may need, within 90 % of
+    the memory that the model leaves free on a GPU, less room for two of the largest steps, or
+    within 2 GiB on a CPU. Requests that do not fit together wait."""
 
     inference_dynamic_batching_block_size: int = 64
     """Tokens in a page of the cache."""

@@ -13,7 +13,7 @@ from mcore_infer import (
     build_engine,
     generate,
 )
-from mcore_infer.engine.building import measured_bytes
+from mcore_infer.engine.sizing import measured_bytes
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel.mesh import ParallelContext

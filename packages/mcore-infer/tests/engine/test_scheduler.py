@@ -262,3 +262,31 @@ def test_a_page_is_never_released_twice():
     pool.release([page])
     with pytest.raises(AssertionError, match="twice"):
         pool.release([page])
+
+
+def test_as_many_requests_run_together_as_their_pages_allow():
+    """Four of two pages in eight; none keeps a page free that it can never use."""
+    scheduler = Scheduler(SchedulerConfig(max_requests=8), PagePool(8, 4))
+    for request in range(6):
+        scheduler.add(request, [request] * 5, 4)  # 8 tokens are computed
+    assert len(scheduler.plan().chunks) == 4
+    assert (scheduler.num_running, scheduler.num_waiting) == (4, 2)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_steps_run_ahead_while_others_wait_for_pages_but_not_past_their_turn(prefix_cache):
+    config = SchedulerConfig(max_requests=8, prefix_cache=prefix_cache)
+    scheduler = Scheduler(config, PagePool(4, 4))
+    for request in range(3):
+        scheduler.add(request, [request] * 4, 4)
+    step = scheduler.plan()
+    assert scheduler.num_waiting == 1
+    scheduler.complete(step, {0: [1], 1: [1]})
+    step = scheduler.plan()
+    ahead = scheduler.plan_ahead(step)
+    assert [chunk.request for chunk in ahead.chunks] == [0, 1]
+    scheduler.complete(step, {0: [1], 1: [1]})
+    scheduler.finish(0)
+    scheduler.complete(ahead, {1: [1]})
+    step = scheduler.plan()
+    assert [chunk.request for chunk in step.chunks] == [1, 2]

@@ -1,30 +1,22 @@
-"""An engine of a size that fits: pages from memory, limits from flags."""
+"""Engines by the options of commands, and texts that an engine writes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-import torch
-
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.checks import check_without_engine, engine_refusal
 from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.fp8_cache import chosen_cache
-from mcore_infer.engine.paged_cache import PagedCache
-from mcore_infer.engine.step_layout import step_tensors
-from mcore_infer.engine.step_plans import Chunk, EngineConfig, Fp8Cache, Scales, Step
+from mcore_infer.engine.sizing import fitting_pages
+from mcore_infer.engine.step_plans import EngineConfig, Scales
 from mcore_infer.generation import room, stream
-from mcore_infer.stages import run_stages
 from mcore_infer.structured import Grammars, Structure
 from mcore_infer.writing import NewToken
 from mcore_models.protocol import LanguageModel
-from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
 _LONGEST = 8192
-_GPU_SHARE = 0.8
-"""Of free memory; the rest is for activations and recorded steps."""
-_CPU_BYTES = 2 << 30
 
 
 def build_engine(
@@ -37,8 +29,7 @@ def build_engine(
 ) -> Engine:
     """Build an engine whose cache fits; all its ranks get the same number of pages.
 
-    Runs the model on one token to measure a page, and all-reduces over ``tp``, ``pp`` and
-    replicas.
+    Runs the model to measure, and communicates, as ``fitting_pages`` does.
 
     Args:
         model: whole, in eval mode; on a GPU its plain GEMMs are replaced, see ``Engine``.
@@ -51,56 +42,20 @@ def build_engine(
     Raises:
         ValueError: if an engine cannot run the model so, or not two pages fit.
     """
-    page_tokens = config.inference_dynamic_batching_block_size
-    limit = sequence_limit(model, config)
-    pages_of_one = -(-limit // page_tokens)
-    fp8 = chosen_cache(config.kv_cache_dtype, model.config, kv_scales)
-    page_bytes, slot_bytes = measured_bytes(model, page_tokens, fp8)
-    if config.speculative_drafts == "mtp":
-        wide, _ = measured_bytes(model, page_tokens)
-        page_bytes += wide // model.config.num_layers + 1  # the layer's own
-    if draft is not None:
-        page_bytes += measured_bytes(draft, page_tokens)[0]
-    states_bytes = (config.inference_max_requests + 1) * slot_bytes  # one is for padding
-    device = next(model.parameters()).device
-    if config.inference_dynamic_batching_buffer_size_gb:
-        memory = int(config.inference_dynamic_batching_buffer_size_gb * 2**30)
-        num_pages = (memory - states_bytes) // page_bytes - 1  # one is for padding
-    else:
-        memory = _CPU_BYTES
-        if device.type == "cuda":
-            memory = int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
-        wanted = config.inference_max_requests * pages_of_one
-        num_pages = min((memory - states_bytes) // page_bytes - 1, wanted)
-    fewest = torch.tensor(num_pages, device=device)
-    for axis in (model.tp, model.pp, replicas):
-        fewest = all_reduce(fewest, axis, "min")
-    num_pages = int(fewest.item())
-    if num_pages < 1:
-        raise ValueError(
-            f"a cache of {memory} bytes does not hold two pages of {page_bytes}"
-            + f" and {states_bytes} of recurrent states" * (states_bytes > 0)
-            + ": raise --inference-dynamic-batching-buffer-size-gb"
-            + " or lower --inference-max-requests" * (states_bytes > 0)
-            + "."
-        )
-    return Engine(
-        model,
-        EngineConfig(
-            max_requests=config.inference_max_requests,
-            max_tokens=config.inference_dynamic_batching_max_tokens,
-            max_sequence_tokens=limit,
-            chunked_prefill=config.enable_chunked_prefill,
-            prefix_cache=config.enable_prefix_caching,
-            num_pages=num_pages,
-            page_tokens=page_tokens,
-            num_speculative_tokens=config.num_speculative_tokens,
-            speculative_drafts=config.speculative_drafts,
-            fp8_cache=fp8,
-        ),
-        draft,
-        in_step,
+    limits = EngineConfig(
+        max_requests=config.inference_max_requests,
+        max_tokens=config.inference_dynamic_batching_max_tokens,
+        max_sequence_tokens=sequence_limit(model, config),
+        chunked_prefill=config.enable_chunked_prefill,
+        prefix_cache=config.enable_prefix_caching,
+        cache_bytes=int(config.inference_dynamic_batching_buffer_size_gb * 2**30),
+        page_tokens=config.inference_dynamic_batching_block_size,
+        num_speculative_tokens=config.num_speculative_tokens,
+        speculative_drafts=config.speculative_drafts,
+        fp8_cache=chosen_cache(config.kv_cache_dtype, model.config, kv_scales),
     )
+    num_pages = fitting_pages(model, limits, draft, replicas)
+    return Engine(model, replace(limits, num_pages=num_pages), draft, in_step)
 
 
 def sequence_limit(model: LanguageModel, config: InferenceConfig) -> int:
@@ -108,26 +63,6 @@ def sequence_limit(model: LanguageModel, config: InferenceConfig) -> int:
     positions = model.config.max_position_embeddings
     limit = config.inference_max_seq_length or min(positions or _LONGEST, _LONGEST)
     return min(limit, positions) if positions else limit
-
-
-@torch.no_grad()
-def measured_bytes(
-    model: LanguageModel, page_tokens: int, fp8: Fp8Cache | None = None
-) -> tuple[int, int]:
-    """Bytes that a page and a request's recurrent state take on this rank, in all layers.
-
-    A page of a model without attention takes 1. Runs the model on one token; communicates over
-    ``tp`` as the model does, and over ``pp``.
-    """
-    if reason := engine_refusal(model.config):
-        raise ValueError(f"{reason}: write with generate().")
-    cache = PagedCache(1, page_tokens, 1, fp8)
-    chunk = Chunk(0, 0, 0, (0,), (0,), wants_token=True)
-    step = step_tensors(Step((chunk,)), page_tokens, next(model.parameters()).device)
-    cache.step = step
-    run_stages(model, step.tokens, step.positions, cache)
-    # The page and the slot, and those for padding.
-    return max(1, cache.num_bytes // 2), cache.num_state_bytes // 2
 
 
 def stream_texts(

@@ -28,6 +28,7 @@ from mcore_infer.engine.prefix_pages import PagePool
 from mcore_infer.engine.prompt_scores import PromptScores
 from mcore_infer.engine.prompt_steps import PromptSteps
 from mcore_infer.engine.scheduler import Scheduler
+from mcore_infer.engine.sizing import fitting_pages
 from mcore_infer.engine.speculative import SpeculationCounts, decided
 from mcore_infer.engine.step_layout import rows_to_choose_after
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
@@ -95,7 +96,7 @@ class Engine:
         draft: LanguageModel | None = None,
         in_step: Axis = SINGLE,
     ) -> None:
-        """Take no memory yet.
+        """Take no memory yet; where the config has no number of pages, see ``fitting_pages``.
 
         Args:
             model: whole, in eval mode. On a GPU the plain GEMMs of its linears are replaced
@@ -107,7 +108,8 @@ class Engine:
                 they call ``step`` together, as ``run`` does: one without work computes padding.
 
         Raises:
-            ValueError: if the model is in training mode, or an engine cannot run it so.
+            ValueError: if the model is in training mode, an engine cannot run it so, or not two
+                pages fit.
         """
         if model.training:
             raise ValueError("generation needs a model in eval mode: call model.eval() first.")
@@ -120,6 +122,8 @@ class Engine:
         is_whole = has_recurrent_layers(model.config) or config.speculative_drafts == "mtp"
         if is_whole:
             config = replace(config, prefix_cache=False)
+        if not config.num_pages:
+            config = replace(config, num_pages=fitting_pages(model, config, draft))
         self.model, self.config, self.in_step = model, config, in_step
         self.device = next(model.parameters()).device
         windows = [window(model.config, layer) for layer in range(model.config.num_layers)]

@@ -24,6 +24,7 @@ class _Request:
     shares_prefix: bool
     order: int  # of arrival
     keys: list[Key]  # of complete pages, behind the one before the first
+    most_pages: int  # that it may hold
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_published: int = 0  # pages
@@ -93,7 +94,8 @@ class Scheduler:
             raise ValueError(f"request {request} is queued already")
         self.check(prompt, max_new_tokens)
         keys, order = [FIRST_KEY], self._num_arrived
-        new = _Request(request, list(prompt), shares_prefix, order, keys)
+        most_pages = self._num_pages(_most_computed(prompt, max_new_tokens))
+        new = _Request(request, list(prompt), shares_prefix, order, keys, most_pages)
         self._num_arrived += 1
         self._requests[request] = new
         self._waiting.append(new)
@@ -109,7 +111,7 @@ class Scheduler:
                 f"{max_new_tokens} to write are more than --inference-max-seq-length {limit}. "
                 "Shorten the prompt or write fewer."
             )
-        computed = len(prompt) + max(0, max_new_tokens - 1)  # the last new token never is
+        computed = _most_computed(prompt, max_new_tokens)
         if self._num_pages(computed) > self.pool.num_pages:
             room = self.pool.num_pages * self.pool.page_tokens
             raise ValueError(
@@ -181,7 +183,7 @@ class Scheduler:
         requests = [self._requests[chunk.request] for chunk in step.chunks]
         if self._is_stale:
             return None
-        if len(requests) != len(self._running) or (self._waiting and self._slots):
+        if len(requests) != len(self._running) or self._may_begin():
             return None
         if any(r.is_over or r.num_left or r.num_in_flight != 1 for r in requests):
             return None
@@ -276,13 +278,29 @@ class Scheduler:
             request.num_computed = len(request.pages) * page_tokens
         count = self._share(request, budget)
         needed = self._num_pages(request.num_computed + count) - len(request.pages)
-        # One page for each that runs, or the newcomer would be preempted at once.
-        if not count or needed + len(self._running) > self.pool.num_free:
+        if not count or needed + self._num_growing() > self.pool.num_free:
             self._give_back(request)
             return 0
         request.pages += [self.pool.take() for _ in range(needed)]
         request.slot = self._slots.pop()
         return count
+
+    def _may_begin(self) -> bool:
+        """Whether a waiting request may be the next to begin, for all that is known so far."""
+        if not (self._waiting and self._slots):
+            return False
+        first, budget = self._waiting[0], self.config.max_tokens - len(self._running)
+        fewest = 1  # it may share all others
+        if not (self.config.prefix_cache and first.shares_prefix):
+            fewest = self._num_pages(self._share(first, budget))
+        return fewest + self._num_growing() <= self.pool.num_free
+
+    def _num_growing(self) -> int:
+        """Count running requests that may take a further page.
+
+        So many pages stay free where a request begins, or it would be preempted at once.
+        """
+        return sum(len(request.pages) < request.most_pages for request in self._running)
 
     def _make_room(self, request: _Request, count: int, chunks: dict[int, Chunk]) -> bool:
         """Take the pages of a request's next tokens; later ones lose theirs if need be."""
@@ -367,3 +385,8 @@ class Scheduler:
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.page_tokens)
+
+
+def _most_computed(prompt: Sequence[int], max_new_tokens: int) -> int:
+    """Count the tokens that a request computes at most: the last new one never is."""
+    return len(prompt) + max(0, max_new_tokens - 1)

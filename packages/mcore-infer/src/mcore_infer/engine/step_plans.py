@@ -57,8 +57,13 @@ class Fp8Cache:
 class EngineConfig(SchedulerConfig):
     """Limits of an engine and the size of its cache."""
 
-    num_pages: int = 256
-    """Pages of the key/value cache."""
+    num_pages: int = 0
+    """Pages of the key/value cache; 0: as many as fit, at most what all requests may need.
+    Requests that do not fit together wait."""
+
+    cache_bytes: int = 0
+    """Memory of this rank in which the pages must fit, where their number is 0; 0: what is free
+    once the largest step has run, or 2 GiB on a CPU."""
 
     page_tokens: int = 64
     """Tokens in a page."""

@@ -1,0 +1,137 @@
+"""The size of an engine's cache: as many pages as the memory that is left holds.
+
+One place for every caller: the server, the commands and ``Engine`` in Python. Requests that do
+not fit together wait, see ``scheduler``; so a cache may be smaller than all of them need.
+"""
+
+import torch
+
+from mcore_infer.engine.checks import engine_refusal
+from mcore_infer.engine.paged_cache import PagedCache
+from mcore_infer.engine.step_layout import rows_to_choose_after, step_tensors
+from mcore_infer.engine.step_plans import Chunk, EngineConfig, Fp8Cache, Step
+from mcore_infer.sampling import token_log_probs
+from mcore_infer.stages import last_stage_logits, run_stages
+from mcore_models.protocol import LanguageModel
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import SINGLE, Axis
+
+_GPU_SHARE = 0.9
+"""Of a GPU's free memory; the rest is for workspaces, fragments and other processes."""
+_LARGEST_STEPS = 2
+"""Room for so many: one that runs kernel by kernel, and those that are recorded, whose memory
+is apart."""
+_CPU_BYTES = 2 << 30
+
+
+def fitting_pages(
+    model: LanguageModel,
+    config: EngineConfig,
+    draft: LanguageModel | None = None,
+    replicas: Axis = SINGLE,
+) -> int:
+    """Return how many pages fit, at most what all requests may need; the same on all ranks.
+
+    Runs the model on one token to measure a page and, on a GPU whose free memory counts, on the
+    largest step, which resets torch's peak of that GPU's memory. All-reduces over ``tp``,
+    ``pp`` and replicas.
+
+    Args:
+        model: whole or a stage, in eval mode.
+        config: limits; ``cache_bytes`` is the memory, 0: what is free.
+        draft: model that proposes tokens and keeps keys and values in the same pages.
+        replicas: ranks with the same model, whose engines refuse the same requests.
+
+    Raises:
+        ValueError: if an engine cannot run the model, or not two pages fit.
+    """
+    page_bytes, slot_bytes = measured_bytes(model, config.page_tokens, config.fp8_cache)
+    if config.num_speculative_tokens and config.speculative_drafts == "mtp":
+        wide, _ = measured_bytes(model, config.page_tokens)
+        page_bytes += wide // model.config.num_layers + 1  # the layer's own
+    if draft is not None:
+        page_bytes += measured_bytes(draft, config.page_tokens)[0]
+    states_bytes = (config.max_requests + 1) * slot_bytes  # one is for padding
+    memory = config.cache_bytes or _free_bytes(model, config)
+    num_pages = (memory - states_bytes) // page_bytes - 1  # one is for padding
+    if not config.cache_bytes:
+        wanted = config.max_requests * -(-config.max_sequence_tokens // config.page_tokens)
+        num_pages = min(num_pages, wanted)
+    fewest = torch.tensor(num_pages, device=next(model.parameters()).device)
+    for axis in (model.tp, model.pp, replicas):
+        fewest = all_reduce(fewest, axis, "min")
+    num_pages = int(fewest.item())
+    if num_pages < 1:
+        raise ValueError(
+            f"a cache of {memory} bytes does not hold two pages of {page_bytes}"
+            + f" and {states_bytes} of recurrent states" * (states_bytes > 0)
+            + ": raise --inference-dynamic-batching-buffer-size-gb"
+            + " or lower --inference-max-requests" * (states_bytes > 0)
+            + "."
+        )
+    return num_pages
+
+
+@torch.no_grad()
+def measured_bytes(
+    model: LanguageModel, page_tokens: int, fp8: Fp8Cache | None = None
+) -> tuple[int, int]:
+    """Bytes that a page and a request's recurrent state take on this rank, in all layers.
+
+    A page of a model without attention takes 1. Runs the model on one token; communicates over
+    ``tp`` as the model does, and over ``pp``.
+    """
+    if reason := engine_refusal(model.config):
+        raise ValueError(f"{reason}: write with generate().")
+    cache = PagedCache(1, page_tokens, 1, fp8)
+    chunk = Chunk(0, 0, 0, (0,), (0,), wants_token=True)
+    step = step_tensors(Step((chunk,)), page_tokens, next(model.parameters()).device)
+    cache.step = step
+    run_stages(model, step.tokens, step.positions, cache)
+    # The page and the slot, and those for padding.
+    return max(1, cache.num_bytes // 2), cache.num_state_bytes // 2
+
+
+def largest_step(config: EngineConfig, positions: int) -> Step:
+    """Return a step of most requests and most tokens, each at the end of the longest text.
+
+    All tokens are 0 and all pages the first.
+
+    Args:
+        config: limits.
+        positions: of the model; 0: no limit.
+    """
+    length = min(config.max_sequence_tokens, positions or config.max_sequence_tokens)
+    pages = (0,) * -(-length // config.page_tokens)
+    chunks, left = [], config.max_tokens
+    for others in reversed(range(config.max_requests)):
+        count = min(length, left - others)  # of which each takes a token or more
+        left -= count
+        chunks.append(Chunk(0, 0, length - count, (0,) * count, pages, wants_token=True))
+    return Step(tuple(chunks))
+
+
+@torch.no_grad()
+def _step_bytes(model: LanguageModel, config: EngineConfig) -> int:
+    """Bytes that the largest step takes on a GPU, besides the cache; runs one."""
+    device = next(model.parameters()).device
+    cache = PagedCache(1, config.page_tokens, 1, config.fp8_cache)
+    step = largest_step(config, model.config.max_position_embeddings)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    cache.step = inputs = step_tensors(step, config.page_tokens, device)
+    hidden = run_stages(model, inputs.tokens, inputs.positions, cache)
+    logits = last_stage_logits(model, hidden[rows_to_choose_after(step)])
+    token_log_probs(logits, logits.argmax(-1))
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _free_bytes(model: LanguageModel, config: EngineConfig) -> int:
+    """Bytes that a cache may take where none are given: on a GPU what steps leave free."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return _CPU_BYTES
+    kept = _LARGEST_STEPS * _step_bytes(model, config)
+    torch.cuda.empty_cache()  # what is cached and not used is free too
+    return max(0, int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0]) - kept)
