@@ -60,6 +60,11 @@ def _wide(mine, weights, form):
         scale = mine.pop("weight_scale").float() / mine.pop("weight_global_scale")
         return real * scale.repeat_interleave(weights["group_size"], 1)
     scale = mine.pop("weight_scale").float()
+    if form == "mxfp4-pack-quantized":
+        packed = mine.pop("weight_packed")
+        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1).long()
+        real = torch.where(codes > 7, -1.0, 1.0) * E2M1[codes % 8]
+        return real * 2 ** (scale - 127).repeat_interleave(weights["group_size"], 1)
     if form == "pack-quantized":
         rows, columns = mine.pop("weight_shape").tolist()
         words = mine.pop("weight_packed")

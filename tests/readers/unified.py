@@ -163,7 +163,7 @@ def _wide(tensors, module, how):
         assert codes.dtype == torch.float8_e4m3fn
         assert tensors.pop(f"{module}.input_scale").shape == ()
         return codes.float() * scale
-    assert how["quant_algo"] == "W4A16_AWQ"
+    assert how["quant_algo"] in ("W4A16_AWQ", "W4A16_GPTQ")
     signed = codes.view(torch.int8)
     low, high = (signed << 4) >> 4, signed >> 4
     four = torch.stack((low, high), 1).reshape(2 * len(codes), -1)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_ckpt import cli, mcore_to_hf
 from mcore_ckpt.formats.sources import opened
+from mcore_ckpt.mapping.packed_words import PackedRows
 
 GROUP = 8
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -111,6 +112,28 @@ def compressed(weight):
     return tensors, wide_of(codes, zero, scale)
 
 
+def symmetric(weight, bits, group):
+    """Return unsigned codes whose zero is the middle one."""
+    groups = weight.unflatten(1, (-1, group))
+    scale = groups.abs().amax(2) / (2 ** (bits - 1) - 1)
+    middle = 2 ** (bits - 1)
+    codes = (groups / scale[..., None]).round().flatten(1).int() + middle
+    tensors = {
+        "weight_packed": words(codes, bits),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return tensors, (codes - middle) * scale.repeat_interleave(group, 1)
+
+
+def signed(bits, strategy, size):
+    """Return the config of ``symmetric``."""
+    group = COMPRESSED["config_groups"]["group_0"]
+    weights = {"num_bits": bits, "type": "int", "strategy": strategy, "symmetric": True}
+    changed = group | {"weights": weights | {"group_size": size}}
+    return COMPRESSED | {"config_groups": {"group_0": changed}}
+
+
 COMPRESSED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -139,7 +162,25 @@ FORMS = {
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
     "compressed-tensors": (compressed, COMPRESSED),
+    "compressed-tensors by groups": (
+        lambda w: symmetric(w, 4, GROUP),
+        signed(4, "group", GROUP),
+    ),
+    "compressed-tensors by outputs": (
+        lambda w: symmetric(w, 8, w.shape[1]),
+        signed(8, "channel", None),
+    ),
+    "compressed-tensors by outputs, as here": (
+        lambda w: symmetric(w, 8, w.shape[1]),
+        signed(8, "channel", -1),
+    ),
 }
+LAYOUTS_OF = {
+    "compressed-tensors by groups": "W4A16_GPTQ",
+    "compressed-tensors by outputs": "W8A16",
+    "compressed-tensors by outputs, as here": "W8A16",
+}
+"""Those that keep their codes, as a layout of the unified folder."""
 
 
 def write(folder, plain, make, said):
@@ -176,6 +217,15 @@ def test_packed_matrices_are_widened_and_the_receipt_says_so(form, plain, tmp_pa
         name = "blocks.0.mlp.fc2.weight"
         whole = source.ours.rows(name, 0, 16)
         assert torch.equal(source.ours.rows(name, 5, 9), whole[5:9])
+        if form not in LAYOUTS_OF:
+            assert isinstance(source.theirs, PackedRows)
+            return
+        assert source.theirs.plan.layout.algo == LAYOUTS_OF[form]
+        assert source.theirs.plan.exclude_modules == ("lm_head",)
+        assert source.theirs.stored.entries["model.layers.0.mlp.up_proj.weight"].dtype in (
+            "U8",
+            "I8",
+        )
 
 
 def test_nibbles_stand_in_the_declared_order():

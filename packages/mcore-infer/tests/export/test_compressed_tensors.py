@@ -14,7 +14,9 @@ from mcore_infer.cli import main
 from mcore_infer.export.exporting import export_model
 from mcore_infer.generation import next_logits
 from mcore_infer.loading import load_model
+from mcore_infer.quantization.loading import linears
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.precision.gemm import PLAIN_GEMM
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,6 +30,7 @@ ALGOS = {
     "W4A16_GPTQ": "pack-quantized",
     "NVFP4": "nvfp4-pack-quantized",
 }
+ROUNDS_INPUTS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A8_SQ_PER_CHANNEL")
 LEFT = ("model.layers.1.mlp.down_proj",)
 TOKENS = torch.tensor([[5, 6, 7, 30, 12, 0, 36, 3]])
 
@@ -97,8 +100,19 @@ def test_a_folder_of_compressed_tensors_stands_for_the_same_model(folder, tmp_pa
             torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=0)
     expected = logits_with(folder, wide)
     torch.testing.assert_close(logits_with(folder, found), expected, rtol=1e-4, atol=1e-4)
-    ours = load_model(tmp_path / "out", ParallelContext.single(), dtype=torch.float32).model
-    torch.testing.assert_close(next_logits(ours, TOKENS), expected[:, -1], rtol=1e-4, atol=1e-4)
+    # Inputs are rounded as in the unified folder.
+    source, ours = (
+        load_model(tmp_path / name, ParallelContext.single(), dtype=torch.float32).model
+        for name in ("q", "out")
+    )
+    rounded = next_logits(ours, TOKENS)
+    if not scaled:
+        torch.testing.assert_close(rounded, next_logits(source, TOKENS), rtol=1e-4, atol=1e-4)
+    for linear in linears(ours).values():
+        linear.gemm = PLAIN_GEMM
+    plain = next_logits(ours, TOKENS)
+    torch.testing.assert_close(plain, expected[:, -1], rtol=1e-4, atol=1e-4)
+    assert (algo in ROUNDS_INPUTS) != torch.equal(rounded, plain)
 
 
 @pytest.mark.parametrize("algo", ["FP8", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "NVFP4"])

@@ -30,11 +30,12 @@ SIZES = {
     "vocab_size": 257,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 64,
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-DENSE = ("fp8", "fp8-channel", "fp8-block", "int8", "w8a8", "awq", "gptq", "nvfp4")
-SPARSE = ("fp8", "fp8-channel", "int8", "gptq")
+DENSE = ("fp8", "fp8-channel", "fp8-block", "int8", "w8a8", "awq", "gptq", "nvfp4", "mxfp4")
+SPARSE = ("fp8", "fp8-channel", "int8", "awq", "gptq")
 """transformers loses second scales of experts, and takes blocks of none."""
 ROUNDS_INPUTS = ("fp8", "fp8-channel")
 BF16 = 1.6e-2
@@ -47,8 +48,8 @@ def quantized(tmp_path_factory):
     (path / "text.txt").write_text(TEXT)
     ByteTokenizer().save(path / "bytes")
 
-    def make(kind, method):
-        plain, folder = path / kind, path / f"{kind}-{method}"
+    def make(kind, method, form="compressed-tensors"):
+        plain, folder = path / kind, path / f"{kind}-{method}-{form}"
         if not plain.exists():
             sizes = SIZES | (EXPERTS if kind == "Qwen3Moe" else {})
             config = getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=None)
@@ -61,6 +62,7 @@ def quantized(tmp_path_factory):
         if not folder.exists():
             words = ["--load", plain, "--output", folder, "--tokenizer", path / "bytes"]
             words += ["--calibration-data", path / "text.txt", "--method", method]
+            words += ["--format", form]
             words += ["--group-size", "32"] if method in ("awq", "gptq") else []
             assert main(["quantize", *map(str, words)]) == 0
         return plain, folder
@@ -97,8 +99,7 @@ def test_transformers_computes_with_compressed_tensors_what_we_do(
     quantized, tmp_path, kind, method
 ):
     pytest.importorskip("compressed_tensors")
-    _, folder = quantized(kind, method)
-    output = exported(folder, tmp_path / "ct", "compressed-tensors")
+    _, output = quantized(kind, method)
     for dequantize in (True, False) if method in ROUNDS_INPUTS else (True,):
         theirs, said = transformers.AutoModelForCausalLM.from_pretrained(
             output,
@@ -114,20 +115,21 @@ def test_transformers_computes_with_compressed_tensors_what_we_do(
         # Experts round no inputs there.
         rounds = not dequantize and kind == "Llama"
         if rounds or dequantize:
-            want = logits_of(folder if rounds else output, rounds_inputs=rounds)
+            want = logits_of(output, rounds_inputs=rounds)
             error = (got - want).norm() / want.norm()
-            assert error < (BF16 if method == "nvfp4" else 1e-5)  # its decoder writes bf16
+            assert error < (BF16 if "fp4" in method else 1e-5)  # their decoders write bf16
 
 
-@pytest.mark.parametrize("method", ["fp8", "fp8-channel", "fp8-block", "int8", "gptq", "nvfp4"])
-def test_compressed_tensors_decodes_every_expert(quantized, tmp_path, method):
+@pytest.mark.parametrize(
+    "method", ["fp8", "fp8-channel", "fp8-block", "int8", "w8a8", "gptq", "nvfp4", "mxfp4"]
+)
+def test_compressed_tensors_decodes_every_expert(quantized, method):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
     from readers.compressed import read
 
-    _, folder = quantized("Qwen3Moe", method)
-    output = exported(folder, tmp_path / "ct", "compressed-tensors")
+    _, output = quantized("Qwen3Moe", method)
     config, want, _ = read(output)
     scheme = QuantizationConfig(**config["quantization_config"]).config_groups["group_0"]
     decoder = BaseCompressor.get_value_from_registry(scheme.format)
@@ -141,7 +143,7 @@ def test_compressed_tensors_decodes_every_expert(quantized, tmp_path, method):
         }
         got = decoder.decompress(mine, scheme)["weight"].float()
         error = (got - want[f"{module}.weight"]).norm() / got.norm()
-        assert error < (BF16 if method == "nvfp4" else 1e-6)
+        assert error < (BF16 if "fp4" in method else 1e-6)
         num_matrices += 1
     assert num_matrices == 4 + 3 * EXPERTS["num_experts"]
 
@@ -164,8 +166,7 @@ def test_modelopt_writes_the_unified_folder_as_we_do_and_we_compute_with_its(
     quantized, tmp_path, method
 ):
     quantization = modelopt("modelopt.torch.quantization")
-    plain, folder = quantized("Llama", method)
-    ours = exported(folder, tmp_path / "ours", "hf-quant")
+    plain, ours = quantized("Llama", method, "hf-quant")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype="float32").eval()
     ids = torch.tensor([list(TEXT[:64].encode())])
     with torch.no_grad():
@@ -207,7 +208,7 @@ def test_modelopt_rounds_what_our_bytes_stand_for_to_the_same_bytes(
 ):
     pack = modelopt("modelopt.torch.export.quant_utils").to_quantized_weight
     flat = modelopt("modelopt.torch.export.convert_hf_config").convert_hf_quant_config_format
-    _, folder = quantized("Llama", method)
+    _, folder = quantized("Llama", method)  # of compressed-tensors
     ours = exported(folder, tmp_path / "ours", "hf-quant")
     said = json.loads((ours / "hf_quant_config.json").read_text())
     inline = json.loads((ours / "config.json").read_text())["quantization_config"]

@@ -81,6 +81,7 @@ def folders(run, tmp_path_factory):
         sizes = {"group_size": 32} if method in ("awq", "gptq") else {}
         config = QuantizeConfig(
             method=method,
+            format="hf-quant",
             kv_cache_dtype="fp8" if method == "fp8" else "bf16",
             **CONFIG,
             **sizes,
@@ -181,6 +182,48 @@ def test_the_files_are_those_of_the_layout(folders, method):
         assert tensors[name].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("method", ["fp8", "int8", "w8a8", "awq", "nvfp4", "mxfp4"])
+def test_the_form_that_vllm_loads_has_the_same_model_and_keeps_its_codes(
+    run, folders, tmp_path, method
+):
+    sizes = {"group_size": 32} if method == "awq" else {}
+    config = QuantizeConfig(method=method, **CONFIG, **sizes)
+    assert config.form == "compressed-tensors"
+    receipt = quantize(run, tmp_path / "q", TEXT, config, tokenizer=ByteTokenizer())
+    said = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert said["quant_method"] == "compressed-tensors"
+    assert not (tmp_path / "q" / "hf_quant_config.json").exists()
+    assert not (tmp_path / "q" / "unified").exists()
+    assert receipt.engines[0] == "vLLM"
+    assert "Loads in: vLLM, transformers" in (tmp_path / "q" / "receipt.md").read_text()
+    single, unified = ParallelContext.single(), folders[1][method]
+    assert receipt.perplexity_after == pytest.approx(unified.perplexity_after, rel=1e-3)
+    packed = load_model(tmp_path / "q", single, keep_codes=True).model
+    assert all(isinstance(m.gemm, QuantizedGemm) for m in linears(packed).values())
+    want = logits_of(load_model(folders[0] / method, single).model)
+    # Where scales of inputs were folded, norms hold them in float32 instead of bfloat16.
+    assert change_of(logits_of(packed), want) < (0.01 if method in ("w8a8", "awq") else 1e-5)
+
+
+def test_experts_whose_inputs_nothing_can_scale_are_rounded_to_the_nearest(tmp_path):
+    run = saved(tmp_path, SPARSE)
+    config = QuantizeConfig(method="w8a8", **CONFIG)
+    receipt = quantize(run, tmp_path / "q", TEXT, config)
+    assert receipt.engines == ("transformers with compressed-tensors", "mcore-infer")
+    named = {one.partition(":")[0] for one in receipt.fallbacks if "nearest" in one}
+    assert {f"blocks.0.moe.experts.{expert}.fc1" for expert in range(4)} <= named
+    assert not any("fc2: no layer before" in one for one in receipt.fallbacks)
+    single = ParallelContext.single()
+    wide = load_model(tmp_path / "q", single).model
+    assert change_of(logits_of(wide), logits_of(load_model(run, single).model)) < 0.1
+
+
+def test_blocks_that_vllm_cannot_multiply_are_left_and_named(run, tmp_path):
+    config = QuantizeConfig(method="fp8-block", **CONFIG)
+    with pytest.raises(ValueError, match=r"64 outputs are no multiple of 128, and vLLM takes"):
+        quantize(run, tmp_path / "q", TEXT, config, tokenizer=ByteTokenizer())
+
+
 def test_scales_of_the_cache_are_those_of_what_it_holds(run, folders):
     tensors = load_file(folders[0] / "fp8" / "model.safetensors")
     model = load_model(run, ParallelContext.single()).model
@@ -243,7 +286,7 @@ def test_an_expert_that_reads_nothing_is_rounded_and_named(tmp_path):
         router[2:] = 0
 
     run = saved(tmp_path, SPARSE, starve)
-    config = QuantizeConfig(method="fp8", **CONFIG)
+    config = QuantizeConfig(method="fp8", format="hf-quant", **CONFIG)
     receipt = quantize(run, tmp_path / "fp8", TEXT, config)
     assert len(receipt.fallbacks) == 4
     assert all(".2.fc" in one or ".3.fc" in one for one in receipt.fallbacks)
@@ -290,7 +333,10 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
         return main(["quantize", *(word for pair in options.items() for word in pair)])
 
     assert quantized() == 0
-    assert "W4A16_GPTQ | perplexity " in capsys.readouterr().out
+    assert (
+        "W4A16_GPTQ for vLLM, transformers with compressed-tensors, mcore-infer | perp"
+        in capsys.readouterr().out
+    )
     receipt = (out / "receipt.md").read_text()
     assert "| model.layers.0.self_attn.q_proj | was excluded |" in receipt
     assert "| tokens/s of one text | " in receipt
@@ -305,6 +351,10 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
         ({"output": fresh, "exclude_modules": "nothing"}, "fits no module"),
         ({"output": fresh, "method": "int8"}, "--group-size has no effect"),
         ({"output": fresh, "budget": "6"}, "--budget 6 with --method gptq"),
+        (
+            {"output": fresh, "method": "mixed", "budget": "6", "format": "compressed-tensors"},
+            "stores all modules in one way",
+        ),
         ({"output": fresh, "method": "mixed", "budget": "5"}, "below the 6 bits"),
         ({"output": fresh, "method": "mixed", "budget": "16"}, "every matrix in 16 bits"),
         ({"output": fresh, "load": str(out), "tokenizer": model[3]}, "quantized already"),

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.compressed_forms import UnifiedRows, layout_named_by
 from mcore_ckpt.formats.quantized_layouts import (
     INPUT_SCALE,
     KV_SCALES,
@@ -63,7 +64,7 @@ def take_quantization(
     packed = packed_schemes(how)
     if packed:
         del config["quantization_config"]
-        return partial(PackedRows, schemes=packed, kept=(".k_scale", ".v_scale"))
+        return partial(_packed, how=how, schemes=packed)
     block = how.get("weight_block_size")
     if isinstance(block, list) and len(block) == 2 and how.get("quant_method") == "fp8":
         del config["quantization_config"]
@@ -134,6 +135,7 @@ def _compressed(how: dict[str, Any], group: dict[str, Any]) -> ByOutputs:
         "naive-quantized": (8,),
         "pack-quantized": (4, 8),
         "nvfp4-pack-quantized": (4,),
+        "mxfp4-pack-quantized": (4,),
     }
     if (
         not isinstance(bits, int)
@@ -163,6 +165,15 @@ def _unified(how: dict[str, Any] | None, folder: Path | None) -> dict[str, Any] 
             raise CheckpointError(f"{file} is damaged: it holds no object")
         return said
     return how if how is not None and how.get("quant_method") == "modelopt" else None
+
+
+def _packed(theirs: Rows, how: dict[str, Any], schemes: tuple[Scheme, ...]) -> Rows:
+    """Show packed matrices wide; those of a layout of ours keep their codes below."""
+    layout = layout_named_by(how)
+    if layout is not None and UnifiedRows.reads(theirs, layout):
+        unified = UnifiedRows(theirs, layout)
+        return WidenedRows(unified, unified.plan)
+    return PackedRows(theirs, schemes, (".k_scale", ".v_scale"))
 
 
 def _as_it_is(theirs: Rows) -> Rows:

@@ -134,11 +134,11 @@ class ByInputs:
             _whole(under, f"{module}.{n}") for n in ("qweight", "qzeros", "scales")
         )
         if self.packs_outputs:
-            codes = _codes(words, 4)[:, :, list(_AWQ_ORDER)].flatten(1)
-            zero = _codes(zeros, 4)[:, :, list(_AWQ_ORDER)].flatten(1)
+            codes = word_codes(words, 4)[:, :, list(_AWQ_ORDER)].flatten(1)
+            zero = word_codes(zeros, 4)[:, :, list(_AWQ_ORDER)].flatten(1)
         else:
-            codes = _codes(words, self.bits).transpose(1, 2).flatten(0, 1)  # [D, F]
-            zero = _codes(zeros, self.bits).flatten(1)
+            codes = word_codes(words, self.bits).transpose(1, 2).flatten(0, 1)  # [D, F]
+            zero = word_codes(zeros, self.bits).flatten(1)
         zero = zero + self.zero_offset
         group = torch.arange(inputs) // (self.group_size if self.group_size > 0 else inputs)
         if f"{module}.g_idx" in under.entries:
@@ -196,10 +196,11 @@ class ByOutputs:
                     "I32",
                     (tall, self._grid(rows, columns)[1]),
                 )
-        elif self.form == "nvfp4-pack-quantized":
+        elif self.form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
             rows, half = _entry(under, module, "weight_packed", "U8").shape
             columns = 2 * half
-            _expect(under, module, "weight_global_scale", "", (1,))
+            if self.form == "nvfp4-pack-quantized":
+                _expect(under, module, "weight_global_scale", "", (1,))
         else:
             rows, columns = _entry(under, module, "weight", "").shape
         _expect(under, module, "weight_scale", "", self._scale_shape(rows, columns))
@@ -225,22 +226,25 @@ class ByOutputs:
             ]
             return wide.repeat_interleave(across, 1)[:, :columns]
 
-        if self.form == "nvfp4-pack-quantized":
+        if self.form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
             packed = under.rows(f"{module}.weight_packed", begin, stop)
-            scale = scale / _whole(under, f"{module}.weight_global_scale").float()
+            if self.form == "nvfp4-pack-quantized":
+                scale = scale / _whole(under, f"{module}.weight_global_scale").float()
+            else:  # exponents of two, plus 127
+                scale = torch.exp2(scale - 127)
             return decode(unpack(packed, "e2m1"), "e2m1") * spread(scale)
         if self.form != "pack-quantized":
             return under.rows(f"{module}.weight", begin, stop).float() * spread(scale)
         words = under.rows(f"{module}.weight_packed", begin, stop)
-        codes = _codes(words, self.bits).flatten(1)[:, :columns]
+        codes = word_codes(words, self.bits).flatten(1)[:, :columns]
         zero: Tensor | int = 1 << (self.bits - 1)
         if not self.symmetric:
-            packed = _codes(_whole(under, f"{module}.weight_zero_point"), self.bits)
+            packed = word_codes(_whole(under, f"{module}.weight_zero_point"), self.bits)
             zero = spread(packed.transpose(1, 2).flatten(0, 1)[:rows])
         return (codes - zero) * spread(scale)
 
 
-def _codes(words: Int[Tensor, "a b"], bits: int) -> Int[Tensor, "a b n"]:
+def word_codes(words: Int[Tensor, "a b"], bits: int) -> Int[Tensor, "a b n"]:
     """Take words apart, low bits first; codes are unsigned."""
     places = bits * torch.arange(32 // bits, dtype=torch.int32)
     return (words[..., None] >> places) & ((1 << bits) - 1)

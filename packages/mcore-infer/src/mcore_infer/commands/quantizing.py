@@ -17,7 +17,7 @@ def quantize(
     tokenizer: str = "",
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> int:
-    """Quantize a model into a Hugging Face folder that vLLM, TensorRT-LLM and this load.
+    """Quantize a model into a Hugging Face folder; --format chooses the engines that load it.
 
     Args:
         load: Run, step, Hugging Face or Megatron folder.
@@ -47,8 +47,9 @@ def quantize(
         step=ckpt_step,
     )
     print(
-        f"{output}: {receipt.algo} | perplexity {receipt.perplexity_before:.4f} -> "
-        f"{receipt.perplexity_after:.4f} ({receipt.perplexity_change:+.3f} %) | "
+        f"{output}: {receipt.algo} for {', '.join(receipt.engines)} | perplexity "
+        f"{receipt.perplexity_before:.4f} -> {receipt.perplexity_after:.4f} "
+        f"({receipt.perplexity_change:+.3f} %) | "
         f"{receipt.bytes_before} -> {receipt.bytes_after} bytes | "
         f"{len(receipt.left)} module(s) left in bf16 | {output / 'receipt.md'}"
     )

@@ -1,12 +1,10 @@
 """Quantized folders in the form of compressed-tensors, which vLLM and transformers load.
 
-One way to store a matrix is one ``format`` of its config: codes of eight bits as they are, or
-packed into words of 32 bits along the inputs, with a scale for the tensor, each output, or each
-group. Scales that NVFP4 divides by are stored as what multiplies.
+``mcore_ckpt.formats.compressed_forms`` has the forms. They have no place for scales of inputs,
+which go into the layer before (``folding``).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,13 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.conversion.targets import Watch
+from mcore_ckpt.formats.compressed_forms import CompressedForm, form_of, numbers
 from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.formats.quantized_layouts import (
     INPUT_SCALE,
+    LAYOUTS,
     SCALES,
     WEIGHT_SCALE,
     WEIGHT_SCALE_2,
@@ -33,71 +33,19 @@ from mcore_infer.export.folding import folded_scales
 from mcore_infer.export.hf_quant import hf_config, quantized
 from mcore_infer.quantization.writing import write_tokenizer
 
-_VERSION = "0.12.0"
+_VERSION = "0.13.0"
 """First release of compressed-tensors that reads every format here."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """How compressed-tensors says a layout of ours."""
-
-    format: str
-    weights: Mapping[str, Any]
-    inputs: Mapping[str, Any] | None = None
-
-
-def _numbers(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
-    return {
-        "num_bits": bits,
-        "type": kind,
-        "symmetric": True,
-        "strategy": strategy,
-        "group_size": None,
-        "block_structure": None,
-        "dynamic": False,
-        "actorder": None,
-        "observer": "minmax",
-        "observer_kwargs": {},
-        **more,
-    }
-
-
-def _form_of(layout: QuantLayout) -> _Form:
-    """Return the form of a layout."""
-    by_token = {"dynamic": True, "observer": None}
-    groups = {"group_size": layout.group[1]}
-    forms = {
-        "FP8": _Form(
-            "float-quantized", _numbers(8, "float", "tensor"), _numbers(8, "float", "tensor")
-        ),
-        "FP8_PER_CHANNEL_PER_TOKEN": _Form(
-            "float-quantized",
-            _numbers(8, "float", "channel"),
-            _numbers(8, "float", "token", **by_token),
-        ),
-        "fp8_pb_wo": _Form(
-            "float-quantized",
-            _numbers(8, "float", "block", block_structure=[128, 128]),
-            _numbers(8, "float", "group", group_size=128, **by_token),
-        ),
-        "W8A16": _Form("pack-quantized", _numbers(8, "int", "channel")),
-        "W8A8_SQ_PER_CHANNEL": _Form(
-            "int-quantized", _numbers(8, "int", "channel"), _numbers(8, "int", "tensor")
-        ),
-        "W4A16_AWQ": _Form("pack-quantized", _numbers(4, "int", "group", **groups)),
-        "W4A16_GPTQ": _Form("pack-quantized", _numbers(4, "int", "group", **groups)),
-        "NVFP4": _Form(
-            "nvfp4-pack-quantized",
-            _numbers(4, "float", "tensor_group", **groups),
-            _numbers(4, "float", "tensor_group", **groups, dynamic="local"),
-        ),
-    }
-    if layout.algo not in forms:
+def _form_of(layout: QuantLayout) -> CompressedForm:
+    form = form_of(layout)
+    if form is None:
+        known = ", ".join(one.algo for one in LAYOUTS.values() if form_of(one))
         raise ValueError(
-            f"--format compressed-tensors does not say {layout.algo} here: it says "
-            f"{', '.join(forms)}. Use --format hf-quant."
+            f"--format compressed-tensors has no form of {layout.algo}, only of {known}. Use "
+            "--format hf-quant."
         )
-    return forms[layout.algo]
+    return form
 
 
 def write_compressed_tensors(
@@ -118,7 +66,7 @@ def write_compressed_tensors(
     widened = quantized(source, "compressed-tensors")
     if widened.plan.layers:
         raise ValueError(
-            "--format compressed-tensors says one way for all modules here, and this folder "
+            "--format compressed-tensors stores all modules in one way here, and this folder "
             f"is {widened.plan.algo}. Use --format hf-quant."
         )
     form = _form_of(widened.plan.layout)
@@ -146,7 +94,7 @@ def write_compressed_tensors(
     return form.format
 
 
-def _config(form: _Form, ignore: list[str], *, kv_cache: bool) -> dict[str, Any]:
+def _config(form: CompressedForm, ignore: list[str], *, kv_cache: bool) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],
         "weights": dict(form.weights),
@@ -161,18 +109,22 @@ def _config(form: _Form, ignore: list[str], *, kv_cache: bool) -> dict[str, Any]
         "global_compression_ratio": None,
         "config_groups": {"group_0": group},
         "ignore": ignore,
-        "kv_cache_scheme": _numbers(8, "float", "tensor") if kv_cache else None,
+        "kv_cache_scheme": numbers(8, "float", "tensor") if kv_cache else None,
         "version": _VERSION,
     }
 
 
-def _module_items(module: str, widened: WidenedRows, stored: Rows, form: _Form) -> list[Item]:
+def _module_items(
+    module: str, widened: WidenedRows, stored: Rows, form: CompressedForm
+) -> list[Item]:
     """List the tensors of one quantized matrix."""
     shape = widened.entries[f"{module}.weight"].shape
     code, name = widened.plan.layout.code, f"{module}.weight"
     scale = f"{module}.{WEIGHT_SCALE}"
-    if form.format == "nvfp4-pack-quantized":
+    if form.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         items = [_copy(name, stored, f"{module}.weight_packed"), _copy(scale, stored)]
+        if form.format == "mxfp4-pack-quantized":
+            return items
         for ours, theirs in ((WEIGHT_SCALE_2, "weight"), (INPUT_SCALE, "input")):
             there = f"{module}.{theirs}_global_scale"
             items.append(_scale(there, stored, f"{module}.{ours}", (1,), inverse=True))

@@ -4,7 +4,7 @@ A quantized matrix may want its inputs multiplied by ``pre_quant_scale``. The la
 do so: a norm by its gain, ``up_proj`` and ``v_proj`` by the scales of their outputs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,13 @@ def folded_scales(
         if kind != PRE_QUANT_SCALE:
             continue
         scale = widened.stored.rows(name, 0, entry.shape[0]).float()
-        target, factor = _before(module, scale, widened, description)
+        if bool((scale == 1).all()):
+            continue
+        names, has_cache = widened.stored.entries, widened.plan.kv_cache
+        target, why = layer_before(module, names, description, kv_cache=has_cache)
+        if why:
+            raise _refusal(name, why)
+        factor = _factor(module, target, scale, description)
         if target in found and not torch.equal(found[target], factor):
             raise _refusal(name, "what reads the same norm has another")
         found[target] = factor
@@ -53,31 +59,54 @@ def folded_scales(
     return found
 
 
-def _before(
-    module: str, scale: Tensor, widened: WidenedRows, description: Mapping[str, Any]
-) -> tuple[str, Tensor]:
+def layer_before(
+    module: str, names: Container[str], description: Mapping[str, Any], *, kv_cache: bool
+) -> tuple[str, str]:
+    """Return the tensor whose rows take the scale of a module's inputs, or why none does.
+
+    Args:
+        module: of a Hugging Face folder.
+        names: of the folder's tensors, scales of quantized modules too.
+        description: of the model.
+        kv_cache: whether there are scales of a cache, which the scale of values would change.
+
+    Returns:
+        Name of a gain or of a ``weight_scale``, and an empty text; or an empty name and the
+        reason.
+    """
     layer, _, inside = module.rpartition(".self_attn.")
     part = "self_attn"
     if not layer:
         layer, _, inside = module.rpartition(".mlp.")
         part = "mlp"
-    norm = _AFTER_NORM.get(f"{part}.{inside}")
+    norm = f"{layer}.{_AFTER_NORM.get(f'{part}.{inside}')}.weight"
     config = settings(description)
-    if norm and f"{layer}.{norm}.weight" in widened.entries and config.norm_placement == "pre":
-        return f"{layer}.{norm}.weight", scale
-    if inside == "down_proj" and is_gated(config):
-        target = f"{layer}.mlp.up_proj.{WEIGHT_SCALE}"
-    elif inside == "o_proj" and not widened.plan.kv_cache:
+    has_own_norm = config.norm_placement == "pre" and config.parallel_residual == "off"
+    if norm in names and has_own_norm:
+        return norm, ""
+    is_plain_gate = is_gated(config) and not (
+        config.activation_func_clamp_value or config.glu_linear_offset
+    )
+    if part == "mlp" and inside.endswith("down_proj") and is_plain_gate:  # experts' too
+        target = f"{module.removesuffix('down_proj')}up_proj.{WEIGHT_SCALE}"
+    elif inside == "o_proj" and not kv_cache:
         target = f"{layer}.self_attn.v_proj.{WEIGHT_SCALE}"
-        heads = scale.view(num_kv_heads(config), -1, head_dim(config))
-        if not torch.equal(heads, heads[:, :1].expand_as(heads)):
-            raise _refusal(module, "query heads of one value head differ")
-        scale = heads[:, 0].reshape(-1)
     else:
-        raise _refusal(module, "no layer before it can take it")
-    if target not in widened.stored.entries:
-        raise _refusal(module, "the layer before is not quantized")
-    return target, scale
+        return "", "no layer before it can take it"
+    return (target, "") if target in names else ("", "the layer before is not quantized")
+
+
+def _factor(
+    module: str, target: str, scale: Tensor, description: Mapping[str, Any]
+) -> Float[Tensor, " F"]:
+    """Return what multiplies the rows of a target, of the scale of a module's inputs."""
+    if not target.endswith(f"v_proj.{WEIGHT_SCALE}"):
+        return scale
+    config = settings(description)
+    heads = scale.view(num_kv_heads(config), -1, head_dim(config))
+    if not torch.equal(heads, heads[:, :1].expand_as(heads)):
+        raise _refusal(module, "query heads of one value head differ")
+    return heads[:, 0].reshape(-1)
 
 
 def _refusal(name: str, why: str) -> ValueError:

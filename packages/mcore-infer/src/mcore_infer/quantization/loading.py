@@ -97,6 +97,8 @@ def _of_rank(parts: list[Part], folder: QuantizedFolder) -> RankScales | None:
         if wide:
             scales = scales[:, column // wide : -(-(column + columns) // wide)]
         pre = None if pre is None else pre[column : column + columns]
+        if pre is not None and bool((pre == 1).all()):
+            pre = None  # the layer before has them
         found.append(replace(one, scales=scales, pre_quant_scale=pre))
     if layout.problem((sum(p.logical_lengths[0] for p in parts), parts[0].logical_lengths[1])):
         return None
@@ -121,19 +123,24 @@ def _of_rank(parts: list[Part], folder: QuantizedFolder) -> RankScales | None:
 
 
 def _rounding(parts: list[MatrixPart]) -> InputRounding:
-    """Return how inputs are rounded, which all parts of a linear must agree on."""
+    """Return how inputs are rounded, which is one for all parts of a linear.
+
+    Of several ``input_scale``s the largest counts, as in vLLM: none of the parts' inputs then
+    exceeds the largest code.
+    """
     first = parts[0]
     for one in parts[1:]:
-        for kind in ("input_scale", "pre_quant_scale"):
-            mine, other = getattr(first, kind), getattr(one, kind)
-            if (mine is None) != (other is None) or (
-                mine is not None and not torch.equal(mine, other)
-            ):
-                raise ValueError(
-                    f"matrices of one input have different {kind}s: engines multiply q, k, v "
-                    "(gate, up) at once. Quantize with scales that they share."
-                )
-    return InputRounding(_rounded_to(first.layout), first.input_scale, first.pre_quant_scale)
+        mine, other = first.pre_quant_scale, one.pre_quant_scale
+        if (mine is None) != (other is None) or (
+            mine is not None and other is not None and not torch.equal(mine, other)
+        ):
+            raise ValueError(
+                "matrices of one input have different pre_quant_scales: engines multiply q, k, "
+                "v (gate, up) at once. Quantize with scales that they share."
+            )
+    scales = [one.input_scale for one in parts if one.input_scale is not None]
+    scale = torch.stack(scales).amax() if scales else None
+    return InputRounding(_rounded_to(first.layout), scale, first.pre_quant_scale)
 
 
 def _rounded_to(layout: QuantLayout) -> Code | Literal[""]:

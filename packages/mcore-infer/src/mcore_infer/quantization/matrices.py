@@ -80,7 +80,12 @@ class Selection:
 
 
 def select(
-    model: nn.Module, links: Sequence[Link], layout: QuantLayout, exclude: Sequence[str] = ()
+    model: nn.Module,
+    links: Sequence[Link],
+    layout: QuantLayout,
+    exclude: Sequence[str] = (),
+    *,
+    whole_blocks: bool = False,
 ) -> Selection:
     """Choose the matrices to quantize: all linears of the blocks, experts among them.
 
@@ -89,6 +94,7 @@ def select(
         links: which foreign tensor holds which of ours.
         layout: what they become.
         exclude: patterns of foreign modules, or of fused matrices, to leave.
+        whole_blocks: leave matrices that blocks of several rows do not divide.
     """
     taken = {name: link for link in links for name in link.ours}
     chosen, left = [], {}
@@ -96,6 +102,8 @@ def select(
         names = [member.module for member in fused.members]
         shapes = [(end - begin, fused.weight.shape[1]) for _, begin, end in fused.members]
         reason = next(filter(None, map(layout.problem, shapes)), "")
+        if whole_blocks and not reason:
+            reason = next(filter(None, (_cut_block(shape, layout) for shape in shapes)), "")
         if any(fnmatchcase(n, p) for n in (*names, fused.path) for p in exclude):
             reason = "was excluded"
         if not names:
@@ -115,6 +123,15 @@ def select(
         if not any(fnmatchcase(n, pattern) for n in (*left, *(f.path for f in chosen))):
             raise ValueError(f"--exclude-modules {pattern} fits no module of this model.")
     return Selection(tuple(chosen), left)
+
+
+def _cut_block(shape: Sequence[int], layout: QuantLayout) -> str:
+    """Say which size is no multiple of a block's; empty: both are, or rows have their own."""
+    if layout.group[0] > 1:
+        for count, size, what in zip(shape, layout.group, ("outputs", "inputs"), strict=True):
+            if count % size:
+                return f"{count} {what} are no multiple of {size}, and vLLM takes whole blocks"
+    return ""
 
 
 def _reason(link: Link) -> str:

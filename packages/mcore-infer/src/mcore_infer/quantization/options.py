@@ -27,6 +27,11 @@ class QuantizeConfig:
     awq, gptq: weights in four bits by groups; nvfp4, mxfp4: four-bit floats by 16 and 32;
     mixed: four bits, fp8 or none for each matrix."""
 
+    format: Literal["auto", "compressed-tensors", "hf-quant"] = "auto"
+    """Form of the folder. compressed-tensors: vLLM, transformers and mcore-infer load it;
+    hf-quant: the unified layout, which TensorRT-LLM and mcore-infer load, and vLLM where the
+    method is fp8, fp8-channel or nvfp4; auto: compressed-tensors, but hf-quant for mixed."""
+
     budget: float = 0.0
     """Bits of a weight on average, of mixed; between its measured errors the matrices share
     them."""
@@ -57,6 +62,13 @@ class QuantizeConfig:
     """Windows in one forward pass."""
 
     @property
+    def form(self) -> Literal["compressed-tensors", "hf-quant"]:
+        """Form of the folder, chosen where ``format`` leaves it open."""
+        if self.format != "auto":
+            return self.format
+        return "hf-quant" if self.method == "mixed" else "compressed-tensors"
+
+    @property
     def has_fp8_cache(self) -> bool:
         """Whether scales of an fp8 key/value cache are added."""
         return self.kv_cache_dtype == "fp8"
@@ -68,6 +80,11 @@ class QuantizeConfig:
             raise ValueError(
                 f"--budget {self.budget:g} with --method {self.method}: mixed needs the bits "
                 "of a weight on average (6, say), and others have no budget."
+            )
+        if self.method == "mixed" and self.format == "compressed-tensors":
+            raise ValueError(
+                "--format compressed-tensors stores all modules in one way, and --method mixed "
+                "in several: use --format hf-quant."
             )
         if self.group_size and self.method not in ("awq", "gptq", "mixed"):
             raise ValueError(

@@ -1,32 +1,43 @@
 """From a model to a folder of quantized weights: calibrate, round, write, read back, judge.
 
-The output is a Hugging Face folder in the unified layout (``mcore_ckpt.formats.
-quantized_layouts``), which appears whole, with a receipt of what was done and what it cost.
-One process; the model must fit on its device.
+The output is a Hugging Face folder of compressed-tensors or in the unified layout, which
+appears whole, with a receipt of what was done and what it cost. For compressed-tensors the
+unified folder is written first, within it, and removed. One process; the model must fit on its
+device.
 """
 
 import hashlib
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_ckpt.formats.quantization import WidenedRows
-from mcore_ckpt.formats.quantized_layouts import METHODS, QuantLayout, find_layout
+from mcore_ckpt.formats.quantized_layouts import (
+    METHODS,
+    WEIGHT_SCALE,
+    QuantLayout,
+    find_layout,
+)
 from mcore_ckpt.formats.quantized_plans import QuantPlan
 from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.formats.sources import OpenCheckpoint, opened
 from mcore_ckpt.mapping.rules import Link
+from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.outputs import appearing, check_place
 from mcore_ckpt.storage.paths import resolve_folder
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.engine.fp8_cache import rounded_cache
 from mcore_infer.engine.step_plans import Fp8Cache
 from mcore_infer.evaluation.scoring import TextScore, counted_losses, plan_windows
+from mcore_infer.export.compressed_tensors import write_compressed_tensors
+from mcore_infer.export.folding import layer_before
 from mcore_infer.loading import LoadedModel, load_model
 from mcore_infer.quantization.awq import scale_and_round
 from mcore_infer.quantization.budget import Way, check_budget, ways_within
@@ -42,7 +53,13 @@ from mcore_infer.quantization.rounding import (
     smooth_and_round,
 )
 from mcore_infer.quantization.timing import tokens_per_second
-from mcore_infer.quantization.writing import QuantizedTensor, excluded, find_links, write_folder
+from mcore_infer.quantization.writing import (
+    MAX_FILE_BYTES,
+    QuantizedTensor,
+    excluded,
+    find_links,
+    write_folder,
+)
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import ParallelContext
 
@@ -52,6 +69,10 @@ _FEWEST_TOKENS = 256
 
 MIXED_METHOD = "mixed"
 """Word of ``--method`` for ``budget.ways_within``."""
+_NEAREST = "int8"
+"""A method that rounds to the nearest, whatever the layout."""
+_SCALES_INPUTS = ("awq", "w8a8")
+"""Methods that move a part of the inputs' range into the weights."""
 _PAIRWISE = ("awq", "gptq")
 """Methods that need products of all pairs of inputs, so that they go block by block."""
 
@@ -63,6 +84,40 @@ class _Work:
     done: dict[str, QuantizedTensor] = field(default_factory=dict)
     reports: list[MatrixReport] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Placing:
+    """Which matrices may have scales of their inputs in the form that is written."""
+
+    is_free: bool
+    """All: the form has a place for them."""
+    names: frozenset[str]
+    """Tensors of the folder, and scales."""
+    description: Mapping[str, Any]
+    kv_cache: bool
+
+    @classmethod
+    def of(
+        cls, source: OpenCheckpoint, selection: Selection, config: QuantizeConfig
+    ) -> "_Placing":
+        """Look at what is selected; no tensor is read."""
+        modules = [member.module for one in selection.matrices for member in one.members]
+        names = {link.theirs for link in find_links(source)}
+        names |= {f"{module}.{WEIGHT_SCALE}" for module in modules}
+        is_free = config.form == "hf-quant"
+        return cls(is_free, frozenset(names), source.description, config.has_fp8_cache)
+
+    def takes(self, matrix: FusedMatrix, method: str) -> bool:
+        """Whether a method that scales inputs may do so for a matrix; others always may."""
+        is_in_norm = method == "awq" and matrix.norm is not None  # by the method itself
+        if self.is_free or is_in_norm or method not in _SCALES_INPUTS:
+            return True
+        given = self.names, self.description
+        return all(
+            layer_before(member.module, *given, kv_cache=self.kv_cache)[0]
+            for member in matrix.members
+        )
 
 
 def quantize(
@@ -106,9 +161,11 @@ def quantize(
         log.info("perplexity of %s on %d tokens", folder, len(scored))
         before, speeds = judged(loaded.model), _timed(loaded, config)
         tops = largest_keys_and_values(loaded.model, windows) if config.has_fp8_cache else {}
-        work = _rounded(loaded, selection, ways, windows)
+        work = _rounded(
+            loaded, selection, ways, windows, _Placing.of(source, selection, config)
+        )
         left, plan = dict(selection.left), _plan(selection, ways, config)
-        num_bytes = write_folder(fresh, source, loaded.model, plan, work.done, tops)
+        num_bytes = _write(fresh, source, loaded.model, plan, work, tops, config.form)
         log.info("reading %s back", output)
         written = load_model(fresh, ctx)
         after, speeds = judged(written.model), speeds + _timed(written, config)
@@ -116,6 +173,7 @@ def quantize(
         receipt = Receipt(
             method=config.method,
             algo=plan.algo,
+            form=config.form,
             group=plan.layout.group,
             source=str(load),
             data_sha256=hashlib.sha256(text.encode()).hexdigest(),
@@ -132,9 +190,37 @@ def quantize(
             matrices=tuple(work.reports),
             left=left,
             fallbacks=tuple(work.fallbacks),
+            has_experts=bool(loaded.description.moe.num_experts),
         )
         write_receipt(fresh, receipt)
     return receipt
+
+
+def _write(
+    folder: Path,
+    source: OpenCheckpoint,
+    model: LanguageModel,
+    plan: QuantPlan,
+    work: _Work,
+    tops: Mapping[int, Mapping[str, Tensor]],
+    form: str,
+) -> int:
+    """Write the quantized model in a form; return the bytes of its tensors."""
+    if form == "hf-quant":
+        return write_folder(folder, source, model, plan, work.done, tops)
+    unified, num_bytes = folder / "unified", 0
+
+    def count(items: Sequence[Item]) -> list[Item]:
+        nonlocal num_bytes
+        num_bytes = sum(item.num_bytes for item in items)
+        return list(items)
+
+    unified.mkdir()
+    write_folder(unified, source, model, plan, work.done, tops)
+    with opened("hf", unified) as written:
+        write_compressed_tensors(folder, written, MAX_FILE_BYTES, count)
+    shutil.rmtree(unified)
+    return num_bytes
 
 
 def _losses(
@@ -198,7 +284,13 @@ def _chosen(
     """Choose what is rounded, and how."""
     method = "fp8" if config.method == MIXED_METHOD else config.method
     layout = find_layout(METHODS[method], config.group_size if method == config.method else 0)
-    found = select(loaded.model, links, layout, config.exclude_modules)
+    found = select(
+        loaded.model,
+        links,
+        layout,
+        config.exclude_modules,
+        whole_blocks=config.form == "compressed-tensors",
+    )
     if not found.matrices:
         reasons = "; ".join(sorted(set(found.left.values())))
         raise ValueError(f"nothing of {loaded.folder} can be quantized so: {reasons}.")
@@ -238,6 +330,7 @@ def _rounded(
     selection: Selection,
     ways: Mapping[str, Way],
     windows: Sequence[Tensor],
+    placing: _Placing,
 ) -> _Work:
     """Round all matrices, in the model too; block by block where a method needs it."""
     work = _Work()
@@ -252,6 +345,12 @@ def _rounded(
         amaxes = _input_amaxes(chosen, seen, work)
         for matrix in chosen:
             method, layout = ways[matrix.path]
+            if not placing.takes(matrix, method):
+                method = _NEAREST
+                work.fallbacks.append(
+                    f"{matrix.path}: no layer before it can scale its inputs, which --format "
+                    "compressed-tensors needs: its weights are rounded to the nearest."
+                )
             found = _METHODS[method](matrix, layout, seen[matrix.path])
             _finish(matrix, layout, found, seen[matrix.path], amaxes[matrix.path], work)
     return work
@@ -298,6 +397,8 @@ def _finish(
     scale = None
     if layout.input_scale:
         scale = input_scale(layout, amax if found.input_amax is None else found.input_amax)
+    if pre is None and layout.pre_quant_scale == "all":
+        pre = torch.ones(matrix.weight.shape[1], device=matrix.weight.device)
     for member, packed, scales in zip(matrix.members, found.packed, found.scales, strict=True):
         work.done[member.module] = QuantizedTensor(packed, scales, scale, pre)
     relative = (error.norm() / original.norm().clamp(min=1e-30)).item()

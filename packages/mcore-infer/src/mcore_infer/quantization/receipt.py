@@ -44,7 +44,9 @@ class Receipt:
 
     method: str
     algo: str
-    """``quant_algo`` of the folder."""
+    """``quant_algo`` of the unified layout."""
+    form: str
+    """``compressed-tensors`` or ``hf-quant``, the unified layout."""
     group: tuple[int, int]
     """Outputs and inputs that share a scale; 0: all."""
     source: str
@@ -76,6 +78,13 @@ class Receipt:
     """Modules that stay in bfloat16, and why."""
     fallbacks: tuple[str, ...]
     """What could not be calibrated, and what was done instead."""
+    has_experts: bool = False
+    """Whether the model is a mixture."""
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """What loads the folder."""
+        return engines_of(self.form, self.method, has_experts=self.has_experts)
 
     @property
     def perplexity_change(self) -> float:
@@ -94,9 +103,23 @@ class Receipt:
         return 100 * (after / self.perplexity_before - 1)
 
 
+def engines_of(form: str, method: str, *, has_experts: bool) -> tuple[str, ...]:
+    """Return what loads a folder of a form and method.
+
+    vLLM 0.25.1 and transformers by the tests of the exports, TensorRT-LLM by its documentation.
+    vLLM has no experts of int8 whose inputs have a calibrated scale.
+    """
+    if form == "compressed-tensors":
+        vllm = () if has_experts and method == "w8a8" else ("vLLM",)
+        return (*vllm, "transformers with compressed-tensors", "mcore-infer")
+    vllm = ("vLLM",) if method in ("fp8", "fp8-channel", "nvfp4") else ()
+    return (*vllm, "TensorRT-LLM", "mcore-infer")
+
+
 def write_receipt(folder: Path, receipt: Receipt) -> None:
     """Write both forms."""
     said: dict[str, Any] = asdict(receipt) | {
+        "engines": receipt.engines,
         "perplexity_change_percent": receipt.perplexity_change,
         "perplexity_change_error_percent": receipt.perplexity_change_error,
         "perplexity_change_with_cache_percent": receipt.change_with_cache,
@@ -117,6 +140,8 @@ def in_words(receipt: Receipt) -> str:
     ranked = sorted(receipt.matrices, key=lambda one: -one.weight_error)
     size = 100 * (receipt.bytes_after / receipt.bytes_before - 1)
     text = f"""# Receipt: {receipt.method} ({receipt.algo})
+
+Loads in: {", ".join(receipt.engines)} (form: {receipt.form}).
 
 Made of `{receipt.source}`. Text of SHA-256 `{receipt.data_sha256[:16]}`:
 {receipt.calibration_tokens} tokens for calibration, the {receipt.scored_tokens} behind them for

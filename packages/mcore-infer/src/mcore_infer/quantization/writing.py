@@ -33,7 +33,8 @@ from mcore_parallel.sharding import named_shards
 
 _LEFT_DTYPE = "BF16"
 _WEIGHT = ".weight"
-_MAX_FILE_BYTES = 5_000_000_000
+MAX_FILE_BYTES = 5_000_000_000
+"""Of tensors in one file."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def write_folder(
     items += _cache_items(links, cache_tops)
     config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
     config |= {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
-    write_unified(folder, source, plan, config, items, _MAX_FILE_BYTES)
+    write_unified(folder, source, plan, config, items, MAX_FILE_BYTES)
     return sum(item.num_bytes for item in items)
 
 
