@@ -162,7 +162,6 @@ def test_eval_prints_bits_per_byte(run_folder, tmp_path, capsys):
     ("words", "message"),
     [
         (["generate", "--load", "RUN", "--temperature", "0"], "--top-k 1"),
-        (["generate", "--load", "RUN", "--top-k", "5", "--top-p", "0.5"], "together"),
         (["generate", "--load", "RUN", "--prompt", "a" * 50], "maximum context length"),
         (
             ["generate", "--load", "RUN", "--prompt", "abc", "--inference-max-seq-length", "3"],

@@ -11,7 +11,6 @@ from mcore_infer import SamplingConfig
         ({"temperature": float("nan")}, "--temperature nan"),
         ({"top_k": -1}, "--top-k -1"),
         ({"top_p": 1.5}, "--top-p 1.5"),
-        ({"top_k": 5, "top_p": 0.5}, "cannot be used together"),
         ({"stop_words": ("a", "")}, "--stop-words holds an empty one"),
     ],
 )

@@ -41,6 +41,13 @@ def test_temperature_comes_before_the_cut():
     assert prob[0, 2:].sum() == 0
 
 
+def test_top_p_counts_the_probability_that_top_k_left():
+    # Of .5/.3/.15/.05 the first three are .526/.316/.158: before the third stand .842.
+    assert kept(PROBS.log(), top_p=0.82) == [3]
+    assert kept(PROBS.log(), top_p=0.82, top_k=3) == [2]
+    assert kept(PROBS.log(), top_p=0.85, top_k=3) == [3]
+
+
 def test_order_of_the_vocabulary_does_not_matter():
     order = torch.tensor([2, 0, 3, 1])
     shuffled = filtered(PROBS.log()[:, order], SamplingConfig(top_p=0.6))

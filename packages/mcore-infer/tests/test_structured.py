@@ -79,14 +79,83 @@ def test_json_is_not_held_up_by_blanks():
     assert words[1] >> (ord('"') - 32) & 1
 
 
-def test_a_text_ends_before_what_its_vocabulary_cannot_say(model, caplog):
+def test_a_text_that_its_vocabulary_cannot_go_on_with_never_stops_as_if_it_were_whole(
+    model, caplog
+):
     engine = Engine(model, EngineConfig(max_sequence_tokens=40))
     engine.grammars = Grammars(bpe(), model.vocab_size)
     number = engine.add([1], DRAWN, structure=Structure("regex", "ab\u20ac"))
     result = dict(event for event in engine.run() if isinstance(event, tuple))[number]
     assert engine.grammars.tokenizer.decode(list(result.ids)) == "ab"
-    assert result.finish_reason == "stop"
-    assert "ends early" in caplog.text
+    assert result.finish_reason == "error"
+    assert "cannot keep to its structure" in caplog.text
+
+
+ENDLESS = [
+    {"$ref": "#"},
+    {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]},
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
+    {
+        "$defs": {
+            "x": {"anyOf": [{"$ref": "#/$defs/y"}, {"allOf": [{"$ref": "#/$defs/x"}]}]},
+            "y": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/x"}},
+        },
+        "$ref": "#/$defs/x",
+    },
+    {"type": "string", "pattern": "^a$", "minLength": 2},
+]
+FINITE = [
+    ({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}, "{}", '{"a"'),
+    ({"type": "array", "items": {"$ref": "#/items"}}, "[]", "[1"),
+    (
+        {
+            "type": "object",
+            "properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+            "required": ["n"],
+        },
+        '{"n":{"n":null}}',
+        '{"n":1',
+    ),
+    ({"$defs": {"a~/b": {"type": "integer"}}, "$ref": "#/$defs/a~0~1b"}, "1", '"'),
+]
+
+
+@pytest.mark.parametrize("schema", ENDLESS, ids=json.dumps)
+def test_a_schema_without_a_finite_value_is_refused(schema):
+    with pytest.raises(ValueError, match="cannot be held to"):
+        Grammars(ByteTokenizer(), 257).matcher(Structure("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize(("schema", "value", "other"), FINITE, ids=str)
+def test_parts_without_a_finite_value_are_left_out(schema, value, other):
+    grammars = Grammars(ByteTokenizer(), 257)
+    structure = Structure("json_schema", json.dumps(schema))
+    matcher = grammars.prepare(structure).result().matcher.deep_copy()
+    assert matcher.consume_tokens(list(value.encode()))
+    assert matcher.is_accepting()
+    matcher = grammars.matcher(structure)
+    assert not all(matcher.take(token) for token in other.encode())
+
+
+def test_a_structure_is_tried_and_compiled_once_beside_its_texts():
+    grammars = Grammars(ByteTokenizer(), 257)
+    number = Structure("regex", "[0-9]{2}")
+    first = grammars.prepare(number)
+    assert grammars.prepare(number) is first
+    assert first.result() is grammars.prepare(number).result()
+    one, two = grammars.matcher(number), grammars.matcher(number)
+    assert one.take(ord("1"))
+    assert two.take(ord("2"))  # each text has a matcher of its own
+    slow = Structure("json_schema", '{"type": "integer", "multipleOf": 9999991}')
+    with pytest.raises(ValueError, match="more than 2 seconds"):
+        grammars.prepare(slow).result()
+    with pytest.raises(ValueError, match="longer than 256 KiB"):
+        grammars.prepare(Structure("regex", "a" * 300_000)).result()
+    with pytest.raises(ValueError, match="no text keeps to it"):
+        grammars.prepare(Structure("regex", r"[^\s\S]")).result()
+    assert grammars.prepare(Structure("regex", "b")).result()  # goes on behind all of them
 
 
 def test_what_no_grammar_holds_is_refused(model):

@@ -19,7 +19,7 @@ _EXPORTS: dict[str, str] = {
     "SamplingConfig": "config",
     "ScoreRequest": "writing",
     "StaticCache": "kv_cache",
-    "Structure": "structured",
+    "Structure": "grammars",
     "TextScore": "evaluation.scoring",
     "TextStream": "streaming",
     "TokenRules": "writing",

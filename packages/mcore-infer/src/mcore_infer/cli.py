@@ -45,9 +45,10 @@ def _is_outside(error: RuntimeError) -> bool:
     from torch import OutOfMemoryError
 
     from mcore_ckpt.errors import CheckpointError
-    from mcore_infer.server.worker import EngineError
+    from mcore_infer.errors import EngineError, StructureError
 
-    return isinstance(error, (CheckpointError, OutOfMemoryError, EngineError))
+    outside = (CheckpointError, OutOfMemoryError, EngineError, StructureError)
+    return isinstance(error, outside)
 
 
 COMMANDS: dict[str, tuple[str, Callable[..., int]]] = {

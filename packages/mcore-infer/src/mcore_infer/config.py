@@ -31,7 +31,7 @@ class SamplingConfig:
 
     top_p: float = 0.0
     """Leave out tokens when those before them, likeliest first, hold more than this
-    probability; 0: none."""
+    probability; 0: none. With ``top_k``, of what that leaves."""
 
     min_p: float = 0.0
     """Leave out tokens less likely than this share of the likeliest one's probability; 0:
@@ -77,11 +77,6 @@ class SamplingConfig:
             raise ValueError(f"--top-k {self.top_k} must be 0 (off) or more.")
         if not 0 <= self.top_p <= 1:
             raise ValueError(f"--top-p {self.top_p} must be from 0 (off) to 1.")
-        if self.top_k and self.top_p:
-            raise ValueError(
-                f"--top-k {self.top_k} and --top-p {self.top_p} cannot be used together: set "
-                "one of them to 0."
-            )
         self._check_extras()
 
     def _check_extras(self) -> None:
@@ -234,6 +229,10 @@ class ServerConfig:
 
     chat_template: str = ""
     """File with a Jinja template; empty: the tokenizer's own, or ChatML."""
+
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages whose scripts may call the server from a browser (CORS), such as
+    https://chat.example; *: all."""
 
     max_queued_requests: int = 1024
     """Texts that run or wait; more are refused with status 503."""

@@ -3,14 +3,15 @@
 from collections.abc import Generator, Mapping, Sequence
 from types import MappingProxyType
 
-from mcore_data.datasets.chat import Render
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.chat_format import ChatFormat
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.building import build_engine
 from mcore_infer.engine.checks import check_without_engine, engine_refusal
 from mcore_infer.generation import room, stop_ids, stream
-from mcore_infer.streaming import TextStream
-from mcore_infer.writing import NewToken
+from mcore_infer.server.answer import Answer
+from mcore_infer.vocabulary import TokenTexts
+from mcore_infer.writing import Generation, NewToken
 from mcore_models.protocol import LanguageModel
 
 
@@ -28,7 +29,7 @@ class Conversation:
         self,
         model: LanguageModel,
         tokenizer: Tokenizer,
-        render: Render,
+        chat: ChatFormat,
         sampling: SamplingConfig,
         config: InferenceConfig,
         *,
@@ -43,7 +44,7 @@ class Conversation:
         Args:
             model: whole, in eval mode.
             tokenizer: of the model.
-            render: chat template, see ``mcore_data.datasets.chat.load_template``.
+            chat: how turns are written and end, see ``load_chat_format``.
             sampling: how tokens are chosen, and how many an answer has at most.
             config: limits of the engine.
             system: message before the conversation; empty: none.
@@ -56,9 +57,9 @@ class Conversation:
             ValueError: as ``build_engine``, or if an option needs an engine and none can run
                 the model.
         """
-        self.model, self.tokenizer, self.render = model, tokenizer, render
+        self.model, self.tokenizer, self.chat = model, tokenizer, chat
         self.sampling, self.system, self.seed = sampling, system, seed
-        self._stop = stop_ids(tokenizer, sampling, ends)
+        self._stop = stop_ids(tokenizer, sampling, (*ends, *chat.end_ids))
         if reason := engine_refusal(model.config):
             check_without_engine(reason, config, kv_scales)
         self.engine = None if reason else build_engine(model, config, draft, kv_scales)
@@ -81,16 +82,20 @@ class Conversation:
         """
         said = [*self.messages, {"role": "user", "content": message}]
         # The template writes what begins a text.
-        ids = self.tokenizer.encode(self.render(said, True), add_special_tokens=False)
+        ids = self.tokenizer.encode(self.chat.render(said, True), add_special_tokens=False)
         wanted = room(self.model, self.sampling.num_tokens, ids, self.limit, "the conversation")
-        text, pieces = TextStream(self.tokenizer), list[str]()
+        stop = () if self.sampling.ignore_eod else self.chat.end_texts
+        text, pieces = Answer(TokenTexts(self.tokenizer), stop=stop), list[str]()
         tokens = self._tokens(ids, wanted)
         try:
             for token in tokens:
-                pieces.append(text.add(token.id))
+                pieces.append(text.add(token).text)
                 yield pieces[-1]
-            pieces.append(text.rest())
-            yield pieces[-1]
+                if text.finish_reason:
+                    break
+            else:
+                pieces.append(text.finish(Generation((), (), "stop")).text)
+                yield pieces[-1]
         finally:
             tokens.close()
             if pieces:

@@ -42,6 +42,7 @@ from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import Shard, named_shards
 
 _NO_ADAPTERS = PeftConfig()
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 
 
@@ -76,6 +77,20 @@ class LoadedModel:
         ids = named if isinstance(named, list) else [named]
         own = None if self.tokenizer is None else self.tokenizer.eod
         return tuple(i for i in ids if isinstance(i, int) and i != own)
+
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """How the model is to be sampled, of a Hugging Face folder's generation_config.json."""
+        file = self.folder / "generation_config.json"
+        if not file.is_file():
+            return {}
+        named = json.loads(file.read_text(encoding="utf-8"))
+        found = {name: named.get(name) for name in _SAMPLED}
+        return {
+            name: value
+            for name, value in found.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
 
     @property
     def start(self) -> int:

@@ -1,8 +1,8 @@
 """Sampling of the next token from its logits: temperature, cut-off, draw.
 
-The order is Megatron's: temperature first, then top-k or top-p, then a draw from what is
-left. The caller passes one random number a row, so that a row's text depends on its seed
-alone: not on the device, nor on the other rows of its batch.
+The order is Megatron's: temperature first, then top-k, then top-p (which Megatron does not take
+together), then a draw from what is left. The caller passes one random number a row, so that a
+row's text depends on its seed alone: not on the device, nor on the other rows of its batch.
 """
 
 import math
@@ -46,8 +46,9 @@ def sample(
 def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Tensor, "B V"]:
     """Divide by the temperature and set what is cut off to -inf, in float32 or better.
 
-    Tokens that tie with the k-th all stay. Under top-p a token stays if the probability of
-    those before it is not above ``top_p``; the likeliest always stays. Min-p comes last.
+    Top-k comes first, top-p next. Tokens that tie with the k-th all stay. Under top-p a token
+    stays if the probability of those before it is not above ``top_p``; the likeliest always
+    stays. Min-p comes last.
 
     Raises:
         ValueError: if ``top_k`` exceeds V.
@@ -70,7 +71,7 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
             )
         smallest = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < smallest, -torch.inf)
-    elif sampling.top_p:
+    if sampling.top_p:  # of the probability that top-k left
         ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
         before = ordered.softmax(-1).cumsum(-1).roll(1, dims=-1)
         before[:, 0] = 0
@@ -167,8 +168,12 @@ def penalized(
         ]
         ids = on_device(list(counts), logits.device)
         scores[ids] -= on_device(loss, logits.device, scores.dtype)
-    for token, bias in rules.bias:
-        scores[token] += bias
+    if rules.bias:
+        tokens, values = zip(*rules.bias, strict=True)
+        ids = on_device(tokens, logits.device)
+        scores.index_add_(0, ids, on_device(values, logits.device, scores.dtype))
+    if len(written) < rules.min_tokens:
+        scores[on_device(rules.ends, logits.device)] = -torch.inf
     if rules.never_after and [*prompt, *written][-1] == rules.never_after[0]:
         scores[rules.never_after[1]] = -torch.inf
     return scores
@@ -187,11 +192,8 @@ def top_log_probs(logits: Float[Tensor, "B V"], num_top: int) -> Float[Tensor, "
 
 def tops(found: Float[Tensor, "2 B k"]) -> list[Top]:
     """Return what ``top_log_probs`` found as numbers; waits for a device."""
-    ids, values = found.tolist()
-    return [
-        tuple((int(i), value) for i, value in zip(*row, strict=True))
-        for row in zip(ids, values, strict=True)
-    ]
+    rows = zip(found[0].long().tolist(), found[1].tolist(), strict=True)
+    return [tuple(zip(ids, values, strict=True)) for ids, values in rows]
 
 
 def token_log_probs(

@@ -5,6 +5,9 @@ each token is decoded with those before it, and text is returned only once it en
 characters.
 """
 
+from collections.abc import Mapping
+from itertools import groupby
+
 from mcore_data.tokenizers.protocol import Tokenizer
 
 _INCOMPLETE = "\ufffd"
@@ -13,8 +16,14 @@ _INCOMPLETE = "\ufffd"
 class TextStream:
     """Turns one row's tokens into pieces of text that together are its text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, kept: Mapping[int, str] | None = None) -> None:
+        """Begin without a token.
+
+        Args:
+            tokenizer: decodes; special tokens have no text.
+            kept: those that have: their names.
+        """
+        self.tokenizer, self._kept = tokenizer, kept or {}
         self._ids: list[int] = []
         self._context = 0  # returned tokens that are decoded again as context
         self._given = 0  # tokens whose text was returned
@@ -42,4 +51,23 @@ class TextStream:
         self._context, self._given = self._given, len(self._ids)
 
     def _decode(self, begin: int, end: int) -> str:
-        return self.tokenizer.decode(self._ids[begin:end], skip_special_tokens=True)
+        ids = self._ids[begin:end]
+        if self._kept.keys().isdisjoint(ids):
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
+        parts = []
+        for is_kept, run in groupby(ids, key=self._kept.__contains__):
+            if is_kept:
+                parts += [self._kept[token] for token in run]
+            else:
+                parts.append(self.tokenizer.decode(list(run), skip_special_tokens=True))
+        return "".join(parts)
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return the length of the longest end of a text with which a mark begins."""
+    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while at >= 0:
+        if mark.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(mark[0], at + 1)
+    return 0

@@ -1,39 +1,34 @@
-"""Text held to a JSON schema or a regular expression: which tokens may follow.
+"""Text held to a JSON schema, a regular expression or a grammar: which tokens may follow.
 
 The grammar, and the tokens that keep to it, are llguidance's (extra ``structured``): it walks
 a parser and the tree of all tokens on the host, while the device computes their scores. The
 scores of all others are masked on the device. Imported where a text is held to something.
+
+Compiling takes from a millisecond to for ever, so a server calls ``Grammars.prepare``: a thread
+compiles each structure once, after a process with limits tried it (``grammar_trial``).
 """
 
-import json
 import logging
+import time
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, Literal, Protocol, runtime_checkable
+from threading import Lock
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from mcore_data.tokenizers.hf import HFTokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.grammar_trial import GrammarTrial
+from mcore_infer.grammars import Structure, Vocabulary, build_grammar, open_vocabulary
 
 log = logging.getLogger(__name__)
 
-_BLANK = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Blanks between the parts of JSON: enough to indent, and a model that writes nothing else goes
-on. A schema's own ``x-guidance`` wins."""
-_MISSING = "structured output needs llguidance: pip install 'mcore-infer[structured]'."
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """What a text must be."""
-
-    kind: Literal["json_schema", "regex"]
-    text: str
-    """The schema as JSON, ``{}`` for any; or the expression, of the whole text."""
+_NUM_KEPT = 64
+"""Compiled structures that are kept, the least recently used goes first."""
 
 
 @runtime_checkable
@@ -44,7 +39,7 @@ class Matcher(Protocol):
         """Return the tokens that may follow, 32 of them a number, the first the lowest bit."""
 
     def take(self, token: int) -> bool:
-        """Go on by a token; return False where it does not keep to the structure."""
+        """Go on by a token; return False where the structure ends there, unfinished."""
 
     @property
     def is_over(self) -> bool:
@@ -52,7 +47,7 @@ class Matcher(Protocol):
 
 
 class Grammars:
-    """Makes matchers for the texts of one tokenizer.
+    """Makes matchers for the texts of one tokenizer; compiles each structure once.
 
     Attributes:
         tokenizer: of the model.
@@ -70,75 +65,61 @@ class Grammars:
         """
         own = () if tokenizer.eod is None else (tokenizer.eod,)
         self.tokenizer, self.vocab_size, self.ends = tokenizer, vocab_size, (*own, *ends)
+        self._lock = Lock()
+        self._compiled: OrderedDict[Structure, Future[_Compiled]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._trial = GrammarTrial(tokenizer, vocab_size, self.ends)
 
-    def matcher(self, structure: Structure) -> Matcher:
-        """Return a matcher at the beginning of a text.
+    def prepare(self, structure: Structure, *, is_tried: bool = True) -> "Future[_Compiled]":
+        """Begin to compile a structure in a thread; from any thread.
+
+        Args:
+            structure: what texts are to be held to.
+            is_tried: whether a process with limits compiles it first; not on ranks that follow
+                one which did that.
+
+        Returns:
+            Done once ``matcher`` returns at once. It raises ``ValueError`` where llguidance is
+            missing, where no text keeps to the structure, or where its grammar takes too long.
+        """
+        with self._lock:
+            if structure not in self._compiled:
+                job = self._thread.submit(self._compile, structure, is_tried)
+                self._compiled[structure] = job
+                if len(self._compiled) > _NUM_KEPT:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(structure)
+            return self._compiled[structure]
+
+    def matcher(self, structure: Structure) -> "Matcher":
+        """Return a matcher at the beginning of a text; waits while the structure is compiled.
 
         Raises:
-            ValueError: if llguidance is missing, or has no grammar for the structure.
+            ValueError: if llguidance is missing, or has no grammar for the structure, or no
+                text begins as the structure asks.
         """
-        library = _library()
-        if structure.kind == "regex":
-            grammar = library.LLMatcher.grammar_from_regex(structure.text)
-        else:
-            try:
-                schema = json.loads(structure.text)
-            except ValueError as error:
-                raise ValueError(f"the schema is no JSON: {error}.") from None
-            has_own = isinstance(schema, dict) and "x-guidance" in schema
-            defaults = None if has_own else {"whitespace_pattern": _BLANK}
-            grammar = library.LLMatcher.grammar_from_json_schema(structure.text, defaults)
-        error = library.LLMatcher.validate_grammar(grammar, self._tokens)
-        if error and not error.startswith("WARNING"):
-            kind = "regular expression" if structure.kind == "regex" else "JSON schema"
-            raise ValueError(f"this {kind} cannot be held to: {' '.join(error.split())}")
-        return _LLMatcher(library.LLMatcher(self._tokens, grammar, log_level=0))
+        return _LLMatcher(self.prepare(structure, is_tried=False).result().matcher.deep_copy())
+
+    def _compile(self, structure: Structure, is_tried: bool) -> "_Compiled":
+        vocabulary = self._vocabulary
+        grammar = build_grammar(structure)
+        if is_tried:
+            self._trial.check(structure)
+        begin = time.monotonic()
+        matcher = vocabulary.compile(grammar, structure.kind)
+        return _Compiled(matcher, time.monotonic() - begin)
 
     @cached_property
-    def _tokens(self) -> Any:
-        library, tokenizer = _library(), self.tokenizer
-        if not self.ends:
-            raise ValueError("structured output needs a tokenizer with an end of document.")
-        sizes = {"n_vocab": self.vocab_size, "eos_token": list(self.ends)}
-        if isinstance(tokenizer, HFTokenizer):
-            return library.LLTokenizer(tokenizer.text, **sizes)
-        if not isinstance(tokenizer, _KnowsBytes):
-            raise ValueError(
-                f"structured output does not know the bytes of a {type(tokenizer).__name__}'s "
-                "tokens: use a Hugging Face or SentencePiece tokenizer."
-            )
-        return library.LLTokenizer(
-            library.TokenizerWrapper(_TokenizerView(tokenizer, self.vocab_size, self.ends[0])),
-            **sizes,
-        )
+    def _vocabulary(self) -> Vocabulary:
+        return open_vocabulary(self.tokenizer, self.vocab_size, self.ends)
 
 
-@runtime_checkable
-class _KnowsBytes(Protocol):
-    """A tokenizer that says what each id stands for; None: no text."""
+class _Compiled(NamedTuple):
+    """A matcher of llguidance at the beginning of a text, to be copied."""
 
-    def token_bytes(self) -> list[bytes | None]: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-
-class _TokenizerView:
-    """A tokenizer as llguidance reads it: attributes of these names, and a call."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: _KnowsBytes, vocab_size: int, end: int) -> None:
-        self._tokenizer, self.eos_token_id = tokenizer, end
-        found = tokenizer.token_bytes()
-        found += [None] * (vocab_size - len(found))
-        self.tokens = [
-            f"<{i}>".encode() if known is None else known for i, known in enumerate(found)
-        ]
-        self.special_token_ids = [i for i, known in enumerate(found) if known is None]
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        said = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(said, add_special_tokens=False)
+    matcher: Any
+    seconds: float
+    """That it took to compile."""
 
 
 class _LLMatcher:
@@ -151,10 +132,10 @@ class _LLMatcher:
         return torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
 
     def take(self, token: int) -> bool:
-        is_taken = self._matcher.consume_token(token)
-        if not is_taken:  # the vocabulary has nothing that may follow
+        is_taken = self._matcher.consume_token(token) and not self._matcher.is_error()
+        if not is_taken:  # nothing of the vocabulary may follow, or a limit was reached
             error = self._matcher.get_error().partition("\n")[0]
-            log.warning("a structured text ends early: %s", error)
+            log.warning("a text cannot keep to its structure: %s", error)
         return is_taken
 
     @property
@@ -172,11 +153,3 @@ def allowed_tokens(
     words = words.to(device, non_blocking=True)
     bits = words[:, :, None] >> torch.arange(32, device=device, dtype=torch.int32)
     return (bits & 1).flatten(1)[:, :vocab_size].bool()
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise ValueError(_MISSING) from None
-    return llguidance

@@ -13,6 +13,11 @@ Top = tuple[tuple[int, float], ...]
 """The likeliest tokens of one place, best first: ids and log probabilities."""
 
 
+FinishReason = Literal["stop", "length", "error"]
+"""``stop``: an end of document, a stop word, or the end of the structure that a text is held
+to; ``length``: the number of tokens; ``error``: no token goes on with the structure."""
+
+
 @dataclass(frozen=True, slots=True)
 class NewToken:
     """A token that a row has written and that nothing will take back."""
@@ -46,8 +51,8 @@ class Generation:
     """Without the prompt and stop words; an end of document is kept."""
     log_probs: tuple[float, ...]
     """Of each id, before penalties, temperature and cut-off; empty where not requested."""
-    finish_reason: Literal["stop", "length"]
-    """Whether an end of document or stop word ended it, or the number of tokens."""
+    finish_reason: FinishReason
+    """What ended it."""
     top: tuple[Top, ...] = ()
     """The likeliest tokens of each place, where requested."""
     prompt_log_probs: tuple[float, ...] = ()
@@ -67,6 +72,12 @@ class TokenRules:
 
     never_after: tuple[int, int] | None = None
     """A token, and the one that never follows it."""
+
+    min_tokens: int = 0
+    """Before so many tokens are written, none of ``ends`` is."""
+
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text; read with ``min_tokens``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +149,7 @@ class Writing:
         self._log_probs: list[float | None] = []
         self._tops: list[Top] = []
         self.num_released = 0
-        self.finish_reason: Literal["stop", "length"] | None = None
+        self.finish_reason: FinishReason | None = None
         self._cut = sampling.cut
 
     @property
@@ -184,7 +195,7 @@ class Writing:
             held = self.matcher
             if held is not None and not held.take(token.id):
                 self._drop(1)
-                self.finish_reason = "stop"
+                self.finish_reason = "error"
             elif token.id == self.eod or (held is not None and held.is_over):
                 self.finish_reason = "stop"
             elif len(self.ids) == self.num_tokens:

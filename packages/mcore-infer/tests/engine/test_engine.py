@@ -20,6 +20,7 @@ from mcore_infer import (
     generate,
     load_model,
 )
+from mcore_infer.chat_format import ChatFormat
 from mcore_infer.conversation import Conversation
 from mcore_infer.engine.building import stream_texts
 from mcore_models.config import TransformerConfig
@@ -308,6 +309,7 @@ def test_a_model_that_pages_cannot_hold_is_refused(caplog):
     with pytest.raises(ValueError, match="--rope-type dynamic"):
         Engine(model, EngineConfig())
     sampling = SamplingConfig(num_tokens=1)
+    chat = ChatFormat(render=lambda *_: "", source="")
     for fields, flag in (
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 needs an engine"),
         ({"num_speculative_tokens": 2}, "--num-speculative-tokens 2 needs an engine"),
@@ -316,11 +318,11 @@ def test_a_model_that_pages_cannot_hold_is_refused(caplog):
         with pytest.raises(ValueError, match=flag):
             next(stream_texts(model, [[1]], sampling, limits))
         with pytest.raises(ValueError, match=flag):
-            Conversation(model, ByteTokenizer(), lambda *_: "", sampling, limits)
+            Conversation(model, ByteTokenizer(), chat, sampling, limits)
     Conversation(
         model,
         ByteTokenizer(),
-        lambda *_: "",
+        chat,
         sampling,
         InferenceConfig(),
         kv_scales={0: (1, 1)},

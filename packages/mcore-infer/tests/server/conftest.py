@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 import uvicorn
 
-from mcore_data.datasets.chat import load_template
 from mcore_infer import InferenceConfig, build_engine, load_model
+from mcore_infer.chat_format import load_chat_format
 from mcore_infer.server.app import Limits, Server
 from mcore_infer.server.front import Front
 from mcore_infer.server.job import ServedModel
@@ -94,7 +94,7 @@ class Client:
         assert self.server.front.worker.requests.groups == []
 
 
-def run_server(loaded, limits=None, **fields):
+def run_server(loaded, limits=None, template=TEMPLATE, **fields):
     """Start a server in a thread; return its client and what ends it."""
     fields = {"inference_max_requests": 16, "inference_dynamic_batching_block_size": 4} | fields
     engine = build_engine(loaded.model, InferenceConfig(**fields))
@@ -105,7 +105,7 @@ def run_server(loaded, limits=None, **fields):
         tokenizer=tokenizer,
         vocab_size=loaded.model.vocab_size,
         max_tokens=engine.config.max_sequence_tokens,
-        render=load_template(TEMPLATE, tokenizer),
+        chat=load_chat_format(template, tokenizer),
     )
     front = Front(EngineWorker(engine, loaded.model.tp), max_queued=400)
     server = Server(served, front, limits or Limits())
@@ -129,6 +129,12 @@ def run_server(loaded, limits=None, **fields):
         assert thread.is_alive()
         time.sleep(0.01)
     return client, end
+
+
+@pytest.fixture(scope="session")
+def serving():
+    """Starts a server for a test, see ``run_server``."""
+    return run_server
 
 
 @pytest.fixture(scope="session")

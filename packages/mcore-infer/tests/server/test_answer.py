@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import Generation, NewToken
 from mcore_infer.server.answer import Answer
+from mcore_infer.vocabulary import TokenTexts
 
-TOKENIZER = ByteTokenizer()
+TEXTS = TokenTexts(ByteTokenizer())
 
 
 def collect(text, stop=(), **options):
     """What an answer makes of a text that comes byte by byte."""
-    answer = Answer(TOKENIZER, stop=stop, is_scored=True, **options)
+    answer = Answer(TEXTS, stop=stop, is_scored=True, **options)
     ids = tuple(text.encode())
     pieces = []
     for token in ids:
@@ -58,8 +59,8 @@ def test_a_stop_string_may_be_kept_and_what_only_looked_like_one_is_released_at_
 
 
 def test_an_end_of_document_is_written_and_no_text_and_offsets_count_from_a_prompt():
-    answer = Answer(TOKENIZER, eod=256, is_scored=True, offset=10)
+    answer = Answer(TEXTS, eod=256, is_scored=True, offset=10)
     (token,) = answer.add(NewToken(0, 97, -1.0)).tokens
-    assert (token.text, token.offset) == ("a", 10)
+    assert (token.id, token.offset) == (97, 10)
     piece = answer.add(NewToken(0, 256, -2.0))
     assert (piece.text, piece.tokens, answer.ids) == ("", (), [97, 256])

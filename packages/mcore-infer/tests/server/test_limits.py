@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import Generation, SamplingConfig, generate_text
 from mcore_infer.server.answering import Patience
+from mcore_infer.server.app import Limits
 
 ENDLESS = {"prompt": "In the", "max_tokens": 400, "ignore_eos": True}
 
@@ -90,7 +92,8 @@ def test_two_hundred_clients_each_get_their_own_text(client, long_model):
         ("POST", "/v1/completions", b"{", {}, 400),
         ("POST", "/v1/completions", b"\xff", {}, 400),
         ("POST", "/v1/completions", b"[1]", {}, 400),
-        ("POST", "/v1/completions", b"[" * 100_000, {}, 400),
+        ("POST", "/v1/completions", b"[" * 60_000, {}, 400),
+        ("POST", "/v1/completions", b"[" * 100_000, {}, 413),
         ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', {}, 400),
         ("POST", "/v1/completions", b'{"prompt": "a", "temperature": NaN}', {}, 400),
         ("POST", "/v1/completions", b"1" * 5000, {}, 400),
@@ -118,19 +121,33 @@ def test_a_request_that_is_none_gets_a_status_and_one_line(
 @pytest.mark.parametrize(
     ("path", "fields", "message"),
     [
-        ("/v1/completions", {"prompt": "a" * 600}, "the prompt has 600 tokens, and 512"),
+        (
+            "/v1/completions",
+            {"prompt": "a" * 600},
+            "the prompt has 600 or more tokens, and 512",
+        ),
         ("/v1/completions", {"prompt": []}, "prompt must be"),
-        ("/v1/completions", {}, "prompt must be"),
+        ("/v1/completions", {}, "prompt is required"),
         ("/v1/completions", {"prompt": [1, 257]}, "token ids are from 0 to 256"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "needs echo"),
         ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of must be n"),
-        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix is refused"),
-        ("/v1/completions", {"prompt": "a", "logprobs": 21}, "from 0 to 20"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "suffix": "b"},
+            "suffix must be empty: models here write at the end only",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "logprobs": 21},
+            "logprobs: must be less than or equal to 20",
+        ),
         ("/v1/completions", {"prompt": ["a"] * 65, "n": 2}, "130 texts are more than 128"),
         ("/v1/completions", {"prompt": "a", "top_p": 0}, "top_p"),
-        ("/v1/completions", {"prompt": "a", "top_p": 0.5, "top_k": 3}, "--top-k"),
+        ("/v1/completions", {"prompt": "a", "top_k": 258}, "--top-k 258"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [257]}, "from 0 to 256"),
+        ("/v1/completions", {"prompt": "a", "functions": []}, "unknown field functions"),
         ("/v1/completions", {"prompt": "a", "stop": [""]}, "none empty"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "x is no token id"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x"),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"999": 1}}, "999 is no token id"),
         ("/v1/completions", {"prompt": "a", "seed": 10**30}, "seed"),
         ("/v1/completions", {"prompt": "a", "strem": True}, "did you mean stream?"),
@@ -139,8 +156,12 @@ def test_a_request_that_is_none_gets_a_status_and_one_line(
             {"prompt": "a", "stream": True, "echo": True, "logprobs": 1},
             "cannot be streamed",
         ),
-        ("/v1/chat/completions", {}, "messages must be"),
-        ("/v1/chat/completions", {"messages": [{"content": "a"}]}, "with a role"),
+        ("/v1/chat/completions", {}, "messages is required"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"content": "a"}]},
+            "messages.0.role: Field required",
+        ),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "must have content"),
         (
             "/v1/chat/completions",
@@ -158,7 +179,7 @@ def test_a_request_that_is_none_gets_a_status_and_one_line(
                 "messages": [{"role": "user", "content": "a"}],
                 "response_format": {"type": "yaml"},
             },
-            "type yaml is none of text, json_object, json_schema, regex",
+            "type: must be 'text', 'json_object', 'json_schema' or 'regex'",
         ),
         (
             "/v1/completions",
@@ -168,7 +189,7 @@ def test_a_request_that_is_none_gets_a_status_and_one_line(
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"},
-            "tool_choice must be auto or none",
+            "tool_choice=required needs tools",
         ),
         (
             "/v1/chat/completions",
@@ -215,6 +236,52 @@ def test_a_key_a_host_and_limits_keep_others_out(small_client):
     server.front.max_queued = 3
     status, headers, _ = small_client.send("POST", "/v1/completions", many, key)
     assert (status, headers["retry-after"]) == (503, "1")
+
+
+class AsciiTokenizer(ByteTokenizer):
+    """Bytes of which a text may hold ASCII alone."""
+
+    def token_bytes(self):
+        return [bytes([i]) if i < 128 else None for i in range(257)]
+
+
+def test_a_text_that_cannot_go_on_with_its_structure_is_an_error(serving, long_model):
+    client, end = serving(replace(long_model, tokenizer=AsciiTokenizer()))
+    held = {"type": "regex", "pattern": "ab\u20ac"}
+    fields = {"prompt": "a", "response_format": held}
+    status, answer = client.post("/v1/completions", **fields)
+    events = client.send("POST", "/v1/completions", {**fields, "stream": True})[2]
+    last = json.loads(events.decode().split("\n\n")[-2].removeprefix("data: "))
+    client.wait_until_idle()
+    end()
+    assert (status, answer["error"]["type"]) == (500, "server_error")
+    assert answer == last
+    assert "cannot keep to its structure" in answer["error"]["message"]
+
+
+def test_probes_without_a_host_browsers_of_named_origins_and_lengths_are_served(
+    small_client, client, serving, long_model
+):
+    probe = socket.create_connection(("127.0.0.1", small_client.port), timeout=60)
+    probe.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+    assert probe.recv(100).startswith(b"HTTP/1.1 200")
+    probe.close()
+    fields = {"prompt": "a", "max_tokens": 2}
+    for body in (fields, {"prompt": []}):
+        _, headers, text = client.send("POST", "/v1/completions", body)
+        assert int(headers["content-length"]) == len(text)
+    origin = {"origin": "https://chat.example"}
+    ask = {**origin, "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in client.send("GET", "/health", None, origin)[1]
+    limits = Limits(api_key="secret", origins=("https://chat.example",))
+    open_client, end = serving(long_model, limits)
+    asked = open_client.send("OPTIONS", "/v1/completions", None, ask)
+    other = open_client.send("GET", "/health", None, {"origin": "https://evil.example"})
+    refused = open_client.send("POST", "/v1/completions", fields, origin)
+    end()
+    assert (asked[0], asked[1]["access-control-allow-origin"]) == (200, "https://chat.example")
+    assert "access-control-allow-origin" not in other[1]
+    assert (refused[0], refused[1]["access-control-allow-origin"]) == (401, origin["origin"])
 
 
 def test_metrics_health_models_and_the_page_are_there(client):

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_data.datasets.chat import CHATML, load_template
+from mcore_data.datasets.chat import CHATML
 from mcore_infer import SamplingConfig, generate, generate_text
+from mcore_infer.chat_format import load_chat_format
 from mcore_infer.server.chat import read_chat
-from mcore_infer.server.fields import RequestError
+from mcore_infer.server.completions import read_completion
+from mcore_infer.server.schemas import ChatBody, CompletionBody, RequestError
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
@@ -97,10 +99,14 @@ def usual(client):
         {"echo": True},
         {"n": 2},
         {"logprobs": 2},
+        {"top_k": 40, "top_p": 0.3},
+        {"stop_token_ids": []},
     ],
     ids=lambda fields: next(iter(fields)),
 )
 def test_every_field_changes_the_answer(client, usual, fields):
+    if "stop_token_ids" in fields:
+        fields = {"stop_token_ids": [ord(c) for c in usual[0]["text"] if c.isascii()]}
     if "stop" in fields:
         fields = {"stop": [usual[0]["text"][4:6]]}
     status, after = client.post("/v1/completions", **{**USUAL, **fields})
@@ -128,13 +134,86 @@ def test_log_probabilities_are_the_models_and_offsets_index_the_text(client, lon
     written = long_model.model.logits(hidden)[5:, 0, :257].log_softmax(-1)
     own = written[torch.arange(4), list(new)].tolist()
     assert scores["token_logprobs"][6:] == pytest.approx(own, abs=1e-9)
-    values = raw[5].topk(3).values.tolist()
-    assert sorted(scores["top_logprobs"][6].values()) == pytest.approx(values[::-1], abs=1e-9)
+    values = {*raw[5].topk(3).values.tolist(), own[0]}  # and the drawn token
+    top = scores["top_logprobs"][6]
+    assert sorted(top.values()) == pytest.approx(sorted(values), abs=1e-9)
+    assert top[tokens[6]] == scores["token_logprobs"][6]
     scored = client.post(
         "/v1/completions", prompt="In the", echo=True, logprobs=3, max_tokens=0
     )[1]["choices"][0]
     assert scored["text"] == "In the"
     assert scored["logprobs"]["token_logprobs"] == scores["token_logprobs"][:6]
+
+
+def test_scores_name_each_token_by_its_bytes(client, long_model):
+    """Parts of characters are told apart, and the drawn token is among the likeliest."""
+    fields = {"max_tokens": 12, "seed": 3, "temperature": 2.0}
+    raw = client.post("/v1/completions", prompt="In the", logprobs=5, **fields)[1]["choices"][0]
+    sampling = SamplingConfig(num_tokens=12, temperature=2.0)
+    ids = generate(long_model.model, [list(b"In the")], sampling, seed=3, eod=256)[0].ids
+    names = [chr(i) if i < 128 else f"bytes:\\x{i:02x}" for i in ids if i != 256]
+    scores = raw["logprobs"]
+    assert scores["tokens"] == names
+    assert any(name.startswith("bytes:") for name in names)
+    places = zip(names, scores["token_logprobs"], scores["top_logprobs"], strict=True)
+    for name, value, top in places:
+        assert len(top) in (5, 6)
+        assert top[name] == value
+    messages = [{"role": "user", "content": "x"}]
+    chat = {"messages": messages, "logprobs": True, "top_logprobs": 5, **fields}
+    tokens = client.post("/v1/chat/completions", **chat)[1]["choices"][0]["logprobs"]["content"]
+    assert any(token["bytes"][0] > 127 for token in tokens)
+    for token in tokens:
+        assert len(token["bytes"]) == 1
+        rivals = [tuple(rival["bytes"]) for rival in token["top_logprobs"]]
+        assert len(set(rivals)) == len(rivals)
+        assert tuple(token["bytes"]) in rivals
+
+
+def test_fields_of_other_servers_do_what_they_do_there(client, long_model):
+    end = {"logit_bias": {"256": 100}, "max_tokens": 9}
+    ended = client.post("/v1/completions", prompt="a", **end)[1]
+    assert ended["usage"]["completion_tokens"] == 1
+    for extra in ({}, {"stop_token_ids": [66], "logit_bias": {"256": 100, "66": 100}}):
+        longer = client.post("/v1/completions", prompt="a", min_tokens=4, **(end | extra))[1]
+        assert longer["usage"]["completion_tokens"] in (4, 5)
+    both = {"prompt": "a", "seed": 2, "top_k": 5, "top_p": 0.6, "max_tokens": 20}
+    sampling = SamplingConfig(num_tokens=20, top_k=5, top_p=0.6)
+    ids = generate(long_model.model, [[97]], sampling, seed=2, eod=256)[0].ids
+    text = client.post("/v1/completions", **both)[1]["choices"][0]["text"]
+    assert text == long_model.tokenizer.decode(list(ids), skip_special_tokens=True)
+    status, answer = client.post("/v1/completions", prompt="a", model="gpt-4")
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    messages = [{"role": "user", "content": "x"}]
+    more = {"reasoning_effort": "low", "verbosity": "low", "parallel_tool_calls": True}
+    assert client.post("/v1/chat/completions", messages=messages, **more, **GREEDY)[0] == 200
+    for field in ("functions", "audio", "web_search_options"):
+        status, answer = client.post("/v1/chat/completions", messages=messages, **{field: []})
+        assert status == 400
+        assert answer["error"]["param"] == field
+        assert "unknown" not in answer["error"]["message"]
+
+
+def test_every_field_of_the_official_client_has_an_answer():
+    from openai.types import completion_create_params as completions
+    from openai.types.chat import completion_create_params as chats
+
+    for params, body in ((completions, CompletionBody), (chats, ChatBody)):
+        known = params.CompletionCreateParamsBase.__annotations__
+        assert set(known) - set(body.model_fields) - set(body.refused) == set()
+
+
+def test_sampling_of_the_model_is_the_default_of_openais_interfaces(client):
+    named = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.2}
+    served = replace(client.server.served, defaults=named)
+    (request,) = read_completion(CompletionBody(prompt="a"), served).requests
+    found = {name: getattr(request.sampling, name) for name in named}
+    assert found == named
+    given = CompletionBody(prompt="a", temperature=1.0, top_k=0, top_p=1.0)
+    (request,) = read_completion(given, served).requests
+    assert request.sampling == SamplingConfig(repetition_penalty=1.2)
+    (greedy,) = read_completion(CompletionBody(prompt="a", temperature=0), served).requests
+    assert greedy.sampling.top_k == 1
 
 
 def test_stop_strings_end_a_text_wherever_tokens_part_and_streams_are_the_same(
@@ -178,10 +257,11 @@ def test_a_chat_is_rendered_by_the_template_with_its_tools(client, long_model):
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     plain = client.post(path, messages=messages, tools=tools, tool_choice="none", **GREEDY)[1]
     assert plain["usage"]["prompt_tokens"] == len("s:x\nu:y\na:")
-    served = replace(client.server.served, render=load_template(CHATML, long_model.tokenizer))
-    assert read_chat({"messages": messages, "tools": []}, served)
+    chat = load_chat_format(CHATML, long_model.tokenizer)
+    served = replace(client.server.served, chat=chat)
+    assert read_chat(ChatBody(messages=messages, tools=[]), served)
     with pytest.raises(RequestError, match="has no place for tools"):
-        read_chat({"messages": messages, "tools": tools}, served)
+        read_chat(ChatBody(messages=messages, tools=tools), served)
     fields = {**GREEDY, "messages": messages, "logprobs": True, "top_logprobs": 2, "n": 2}
     whole = client.post(path, **fields)[1]["choices"]
     events = client.stream(path, stream_options={"include_usage": True}, **fields)

@@ -1,5 +1,6 @@
 """The engine's thread, over ranks, and when it fails."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -13,13 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import InferenceConfig, SamplingConfig, build_engine, generate, load_model
+from mcore_infer.grammars import Structure
 from mcore_infer.server.worker import (
     EngineWorker,
     RefusedGroup,
     TextRequest,
     follow,
 )
+from mcore_infer.structured import Grammars
 from mcore_infer.writing import Generation, ScoreRequest, TokenRules
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch.launcher import free_port
@@ -41,6 +45,7 @@ def serve_on_ranks(folder):
     """What groups get on rank 0 of two; the other follows."""
     ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2))
     engine = build_engine(load_model(folder, ctx).model, CONFIG)
+    engine.grammars = Grammars(ByteTokenizer(), engine.model.vocab_size)
     axis = engine.model.tp
     if axis.rank:
         follow(engine, axis)
@@ -53,7 +58,10 @@ def serve_on_ranks(folder):
     first = worker.submit([request(b"In the"), request(b"b", rules=rules, scores=scores)])
     gone = worker.submit([request(b"x" * 30, num_tokens=300)])
     refused = worker.submit([request(b"a"), request([1, 257])])
-    while len(over) < 3:
+    digits = Structure("regex", "[0-9]{3}")
+    asyncio.run(worker.prepare(digits))
+    held = worker.submit([request(b"a", structure=digits, eod=256)])
+    while len(over) < 4:
         event = events.get(timeout=100)
         if isinstance(event.what, Generation | RefusedGroup):
             over[event.group, event.index] = event.what
@@ -69,6 +77,8 @@ def serve_on_ranks(folder):
     ctx.destroy()
     assert engine.scheduler.pool.num_free == engine.config.num_pages
     assert worker.requests.groups == []
+    assert ByteTokenizer().decode(over[held, 0].ids).isdigit()
+    assert over[held, 0].finish_reason == "stop"
     return [over[first, 0], over[first, 1], over[refused, 0], over[second, 0]]
 
 

@@ -105,13 +105,16 @@ def load_template(template: str, tokenizer: Tokenizer) -> Render:
     return render
 
 
-def own_template(tokenizer: Tokenizer) -> str:
-    """Return the chat template that a tokenizer brings; of several the default one; or ""."""
+def own_template(tokenizer: Tokenizer, name: str = "default") -> str:
+    """Return the chat template that a tokenizer brings, or "".
+
+    Of several it is the one of that name, else the default one, else the first.
+    """
     config = getattr(tokenizer, "config", {})
     own = config.get("chat_template") if isinstance(config, Mapping) else None
     if isinstance(own, Sequence) and not isinstance(own, str):
         named = {entry["name"]: entry["template"] for entry in own}
-        own = named.get("default") or next(iter(named.values()), "")
+        own = named.get(name) or named.get("default") or next(iter(named.values()), "")
     return own or ""
 
 

@@ -38,7 +38,7 @@ def chat(
     check_seed(seed)
     template = file_text("--chat-template", chat_template)
     with opened(model, draft=engine.draft_load) as (loaded, tokenizer, _):
-        from mcore_data.datasets.chat import load_template
+        from mcore_infer.chat_format import load_chat_format
         from mcore_infer.conversation import Conversation
 
         if loaded.world.size > 1:
@@ -46,7 +46,7 @@ def chat(
         conversation = Conversation(
             loaded.model,
             tokenizer,
-            load_template(template, tokenizer),
+            load_chat_format(template, tokenizer),
             sampling,
             engine,
             system=system,

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from mcore_data.tokenizers.protocol import Tokenizer
+    from mcore_infer.grammars import Structure
     from mcore_infer.loading import LoadedModel
-    from mcore_infer.structured import Structure
     from mcore_infer.writing import NewToken
 
 
@@ -129,7 +129,7 @@ def _structure(json_schema: str, regex: str) -> "Structure | None":
         raise ValueError("--json-schema and --regex exclude each other.")
     if not json_schema and not regex:
         return None
-    from mcore_infer.structured import Structure
+    from mcore_infer.grammars import Structure
 
     if regex:
         return Structure("regex", regex)

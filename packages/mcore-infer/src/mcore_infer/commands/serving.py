@@ -30,7 +30,11 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         engine: limits of what is computed together.
         server: where it listens, and for whom.
     """
-    missing = [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]
+    missing = [
+        name
+        for name in ("starlette", "uvicorn", "jinja2", "pydantic")
+        if find_spec(name) is None
+    ]
     if missing:
         raise ValueError(
             f"mcore-infer serve needs {' and '.join(missing)}: pip install "
@@ -51,13 +55,13 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         place as listening,
         opened(model, draft=engine.draft_load, on_fault=on_fault) as (loaded, tokenizer, _),
     ):
-        from mcore_data.datasets.chat import load_template
+        from mcore_infer.chat_format import load_chat_format
         from mcore_infer.engine.building import build_engine
         from mcore_infer.server.job import ServedModel
         from mcore_infer.server.worker import EngineWorker, follow
         from mcore_infer.structured import Grammars
 
-        render = load_template(template, tokenizer)  # on every rank, so that all refuse it
+        chat = load_chat_format(template, tokenizer)  # on every rank, so that all refuse it
         replicas, in_step = loaded.data, loaded.in_step
         running = build_engine(
             loaded.model, engine, loaded.draft, loaded.kv_scales, replicas, in_step
@@ -73,7 +77,8 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
             vocab_size=loaded.model.vocab_size,
             max_tokens=running.config.max_sequence_tokens,
             ends=loaded.ends,
-            render=render,
+            chat=chat,
+            defaults=loaded.sampling_defaults,
         )
         with _no_exit_on_signals():
             worker = EngineWorker(running, loaded.world, replicas)
@@ -136,6 +141,7 @@ def _limits(config: ServerConfig) -> "Limits":
     return Limits(
         api_key=_api_key(config),
         max_body_bytes=int(config.max_body_mib * 2**20),
+        origins=config.allowed_origins,
         hosts=_LOOPBACK if config.host in _LOOPBACK else (),
         patience=Patience(answer_s=config.answer_timeout_s, client_s=config.client_timeout_s),
     )

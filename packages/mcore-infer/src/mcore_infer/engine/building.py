@@ -10,8 +10,10 @@ from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.fp8_cache import chosen_cache
 from mcore_infer.engine.sizing import fitting_pages
 from mcore_infer.engine.step_plans import EngineConfig, Scales
+from mcore_infer.errors import StructureError
 from mcore_infer.generation import room, stream
-from mcore_infer.structured import Grammars, Structure
+from mcore_infer.grammars import Structure
+from mcore_infer.structured import Grammars
 from mcore_infer.writing import NewToken
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
@@ -91,6 +93,7 @@ def stream_texts(
     Raises:
         ValueError: if a prompt is empty, too long, or does not fit the cache, or if an option
             needs an engine and none can run the model.
+        StructureError: if a text cannot go on with its structure.
     """
     if reason := engine_refusal(model.config):
         if structure is not None:
@@ -119,3 +122,8 @@ def stream_texts(
     for event in engine.run():
         if isinstance(event, NewToken):
             yield replace(event, row=rows[event.row])
+        elif event[1].finish_reason == "error":
+            raise StructureError(
+                f"text {rows[event[0]]} cannot keep to its --json-schema or --regex: no token "
+                "of the vocabulary goes on with it."
+            )

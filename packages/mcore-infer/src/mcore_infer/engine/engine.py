@@ -32,10 +32,11 @@ from mcore_infer.engine.sizing import fitting_pages
 from mcore_infer.engine.speculative import SpeculationCounts, decided
 from mcore_infer.engine.step_layout import rows_to_choose_after
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
+from mcore_infer.grammars import Structure
 from mcore_infer.host_to_device import on_device
 from mcore_infer.sampling import token_log_probs, top_log_probs, tops
 from mcore_infer.stages import from_last_stage, last_stage_logits
-from mcore_infer.structured import Grammars, Matcher, Structure
+from mcore_infer.structured import Grammars, Matcher
 from mcore_infer.writing import (
     Generation,
     NewToken,

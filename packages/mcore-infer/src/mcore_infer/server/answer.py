@@ -4,13 +4,12 @@ Text is released once no later token can change it: at whole characters, and not
 be the beginning of a stop string. A stream and a whole answer are the same pieces.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.streaming import TextStream
-from mcore_infer.writing import Generation, NewToken, Top
+from mcore_infer.streaming import TextStream, overlap
+from mcore_infer.vocabulary import TokenTexts, with_drawn
+from mcore_infer.writing import FinishReason, Generation, NewToken, Top
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +17,10 @@ class ScoredToken:
     """A token of an answer, for those who want log probabilities."""
 
     id: int
-    text: str
-    """By itself, which for a part of a character is a replacement character."""
     log_prob: float | None
     """None for the first token of a prompt."""
-    top: tuple[tuple[str, float], ...]
+    top: Top
+    """The likeliest tokens of its place, and itself."""
     offset: int
     """Where it begins in the text."""
 
@@ -47,30 +45,34 @@ class Answer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        texts: TokenTexts,
         *,
         eod: int | None = None,
         stop: Sequence[str] = (),
+        min_tokens: int = 0,
         keeps_stop: bool = False,
         is_scored: bool = False,
         offset: int = 0,
+        kept: Mapping[int, str] | None = None,
     ) -> None:
         """Begin with no text.
 
         Args:
-            tokenizer: whose tokens are coming.
+            texts: of the tokens that are coming.
             eod: token that ends the text and is no part of it.
             stop: strings that end the text.
+            min_tokens: before so many tokens no stop string counts.
             keeps_stop: whether the string that ended the text is a part of it.
             is_scored: whether pieces have tokens.
             offset: length of the text before.
+            kept: special tokens that are part of the text, by id, and their names.
         """
         self.written: list[NewToken] = []
-        self.finish_reason: Literal["stop", "length"] | None = None
+        self.finish_reason: FinishReason | None = None
         self.result: Generation | None = None
-        self._tokenizer, self._eod, self._stop = tokenizer, eod, stop
+        self._eod, self._stop, self._min_tokens = eod, stop, min_tokens
         self._keeps_stop, self._is_scored = keeps_stop, is_scored
-        self._stream = TextStream(tokenizer)
+        self._stream = TextStream(texts.tokenizer, kept)
         self._held = ""  # may be the beginning of a stop string
         self._held_tokens: list[ScoredToken] = []
         self._decoded = self._released = offset  # lengths of text
@@ -87,8 +89,8 @@ class Answer:
         if token.id == self._eod:
             return AnswerPiece("", ())
         if self._is_scored:
-            scored = scored_token(self._tokenizer, token, self._decoded)
-            self._held_tokens.append(scored)
+            top = with_drawn(token)
+            self._held_tokens.append(ScoredToken(token.id, token.log_prob, top, self._decoded))
         return self._take(self._stream.add(token.id))
 
     def finish(self, result: Generation) -> AnswerPiece:
@@ -104,12 +106,13 @@ class Answer:
     def _take(self, text: str) -> AnswerPiece:
         self._held += text
         self._decoded += len(text)
-        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        stop = self._stop if len(self.written) >= self._min_tokens else ()
+        found = [(at, one) for one in stop if (at := self._held.find(one)) >= 0]
         if found:
-            at, stop = min(found, key=lambda pair: pair[0])
+            at, one = min(found, key=lambda pair: pair[0])
             self.finish_reason = "stop"
-            return self._release(at + len(stop) * self._keeps_stop)
-        longest = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+            return self._release(at + len(one) * self._keeps_stop)
+        longest = max((overlap(self._held, one) for one in stop), default=0)
         return self._release(len(self._held) - longest)
 
     def _release(self, length: int) -> AnswerPiece:
@@ -120,26 +123,15 @@ class Answer:
         return AnswerPiece(text, tuple(tokens))
 
 
-def scored_token(tokenizer: Tokenizer, token: NewToken, offset: int) -> ScoredToken:
-    """Put a token and its likeliest rivals into words."""
-    top = tuple((tokenizer.decode([i]), value) for i, value in token.top)
-    return ScoredToken(token.id, tokenizer.decode([token.id]), token.log_prob, top, offset)
-
-
 def prompt_tokens(
-    tokenizer: Tokenizer, prompt: Sequence[int], result: Generation
+    texts: TokenTexts, prompt: Sequence[int], result: Generation
 ) -> list[ScoredToken]:
-    """Put the tokens of a prompt into words, with the scores that were computed."""
+    """Return the tokens of a prompt with the scores that were computed."""
     log_probs: list[float | None] = [None, *result.prompt_log_probs]
     top: list[Top] = [(), *(result.prompt_top or [()] * (len(prompt) - 1))]
-    stream, offset, found = TextStream(tokenizer), 0, []
+    stream, offset, found = TextStream(texts.tokenizer), 0, []
     for token, log_prob, its_top in zip(prompt, log_probs, top, strict=True):
-        found.append(scored_token(tokenizer, NewToken(0, token, log_prob, its_top), offset))
+        own = with_drawn(NewToken(0, token, log_prob, its_top))
+        found.append(ScoredToken(token, log_prob, own, offset))
         offset += len(stream.add(token))
     return found
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of a text with which a stop string begins."""
-    lengths = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((n for n in lengths if text.endswith(stop[:n])), 0)

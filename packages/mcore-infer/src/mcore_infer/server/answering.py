@@ -5,23 +5,28 @@ requests are cancelled and their pages come back.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter
 from starlette.types import Receive, Scope, Send
 
 from mcore_infer.server.answer import AnswerPiece
-from mcore_infer.server.fields import RequestError
 from mcore_infer.server.front import Front, RunningGroup
 from mcore_infer.server.job import Job
 from mcore_infer.server.metrics import Metrics
+from mcore_infer.server.schemas import RequestError
 from mcore_infer.server.worker import EngineFailure, Event, RefusedGroup
 from mcore_infer.writing import NewToken
 
+_UNFINISHED = (
+    "the text cannot keep to its structure: no token of the vocabulary goes on with it, or the "
+    "next one takes too long."
+)
+_ANY = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="constants"))
 _JSON = {"content-type": "application/json"}
 _EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store"}
 
@@ -45,7 +50,7 @@ class JobResponse:
     """
 
     def __init__(self, job: Job, front: Front, metrics: Metrics, patience: Patience) -> None:
-        """Queue the job.
+        """Queue the job, whose structures are prepared.
 
         Raises:
             RequestError: if it cannot be queued.
@@ -90,8 +95,9 @@ class JobResponse:
         async for index, piece in run_job(self.job, self.running):
             pieces[index].append(piece)
             self._count(bool(piece.text))
-        await self._start(send, 200, _JSON)
-        body = as_json(self.job.reply.whole(pieces))
+        # Scores of a long text are many: other clients are served while these are written.
+        body = await asyncio.to_thread(lambda: as_json(self.job.reply.whole(pieces)))
+        await self._start(send, 200, _JSON | {"content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, send: Send) -> None:
@@ -101,7 +107,8 @@ class JobResponse:
                 await self._start(send, 200, _EVENTS)
                 await self._send_lines(send, reply.begin())
             self._count(True)
-            await self._send_lines(send, [reply.event(index, piece)])
+            event = reply.event(index, piece)
+            await self._send_lines(send, [] if event is None else [event])
         await self._send_lines(send, reply.end())
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
@@ -129,7 +136,8 @@ class JobResponse:
         plain = error.message if self.job.has_plain_errors else openai_error(error)
         body = as_json(plain)
         if self.status == 499:
-            await self._start(send, error.status, _JSON)
+            length = {"content-length": str(len(body))}
+            await self._start(send, error.status, _JSON | length)
         else:  # the stream has begun: its last event says why it ends
             body = b"data: " + body + b"\n\n"
         await send({"type": "http.response.body", "body": body})
@@ -181,6 +189,8 @@ def _take(job: Job, running: RunningGroup, event: Event) -> AnswerPiece | None:
         if answer.finish_reason and not job.needs_result:
             running.end(event.index, cancel=True)
         return piece
+    if event.what.finish_reason == "error" and not answer.finish_reason:
+        raise RequestError(500, _UNFINISHED)
     if answer.finish_reason:
         if job.needs_result:
             answer.result = event.what
@@ -196,16 +206,13 @@ def openai_error(error: RequestError) -> dict[str, Any]:
     """Return an error in the form that OpenAI's clients read."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     fields = {"message": error.message, "type": kind, "param": error.field or None}
-    return {"error": {**fields, "code": error.status}}
+    return {"error": {**fields, "code": error.code or error.status}}
 
 
 def as_json(value: Any) -> bytes:
     """Return JSON on one line; infinities, which it has no word for, as its largest numbers."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"))
-    return text.encode(errors="replace")
+    text = _ANY.dump_json(value)
+    return _ANY.dump_json(_finite(value)) if b"Infinity" in text or b"NaN" in text else text
 
 
 def _finite(value: Any) -> Any:

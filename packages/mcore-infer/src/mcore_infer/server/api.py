@@ -4,100 +4,41 @@ Each field has an effect or is refused: what a value cannot mean here (``length_
 without beam search) gets a status of 400, as does everything out of range.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mcore_infer.config import MAX_SEED, SamplingConfig
+from mcore_infer.config import SamplingConfig
 from mcore_infer.server.answer import Answer, AnswerPiece
-from mcore_infer.server.fields import (
-    Flag,
-    Integer,
-    Number,
-    Only,
-    Own,
-    RequestError,
-    Schema,
-    Table,
-    read_fields,
-)
-from mcore_infer.server.job import (
-    Job,
-    ServedModel,
-    checked,
-    encode,
-    num_tokens_for,
-    seed_of,
-)
+from mcore_infer.server.job import Job, ServedModel, checked, encode, num_tokens_for, seed_of
+from mcore_infer.server.schemas import ApiBody, RequestError
 from mcore_infer.server.worker import TextRequest
 from mcore_infer.streaming import TextStream
-from mcore_infer.writing import ScoreRequest, TokenRules
-
-MAX_PROMPTS = 128
-MAX_TOP_K = 1000
-MAX_TEMPERATURE = 100.0
-_GONE = {
-    "max_len": "is no longer used: give tokens_to_generate.",
-    "sentences": "is no longer used: give prompts.",
-}
-_PROMPTS: Schema = {
-    "type": "array",
-    "items": {"type": "string"},
-    "minItems": 1,
-    "maxItems": MAX_PROMPTS,
-}
-_TOP_P: Schema = {
-    "type": "number",
-    "minimum": 0,
-    "maximum": 1,
-    "default": 0.0,
-    "description": "Written with a decimal point: 1.0, not 1.",
-}
+from mcore_infer.vocabulary import with_drawn
+from mcore_infer.writing import NewToken, ScoreRequest, TokenRules
 
 
-def api_table(served: ServedModel) -> Table:
-    """Return the fields of a body."""
-    return {
-        **{name: Only(why) for name, why in _GONE.items()},
-        "prompts": Own(_prompts, _PROMPTS, required=True),
-        "tokens_to_generate": Integer(64, 0, 2**31),
-        "logprobs": Flag(),
-        "top_n_logprobs": Integer(0, 0, 20),
-        "temperature": Number(1.0, 0, MAX_TEMPERATURE, above=True),
-        "top_k": Integer(0, 0, MAX_TOP_K),
-        "top_p": Own(_top_p, _TOP_P),
-        "top_p_decay": Number(0.0, 0, 1),
-        "top_p_bound": Number(0.0, 0, 1),
-        "beam_width": Integer(0, 1, 128),
-        "length_penalty": Number(1.0, -10, 10),
-        "random_seed": Integer(None, 0, MAX_SEED),
-        "stop_token": Integer(None, 0, served.vocab_size - 1),
-        "add_BOS": Flag(),
-        "stop_on_double_eol": Flag(),
-        "stop_on_eol": Flag(),
-        "prevent_newline_after_colon": Flag(),
-    }
-
-
-def read_api(body: dict[str, Any], served: ServedModel) -> Job:
+def read_api(body: ApiBody, served: ServedModel) -> Job:
     """Turn a body into a job.
 
     Raises:
-        RequestError: with status 400, for a wrong or unknown field.
+        RequestError: with status 400, for fields that exclude each other.
     """
-    fields = read_fields(body, api_table(served))
-    prompts, num_tokens = fields["prompts"], fields["tokens_to_generate"]
-    is_scored, num_top = fields["logprobs"], fields["top_n_logprobs"]
+    num_tokens, is_scored, num_top = body.tokens_to_generate, body.logprobs, body.top_n_logprobs
     if not num_tokens and not is_scored:
         raise RequestError(400, "tokens_to_generate=0 needs logprobs=true.")
     if num_top and not is_scored:
         raise RequestError(400, "top_n_logprobs needs logprobs=true.")
-    sampling, seed = _sampling(fields), seed_of(fields["random_seed"])
-    end = served.tokenizer.eod if fields["stop_token"] is None else fields["stop_token"]
-    stop = ("\n\n",) if fields["stop_on_double_eol"] else ()
-    if fields["stop_on_eol"]:
+    if (body.stop_token or 0) >= served.vocab_size:
+        message = f"stop_token: token ids are from 0 to {served.vocab_size - 1}."
+        raise RequestError(400, message, "stop_token")
+    sampling, seed = _sampling(body), seed_of(body.random_seed)
+    end = served.tokenizer.eod if body.stop_token is None else body.stop_token
+    stop = ("\n\n",) if body.stop_on_double_eol else ()
+    if body.stop_on_eol:
         stop = ("\n",)
-    rules = _rules(served) if fields["prevent_newline_after_colon"] else TokenRules()
-    if sampling.beam_width and (is_scored or len(prompts) > 1 or stop or rules != TokenRules()):
+    rules = _rules(served) if body.prevent_newline_after_colon else TokenRules()
+    is_many = len(body.prompts) > 1
+    if sampling.beam_width and (is_scored or is_many or stop or rules != TokenRules()):
         raise RequestError(
             400,
             "beam_width takes one prompt, no logprobs, stop_on_eol, stop_on_double_eol or "
@@ -105,8 +46,8 @@ def read_api(body: dict[str, Any], served: ServedModel) -> Job:
             "beam_width",
         )
     requests, answers = [], []
-    for i, prompt in enumerate(prompts):
-        ids = _prompt_ids(served, prompt, fields["add_BOS"])
+    for i, prompt in enumerate(body.prompts):
+        ids = _prompt_ids(served, prompt, body.add_BOS)
         requests.append(
             TextRequest(
                 prompt=ids,
@@ -119,8 +60,8 @@ def read_api(body: dict[str, Any], served: ServedModel) -> Job:
                 scores=ScoreRequest(log_probs=is_scored, num_top=num_top, prompt=is_scored),
             )
         )
-        answers.append(Answer(served.tokenizer, eod=end, stop=stop, keeps_stop=True))
-    reply = ApiReply(served, prompts, requests, answers)
+        answers.append(Answer(served.texts, eod=end, stop=stop, keeps_stop=True))
+    reply = ApiReply(served, body.prompts, requests, answers)
     return Job(
         requests=requests,
         answers=answers,
@@ -177,7 +118,10 @@ class ApiReply:
         if scores.log_probs:
             reply["logprobs"] = [self._log_probs(answer) for answer in self.answers]
         if scores.num_top:
-            reply["top_n_logprobs"] = [self._top(answer) for answer in self.answers]
+            reply["top_n_logprobs"] = [
+                self._top(request.prompt, answer)
+                for request, answer in zip(self.requests, self.answers, strict=True)
+            ]
         return reply
 
     def _beams(self) -> dict[str, Any]:
@@ -205,41 +149,29 @@ class ApiReply:
         written = [token.log_prob for token in answer.written]
         return [*answer.result.prompt_log_probs, *written]
 
-    def _top(self, answer: Answer) -> list[dict[str, float]]:
-        assert answer.result is not None
-        decode = self.served.tokenizer.decode
-        places = [*answer.result.prompt_top, *(token.top for token in answer.written)]
-        return [{decode([token]): value for token, value in reversed(top)} for top in places]
+    def _top(self, prompt: Sequence[int], answer: Answer) -> list[dict[str, float]]:
+        result = answer.result
+        assert result is not None
+        read = zip(prompt[1:], result.prompt_log_probs, result.prompt_top, strict=True)
+        places = [with_drawn(NewToken(0, *place)) for place in read]
+        places += [with_drawn(token) for token in answer.written]
+        return [self.served.texts.by_name(top) for top in places]
 
 
-def _prompts(prompts: Any) -> list[str]:
-    if prompts is None:
-        raise RequestError(400, "prompts argument required", "prompts")
-    if not isinstance(prompts, list):
-        raise RequestError(400, "prompts is not a list of strings", "prompts")
-    if not prompts:
-        raise RequestError(400, "prompts is empty", "prompts")
-    if len(prompts) > MAX_PROMPTS:
-        raise RequestError(400, f"Maximum number of prompts is {MAX_PROMPTS}", "prompts")
-    if not all(isinstance(prompt, str) for prompt in prompts):
-        raise RequestError(400, "prompts is not a list of strings", "prompts")
-    return prompts
-
-
-def _top_p(top_p: Any) -> float:
-    if top_p is None:
-        return 0.0
-    if not isinstance(top_p, float) or not 0 <= top_p <= 1:
-        raise RequestError(400, "top_p must be a float from 0.0 to 1.0", "top_p")
-    return top_p
-
-
-def _sampling(fields: Mapping[str, Any]) -> SamplingConfig:
-    if fields["top_p"] and fields["top_k"]:
+def _sampling(body: ApiBody) -> SamplingConfig:
+    if body.top_p and body.top_k:
         raise RequestError(400, "cannot set both top-k and top-p samplings.", "top_p")
-    names = ("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound", "beam_width")
-    given = {name: fields[name] for name in (*names, "length_penalty")}
-    return checked(lambda: SamplingConfig(**given))
+    return checked(
+        lambda: SamplingConfig(
+            temperature=body.temperature,
+            top_k=body.top_k,
+            top_p=body.top_p,
+            top_p_decay=body.top_p_decay,
+            top_p_bound=body.top_p_bound,
+            beam_width=body.beam_width or 0,
+            length_penalty=body.length_penalty,
+        )
+    )
 
 
 def _rules(served: ServedModel) -> TokenRules:

@@ -1,8 +1,10 @@
 """The routes of the server, and who may use them."""
 
 import asyncio
+import gc
 import hmac
 import logging
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,24 +12,28 @@ from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mcore_infer.server.answering import JobResponse, Patience, as_json, openai_error
-from mcore_infer.server.description import INTERFACES, openapi
-from mcore_infer.server.fields import RequestError, read_body
+from mcore_infer.server.description import INTERFACES, Interface, openapi
 from mcore_infer.server.front import Front
 from mcore_infer.server.job import Job, ServedModel
 from mcore_infer.server.metrics import Metrics
+from mcore_infer.server.schemas import RequestError
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/v1/health", "/", "/openapi.json")
 """What needs no key."""
-_LONG_BYTES = 1 << 16
 _FORM = "application/x-www-form-urlencoded"
+_LONG_BYTES = 1 << 14
+_SWITCH_S = 0.0005
+"""How long a thread of Python runs while the engine's waits for the interpreter, which it does
+after every kernel; 0.005 would hold its steps up by as much a kernel."""
 _GAUGES = {
     "requests_running": "Requests that hold pages.",
     "requests_waiting": "Requests that hold none.",
@@ -52,6 +58,8 @@ class Limits:
     api_key: str = ""
     """Bearer token that is needed; empty: none."""
     max_body_bytes: int = 4 << 20
+    origins: tuple[str, ...] = ()
+    """Origins of web pages that browsers let read answers (CORS); ``*``: all."""
     hosts: tuple[str, ...] = ()
     """Names in the Host header that are served; empty: all. A web page that has its own name
     point to the loopback address is kept out by it."""
@@ -76,7 +84,7 @@ class Server:
     def app(self) -> ASGIApp:
         """Return the ASGI application."""
         routes = [
-            Route(path, self._writer(one.read), methods=list(one.methods))
+            Route(path, self._writer(one), methods=list(one.methods))
             for one in INTERFACES
             for path in one.paths
         ]
@@ -99,24 +107,52 @@ class Server:
                 Exception: _on_fault,
             },
         )
-        return _Gate(app, self)
+        gate = _Gate(app, self)
+        if not self.limits.origins:
+            return gate
+        # Around the gate: a browser asks without a key whether it may send one.
+        return CORSMiddleware(
+            gate,
+            allow_origins=self.limits.origins,
+            allow_methods=["GET", "POST", "PUT"],
+            allow_headers=["*"],
+        )
 
     @asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        # A search for cycles among a million objects of libraries stops every thread for 0.2 s.
+        gc.collect()
+        gc.freeze()
         self.front.start()
-        yield
-        self.front.worker.stop()
+        try:
+            yield
+        finally:
+            self.front.worker.stop()
+            gc.unfreeze()
+            sys.setswitchinterval(interval)
 
-    def _writer(self, read: Callable[[dict[str, Any], ServedModel], Job]) -> Callable[..., Any]:
+    def _writer(self, interface: Interface) -> Callable[..., Any]:
         async def write(request: Request) -> Any:
             raw = await self._body(request)
             if len(raw) > _LONG_BYTES:  # others go on while it is cut into tokens
-                job = await asyncio.to_thread(lambda: read(read_body(raw), self.served))
+                job = await asyncio.to_thread(interface.job, raw, self.served)
             else:
-                job = read(read_body(raw), self.served)
+                job = interface.job(raw, self.served)
+            await self._prepare(job)
             return JobResponse(job, self.front, self.metrics, self.limits.patience)
 
         return write
+
+    async def _prepare(self, job: Job) -> None:
+        answer_s = self.limits.patience.answer_s
+        try:
+            async with asyncio.timeout(answer_s):
+                await self.front.prepare(job.structures)
+        except TimeoutError:
+            message = f"the answer took more than {answer_s:g} seconds."
+            raise RequestError(504, message) from None
 
     async def _body(self, request: Request) -> bytes:
         """Read a body of JSON, in time and no longer than allowed."""
@@ -144,7 +180,7 @@ class Server:
         name = request.path_params.get("name", "")
         if name not in ("", self.served.name):
             message = f"no model {name[:100]} here: {self.served.name} is served."
-            raise RequestError(404, message)
+            raise RequestError(404, message, "model", "model_not_found")
         model = {
             "id": self.served.name,
             "object": "model",
@@ -168,7 +204,7 @@ class Server:
 
     async def description(self, _request: Request) -> Response:
         """Return the OpenAPI description, for programs that write requests."""
-        return _json(openapi(self.served, has_key=bool(self.limits.api_key)))
+        return _json(openapi(has_key=bool(self.limits.api_key)))
 
     async def page(self, _request: Request) -> Response:
         """Return a page to try the model."""
@@ -209,7 +245,8 @@ class _Gate:
         limits = self.server.limits
         host = headers.get(b"host", "").lower()
         name = host.partition("]")[0].lstrip("[") if host[:1] == "[" else host.split(":")[0]
-        if limits.hosts and name not in limits.hosts:
+        # Browsers always name a host; HTTP/1.0 need not.
+        if limits.hosts and name and name not in limits.hosts:
             return RequestError(
                 403, "this server answers on its own host only: see --host to open it."
             )

@@ -3,196 +3,172 @@
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from mcore_infer.chat_format import ChatFormat
+from mcore_infer.grammars import Structure
 from mcore_infer.server.answer import Answer, AnswerPiece, ScoredToken
-from mcore_infer.server.completions import MAX_TOP, text_answer, text_request, usage
-from mcore_infer.server.fields import (
-    Flag,
-    Integer,
-    Only,
-    Own,
-    RequestError,
-    Schema,
-    Table,
-    as_object,
-    read_fields,
-)
+from mcore_infer.server.completions import usage
 from mcore_infer.server.job import (
-    WITHOUT_EFFECT,
     Job,
     ServedModel,
-    TextOptions,
+    check_can_hold,
+    check_model,
+    encode,
     num_tokens_for,
-    options_table,
-    text_options,
+    response_structure,
+    text_requests,
+)
+from mcore_infer.server.schemas import ChatBody, Message, NamedTool, RequestError, Tool
+from mcore_infer.server.tool_calls import (
+    PLAIN,
+    AnswerDelta,
+    AnswerReader,
+    ToolFormat,
+    answer_after_thinking,
+    calls_structure,
+    kept_tokens,
+    marks_of,
+    tool_format,
 )
 from mcore_infer.writing import ScoreRequest
 
 _RESERVED = ("messages", "add_generation_prompt", "tools")
-_VARIABLES: Schema = {"type": "object", "propertyNames": {"not": {"enum": list(_RESERVED)}}}
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_TEXT: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
-_CALLS: Schema = {"type": "array", "items": {"type": "object"}, "minItems": 1}
-_MESSAGES: Schema = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {"role": {"type": "string"}, "content": _TEXT},
-                "required": ["role", "content"],
-            },
-            {
-                "type": "object",
-                "properties": {
-                    "role": {"type": "string"},
-                    "content": {"anyOf": [_TEXT, {"type": "null"}]},
-                    "tool_calls": _CALLS,
-                },
-                "required": ["role", "tool_calls"],
-            },
-        ]
-    },
-}
 
 
-def chat_table(served: ServedModel) -> Table:
-    """Return the fields of a body."""
-    gone = Only("is no longer used: give tools and tool_choice.")
-    return {
-        "messages": Own(_messages, _MESSAGES, required=True),
-        **options_table(served),
-        "max_completion_tokens": Integer(None, 1, 2**31),
-        "max_tokens": Integer(None, 1, 2**31),
-        "logprobs": Flag(),
-        "top_logprobs": Integer(0, 0, MAX_TOP),
-        "functions": gone,
-        "function_call": gone,
-        "modalities": Only("must be text.", (["text"],)),
-        "tools": Own(_tools, {"type": "array", "items": {"type": "object"}}),
-        "tool_choice": Only(
-            "must be auto or none: a call cannot be forced.", ("auto", "none"), "auto"
-        ),
-        "parallel_tool_calls": Only("cannot be turned off.", (True,)),
-        "chat_template_kwargs": Own(_template_variables, _VARIABLES),
-    }
-
-
-def read_chat(body: dict[str, Any], served: ServedModel) -> Job:
+def read_chat(body: ChatBody, served: ServedModel) -> Job:
     """Turn a body into a job.
 
     Raises:
-        RequestError: with status 400, for a wrong or unknown field, or messages that the chat
-            template refuses.
+        RequestError: for fields that exclude each other, or messages that are too long or that
+            the chat template refuses.
     """
-    fields = read_fields(body, chat_table(served), WITHOUT_EFFECT)
-    messages, options, is_scored = fields["messages"], text_options(fields), fields["logprobs"]
-    num_top, wanted = fields["top_logprobs"], fields["max_tokens"]
-    if num_top and not is_scored:
+    check_model(body, served)
+    chat = served.chat
+    if chat is None:
+        message = "chats need jinja2: pip install 'mcore-infer[server]'."
+        raise RequestError(501, message, "messages")
+    if body.top_logprobs and not body.logprobs:
         raise RequestError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
-    if wanted is None:
-        wanted = fields["max_completion_tokens"]
-    tools = fields["tools"] if fields["tool_choice"] == "auto" else []
-    variables = {**fields["chat_template_kwargs"], "tools": tools or None}
-    ids = _rendered(served, messages, variables)
-    room = num_tokens_for(served, ids, wanted)
-    scores = ScoreRequest(log_probs=is_scored, num_top=num_top)
-    requests = [
-        text_request(served, ids, room, options, scores, index) for index in range(options.n)
-    ]
-    answers = [text_answer(served, options, is_scored) for _ in requests]
-    reply = ChatReply(served, len(ids), answers, options, is_scored)
-    return Job(requests=requests, answers=answers, reply=reply, is_stream=options.is_stream)
-
-
-def _tools(tools: Any) -> list[dict[str, Any]]:
-    if not isinstance(tools, list | None) or not all(isinstance(t, dict) for t in tools or ()):
-        raise RequestError(400, "tools must be a list of objects.", "tools")
-    return tools or []
-
-
-def _template_variables(given: Any) -> dict[str, Any]:
-    """Return what a chat template sees besides messages."""
-    name = "chat_template_kwargs"
-    variables = as_object(name, given)
-    for reserved in _RESERVED:
-        if reserved in variables:
-            raise RequestError(400, f"{name} must not hold {reserved}.", name)
-    return variables
-
-
-def _messages(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise RequestError(400, "messages must be a list of at least one object.", "messages")
-    found = []
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(400, "messages: each must be an object with a role.", "messages")
-        content = _content(message.get("content"))
-        if content is None and not message.get("tool_calls"):
-            raise RequestError(400, "messages: each must have content.", "messages")
-        found.append({**message, "content": content or ""})
-        if message.get("tool_calls") is not None:
-            found[-1]["tool_calls"] = _tool_calls(message["tool_calls"])
-    return found
-
-
-def _content(content: Any) -> str | None:
-    """Return the text of a message, whose parts are joined."""
-    if content is None or isinstance(content, str):
-        return content
-    is_text = isinstance(content, list) and all(
-        isinstance(part, dict)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-        for part in content
+    tools, is_forced = _chosen_tools(body)
+    prompt = _rendered(body, served, chat, tools)
+    ids = encode(served, prompt, "messages", is_rendered=True)
+    if not ids:
+        raise RequestError(400, "the chat template makes no text of these.", "messages")
+    wanted = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    form = tool_format(chat.source) if tools else None
+    if is_forced and form is None:
+        form = PLAIN
+    reasons = chat.reasons_first(prompt)
+    marks = [*(marks_of(form) if form else ()), *(chat.reasoning or ())]
+    requests, answers = text_requests(
+        body,
+        served,
+        [(ids, num_tokens_for(served, ids, wanted))],
+        scores=ScoreRequest(log_probs=body.logprobs, num_top=body.top_logprobs),
+        structure=_structure(body, served, chat, form, tools, is_forced, reasons),
+        end_texts=chat.end_texts,
+        end_ids=chat.end_ids,
+        kept=kept_tokens(marks, served.tokenizer),
     )
-    if not is_text:
-        raise RequestError(
-            400, "messages: content must be a string or a list of parts of text.", "messages"
+    readers = [
+        AnswerReader(
+            form,
+            reasoning=chat.reasoning,
+            begins_in_reasoning=reasons,
+            is_forced=is_forced,
+            max_calls=None if body.parallel_tool_calls else 1,
         )
-    return "".join(part["text"] for part in content)
+        for _ in answers
+    ]
+    reply = ChatReply(body, served, len(ids), answers, readers, form)
+    return Job(requests=requests, answers=answers, reply=reply, is_stream=body.stream)
 
 
-def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return earlier calls with their arguments as objects, which templates write as JSON."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise RequestError(400, "messages: tool_calls must be a list of objects.", "messages")
-    found = []
-    for call in calls:
-        function = call.get("function")
-        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = json.loads(function["arguments"] or "{}")
-            except (ValueError, RecursionError):
-                raise RequestError(
-                    400, "messages: arguments of tool_calls must be JSON.", "messages"
-                ) from None
-            call = {**call, "function": {**function, "arguments": arguments}}  # noqa: PLW2901
-        found.append(call)
-    return found
+def _chosen_tools(body: ChatBody) -> tuple[list[Tool], bool]:
+    """Return the tools that the model sees, and whether it must call one."""
+    choice = body.tool_choice
+    if choice == "none":
+        return [], False
+    if choice == "auto":
+        return body.tools, False
+    check_can_hold("tool_choice")
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        if all(tool.function.name != name for tool in body.tools):
+            message = f"tool_choice: {name[:100]} is none of the tools."
+            raise RequestError(400, message, "tool_choice")
+    elif not body.tools:
+        raise RequestError(400, "tool_choice=required needs tools.", "tool_choice")
+    return body.tools, True
+
+
+def _structure(
+    body: ChatBody,
+    served: ServedModel,
+    chat: ChatFormat,
+    form: ToolFormat | None,
+    tools: Sequence[Tool],
+    is_forced: bool,
+    reasons: bool,
+) -> Structure | None:
+    """Return what the answer is held to: a call, a format, either, or nothing."""
+    answer = response_structure(body)
+    thinking_end = chat.reasoning[1] if reasons and chat.reasoning else ""
+    if is_forced or (answer is not None and form is not None):
+        choice = body.tool_choice
+        functions = [
+            tool.function
+            for tool in tools
+            if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
+        ]
+        try:
+            return calls_structure(
+                form or PLAIN,
+                functions,
+                served.tokenizer,
+                is_parallel=body.parallel_tool_calls and not isinstance(choice, NamedTool),
+                answer=None if is_forced else answer,
+                thinking_end=thinking_end,
+            )
+        except ValueError as error:
+            raise RequestError(400, f"tools: {error}", "tools") from None
+    if answer is not None and thinking_end:
+        return answer_after_thinking(answer, thinking_end, served.tokenizer)
+    return answer
 
 
 def _rendered(
-    served: ServedModel, messages: list[dict[str, Any]], variables: dict[str, Any]
-) -> list[int]:
-    if served.render is None:
-        raise RequestError(
-            501, "chats need jinja2: pip install 'mcore-infer[server]'.", "messages"
+    body: ChatBody, served: ServedModel, chat: ChatFormat, tools: Sequence[Tool]
+) -> str:
+    """Return the prompt, unless its parts alone are too long for the context."""
+    messages = [_for_template(message) for message in body.messages]
+    texts = [str(message["content"]) for message in messages]
+    size = sum(map(len, texts)) if served.texts.longest else 0
+    if len(messages) > served.max_tokens or size > served.max_tokens * served.texts.longest:
+        encode(served, "".join(texts), "messages")
+        message = (
+            f"the maximum context length was exceeded: {len(messages)} messages have more than "
+            f"{served.max_tokens} tokens."
         )
-    has_no_place = False
+        raise RequestError(400, message, "messages", "context_length_exceeded")
+    for reserved in _RESERVED:
+        if reserved in body.chat_template_kwargs:
+            name = "chat_template_kwargs"
+            raise RequestError(400, f"{name} must not hold {reserved}.", name)
+    variables: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":
+            variables["enable_thinking"] = False
+    variables |= body.chat_template_kwargs
+    shown = [tool.model_dump(exclude_unset=True) for tool in tools] or None
     try:
-        text = served.render(messages, True, **variables)
-        if variables["tools"]:
-            has_no_place = text == served.render(messages, True, **{**variables, "tools": None})
-        ids = served.tokenizer.encode(text, add_special_tokens=False)
+        text = chat.render(messages, True, **variables, tools=shown)
+        has_no_place = bool(shown) and text == chat.render(
+            messages, True, **variables, tools=None
+        )
     except ValueError as error:
         raise RequestError(400, str(error)[:500], "messages") from error
     if has_no_place:
@@ -202,9 +178,27 @@ def _rendered(
             "--chat-template that has.",
             "tools",
         )
-    if not ids:
-        raise RequestError(400, "the chat template makes no text of these.", "messages")
-    return ids
+    return text
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """Return a message with one text, and earlier calls with arguments as objects."""
+    if message.content is None and not message.tool_calls:
+        raise RequestError(400, "messages: each must have content.", "messages")
+    found = message.model_dump(exclude_none=True)
+    content = message.content or ""
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    found["content"] = content
+    for call in found.get("tool_calls", ()):
+        arguments = call["function"].get("arguments")
+        if not isinstance(arguments, dict):
+            try:
+                call["function"]["arguments"] = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                message_text = "messages: arguments of tool_calls must be JSON."
+                raise RequestError(400, message_text, "messages") from None
+    return found
 
 
 class ChatReply:
@@ -212,18 +206,19 @@ class ChatReply:
 
     def __init__(
         self,
+        body: ChatBody,
         served: ServedModel,
         prompt_tokens: int,
         answers: Sequence[Answer],
-        options: TextOptions,
-        is_scored: bool,
+        readers: Sequence[AnswerReader],
+        form: ToolFormat | None,
     ) -> None:
         """Give the reply its id."""
-        self.prompt_tokens, self.answers = prompt_tokens, answers
-        self.options, self.is_scored = options, is_scored
+        self.body, self.served, self.prompt_tokens = body, served, prompt_tokens
+        self.answers, self.readers, self.form = answers, readers, form
         self.head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion.chunk" if options.is_stream else "chat.completion",
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
             "model": served.name,
         }
@@ -235,32 +230,71 @@ class ChatReply:
 
     def event(self, index: int, piece: AnswerPiece) -> Any:
         """Return one choice with what is new."""
-        delta = {"content": piece.text} if piece.text else {}
-        reason = self.answers[index].finish_reason
-        return self._event(index, delta, self._scores(piece.tokens), reason)
+        reason, reader = self.answers[index].finish_reason, self.readers[index]
+        num_calls = reader.num_calls
+        found = reader.add(piece.text, is_last=reason is not None)
+        delta: dict[str, Any] = {}
+        if found.content:
+            delta["content"] = found.content
+        if found.reasoning:
+            delta["reasoning_content"] = found.reasoning
+        if found.calls:
+            calls = self._calls(found)
+            delta["tool_calls"] = [
+                {"index": num_calls + i, **call} for i, call in enumerate(calls)
+            ]
+        if not delta and not piece.tokens and reason is None:
+            return None
+        return self._event(index, delta, self._scores(piece.tokens), self._reason(index))
 
     def end(self) -> Sequence[Any]:
         """Return the counts where they are wanted."""
-        if not self.options.has_usage:
+        if not self.body.stream_options.include_usage:
             return ()
         return [{**self.head, "choices": [], "usage": self._usage()}]
 
     def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
         """Return all messages and the counts."""
-        choices = [
-            {
-                "index": index,
-                "message": {
-                    "role": "assistant",
-                    "content": "".join(piece.text for piece in of_one),
-                    "refusal": None,
-                },
-                "logprobs": self._scores([t for piece in of_one for t in piece.tokens]),
-                "finish_reason": self.answers[index].finish_reason,
+        choices = []
+        for index, of_one in enumerate(pieces):
+            text = "".join(piece.text for piece in of_one)
+            found = self.readers[index].add(text, is_last=True)
+            has_content = found.content.strip() or not found.calls
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": found.content if has_content else None,
+                "refusal": None,
             }
-            for index, of_one in enumerate(pieces)
-        ]
+            if found.reasoning:
+                message["reasoning_content"] = found.reasoning
+            if found.calls:
+                message["tool_calls"] = self._calls(found)
+            scores = self._scores([t for piece in of_one for t in piece.tokens])
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": scores,
+                    "finish_reason": self._reason(index),
+                }
+            )
         return {**self.head, "choices": choices, "usage": self._usage()}
+
+    def _calls(self, delta: AnswerDelta) -> list[dict[str, Any]]:
+        return [
+            {
+                # Mistral's templates take nothing but nine letters and digits.
+                "id": secrets.token_hex(5)[:9],
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for name, arguments in delta.calls
+        ]
+
+    def _reason(self, index: int) -> str | None:
+        reason = self.answers[index].finish_reason
+        has_called = reason == "stop" and self.readers[index].num_calls
+        return "tool_calls" if has_called else reason
 
     def _event(
         self, index: int, delta: dict[str, Any], scores: Any, finish_reason: str | None
@@ -274,17 +308,19 @@ class ChatReply:
         return {**self.head, "choices": [choice]}
 
     def _scores(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
-        if not self.is_scored:
+        if not self.body.logprobs:
             return None
         return {"content": [self._score(token) for token in tokens], "refusal": None}
 
     def _score(self, token: ScoredToken) -> dict[str, Any]:
-        top = [_named(text, value) for text, value in token.top]
-        return {**_named(token.text, token.log_prob), "top_logprobs": top}
+        top = token.top if self.body.top_logprobs else ()
+        rivals = [self._named(one, value) for one, value in top]
+        return {**self._named(token.id, token.log_prob), "top_logprobs": rivals}
+
+    def _named(self, token: int, log_prob: float | None) -> dict[str, Any]:
+        texts = self.served.texts
+        found = texts.of(token)
+        return {"token": texts.name(token), "logprob": log_prob, "bytes": list(found)}
 
     def _usage(self) -> dict[str, int]:
         return usage(self.prompt_tokens, self.answers)
-
-
-def _named(text: str, log_prob: float | None) -> dict[str, Any]:
-    return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}

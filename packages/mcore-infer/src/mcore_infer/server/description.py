@@ -1,15 +1,27 @@
-"""The OpenAPI description that ``/openapi.json`` gives, made of the tables that read bodies."""
+"""The interfaces of the server, and the OpenAPI description that ``/openapi.json`` gives."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_infer.server.api import api_table, read_api
-from mcore_infer.server.chat import chat_table, read_chat
-from mcore_infer.server.completions import completion_table, read_completion
-from mcore_infer.server.fields import Schema, Table, object_schema
-from mcore_infer.server.job import WITHOUT_EFFECT, Job, ServedModel
+from pydantic.json_schema import models_json_schema
+
+from mcore_infer.server.api import read_api
+from mcore_infer.server.chat import read_chat
+from mcore_infer.server.completions import read_completion
+from mcore_infer.server.job import Job, ServedModel
+from mcore_infer.server.schemas import (
+    MAX_TEXTS,
+    ApiBody,
+    Body,
+    ChatBody,
+    CompletionBody,
+    read_body,
+)
 from mcore_parallel.lazy_front import package_version
+
+Schema = dict[str, Any]
+"""A JSON schema."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,14 +32,22 @@ class Interface:
     paths: tuple[str, ...]
     """The first is described; the others are short for it."""
     methods: tuple[str, ...]
-    read: Callable[[dict[str, Any], ServedModel], Job]
-    table: Callable[[ServedModel], Table]
+    body: type[Body]
+    read: Callable[[Any, ServedModel], Job]
     answer: Mapping[str, Schema]
     """What a whole answer always holds."""
     event: Mapping[str, Schema] = field(default_factory=dict)
     """What each event of a stream always holds; empty: there are no streams."""
-    without_effect: tuple[str, ...] = ()
     has_plain_errors: bool = False
+
+    def job(self, raw: bytes, served: ServedModel) -> Job:
+        """Turn the bytes of a body into a job.
+
+        Raises:
+            RequestError: for what is wrong in it.
+        """
+        max_ids = MAX_TEXTS * served.max_tokens
+        return self.read(read_body(raw, self.body, max_ids), served)
 
 
 def _list(items: Schema) -> Schema:
@@ -42,8 +62,19 @@ def _object(parts: Mapping[str, Schema], needed: Iterable[str] | None = None) ->
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _TEXT: Schema = {"type": "string"}
 _USAGE = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT))
-_ROLE: Mapping[str, Schema] = {"role": {"const": "assistant"}}
+_FUNCTION = _object({"name": _TEXT, "arguments": _TEXT})
+_CALL: Mapping[str, Schema] = {
+    "id": _TEXT,
+    "type": {"const": "function"},
+    "function": _FUNCTION,
+}
+_MESSAGE: Mapping[str, Schema] = {
+    "role": {"const": "assistant"},
+    "content": {"type": ["string", "null"]},
+    "reasoning_content": _TEXT,
+}
 _ENDS = ("stop", "length")
+_CHAT_ENDS = (*_ENDS, "tool_calls")
 
 
 def _head(
@@ -74,8 +105,8 @@ INTERFACES = (
         summary="Write on after prompts, as Megatron's server does",
         paths=("/api",),
         methods=("PUT", "POST"),
+        body=ApiBody,
         read=read_api,
-        table=api_table,
         answer={
             "text": _list(_TEXT),
             "tokens": _list(_list(_COUNT)),
@@ -87,39 +118,49 @@ INTERFACES = (
         summary="Write on after prompts",
         paths=("/v1/completions", "/completions"),
         methods=("POST",),
+        body=CompletionBody,
         read=read_completion,
-        table=completion_table,
         answer={**_head("text_completion", {"text": _TEXT}, _ENDS), "usage": _USAGE},
         event=_head("text_completion", {"text": _TEXT}, (*_ENDS, None)),
-        without_effect=WITHOUT_EFFECT,
     ),
     Interface(
         summary="Answer a chat",
         paths=("/v1/chat/completions", "/chat/completions"),
         methods=("POST",),
+        body=ChatBody,
         read=read_chat,
-        table=chat_table,
         answer={
             **_head(
-                "chat.completion", {"message": _object({**_ROLE, "content": _TEXT})}, _ENDS
+                "chat.completion",
+                {
+                    "message": _object(
+                        {**_MESSAGE, "tool_calls": _list(_object(_CALL))}, ("role", "content")
+                    )
+                },
+                _CHAT_ENDS,
             ),
             "usage": _USAGE,
         },
         event=_head(
             "chat.completion.chunk",
-            {"delta": _object({**_ROLE, "content": _TEXT}, needed=())},
-            (*_ENDS, None),
+            {
+                "delta": _object(
+                    {**_MESSAGE, "tool_calls": _list(_object({"index": _COUNT, **_CALL}))}, ()
+                )
+            },
+            (*_CHAT_ENDS, None),
         ),
-        without_effect=WITHOUT_EFFECT,
     ),
 )
 _REFUSALS: Mapping[int, str] = {
     400: "A field is wrong or unknown, or the prompt too long.",
     401: "The API key is missing or wrong.",
     403: "This host is not served.",
+    404: "Another model is served.",
     408: "The body did not come in time.",
     413: "The body is too long.",
     415: "The body is not application/json.",
+    500: "The text cannot keep to its structure.",
     501: "The server lacks a library.",
     503: "The server is full, or its engine failed.",
     504: "The answer took too long.",
@@ -131,30 +172,33 @@ _ERROR = _object(
                 "message": _TEXT,
                 "type": _TEXT,
                 "param": {"type": ["string", "null"]},
-                "code": {"type": "integer"},
+                "code": {"type": ["integer", "string"]},
             }
         )
     }
 )
 
 
-def openapi(served: ServedModel, *, has_key: bool) -> dict[str, Any]:
-    """Describe a server's interfaces, with the limits of the model it runs.
+def openapi(*, has_key: bool) -> dict[str, Any]:
+    """Describe the server's interfaces.
 
     Args:
-        served: the model.
         has_key: whether an API key is needed.
     """
+    bodies, definitions = models_json_schema(
+        [(one.body, "validation") for one in INTERFACES],
+        ref_template="#/components/schemas/{model}",
+    )
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "mcore-infer", "version": package_version("mcore-infer")},
         "paths": {
-            **{one.paths[0]: _path(one, served) for one in INTERFACES},
+            **{one.paths[0]: _path(one, bodies[one.body, "validation"]) for one in INTERFACES},
             "/v1/models": _reading("The model", {"type": "object"}),
             "/health": _reading("Whether the engine runs", {"type": "object"}),
             "/metrics": _reading("Counts and times for Prometheus", _TEXT, "text/plain"),
         },
-        "components": {"schemas": {"Error": _ERROR}},
+        "components": {"schemas": {**definitions["$defs"], "Error": _ERROR}},
     }
     if has_key:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -163,7 +207,7 @@ def openapi(served: ServedModel, *, has_key: bool) -> dict[str, Any]:
     return found
 
 
-def _path(one: Interface, served: ServedModel) -> dict[str, Any]:
+def _path(one: Interface, body: Schema) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": _object(one.answer)}}
     # Who is not let in gets the same error everywhere.
     error = {"$ref": "#/components/schemas/Error"}
@@ -172,7 +216,6 @@ def _path(one: Interface, served: ServedModel) -> dict[str, Any]:
         content["text/event-stream"] = {"schema": {"anyOf": [event, error]}}
     plain = {"anyOf": [_TEXT, error]} if one.has_plain_errors else error
     refusals = {str(code): _reply(words, plain) for code, words in _REFUSALS.items()}
-    body = object_schema(one.table(served), one.without_effect)
     return {
         method.lower(): {
             "summary": one.summary,

@@ -1,9 +1,10 @@
 """The server's side of the engine's thread: groups of requests as asynchronous streams."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from mcore_infer.server.fields import RequestError
+from mcore_infer.grammars import Structure
+from mcore_infer.server.schemas import RequestError
 from mcore_infer.server.worker import EngineFailure, EngineWorker, Event, TextRequest
 
 
@@ -32,6 +33,18 @@ class Front:
             loop.call_soon_threadsafe(self._deliver, events)
 
         self.worker.start(deliver)
+
+    async def prepare(self, structures: Iterable[Structure]) -> None:
+        """Compile what texts are held to, beside the engine's steps.
+
+        Raises:
+            RequestError: with status 400, if no text can be held to one.
+        """
+        for structure in structures:
+            try:
+                await self.worker.prepare(structure)
+            except ValueError as error:
+                raise RequestError(400, str(error), "response_format") from None
 
     def open(self, requests: Sequence[TextRequest]) -> "RunningGroup":
         """Queue a group; its owner closes what is returned."""

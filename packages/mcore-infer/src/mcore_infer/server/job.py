@@ -1,41 +1,34 @@
 """What a request to the server becomes: texts to write, and how their reply looks."""
 
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
+from json import dumps
 from typing import Any, Protocol, runtime_checkable
 
-from mcore_data.datasets.chat import Render
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.chat_format import ChatFormat
 from mcore_infer.config import MAX_SEED, SamplingConfig
+from mcore_infer.grammars import Structure
 from mcore_infer.server.answer import Answer, AnswerPiece
-from mcore_infer.server.fields import (
-    Flag,
-    Group,
-    Integer,
-    Number,
-    Own,
-    RequestError,
-    Schema,
-    Table,
-    Text,
-    Texts,
-    Variants,
-    as_object,
-)
+from mcore_infer.server.schemas import MAX_TEXTS, RequestError, TextBody
 from mcore_infer.server.worker import TextRequest
-from mcore_infer.structured import Structure
-from mcore_infer.writing import TokenRules
+from mcore_infer.vocabulary import TokenTexts
+from mcore_infer.writing import ScoreRequest, TokenRules
 
-MAX_TEXTS = 128
-"""Texts of one request: prompts times ``n``."""
-_MAX_BIASES = 1024
+_FALLBACKS = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Of OpenAI's interfaces, where neither the request nor the model names a value."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServedModel:
     """The model that a server runs, as its interfaces know it."""
 
@@ -46,8 +39,16 @@ class ServedModel:
     """Of a prompt and its text together."""
     ends: tuple[int, ...] = ()
     """Tokens besides the tokenizer's end of document that end a text."""
-    render: Render | None = None
-    """Chat template; None: jinja2 is missing."""
+    chat: ChatFormat | None = None
+    """How chats are written and read; None: jinja2 is missing."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling of OpenAI's interfaces that the model names, see
+    ``LoadedModel.sampling_defaults``."""
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """Bytes and names of its tokens."""
+        return TokenTexts(self.tokenizer)
 
 
 @runtime_checkable
@@ -58,7 +59,7 @@ class Reply(Protocol):
         """Return the events before any text."""
 
     def event(self, index: int, piece: AnswerPiece) -> Any:
-        """Return the event of a new piece of text ``index``."""
+        """Return the event of a new piece of text ``index``; None: nothing is certain yet."""
 
     def end(self) -> Sequence[Any]:
         """Return the events behind all texts."""
@@ -85,104 +86,118 @@ class Job:
         """Tokens of all texts so far."""
         return sum(len(answer.ids) for answer in self.answers)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextOptions:
-    """How texts are written, as both OpenAI interfaces say it."""
-
-    sampling: SamplingConfig
-    rules: TokenRules
-    seed: int
-    stop: tuple[str, ...]
-    n: int
-    is_stream: bool
-    has_usage: bool
-    """Whether a stream ends with the counts."""
-    ignore_eos: bool
-    structure: Structure | None
+    @property
+    def structures(self) -> set[Structure]:
+        """What its texts are held to."""
+        return {request.structure for request in self.requests if request.structure}
 
 
-WITHOUT_EFFECT = (
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention"),
-)
-"""Fields of OpenAI's interfaces that say nothing about the text."""
+def check_model(body: TextBody, served: ServedModel) -> None:
+    """Refuse a model that is not the one that is served; left out, it is."""
+    if body.model not in (None, served.name):
+        name = str(body.model)[:100]
+        message = f"no model {name} here: {served.name} is served."
+        raise RequestError(404, message, "model", "model_not_found")
 
 
-def options_table(served: ServedModel) -> Table:
-    """Return the fields that completions and chats share."""
+def text_requests(
+    body: TextBody,
+    served: ServedModel,
+    prompts: Sequence[tuple[Sequence[int], int]],
+    *,
+    scores: ScoreRequest,
+    structure: Structure | None,
+    end_texts: Sequence[str] = (),
+    end_ids: Sequence[int] = (),
+    offsets: Sequence[int] = (),
+    kept: Mapping[int, str] | None = None,
+) -> tuple[list[TextRequest], list[Answer]]:
+    """Return the texts of a request, ``n`` of each prompt; text i draws from its seed + i.
 
-    def bias(given: Any) -> tuple[tuple[int, float], ...]:
-        return _bias(given, served.vocab_size)
+    Args:
+        body: how texts are sampled and where they stop.
+        served: the model.
+        prompts: token ids, and how many are written behind them.
+        scores: log probabilities.
+        structure: what texts are held to; None: nothing.
+        end_texts: strings that end a text besides the body's.
+        end_ids: tokens that end a text besides the model's.
+        offsets: lengths of the texts before the answers, by prompt; empty: 0.
+        kept: special tokens that are part of the text, by id, and their names.
+    """
+    if len(prompts) * body.n > MAX_TEXTS:
+        message = f"{len(prompts) * body.n} texts are more than {MAX_TEXTS}: prompts times n."
+        raise RequestError(400, message)
+    if structure is not None and body.min_tokens:
+        message = "min_tokens and a structure exclude each other: the structure ends the text."
+        raise RequestError(400, message, "min_tokens")
+    eod = None if body.ignore_eos else served.tokenizer.eod
+    strings, sequences = _split_stops(body.stop, served.tokenizer)
+    sequences += [[token] for token in body.stop_token_ids]
+    if not body.ignore_eos:
+        sequences += [[token] for token in (*served.ends, *end_ids)]
+        strings += end_texts
+    ends = [sequence[0] for sequence in sequences if len(sequence) == 1]
+    ends += [] if eod is None else [eod]
+    if ends and max(ends) >= served.vocab_size:
+        message = f"stop_token_ids: token ids are from 0 to {served.vocab_size - 1}."
+        raise RequestError(400, message, "stop_token_ids")
+    rules = TokenRules(bias=_bias(body, served.vocab_size))
+    if body.min_tokens:
+        rules = TokenRules(bias=rules.bias, min_tokens=body.min_tokens, ends=tuple(ends))
+    sampling, seed = _sampling(body, served), seed_of(body.seed)
+    requests, answers = [], []
+    for number, (ids, num_tokens) in enumerate(prompts):
+        for _ in range(body.n):
+            requests.append(
+                TextRequest(
+                    prompt=ids,
+                    sampling=sampling,
+                    num_tokens=num_tokens,
+                    seed=seed + len(requests),
+                    eod=eod,
+                    stop=sequences,
+                    rules=rules,
+                    scores=scores,
+                    structure=structure,
+                )
+            )
+            answers.append(
+                Answer(
+                    served.texts,
+                    eod=eod,
+                    stop=strings,
+                    min_tokens=body.min_tokens,
+                    is_scored=scores.log_probs,
+                    offset=offsets[number] if offsets else 0,
+                    kept=kept,
+                )
+            )
+    return requests, answers
 
-    return {
-        "temperature": Number(1.0, 0, 100),
-        "top_p": Number(1.0, 0, 1, above=True),
-        "top_k": Integer(0, -1, served.vocab_size),
-        "min_p": Number(0.0, 0, 1),
-        "repetition_penalty": Number(1.0, 0, 10, above=True),
-        "presence_penalty": Number(0.0, -2, 2),
-        "frequency_penalty": Number(0.0, -2, 2),
-        "stream": Flag(),
-        "stream_options": Group({"include_usage": Flag()}, ("include_obfuscation",)),
-        "logit_bias": Own(bias, _BIAS),
-        "seed": Integer(None, 0, MAX_SEED),
-        "stop": Texts(16),
-        "n": Integer(1, 1, MAX_TEXTS),
-        "ignore_eos": Flag(),
-        "response_format": Variants(_FORMATS),
-    }
+
+def response_structure(body: TextBody) -> Structure | None:
+    """Return what ``response_format`` holds a text to; None: nothing."""
+    wanted = body.response_format
+    if wanted.type == "text":
+        return None
+    check_can_hold("response_format")
+    if wanted.type == "regex":
+        return Structure("regex", wanted.pattern or "")
+    schema = wanted.json_schema.schema_ if wanted.json_schema else {"type": "object"}
+    return Structure("json_schema", dumps(schema))
 
 
-def text_options(fields: Mapping[str, Any]) -> TextOptions:
-    """Return what the fields of ``options_table`` mean together."""
-    temperature, top_k, top_p = fields["temperature"], max(0, fields["top_k"]), fields["top_p"]
-    if not temperature:  # the likeliest token always
-        temperature, top_k, top_p = 1.0, 1, 1.0
-    sampling = checked(
-        lambda: SamplingConfig(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=0.0 if top_p == 1 else top_p,
-            min_p=fields["min_p"],
-            repetition_penalty=fields["repetition_penalty"],
-            presence_penalty=fields["presence_penalty"],
-            frequency_penalty=fields["frequency_penalty"],
-        )
-    )
-    return TextOptions(
-        sampling=sampling,
-        rules=TokenRules(bias=fields["logit_bias"]),
-        seed=seed_of(fields["seed"]),
-        stop=fields["stop"],
-        n=fields["n"],
-        is_stream=fields["stream"],
-        has_usage=fields["stream_options"]["include_usage"],
-        ignore_eos=fields["ignore_eos"],
-        structure=_structure(*fields["response_format"]),
-    )
+def check_can_hold(field: str) -> None:
+    """Refuse a field that needs llguidance where it is not installed."""
+    if find_spec("llguidance") is None:
+        message = f"{field} needs a server with pip install 'mcore-infer[structured]'."
+        raise RequestError(400, message, field)
 
 
 def seed_of(given: int | None) -> int:
     """Return the seed, or a random one."""
     return secrets.randbelow(MAX_SEED) if given is None else given
-
-
-def _structure(kind: str, wanted: Mapping[str, Any]) -> Structure | None:
-    """Return what ``response_format`` holds a text to; None: nothing."""
-    if kind == "text":
-        return None
-    if find_spec("llguidance") is None:
-        raise RequestError(
-            400,
-            "response_format needs a server with pip install 'mcore-infer[structured]'.",
-            "response_format",
-        )
-    if kind == "regex":
-        return Structure("regex", wanted["pattern"])
-    if kind == "json_object":
-        return Structure("json_schema", '{"type": "object"}')
-    return Structure("json_schema", json.dumps(wanted["json_schema"]["schema"]))
 
 
 def checked(build: Callable[[], SamplingConfig]) -> SamplingConfig:
@@ -203,64 +218,79 @@ def num_tokens_for(served: ServedModel, prompt: Sequence[int], wanted: int | Non
     """
     room = served.max_tokens - len(prompt)
     if room < 0 or (room == 0 and wanted != 0):
-        raise RequestError(
-            400,
-            f"the maximum context length was exceeded: the prompt has {len(prompt)} tokens, "
-            f"and {served.max_tokens} are the most for a prompt and its text.",
-            "prompt",
-        )
+        raise _too_long(served, f"has {len(prompt)}")
     return room if wanted is None else min(wanted, room)
 
 
-def encode(served: ServedModel, text: str, field: str = "prompt") -> list[int]:
-    """Turn a prompt into tokens; an empty one begins a document."""
+def encode(
+    served: ServedModel, text: str, field: str = "prompt", *, is_rendered: bool = False
+) -> list[int]:
+    """Turn a prompt into tokens, which may be none where a template rendered it.
+
+    An empty one becomes the token that begins a document. One that is too long by its
+    characters is refused before it is cut into tokens.
+    """
     tokenizer = served.tokenizer
+    if (fewest := served.texts.fewest(text)) > served.max_tokens:
+        raise _too_long(served, f"has {fewest} or more", field)
     try:
-        ids = tokenizer.encode(text)
-    except ValueError as error:
+        # Libraries release Python's lock for batches alone.
+        (ids,) = tokenizer.encode_batch([text], add_special_tokens=not is_rendered)
+    except (ValueError, TypeError) as error:
         raise RequestError(400, str(error), field) from None
     begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
-    if not ids and begin is None:
+    if ids or is_rendered:
+        return ids
+    if begin is None:
         raise RequestError(400, f"{field} is empty, and no token begins a document.", field)
-    return ids or [begin]  # pyrefly: ignore
+    return [begin]
 
 
-def check_count(num_texts: int) -> None:
-    """Refuse requests for too many texts."""
-    if num_texts > MAX_TEXTS:
-        raise RequestError(
-            400, f"{num_texts} texts are more than {MAX_TEXTS}: prompts times n."
+def _too_long(served: ServedModel, has: str, field: str = "prompt") -> RequestError:
+    message = (
+        f"the maximum context length was exceeded: the prompt {has} tokens, and "
+        f"{served.max_tokens} are the most for a prompt and its text."
+    )
+    return RequestError(400, message, field, "context_length_exceeded")
+
+
+def _sampling(body: TextBody, served: ServedModel) -> SamplingConfig:
+    values: dict[str, Any] = {}
+    for name, fallback in _FALLBACKS.items():
+        given = getattr(body, name)
+        values[name] = served.defaults.get(name, fallback) if given is None else given
+    values["top_k"] = max(0, values["top_k"])
+    if not values["temperature"]:  # the likeliest token always
+        values |= {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
+    if values["top_p"] == 1:
+        values["top_p"] = 0.0
+    return checked(
+        lambda: SamplingConfig(
+            **values,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
         )
+    )
 
 
-def _bias(given: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    biases, name = as_object("logit_bias", given), "logit_bias"
-    if len(biases) > _MAX_BIASES:
-        raise RequestError(400, f"{name} has more than {_MAX_BIASES} tokens.", name)
-    found = []
-    for token, value in biases.items():
-        if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise RequestError(400, f"{name}: {token[:20]} is no token id.", name)
+def _bias(body: TextBody, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    for token in body.logit_bias:
         if int(token) >= vocab_size:
-            raise RequestError(400, f"{name}: {token} is no token id below {vocab_size}.", name)
-        found.append((int(token), _BIAS_VALUE.read(token, value)))
-    return tuple(found)
+            message = f"logit_bias: {token} is no token id below {vocab_size}."
+            raise RequestError(400, message, "logit_bias")
+    return tuple((int(token), float(value)) for token, value in body.logit_bias.items())
 
 
-_BIAS_VALUE = Number(0.0, -100, 100)
-_BIAS: Schema = {
-    "type": "object",
-    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-    "additionalProperties": _BIAS_VALUE.schema(),
-    "maxProperties": _MAX_BIASES,
-}
-_SCHEMA = Own(partial(as_object, "schema"), {"type": "object"})
-_FORMATS: Mapping[str, Table] = {
-    "text": {},
-    "json_object": {},
-    "json_schema": {
-        "json_schema": Group({"schema": _SCHEMA}, ("name", "description", "strict"))
-    },
-    "regex": {"pattern": Text()},
-}
-"""What ``response_format`` may be, by its type."""
+def _split_stops(
+    stop: str | Sequence[str], tokenizer: Tokenizer
+) -> tuple[list[str], list[list[int]]]:
+    """Return stop strings, and as tokens those with special tokens, which are not in a text."""
+    strings, sequences = [], []
+    for text in [stop] if isinstance(stop, str) else stop:
+        named = tokenizer.token_id(text)
+        ids = [named] if named is not None else tokenizer.encode(text, add_special_tokens=False)
+        if tokenizer.decode(ids) != tokenizer.decode(ids, skip_special_tokens=True):
+            sequences.append(ids)
+        else:
+            strings.append(text)
+    return strings, sequences

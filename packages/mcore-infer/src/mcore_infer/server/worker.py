@@ -7,7 +7,7 @@ make their steps together, behind which all events go to rank 0, on the host. A 
 leaves the others in a collective: ``Watch`` ends them, and rank 0 answers its clients before.
 """
 
-import json
+import asyncio
 import logging
 import queue
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +16,13 @@ from threading import Thread
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.engine import Engine
-from mcore_infer.structured import Structure
+from mcore_infer.errors import EngineError
+from mcore_infer.grammars import Structure
 from mcore_infer.writing import Beam, Generation, NewToken, ScoreRequest, TokenRules
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
@@ -60,10 +62,6 @@ class EngineFailure:
     message: str = "the engine failed: this server ends."
 
 
-class EngineError(RuntimeError):
-    """An engine failed, on this rank or another."""
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
     """Something that happened to a group."""
@@ -82,7 +80,12 @@ class Orders:
     """Groups by number."""
     cancelled: list[tuple[int, int]] = field(default_factory=list)
     """Group, and index in it; -1: the whole group."""
+    structures: list[Structure] = field(default_factory=list)
+    """Whose grammars later groups need."""
     is_last: bool = False
+
+
+_ORDERS = TypeAdapter(Orders)
 
 
 class Requests:
@@ -114,6 +117,9 @@ class Requests:
         Communicates as ``Engine.step``; with several replicas it all-gathers over ``axis`` on
         the host, as ``share_orders`` does.
         """
+        if self.engine.grammars is not None:
+            for structure in orders.structures:
+                self.engine.grammars.prepare(structure, is_tried=False)
         own = [new for new in orders.new if new[0] % self.replicas.size == self.replicas.rank]
         events = [event for number, group in own for event in self._add(number, group)]
         for group, index in orders.cancelled:
@@ -215,6 +221,21 @@ class EngineWorker:
         self._inbox.put(lambda orders: orders.new.append((number, group)))
         return number
 
+    async def prepare(self, structure: Structure) -> None:
+        """Compile a structure beside the steps: here within limits, then on the other ranks.
+
+        Raises:
+            ValueError: if no text may be held to it.
+        """
+        grammars = self.requests.engine.grammars
+        if grammars is None:
+            raise ValueError("structured output needs an engine with a tokenizer.")
+        compiled = await asyncio.shield(asyncio.wrap_future(grammars.prepare(structure)))
+        if self.axis.size > 1:
+            self._inbox.put(lambda orders: orders.structures.append(structure))
+            # The others take as long; where one takes longer, a step waits for it.
+            await asyncio.sleep(2 * compiled.seconds)
+
     def cancel(self, group: int, index: int = -1) -> None:
         """End one request of a group, or all; one that is over is none."""
         self._inbox.put(lambda orders: orders.cancelled.append((group, index)))
@@ -278,21 +299,21 @@ def follow(engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
 def share_orders(orders: Orders, axis: Axis) -> Orders:
     """Return rank 0's orders on every rank.
 
-    All-reduces their length, then their text, on the host: a step that the device runs goes on
+    All-reduces their length, then their bytes, on the host: a step that the device runs goes on
     meanwhile, and the next may be started behind it.
     """
     if axis.size == 1:
         return orders
     text = b""
     if axis.rank == 0 and orders != Orders():
-        text = json.dumps(asdict(orders)).encode()
+        text = _ORDERS.dump_json(orders)
     length = int(all_reduce(torch.tensor(len(text)), axis).item())
     if not length:
         return orders
     written = torch.zeros(length, dtype=torch.uint8)
     if text:
         written = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return _orders_from(json.loads(bytes(all_reduce(written, axis).tolist())))
+    return _ORDERS.validate_json(bytes(all_reduce(written, axis).tolist()))
 
 
 def _counts(engine: Engine) -> dict[str, int]:
@@ -308,15 +329,6 @@ def _counts(engine: Engine) -> dict[str, int]:
     }
 
 
-def _orders_from(fields: dict[str, Any]) -> Orders:
-    new = [
-        (number, [_request_from(request) for request in group])
-        for number, group in fields["new"]
-    ]
-    cancelled = [(group, index) for group, index in fields["cancelled"]]
-    return Orders(new, cancelled, fields["is_last"])
-
-
 def _event_from(kind: str, fields: dict[str, Any]) -> Event:
     kinds = {one.__name__: one for one in (NewToken, Generation, RefusedGroup)}
     what = {name: _frozen(value) for name, value in fields["what"].items()}
@@ -330,18 +342,3 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _frozen(one) for name, one in value.items()}
     return tuple(_frozen(one) for one in value) if isinstance(value, list) else value
-
-
-def _request_from(fields: dict[str, Any]) -> TextRequest:
-    names = ("rules", "scores", "sampling", "structure")
-    rules, scores, sampling, structure = (fields.pop(name) for name in names)
-    sampling["stop_words"] = tuple(sampling["stop_words"])
-    bias = tuple((token, value) for token, value in rules["bias"])
-    never_after = rules["never_after"] and tuple(rules["never_after"])
-    return TextRequest(
-        sampling=SamplingConfig(**sampling),
-        rules=TokenRules(bias=bias, never_after=never_after),
-        scores=ScoreRequest(**scores),
-        structure=structure and Structure(**structure),
-        **fields,
-    )

@@ -1,6 +1,6 @@
-"""The router: a module with the gate's weight, the expert bias and the counts of a step.
+"""The router: owner of a gate's weight, the expert bias and the counts of a step.
 
-Its computations are pure functions in ``topk`` and ``load_balancing``.
+What it computes is in ``topk`` and ``load_balancing``, as pure functions.
 """
 
 from collections.abc import Callable
@@ -45,16 +45,16 @@ class Router(nn.Module):
     """The gate of a mixture of experts: a linear map, top-k choice and balancing losses.
 
     Attributes:
-        weight: ``[E, D]``, the same on all tensor ranks; each routes its own tokens, so the
+        weight: ``[E, D]``, the same on all tensor ranks; each sees its own tokens, so its
             gradients are partial sums over ``tp``.
-        bias: ``[E]``, replicated like the weight; None without ``moe_router_bias``.
+        bias: ``[E]``, likewise; None without ``moe_router_bias``.
         expert_bias: ``[E]`` float32 parameter without gradient, moved by ``finish_step``; None
             without ``moe_router_enable_expert_bias``. Stays float32 when the model is cast.
         step_counts: ``[E]`` int64 buffer: choices of this rank's tokens since the last step.
-        step_scored_counts: ``[E]`` int64 buffer: choices by the plain top-k of the scores,
+        step_scored_counts: ``[E]`` int64 buffer: the same by the plain top-k of the scores,
             for the global loss.
-        step_dropped: int64 buffer: choices of real tokens beyond their experts' capacity.
-        tape: records choices, or replays recorded ones; see ``replay``.
+        step_dropped: int64 buffer: choices of real tokens that no expert had room for.
+        tape: records choices, or gives recorded ones; see ``replay``.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Router(nn.Module):
 
         Args:
             hidden_size: D.
-            config: options of routing and balance.
-            tp: ranks that hold the weight and have different tokens.
+            config: everything about routing and balance.
+            tp: ranks that hold the weight and see different tokens.
             cp_tp: ranks that share a micro-batch.
             dp_cp_tp: ranks that share a step's batch.
             streams: source of jitter, different on every rank; None: torch's default
@@ -132,7 +132,7 @@ class Router(nn.Module):
         return layouts
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        # bf16 would round a step of the bias to nothing: move it between devices, never cast.
+        # In bf16 a step of the bias would be rounded away: move it between devices, never cast.
         before = None if self.expert_bias is None else self.expert_bias.detach()
         super()._apply(fn, recurse)
         bias = self.expert_bias
@@ -153,11 +153,10 @@ class Router(nn.Module):
         if a loss needs them.
 
         Args:
-            x: this rank's tokens; T may be 0.
-            sequences: sequence of each token, for the loss by sequence; left out: all tokens
-                are of one sequence.
+            x: this rank's tokens; may be none.
+            sequences: of each token, for the loss by sequence; left out: all of one.
             num_sequences: in the micro-batch.
-            mask: true for real tokens; padding gets no expert and is in no statistic.
+            mask: true for real tokens; no expert computes padding, and statistics leave it out.
 
         Returns:
             The routing, and this rank's share of all losses times their coefficients.
@@ -193,7 +192,7 @@ class Router(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         eps = self.config.moe_input_jitter_eps
         if self.training and eps:
-            # Each rank routes different tokens: its noise comes from a stream of its own.
+            # Every rank routes tokens of its own, so no two may see the same noise.
             stream = self.streams.fork("tensor_parallel") if self.streams else nullcontext()
             with stream:
                 x = x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
@@ -205,7 +204,7 @@ class Router(nn.Module):
         return F.linear(x.to(dtype), self.weight.to(dtype), bias)
 
     def _given_ids(self, x: Tensor) -> Tensor | None:
-        """Return recorded or balanced experts in place of those by score, or None."""
+        """Return experts that do not follow from the scores: recorded or balanced ones."""
         if self.tape is not None and self.tape.is_given:
             return self.tape.next_ids(x.shape[0], self.config.moe_router_topk, is_replayed())
         if self.config.moe_router_force_load_balancing:
@@ -252,8 +251,7 @@ class Router(nn.Module):
         num_sequences: int,
         mask: Tensor | None,
     ) -> Tensor:
-        # Counts are by the plain top-k of the scores: the loss must see the imbalance that
-        # bias, groups and capacity correct.
+        # The plain top-k of the scores: bias, groups and capacity must not hide an imbalance.
         topk, kind = self.config.moe_router_topk, self.config.moe_router_load_balancing_type
         scores = expert_scores(logits, self.config.moe_router_score_function)
         if self.config.moe_router_score_function != "softmax":
@@ -290,10 +288,10 @@ def _is_narrow(x: Tensor) -> bool:
 
 
 class _WideLinear(OnceDifferentiable):
-    """A linear of bfloat16 factors with a float32 result; makes no float32 copies.
+    """A linear of bfloat16 factors with float32 results, without float32 copies of either.
 
-    Forward adds exact products in float32, as the GEMM of float32 copies does. Backward splits
-    the float32 gradient into a sum of two bfloat16 numbers, which keep 16 of its bits.
+    Forward adds exact products in float32, as the GEMM of float32 copies does. In backward the
+    float32 gradient enters as the sum of two bfloat16 numbers, 16 bits of it.
     """
 
     @staticmethod

@@ -1,7 +1,8 @@
 """Statistics of a model's routers, and their update at the end of a step.
 
-Routers count choices in every forward. Once a step, after backward, ``finish_step`` sums the
-counts of all routers in one all-reduce, moves the expert biases and clears the counts.
+Routers count choices in every forward. Once a step, after gradients are final, ``finish_step``
+sums the counts of all routers in one all-reduce, moves the expert biases and clears the
+counts.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
 LOAD_PERCENTILES = (10, 50, 90)
-"""Percentiles of the experts' loads in ``SUMMARY``."""
+"""Of the experts, by load."""
 
 SUMMARY = (
     "imbalance",
@@ -28,19 +29,19 @@ SUMMARY = (
     "dropped_share",
     "expert_bias_range",
 )
-"""Names of the columns of ``summarize``, in order."""
+"""What ``summarize`` returns, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterStats:
-    """Counts and bias of one router in one step, over all ranks; on the model's device."""
+    """What one router did in one step, all ranks together; on the model's device."""
 
     counts: Int[Tensor, " E"]
-    """Choices of real tokens, dropped ones included."""
+    """Choices of real tokens, before any were dropped."""
     num_dropped: Int[Tensor, ""]
-    """Choices beyond their expert's capacity."""
+    """Choices for which their expert had no room."""
     expert_bias: Float[Tensor, " E"] | None = None
-    """Expert bias after its update; None without ``moe_router_enable_expert_bias``."""
+    """After its update; None without."""
 
     @property
     def imbalance(self) -> float:
@@ -54,14 +55,13 @@ class RouterStats:
 
 
 def summarize(stats: Sequence[RouterStats]) -> Float[Tensor, "L n"]:
-    """Return the numbers of ``SUMMARY`` for each router; does not wait for the device.
+    """Return for each router the numbers that ``SUMMARY`` names; does not wait for the device.
 
-    Loads are counts over their mean. The entropy of the experts' shares is 1 for equal shares
-    and 0 if one expert gets all choices. The range of the bias is its largest entry less its
-    smallest; 0 without a bias.
+    Loads are counts over their mean. The entropy of their shares is 1 for equal ones and 0
+    when one expert gets all. The range of the bias is its largest less its smallest; 0 without.
 
     Args:
-        stats: of one router or more, all with equally many experts.
+        stats: at least one; all of as many experts.
     """
     counts = torch.stack([router.counts for router in stats])
     total = counts.sum(1, keepdim=True).clamp(min=1)
@@ -82,18 +82,18 @@ def summarize(stats: Sequence[RouterStats]) -> Float[Tensor, "L n"]:
 
 
 def routers(model: nn.Module) -> dict[str, Router]:
-    """Return the routers of a model by path."""
+    """Find the routers of a model by path."""
     return {name: m for name, m in model.named_modules() if isinstance(m, Router)}
 
 
 def finish_step(model: nn.Module, axis: Axis = SINGLE) -> dict[str, RouterStats]:
     """Close a step for all routers: move expert biases in place, clear the counts.
 
-    One all-reduce over ``axis``; all ranks of ``axis`` call this function once a step. Without
-    routers there is no communication.
+    One all-reduce over ``axis``; all its ranks call this once a step. A model without routers
+    does not communicate.
 
     Args:
-        model: a model or a part of it; pipeline stages may have different numbers of routers.
+        model: or a part of it; pipeline stages may have different numbers of routers.
         axis: all ranks that share a step's batch (tp x cp x dp).
 
     Returns:

@@ -34,12 +34,11 @@ class Turns:
         self._thread = ThreadPoolExecutor(1, "backward")
 
     def serve(self, *modules: nn.Module) -> None:
-        """Pass ``change`` to every layer that has a method ``set_overlap_callback``."""
+        """Let layers that have a method ``take_turns`` call ``change`` in their exchanges."""
         for module in modules:
             for layer in module.modules():
-                setter = getattr(layer, "set_overlap_callback", None)
-                if setter is not None:
-                    setter(self.change)
+                if (take := getattr(layer, "take_turns", None)) is not None:
+                    take(self.change)
 
     def change(self) -> None:
         """Let the other side continue; returns at this one's next turn, at once if alone."""

@@ -1,0 +1,400 @@
+"""Bodies of requests: one pydantic model each, which is validation and OpenAPI schema.
+
+Every field of OpenAI's interfaces is here: with an effect, described as without, or in a
+model's ``refused`` with the reason. null is as good as left out.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from mcore_infer.config import MAX_SEED
+
+MAX_TEXTS = 128
+"""Texts of one request: prompts times ``n``."""
+MAX_TOP = 20
+MAX_PARTS = 1 << 16
+"""Objects, lists or fields of a body."""
+_MAX_STOP_CHARACTERS = 1024
+_MAX_TOKENS = 2**31
+_CONTENT = "a string or a list of parts of text"
+
+
+class RequestError(Exception):
+    """What a client did wrong, or why it gets no answer; the message is for its user.
+
+    Attributes:
+        status: HTTP status.
+        message: one line.
+        field: of the body that is wrong; empty: none.
+        code: for programs; empty: the status.
+    """
+
+    def __init__(self, status: int, message: str, field: str = "", code: str = "") -> None:
+        super().__init__(message)
+        self.status, self.message, self.field, self.code = status, message, field, code
+
+
+class _FieldError(ValueError):
+    """A field that is unknown or refused."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field[:100]
+
+
+_JSON = TypeAdapter(Any)
+
+
+def _add_null(schema: dict[str, Any]) -> None:
+    """Let every field that may be left out be null, in the description too."""
+    required = schema.get("required", ())
+    for name, part in schema.get("properties", {}).items():
+        part.pop("title", None)
+        if name not in required and part:
+            schema["properties"][name] = {"anyOf": [part, {"type": "null"}]}
+    schema.pop("title", None)
+
+
+class Body(BaseModel):
+    """A JSON object of known fields."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_add_null
+    )
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Fields of the interface that are not served, and why."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        given = {name: value for name, value in body.items() if value is not None}
+        fields = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in given.keys() - fields:  # one fault of many is enough
+            if name in cls.refused:
+                message = f"{name} {cls.refused[name]}"
+            else:
+                near = difflib.get_close_matches(name[:100], fields, n=1)
+                meant = f": did you mean {near[0]}?" if near else "."
+                message = f"unknown field {name[:100]}{meant}"
+            raise _FieldError(name, message)
+        return given
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+_NoEffect = Annotated[Any, Field(description="Has no effect.")]
+_Tokens = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
+_Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARACTERS)]
+_TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
+
+
+class StreamOptions(Body):
+    """How a stream ends."""
+
+    include_usage: bool = False
+    include_obfuscation: _NoEffect = None
+
+
+class SchemaFormat(Body):
+    """A JSON schema, under a name."""
+
+    schema_: dict[str, Any] = Field(alias="schema")
+    name: _NoEffect = None
+    description: _NoEffect = None
+    strict: _NoEffect = None
+
+
+class ResponseFormat(Body):
+    """What a text is held to."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"] = "text"
+    json_schema: SchemaFormat | None = None
+    pattern: str | None = Field(None, description="The expression, where type is regex.")
+
+    @model_validator(mode="after")
+    def _has_parts(self) -> Self:
+        for kind, name in (("json_schema", "json_schema"), ("regex", "pattern")):
+            if (self.type == kind) != (getattr(self, name) is not None):
+                raise ValueError(f"type {kind} and {name} go together")
+        return self
+
+
+class TextBody(Body):
+    """Fields that completions and chats share."""
+
+    model: str | None = Field(None, description="The name in /v1/models.")
+    temperature: float | None = Field(
+        None, ge=0, le=100, description="0: the likeliest token. Default: the model's, or 1."
+    )
+    top_p: float | None = Field(None, gt=0, le=1, description="Default: the model's, or 1.")
+    top_k: int | None = Field(
+        None, ge=-1, le=_MAX_TOKENS, description="0, -1: all. Default: the model's, or 0."
+    )
+    min_p: float | None = Field(None, ge=0, le=1, description="Default: the model's, or 0.")
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=10, description="Default: the model's, or 1."
+    )
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[
+        Annotated[str, Field(pattern="^[0-9]{1,9}$")],
+        Annotated[float, Field(ge=-100, le=100)],
+    ] = Field(default={}, max_length=1024)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    n: int = Field(1, ge=1, le=MAX_TEXTS)
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] = Field(
+        default=[],
+        description="a string or a list of at most 16, none empty or longer than 1024",
+    )
+    stop_token_ids: list[_TokenId] = Field(default=[], max_length=64)
+    min_tokens: int = Field(0, ge=0, le=_MAX_TOKENS)
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = ResponseFormat()
+    user: _NoEffect = None
+    metadata: _NoEffect = None
+    store: _NoEffect = None
+    service_tier: _NoEffect = None
+    safety_identifier: _NoEffect = None
+    prompt_cache_key: _NoEffect = None
+    prompt_cache_retention: _NoEffect = None
+    prompt_cache_options: _NoEffect = None
+    moderation: _NoEffect = None
+
+
+def _check_ids(ids: list[int]) -> list[int]:
+    if min(ids) < 0:
+        raise ValueError("token ids are 0 or more")
+    return ids
+
+
+_Ids = Annotated[list[int], Field(min_length=1), AfterValidator(_check_ids)]
+_Prompts = Annotated[list[str | _Ids], Field(min_length=1, max_length=MAX_TEXTS)]
+
+
+def _kind_of_prompt(prompt: Any) -> str:
+    """Return what a prompt is by its first part: a union would refuse each id as a text."""
+    if isinstance(prompt, list):
+        return "ids" if prompt and isinstance(prompt[0], int) else "many"
+    return "text"
+
+
+class CompletionBody(TextBody):
+    """``POST /v1/completions``."""
+
+    refused: ClassVar[Mapping[str, str]] = {}
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[_Ids, Tag("ids")]
+        | Annotated[_Prompts, Tag("many")],
+        Discriminator(_kind_of_prompt),
+    ] = Field(
+        description=f"a string, a list of token ids, or a list of at most {MAX_TEXTS} of either"
+    )
+    max_tokens: int = Field(16, ge=0, le=_MAX_TOKENS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    echo: bool = False
+    best_of: int | None = Field(None, ge=1, le=MAX_TEXTS)
+    suffix: Literal[""] = Field("", description="empty: models here write at the end only")
+
+
+class Part(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+    strict: _NoEffect = None
+
+
+class Tool(Body):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The one tool to use."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class CalledFunction(BaseModel):
+    """A call as it was answered; arguments are JSON."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(BaseModel):
+    """An earlier call of a tool."""
+
+    model_config = ConfigDict(extra="allow")
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """One turn; further fields go to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: str | list[Part] | None = Field(None, description=_CONTENT)
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatBody(TextBody):
+    """``POST /v1/chat/completions``."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "functions": "is no longer used: give tools and tool_choice.",
+        "function_call": "is no longer used: give tools and tool_choice.",
+        "audio": "is refused: models here write text only.",
+        "web_search_options": "is refused: models here search nothing.",
+    }
+    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    max_completion_tokens: _Tokens | None = None
+    max_tokens: _Tokens | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
+    modalities: list[Literal["text"]] = ["text"]
+    tools: list[Tool] = Field(default=[], max_length=128)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = Field(
+        default="auto", description="auto, none, required, or a function by its name"
+    )
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = Field(
+        None, max_length=20, description="For the chat template; none: enable_thinking=false."
+    )
+    chat_template_kwargs: dict[str, Any] = {}
+    prediction: _NoEffect = None
+    verbosity: _NoEffect = None
+
+
+def _check_prompts(prompts: Any) -> Any:
+    """Refuse prompts in the words of Megatron's server."""
+    if not isinstance(prompts, list) or not all(isinstance(one, str) for one in prompts):
+        raise ValueError("prompts is not a list of strings")
+    if not prompts:
+        raise ValueError("prompts is empty")
+    if len(prompts) > MAX_TEXTS:
+        raise ValueError(f"Maximum number of prompts is {MAX_TEXTS}")
+    return prompts
+
+
+def _check_is_float(value: Any) -> Any:
+    if not isinstance(value, float):
+        raise ValueError("top_p must be a float from 0.0 to 1.0")
+    return value
+
+
+class ApiBody(Body):
+    """``PUT /api``."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "max_len": "is no longer used: give tokens_to_generate.",
+        "sentences": "is no longer used: give prompts.",
+    }
+    prompts: Annotated[list[str], BeforeValidator(_check_prompts)]
+    tokens_to_generate: int = Field(64, ge=0, le=_MAX_TOKENS)
+    logprobs: bool = False
+    top_n_logprobs: int = Field(0, ge=0, le=MAX_TOP)
+    temperature: float = Field(1.0, gt=0, le=100)
+    top_k: int = Field(0, ge=0, le=1000)
+    top_p: Annotated[float, BeforeValidator(_check_is_float)] = Field(
+        0.0, ge=0, le=1, description="With a decimal point: 1.0, not 1."
+    )
+    top_p_decay: float = Field(0.0, ge=0, le=1)
+    top_p_bound: float = Field(0.0, ge=0, le=1)
+    beam_width: int | None = Field(None, ge=1, le=128)
+    length_penalty: float = Field(1.0, ge=-10, le=10)
+    random_seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    stop_token: _TokenId | None = None
+    add_BOS: bool = False  # noqa: N815
+    stop_on_double_eol: bool = False
+    stop_on_eol: bool = False
+    prevent_newline_after_colon: bool = False
+
+
+def read_body(raw: bytes, model: type[AnyBody], max_ids: int = MAX_PARTS) -> AnyBody:
+    """Parse and validate a body.
+
+    Args:
+        raw: JSON.
+        model: what it is to be.
+        max_ids: most token ids of its prompts.
+
+    Raises:
+        RequestError: with status 400 and one line, for no JSON or a wrong or unknown field;
+            with 413 for one of many parts, which would hold the interpreter for long.
+    """
+    num_parts = max(raw.count(b"[") + raw.count(b"{"), raw.count(b'":'))
+    if num_parts > MAX_PARTS or raw.count(b",") > MAX_PARTS + max_ids:
+        message = f"the body has more than {MAX_PARTS} objects, lists and fields"
+        raise RequestError(413, f"{message}, or {max_ids} token ids.")
+    try:
+        body = _JSON.validate_json(raw)
+    except ValidationError as error:
+        why = error.errors(include_url=False)[0]["msg"].removeprefix("Invalid JSON: ")
+        raise RequestError(400, f"the body is no valid JSON: {why}") from None
+    if not isinstance(body, dict):
+        raise RequestError(400, "the body must be a JSON object.")
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise _request_error(error, model) from None
+
+
+def _request_error(error: ValidationError, model: type[Body]) -> RequestError:
+    found = error.errors(include_url=False, include_input=False)[0]
+    cause = found.get("ctx", {}).get("error")
+    if isinstance(cause, _FieldError):
+        return RequestError(400, str(cause), cause.field)
+    place = [part for part in found["loc"] if isinstance(part, str)]
+    name = place[0] if place else ""
+    known = model.model_fields.get(name)
+    if model is ApiBody and isinstance(cause, ValueError):  # in words of Megatron's server
+        return RequestError(400, str(cause), name)
+    if found["type"] == "missing" and len(place) == 1:
+        how = "argument required" if model is ApiBody else "is required."
+        return RequestError(400, f"{name} {how}", name)
+    if known is not None and (known.description or "")[:1].islower():
+        return RequestError(400, f"{name} must be {known.description}.", name)
+    if "content" in place:  # of a message
+        return RequestError(400, f"{name}: content must be {_CONTENT}.", name)
+    where = ".".join(str(part) for part in found["loc"])
+    message = found["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    message = message.replace("should", "must", 1)[:500]
+    return RequestError(400, " ".join(f"{where}: {message}".split()) + ".", name)

@@ -1,0 +1,398 @@
+"""Calls of tools in an answer: how families write them, and grammars that force them.
+
+A chat template shows which marks its model puts around calls. What is written there becomes
+OpenAI's ``tool_calls``; text that only looked like a call stays content. Reasoning is apart.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.grammars import Structure, json_rule
+from mcore_infer.server.schemas import Function
+from mcore_infer.streaming import overlap
+
+_MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+"""What may be one token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolFormat:
+    """How one family writes calls."""
+
+    mark: str
+    """Begins calls inside an answer; empty: an answer that begins with ``{`` is one."""
+    begin: str = ""
+    """Before all calls, where they are forced."""
+    before: str
+    """Before the arguments of a call; NAME is its function."""
+    after: str
+    """Behind the arguments."""
+    between: str | None = None
+    """Between two calls; None: an answer has one."""
+    end: str = ""
+    """Behind all calls."""
+    named: str = ""
+    """Expression for what is before the arguments, its group the function; empty: a call is
+    JSON with ``name`` and ``arguments`` (or ``parameters``)."""
+    separators: tuple[str, ...] = ()
+    """Marks between calls that have no meaning of their own."""
+
+
+def _json_calls(mark: str, argument_name: str = "arguments", **more: Any) -> ToolFormat:
+    before = f'{{"name": "NAME", "{argument_name}": '
+    fields: dict[str, Any] = {"before": before, "after": "}", **more}
+    return ToolFormat(mark=mark, **fields)
+
+
+_HERMES = _json_calls(
+    "<tool_call>",
+    before='<tool_call>\n{"name": "NAME", "arguments": ',
+    after="}\n</tool_call>",
+    between="\n",
+    separators=("<tool_call>", "</tool_call>"),
+)
+_LLAMA = _json_calls("", "parameters", separators=("<|python_tag|>", ";"))
+_MISTRAL = _json_calls(
+    "[TOOL_CALLS]", begin="[TOOL_CALLS][", between=", ", end="]", separators=("[TOOL_CALLS]",)
+)
+_MISTRAL_ARGS = ToolFormat(
+    mark="[TOOL_CALLS]",
+    before="[TOOL_CALLS]NAME[ARGS]",
+    after="",
+    between="",
+    named=r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*",
+)
+
+
+def _deepseek(before: str, after: str, between: str, named: str) -> ToolFormat:
+    """Return a format whose marks are written with DeepSeek's letters for ``|`` and ``_``."""
+
+    def marked(text: str) -> str:
+        return text.replace("|", "\uff5c").replace("_", "\u2581")
+
+    begin, end = marked("<|tool_calls_begin|>"), marked("<|tool_calls_end|>")
+    return ToolFormat(
+        mark=begin,
+        begin=begin,
+        before=marked(before),
+        after=marked(after),
+        between=between,
+        end=end,
+        named=marked(named),
+        separators=(begin, end, marked("<|tool_call_end|>"), "```"),
+    )
+
+
+_DEEPSEEK_V3 = _deepseek(
+    "<|tool_call_begin|>function<|tool_sep|>NAME\n```json\n",
+    "\n```<|tool_call_end|>",
+    "\n",
+    r"<|tool_call_begin|>\w*<|tool_sep|>([\w.-]+)\s*```json\s*",
+)
+_DEEPSEEK_V31 = _deepseek(
+    "<|tool_call_begin|>NAME<|tool_sep|>",
+    "<|tool_call_end|>",
+    "",
+    r"<|tool_call_begin|>([\w.-]+)<|tool_sep|>\s*",
+)
+_LIST = _json_calls(
+    "<|tool_call|>",
+    begin="<|tool_call|>[",
+    between=", ",
+    end="]",
+    separators=("<|tool_call|>", "<|/tool_call|>"),
+)
+PLAIN = _json_calls("", begin="[", between=", ", end="]")
+"""Calls that are forced where a template shows none of these: a list in JSON."""
+_FORMATS = (  # by what a template holds, and does not hold; the first that fits
+    (("<tool_call>",), ("<function=", "<arg_key>"), _HERMES),
+    (("[TOOL_CALLS]", "[ARGS]"), (), _MISTRAL_ARGS),
+    (("[TOOL_CALLS]",), (), _MISTRAL),
+    ((_DEEPSEEK_V3.mark, "```json"), (), _DEEPSEEK_V3),
+    ((_DEEPSEEK_V31.mark,), (), _DEEPSEEK_V31),
+    (("<|tool_call|>",), (), _LIST),
+    (('"parameters"', "ipython"), (), _LLAMA),
+    (("<|python_tag|>",), (), _LLAMA),
+)
+
+
+def tool_format(template: str) -> ToolFormat | None:
+    """Return how the model of a chat template writes calls; None: in no way that is known."""
+    for held, not_held, found in _FORMATS:
+        if all(t in template for t in held) and not any(t in template for t in not_held):
+            return found
+    return None
+
+
+def kept_tokens(marks: Sequence[str], tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the special tokens among marks, which are to stay in a text."""
+    found = {tokenizer.token_id(mark): mark for mark in marks if mark}
+    return {token: mark for token, mark in found.items() if token is not None}
+
+
+def marks_of(form: ToolFormat) -> list[str]:
+    """Return all marks that a format writes or reads."""
+    texts = (form.mark, form.begin, form.before, form.after, form.end, *form.separators)
+    return sorted({mark for text in texts for mark in _MARK.findall(text)})
+
+
+def calls_structure(
+    form: ToolFormat,
+    functions: Sequence[Function],
+    tokenizer: Tokenizer,
+    *,
+    is_parallel: bool,
+    answer: Structure | None = None,
+    thinking_end: str = "",
+) -> Structure:
+    """Return the grammar of texts that call functions, as their model writes calls.
+
+    Args:
+        form: of the model.
+        functions: one or more of them are called.
+        tokenizer: whose special tokens are written as such.
+        is_parallel: whether several calls may follow each other.
+        answer: what the text may be in place of calls; None: nothing.
+        thinking_end: mark that ends the reasoning a text begins with; empty: it has none.
+
+    Raises:
+        ValueError: if no value has the schema of a function's parameters.
+    """
+    rules = []
+    for i, function in enumerate(functions):
+        before = form.before.replace("NAME", function.name)
+        parts = _literal(before, tokenizer), f"arguments{i}", _literal(form.after, tokenizer)
+        rules.append(f"call{i}: {' '.join(parts)}")
+        rules.append(f"arguments{i}: {json_rule(function.parameters)}")
+    rules.append("call: " + " | ".join(f"call{i}" for i in range(len(functions))))
+    more = ""
+    if is_parallel and form.between is not None:
+        more = f" ({_literal(form.between, tokenizer)} call)*"
+    begin, end = _literal(form.begin, tokenizer), _literal(form.end, tokenizer)
+    rules.append(f"calls: {begin} call{more} {end}")
+    texts = "calls" if answer is None else "calls | answer"
+    if answer is not None:
+        rules.append(f"answer: {_answer_rule(answer)}")
+    return Structure("lark", "\n".join([*_start(texts, thinking_end, tokenizer), *rules, ""]))
+
+
+def answer_after_thinking(
+    answer: Structure, thinking_end: str, tokenizer: Tokenizer
+) -> Structure:
+    """Return the grammar of free reasoning and an answer that is held to a structure."""
+    rules = [*_start("answer", thinking_end, tokenizer), f"answer: {_answer_rule(answer)}", ""]
+    return Structure("lark", "\n".join(rules))
+
+
+def _start(texts: str, thinking_end: str, tokenizer: Tokenizer) -> list[str]:
+    if not thinking_end:
+        return [f"start: {texts}"]
+    if tokenizer.token_id(thinking_end) is not None:
+        mark = _literal(thinking_end, tokenizer)
+        thinking = [f"thinking: /(?s:.*)/ {mark}"]
+    else:
+        thinking = [f"thinking[lazy]: {_expression('(?s:.*)' + re.escape(thinking_end))}"]
+    return ['start: thinking "\\n"* text', *thinking, f"text: {texts}"]
+
+
+def _answer_rule(answer: Structure) -> str:
+    if answer.kind == "regex":
+        return _expression(answer.text)
+    return json_rule(json.loads(answer.text))
+
+
+def _expression(text: str) -> str:
+    """Return an expression as grammars write it, its slashes escaped."""
+    escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], text)
+    return f"/{escaped}/".replace("\n", "\\n")
+
+
+def _literal(text: str, tokenizer: Tokenizer) -> str:
+    """Return a text as grammars write it, special tokens by their number."""
+    parts, place = [], 0
+    for found in _MARK.finditer(text):
+        token = tokenizer.token_id(found[0])
+        if token is not None:
+            parts += [text[place : found.start()], f"<[{token}]>"]
+            place = found.end()
+    parts.append(text[place:])
+    is_token = [bool(re.fullmatch(r"<\[\d+\]>", part)) for part in parts]
+    written = [
+        part if one else json.dumps(part, ensure_ascii=False)
+        for part, one in zip(parts, is_token, strict=True)
+        if part
+    ]
+    return " ".join(written)
+
+
+@dataclass(slots=True)
+class AnswerDelta:
+    """What became certain of an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Functions and their arguments as JSON."""
+
+
+class AnswerReader:
+    """Divides the text of one answer into reasoning, content and calls, as it comes.
+
+    Attributes:
+        num_calls: calls so far.
+    """
+
+    def __init__(
+        self,
+        form: ToolFormat | None,
+        *,
+        reasoning: tuple[str, str] | None = None,
+        begins_in_reasoning: bool = False,
+        is_forced: bool = False,
+        max_calls: int | None = None,
+    ) -> None:
+        """Begin with no text.
+
+        Args:
+            form: how calls are written; None: there are none.
+            reasoning: marks around reasoning; None: there is none.
+            begins_in_reasoning: whether the prompt has its first mark.
+            is_forced: whether the text is calls.
+            max_calls: later ones are left out; None: all count.
+        """
+        self._form, self._reasoning = form, reasoning
+        self._mark = "" if form is None else form.mark
+        self._is_forced, self._max_calls = is_forced, max_calls
+        self._text = ""  # not divided yet
+        self.num_calls = 0
+        self._after = "content" if form is None else "start"
+        self._state = "in reasoning" if begins_in_reasoning else "maybe reasoning"
+        if reasoning is None:
+            self._state = self._after
+
+    def add(self, text: str, *, is_last: bool = False) -> AnswerDelta:
+        """Take a piece of the text; return what became certain."""
+        self._text += text
+        delta = AnswerDelta()
+        state = ""
+        while state != self._state:
+            state = self._state
+            match state:
+                case "maybe reasoning":
+                    self._look_for_reasoning(is_last)
+                case "in reasoning":
+                    self._reason(delta, is_last)
+                case "behind reasoning":
+                    self._text = self._text.lstrip("\n")
+                    if self._text or is_last:
+                        self._state = self._after
+                case "start":
+                    self._look_for_call(is_last)
+                case "content":
+                    self._write(delta, is_last)
+                case "calls":
+                    self._call(delta, is_last)
+        return delta
+
+    def _look_for_reasoning(self, is_last: bool) -> None:
+        assert self._reasoning is not None
+        mark, text = self._reasoning[0], self._text.lstrip()
+        if text.startswith(mark):
+            self._text, self._state = text[len(mark) :], "in reasoning"
+        elif is_last or not mark.startswith(text):
+            self._state = self._after
+
+    def _reason(self, delta: AnswerDelta, is_last: bool) -> None:
+        assert self._reasoning is not None
+        mark = self._reasoning[1]
+        at = self._text.find(mark)
+        if at >= 0:
+            delta.reasoning += self._text[:at].rstrip("\n")
+            self._text, self._state = self._text[at + len(mark) :], "behind reasoning"
+            return
+        at = len(self._text) - (0 if is_last else overlap(self._text, mark))
+        delta.reasoning, self._text = delta.reasoning + self._text[:at], self._text[at:]
+
+    def _look_for_call(self, is_last: bool) -> None:
+        """Look whether an answer of a format without a mark begins with a call."""
+        assert self._form is not None
+        text = self._text.lstrip()
+        begins = ("{", "[{", *(mark for mark in self._form.separators if len(mark) > 1))
+        if self._is_forced or (not self._mark and text.startswith(begins)):
+            self._state = "calls"
+        elif self._mark or is_last or not any(one.startswith(text) for one in begins):
+            self._state = "content"
+
+    def _write(self, delta: AnswerDelta, is_last: bool) -> None:
+        at = self._text.find(self._mark) if self._mark else -1
+        if at >= 0:
+            self._state = "calls"
+        else:
+            may_be_mark = 0 if is_last or not self._mark else overlap(self._text, self._mark)
+            at = len(self._text) - may_be_mark
+        delta.content, self._text = delta.content + self._text[:at], self._text[at:]
+
+    def _call(self, delta: AnswerDelta, is_last: bool) -> None:
+        assert self._form is not None
+        place = 0
+        for call, end in calls_in(self._text, self._form):
+            place = end
+            if self._max_calls is None or self.num_calls < self._max_calls:
+                delta.calls.append(call)
+                self.num_calls += 1
+        self._text = self._text[place:]
+        if is_last:
+            rest = self._text
+            for mark in (*self._form.separators, ",", "[", "]") if self.num_calls else ():
+                rest = rest.replace(mark, "")
+            delta.content += self._text if rest.strip() else ""
+            self._text = ""
+
+
+def calls_in(text: str, form: ToolFormat) -> Iterator[tuple[tuple[str, str], int]]:
+    """Yield the calls that a text begins with, and where each ends; stop at anything else."""
+    decoder, place = json.JSONDecoder(), 0
+    blank = re.compile("|".join([r"[\s,]", *map(re.escape, form.separators)]))
+    named = re.compile(form.named)
+    while True:
+        while found := blank.match(text, place):
+            if form.named and named.match(text, place):
+                break
+            place = found.end()
+        name = None
+        if form.named:
+            if not (found := named.match(text, place)):
+                return
+            name, place = found[1], found.end()
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            return
+        values = value if isinstance(value, list) and name is None else [value]
+        calls = [(name, one) if name else _call_of(one) for one in values]
+        if any(call is None or not isinstance(call[1], dict) for call in calls):
+            return
+        for call in calls:
+            assert call is not None
+            yield (_text(str(call[0])), _text(json.dumps(call[1], ensure_ascii=False))), place
+
+
+def _text(text: str) -> str:
+    """Return a text in which halves of characters, which JSON may name, are question marks."""
+    return text.encode(errors="replace").decode()
+
+
+def _call_of(value: Any) -> tuple[str, Any] | None:
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # JSON in JSON
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return None
+    return value["name"], arguments

@@ -1,0 +1,113 @@
+"""What each token of a vocabulary stands for: its bytes, and a name for readers."""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+from mcore_data.tokenizers.hf import HFTokenizer, byte_letters
+from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.writing import NewToken, Top
+
+
+class TokenTexts:
+    """Bytes and names of the tokens of one tokenizer.
+
+    Attributes:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._names: dict[int, str] = {}  # of tokens that were asked for
+
+    @cached_property
+    def _known(self) -> Sequence[bytes | None]:
+        if isinstance(self.tokenizer, HFTokenizer):
+            return _hf_token_bytes(self.tokenizer)
+        if isinstance(self.tokenizer, _KnowsBytes):
+            return self.tokenizer.token_bytes()
+        return ()
+
+    def of(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text; of a special token its name."""
+        known = self._known[token] if token < len(self._known) else None
+        return self.tokenizer.decode([token]).encode() if known is None else known
+
+    def name(self, token: int) -> str:
+        r"""Return a token's text; of bytes that are no text ``bytes:\xe4``, as OpenAI's API."""
+        if token not in self._names:
+            found = self.of(token)
+            try:
+                self._names[token] = found.decode()
+            except UnicodeDecodeError:
+                escaped = "".join(f"\\x{byte:02x}" for byte in found)
+                self._names[token] = f"bytes:{escaped}"
+        return self._names[token]
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token; 0: not known."""
+        return max((len(known) for known in self._known if known is not None), default=0)
+
+    def fewest(self, text: str) -> int:
+        """Return how many tokens a text has at least, from its length alone."""
+        return -(-len(text) // self.longest) if self.longest else 0
+
+    def by_name(self, top: Top) -> dict[str, float]:
+        """Return log probabilities by the names of their tokens, likeliest last.
+
+        A token with the name of a likelier one is ``token_id:`` and its number.
+        """
+        found: dict[str, float] = {}
+        for token, value in top:
+            name = self.name(token)
+            found[f"token_id:{token}" if name in found else name] = value
+        return dict(reversed(found.items()))
+
+
+def with_drawn(token: NewToken) -> Top:
+    """Return the likeliest tokens of a place, and last the drawn one if it is none of them."""
+    is_there = token.log_prob is None or any(i == token.id for i, _ in token.top)
+    return token.top if is_there else (*token.top, (token.id, token.log_prob or 0.0))
+
+
+@runtime_checkable
+class _KnowsBytes(Protocol):
+    def token_bytes(self) -> list[bytes | None]: ...
+
+
+def _hf_token_bytes(tokenizer: HFTokenizer) -> list[bytes | None]:
+    """Return the bytes of every token, read from pieces as the decoder would write them."""
+    decoders = _parts(json.loads(tokenizer.text).get("decoder") or {})
+    kinds = {decoder.get("type") for decoder in decoders}
+    letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+    replaced = [
+        (decoder["pattern"]["String"], decoder["content"])
+        for decoder in decoders
+        if decoder.get("type") == "Replace" and "String" in decoder.get("pattern", {})
+    ]
+    if "Metaspace" in kinds:
+        replaced.append(("\u2581", " "))
+    added = tokenizer.core.get_added_tokens_decoder()
+    found: list[bytes | None] = [None] * tokenizer.vocab_size
+    for piece, i in tokenizer.core.get_vocab().items():
+        if i in added:
+            found[i] = added[i].content.encode()
+        elif "ByteFallback" in kinds and len(piece) == 6 and piece[:3] == "<0x":
+            found[i] = bytes([int(piece[3:5], 16)])
+        elif "ByteLevel" in kinds and all(letter in letters for letter in piece):
+            found[i] = bytes(letters[letter] for letter in piece)
+        elif "WordPiece" in kinds:
+            found[i] = piece.removeprefix("##").encode()
+        else:
+            for old, new in replaced:
+                piece = piece.replace(old, new)  # noqa: PLW2901
+            found[i] = piece.encode()
+    return found
+
+
+def _parts(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder.get("type") == "Sequence":
+        return [part for inner in decoder["decoders"] for part in _parts(inner)]
+    return [decoder]
