@@ -65,7 +65,7 @@ def parity_long(session: nox.Session) -> None:
 
 @nox.session
 def mutations(session: nox.Session) -> None:
-    """Plant every known silent bug and see that a test kills it."""
+    """Plant the mutants of both registers, one by one, and see that a test kills each."""
     _in_workspace(session, "pytest", "tests/mutants", "-m", "mutation", *session.posargs)
 
 

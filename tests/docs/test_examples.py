@@ -16,6 +16,7 @@ from e2e.launched import run_as_torchrun_does
 
 from mcore_models.encoder_shapes import bert_shapes
 from mcore_models.families import BERT_FAMILY
+from mcore_models.presets import find_preset
 from mcore_parallel import parallel_state
 from mcore_parallel.logical_tensors import tensor_shapes
 from mcore_parallel.testing.ranks import run_command, run_ranks
@@ -136,8 +137,15 @@ MIXTRAL = "mixtral/train_mixtral_8x7b_distributed.sh"
 BERT = "bert/train_bert_340m_distributed.sh"
 
 
+def num_trained(plan):
+    """Count the parameters of a plan's model."""
+    shapes = tensor_shapes(plan.config.model, plan.vocab_size, plan.config.experts)
+    return sum(map(prod, shapes.values()))
+
+
 def test_the_llama_script_has_the_layout_of_the_guides():
     plan = planned(LLAMA)
+    assert num_trained(plan) == find_preset("llama-3-70b").parameters
     model, layout = plan.config.model, plan.config.parallelism
     assert (plan.world_size, plan.data_parallel_size, plan.num_microbatches) == (64, 4, 256)
     assert (layout.tensor_model_parallel_size, len(plan.stages)) == (4, 4)
@@ -158,7 +166,7 @@ def test_the_fp8_script_trains_on_mock_data_and_gathers_what_its_recipe_casts():
     plan = planned(LLAMA_FP8)
     config = plan.config
     assert (plan.world_size, plan.data_parallel_size, plan.num_microbatches) == (8, 8, 16)
-    assert (config.model.num_layers, config.model.hidden_size) == (32, 4096)
+    assert num_trained(plan) == find_preset("llama-3-8b").parameters
     assert (config.data.mock_data, config.precision.bf16) == (True, True)
     assert (config.fp8.fp8_format, config.fp8.fp8_recipe) == ("hybrid", "tensorwise")
     assert config.data_parallelism.fp8_param_gather
@@ -169,6 +177,7 @@ def test_the_fp8_script_trains_on_mock_data_and_gathers_what_its_recipe_casts():
 
 def test_the_mixtral_script_has_an_expert_a_gpu_and_four_stages():
     plan = planned(MIXTRAL)
+    assert num_trained(plan) == find_preset("mixtral-8x7b").parameters
     layout, experts = plan.config.parallelism, plan.config.experts
     assert (plan.world_size, len(plan.stages), plan.data_parallel_size) == (32, 4, 8)
     assert layout.expert_model_parallel_size == experts.num_experts == 8
@@ -185,8 +194,7 @@ def test_the_gpt3_script_is_of_175_billion_parameters_on_1024_gpus_with_a_batch_
     model, layout = plan.config.model, plan.config.parallelism
     assert (plan.world_size, plan.data_parallel_size, plan.global_batch_size) == (1024, 8, 1536)
     assert (layout.tensor_model_parallel_size, len(plan.stages)) == (8, 16)
-    shapes = tensor_shapes(model, plan.vocab_size, plan.config.experts)
-    assert sum(map(prod, shapes.values())) == pytest.approx(174.6e9, rel=1e-3)
+    assert num_trained(plan) == pytest.approx(174.6e9, rel=1e-3)
     assert (model.normalization, model.openai_gelu, model.add_bias_linear) == (
         *("LayerNorm", True),
         True,

@@ -1,42 +1,48 @@
-"""Planting the silent bugs of tests/mutations.toml in a copy of the sources."""
+"""Planting the mutants of both registers in a copy of the repository, and running tests on it.
 
+A mutant of tests/mutations.toml is a silent bug; one of docs/coverage.toml takes the feature of
+its row out.
+"""
+
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
-from house.rows import MUTATIONS, read_rows
+from house.rows import MUTATIONS, Row, named_tests, read_rows
 from house.sources import PACKAGES, ROOT
-
-Row = dict[str, str]
 
 COMPARISON = r"AssertionError|DID NOT RAISE|^E +assert "
 """How pytest shows that a test saw something."""
 
 
-def mutants() -> list[Row]:
-    """Return the rows that have a mutant."""
-    return [row for row in read_rows(MUTATIONS) if "file" in row]
+def mutants(register: Path = MUTATIONS) -> list[Row]:
+    """Return the rows of a register that have a mutant."""
+    return [row for row in read_rows(register) if "file" in row]
 
 
 def source_of(row: Row) -> Path:
-    """Return the file that a mutant changes."""
-    package = row["file"].split("/")[0].replace("_", "-")
-    return ROOT / "packages" / package / "src" / row["file"]
+    """Return the file that a mutant changes: of a package, or any path of the repository."""
+    top = row["file"].split("/")[0]
+    if top.startswith("mcore_"):
+        return ROOT / "packages" / top.replace("_", "-") / "src" / row["file"]
+    return ROOT / row["file"]
 
 
 def killer_of(row: Row) -> str:
-    """Return the test that kills a mutant."""
-    return row["test"]
+    """Return the test that kills a mutant: the only one of its row, or the first."""
+    return named_tests(row)[0]
 
 
 def planted(row: Row) -> str:
-    """Return the text of the file with the bug in.
+    """Return the text of the file with the mutant in.
 
     Raises:
-        ValueError: if the text to be replaced does not stand there exactly once.
+        ValueError: if the text to be replaced is not in the file exactly once.
     """
     text = source_of(row).read_text()
     count = text.count(row["replace"])
@@ -47,6 +53,20 @@ def planted(row: Row) -> str:
     return text.replace(row["replace"], row["by"])
 
 
+def changes(row: Row) -> bool:
+    """Whether a mutant changes its file; of Python, more than comments and layout.
+
+    Raises:
+        ValueError: as ``planted``.
+        SyntaxError: if the mutant is no Python any more.
+    """
+    texts = planted(row), source_of(row).read_text()
+    if not row["file"].endswith(".py"):
+        return texts[0] != texts[1]
+    pairs = zip_longest(*(map(ast.dump, ast.parse(text).body) for text in texts))
+    return any(mutant != original for mutant, original in pairs)
+
+
 def is_seen(row: Row, output: str) -> bool:
     """Whether a test ended by a comparison, and not by a crash on the way to it."""
     sign = re.escape(row["sees"]) if "sees" in row else COMPARISON
@@ -54,7 +74,7 @@ def is_seen(row: Row, output: str) -> bool:
 
 
 def run_with(row: Row, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the row's test on sources that have the bug; the working tree is not touched."""
+    """Run the row's test on a repository with the mutant; the working tree is not touched."""
     options = ["-x", "-q", "-p", "no:cacheprovider"]
     return _run_planted(row, folder, "pytest", *options, killer_of(row))
 
@@ -65,18 +85,22 @@ def verify_with(row: Row, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def _run_planted(row: Row, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    for package in PACKAGES:
-        shutil.copytree(
-            ROOT / f"packages/mcore-{package}/src",
-            folder,
-            dirs_exist_ok=True,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-    (folder / row["file"]).write_text(planted(row))
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():  # not one that was deleted and is not committed yet
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    (folder / source_of(row).relative_to(ROOT)).write_text(planted(row))
+    sources = [str(folder / f"packages/mcore-{package}/src") for package in PACKAGES]
     return subprocess.run(
         [sys.executable, "-m", *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sources),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
         capture_output=True,
         text=True,
         check=False,

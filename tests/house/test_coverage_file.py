@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from house import rows
+from house import mutants, rows
 
 COUNTS = {"000": 41, "001": 28, "002": 20, "003": 15, "004": 28}
 fast = rows.is_in_default_suite
@@ -27,6 +27,17 @@ def test_every_row_has_a_test_in_the_default_suite():
     assert not fast("tests/e2e/test_book.py::test_it_learns_the_book")
     published = "test_a_published_model_is_verified_under_a_layout"
     assert not fast(f"tests/parity/test_presets.py::{published}[kimi-k2]")
+
+
+def test_every_row_with_a_test_has_a_mutant_that_takes_its_feature_out():
+    coverage = rows.read_rows(rows.COVERAGE)
+    with_test = {row["id"] for row in coverage if "test" in row}
+    assert with_test == {row["id"] for row in mutants.mutants(rows.COVERAGE)}
+
+
+@pytest.mark.parametrize("row", mutants.mutants(rows.COVERAGE), ids=lambda row: row["id"])
+def test_a_mutant_fits_its_file_once_and_changes_it(row):
+    assert mutants.changes(row)
 
 
 def test_no_two_rows_say_the_same():

@@ -1,10 +1,11 @@
-"""Every planted bug is seen by its test, by comparison and not by a crash on the way."""
+"""Every mutant of both registers is seen by its test, by comparison and not by a crash."""
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from house.mutants import is_seen, mutants, run_with, verify_with
+from house.rows import COVERAGE
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,17 @@ def verdicts(request, tmp_path_factory):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("row", mutants(), ids=lambda row: row["id"])
 def test_a_planted_bug_is_seen_by_its_test(row, verdicts):
+    check(row, verdicts)
+
+
+@pytest.mark.mutation
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("row", mutants(COVERAGE), ids=lambda row: row["id"])
+def test_a_feature_that_is_taken_out_is_missed_by_its_test(row, verdicts):
+    check(row, verdicts)
+
+
+def check(row, verdicts):
     done = verdicts[row["id"]].result()
     assert done.returncode == 1, f"survived: {row['what']}\n{done.stdout[-2000:]}"
     assert is_seen(row, done.stdout), (

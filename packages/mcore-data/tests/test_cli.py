@@ -11,6 +11,7 @@ from forks import run
 
 from mcore_data.cli import main
 from mcore_data.indexed.reader import IndexedDataset
+from mcore_data.tokenizers.building import load_tokenizer
 
 TEXTS = ["In the beginning was the word.", "", "And the word was with care.", "word " * 50]
 
@@ -96,8 +97,11 @@ def test_gpt2_files_of_the_founding_documents_are_read(book, tmp_path):
         "--tokenizer-type", "GPT2BPETokenizer", "--append-eod", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(IndexedDataset(tmp_path / "gpt2_text_document")) == 3
-    assert IndexedDataset(tmp_path / "gpt2_text_document").num_documents == 4
+    dataset = IndexedDataset(tmp_path / "gpt2_text_document")
+    assert (len(dataset), dataset.num_documents) == (3, 4)
+    tokenizer = load_tokenizer(book / "tokenizer")  # of the same merges
+    wanted = [[*tokenizer.encode(text), tokenizer.eod] for text in TEXTS if text]
+    assert [document.tolist() for document in dataset] == wanted
 
 
 @pytest.mark.parametrize("line", ['{"text": "cut of', "not json", '{"other": "key"}', ""])

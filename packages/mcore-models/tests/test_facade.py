@@ -1,5 +1,7 @@
 """The founding documents' program: only its import lines are ours."""
 
+import math
+
 import pytest
 import torch
 from torch.optim import Adam
@@ -158,6 +160,14 @@ def test_any_model_learns_to_predict_further_tokens():
     assert mtp(embedding(text), other % 11, embedding, head) > losses[-1] + 0.1
     with pytest.raises(ValueError, match="rows of 3 tokens hold none 3 places ahead"):
         mtp(embedding(text[:, :3]), text[:, :3], embedding, head)
+
+
+def test_the_vocabulary_is_of_the_size_that_is_given():
+    model = GPTModel(TransformerConfig(**SMALL), vocab_size=53)
+    assert (model.gpt.vocab_size, len(model.gpt.embedding.weight)) == (53, 128)
+    batch = next(iter(DataLoader(MockGPTDataset(sequence_length=16, vocab_size=53), 4)))
+    # An untrained model finds each token equally likely.
+    assert model(batch).item() == pytest.approx(math.log(53), rel=0.02)
 
 
 def test_further_tokens_count_in_the_loss_of_the_plain_model():

@@ -434,10 +434,29 @@ def test_two_ranks_give_the_losses_and_gradients_of_one(name, two_ranks):
     ],
 )
 def test_ranks_hold_their_share_of_tokens_and_weights(name, tokens, dense, experts, two_ranks):
-    case, place = TWO_RANKS[name], list(TWO_RANKS).index(name)
-    *_, (_, whole, whole_experts) = step(Case(case.model, {}, case.moe))
+    place = list(TWO_RANKS).index(name)
     held = [rank[place][-1] for rank in two_ranks]
-    assert held == [(tokens, dense * whole, experts * whole_experts)] * 2
+    assert held == [shares(TWO_RANKS[name], tokens, dense, experts)] * 2
+
+
+def shares(case, tokens, dense, experts):
+    """What a rank holds: tokens, and of all weights outside and inside of experts a part."""
+    *_, (_, whole, whole_experts) = step(Case(case.model, {}, case.moe))
+    return tokens, dense * whole, experts * whole_experts
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "dense", "experts"),
+    [
+        ("tp2 cp2 sp", SEQUENCE // 4, 1 / 2, 0),
+        ("tp2 pp2, tied", SEQUENCE // 2, 1 / 4, 0),
+        ("cp2 dp2 ep4", SEQUENCE // 2, 1, 1 / 4),
+    ],
+)
+def test_axes_together_leave_each_rank_the_product(name, tokens, dense, experts, four_ranks):
+    place = list(FOUR_RANKS).index(name)
+    held = [rank[place][-1] for rank in four_ranks]
+    assert held == [shares(FOUR_RANKS[name], tokens, dense, experts)] * 4
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)

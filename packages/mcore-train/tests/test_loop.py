@@ -67,12 +67,20 @@ def test_each_optimizer_that_a_flag_names_has_an_update_rule():
 
 
 def test_the_first_step_and_every_interval_are_reported():
-    done, reports = collect(build())
+    run = build()
+    done, reports = collect(run)
     assert done
     assert [r.iteration for r in reports] == [1, 2, 4, 6]
     assert reports[-1].consumed_train_samples == 24
     assert reports[0].lr == pytest.approx(1e-2)
-    assert all(r.tokens_per_s > 0 and r.step_ms > 0 for r in reports)
+    assert all(r.step_ms > 0 for r in reports)
+    sizes = run.plan.config.model, run.plan.padded_vocab_size, run.plan.config.batch.seq_length
+    flops = run.plan.family.flops_per_token(*sizes, run.plan.config.experts)
+    for report in reports:
+        assert report.tokens_per_s * report.step_ms / 1e3 == pytest.approx(
+            run.plan.tokens_per_step
+        )
+        assert report.tflops_per_gpu * 1e12 == pytest.approx(report.tokens_per_s * flops)
 
 
 def test_a_run_in_deterministic_mode_uses_such_algorithms_until_its_end(monkeypatch):

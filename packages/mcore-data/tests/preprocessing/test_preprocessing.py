@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import lzma
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -175,6 +176,16 @@ def test_workers_are_as_many_as_wanted_up_to_a_multiple_of_the_cores(monkeypatch
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     assert limit_workers(50) == 50
+
+
+def test_as_many_processes_encode_as_workers_are_asked_for(corpus, tmp_path):
+    processes = set()
+
+    def look(_progress):
+        processes.update(child.pid for child in multiprocessing.active_children())
+
+    run(tmp_path / "out", corpus, workers=8, on_progress=look)
+    assert len(processes) == 8
 
 
 def test_worker_processes_give_the_same_bytes_in_order(corpus, tmp_path):

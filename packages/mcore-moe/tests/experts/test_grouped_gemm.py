@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_moe import grouped_linear, sequential_linear
+from mcore_moe import MoEConfig, MoELayer, grouped_linear, sequential_linear
 from mcore_moe.dispatch.permutation import expert_offsets
 from mcore_moe.experts.grouped_gemm import accumulating_linear
 from mcore_moe.experts.weight_gradient import (
@@ -33,6 +34,27 @@ def test_grouped_gemm_equals_the_sequential_one_with_gradients(offsets, dtype):
         results.append((y, *torch.autograd.grad(y, (x, weight), grad)))
     for result, expected in zip(*results, strict=True):
         torch.testing.assert_close(result, expected)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_the_flag_makes_the_products_of_all_experts_one(grouped):
+    config = MoEConfig(num_experts=4, moe_router_topk=2, moe_grouped_gemm=grouped)
+    layer = MoELayer(16, 32, config, dtype=torch.bfloat16)
+    with Operations() as seen:
+        layer(torch.randn(8, 16, dtype=torch.bfloat16))
+    assert ("_grouped_mm" in seen.names) == grouped
 
 
 class Queue:

@@ -101,13 +101,18 @@ def test_ranks_get_their_environment_and_only_rank_0_keeps_the_output(capfd):
         "assert os.environ['LOCAL_RANK'] == os.environ['RANK']\n"
         "assert os.environ['WORLD_SIZE'] == '3'\n"
         "assert os.environ['MASTER_ADDR'] == '127.0.0.1'\n"
-        "print('out of', rank)\n"
+        "print('out of', rank, os.environ['MASTER_PORT'])\n"
         "os.write(2, f'error of {rank}\\n'.encode())"  # one write: print's pieces may mix
     )
-    assert launch_local(python(code), 3) == 0
-    out, error = capfd.readouterr()
-    assert out.splitlines() == ["out of 0"]
-    assert sorted(error.splitlines()) == ["error of 0", "error of 1", "error of 2"]
+    ports = set()
+    for _ in range(3):
+        assert launch_local(python(code), 3) == 0
+        out, error = capfd.readouterr()
+        *words, port = out.split()
+        assert words == ["out", "of", "0"]
+        assert sorted(error.splitlines()) == ["error of 0", "error of 1", "error of 2"]
+        ports.add(port)
+    assert len(ports) > 1  # so that two launches at the same time do not meet
 
 
 def test_the_first_rank_that_fails_ends_all_the_others_and_gives_its_code():
