@@ -178,7 +178,7 @@ WRONG = {
         "lm_head.weight is present and differs",
     ),
     "a shard that is missing": (shards_without_one, IN, 1, "of-00002.safetensors is missing"),
-    "an empty weight file": (write("hf/model.safetensors", b""), IN, 1, "it has no header"),
+    "an empty weight file": (write("hf/model.safetensors", b""), IN, 1, "header too small"),
     "an engine's weights": (for_an_engine, IN, 2, "hf is a checkpoint for TensorRT-LLM"),
     "no weights": (delete("hf/model.safetensors"), IN, 2, "hf has neither model.safetensors"),
     "an absent input": (None, IN.replace("hf --", "absent --"), 2, "absent is no Hugging Face"),

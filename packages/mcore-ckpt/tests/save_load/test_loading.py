@@ -201,7 +201,7 @@ def rewrite(step, change):
         (
             lambda t: t["files"].__setitem__("../../evil", [3, ""]),
             RuntimeError,
-            "evil, outside its folder",
+            "evil', outside of the folder",
         ),
         (
             lambda t: t["tensors"]["model.norm"][2][0].__setitem__(0, "../../evil"),

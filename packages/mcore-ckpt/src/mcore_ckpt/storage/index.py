@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.storage.paths import INDEX
+from mcore_ckpt.storage.paths import INDEX, path_within
 from mcore_ckpt.storage.stores import as_path
 
 FORMAT = "mcore"
@@ -215,8 +215,7 @@ def _entry(row: list[Any]) -> TensorEntry:
 
 def _check_files(folder: Path, index: Index) -> None:
     for name in (*index.files, *index.beside):
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{folder / INDEX} names {name}, outside its folder")
+        path_within(folder, name)
     for name, entry in index.tensors.items():
         if not {chunk.file for chunk in entry.chunks} <= index.files.keys():
             raise CheckpointError(f"{folder / INDEX}: {name} is in a file it does not name")

@@ -36,6 +36,21 @@ _GARBAGE = ".garbage."
 _FOREIGN = (".metadata", "metadata.json", "common.pt")
 
 
+def path_within(folder: Path, name: str) -> Path:
+    """Return the path of a file that a foreign list names, inside the list's folder.
+
+    Symbolic links are followed: caches of Hugging Face's hub are made of them.
+
+    Raises:
+        CheckpointError: if ``name`` is absolute or climbs out of the folder.
+    """
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise CheckpointError(
+            f"{folder} lists the file {name!r}, outside of the folder: nothing there is read."
+        )
+    return folder / name
+
+
 def step_folder(run_folder: str | Path, step: int | str) -> Path:
     """Return where a step stands: ``iter_0000100``, or ``release``.
 
