@@ -14,6 +14,7 @@ from typing import Any
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.formats.dcp import METADATA, read_dcp_folder
 from mcore_ckpt.formats.hf_folder import read_hf_folder
+from mcore_ckpt.formats.peft_folder import TENSORS
 from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import (
@@ -26,8 +27,15 @@ from mcore_ckpt.mapping.row_streams import (
 )
 from mcore_ckpt.storage.checksums import check_files
 from mcore_ckpt.storage.files import Reader
+from mcore_ckpt.storage.headers import read_header
 from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry, read_index
-from mcore_ckpt.storage.paths import is_complete, latest_step, resolve_folder, step_folder
+from mcore_ckpt.storage.paths import (
+    is_complete,
+    is_peft_folder,
+    latest_step,
+    resolve_folder,
+    step_folder,
+)
 from mcore_ckpt.storage.shard_plans import name_problems
 from mcore_ckpt.storage.sizes import size_text
 from mcore_ckpt.storage.stores import as_path
@@ -94,6 +102,8 @@ def contents(folder: str | Path, config: str = "") -> Contents:
             f"--config {config} has no effect without --compare: {path} is listed without it. "
             "Leave it out."
         )
+    if is_peft_folder(path):
+        return _of_entries(form, path, read_header(path, TENSORS), {"model_type": "peft"})
     if form == "hf":
         hf = read_hf_folder(path)
         kind = {"model_type": hf.config.get("model_type")}

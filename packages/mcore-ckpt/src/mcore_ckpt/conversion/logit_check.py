@@ -23,6 +23,7 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.hf_folder import read_hf_folder
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.mapping.row_streams import Rows
+from mcore_ckpt.storage.paths import is_peft_folder
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 
@@ -110,7 +111,8 @@ class LogitCheck:
 
     def _source_folder(self, stack: ExitStack) -> Path:
         """Return the source as a Hugging Face folder: a copy of it in that form if need be."""
-        if self.source_format == "hf" and "model_type" in read_hf_folder(self.source).config:
+        is_model = self.source_format == "hf" and not is_peft_folder(self.source)
+        if is_model and "model_type" in read_hf_folder(self.source).config:
             return self.source
         from mcore_ckpt.conversion.conversion import convert
 
