@@ -167,6 +167,18 @@ WRONG = {
         2,
         "embedding.weight: [17, 12] there, [99, 12] by the config",
     ),
+    "more layers than tensors": (
+        configure(num_hidden_layers=10**12),
+        IN,
+        2,
+        "config.json says num_hidden_layers=1000000000000, and the checkpoint has 12 tensors",
+    ),
+    "more experts than tensors": (
+        configure(model_type="mixtral", architectures=[], num_local_experts=10**12),
+        f"{IN} --keep-unknown-config-fields",
+        2,
+        "num_local_experts=1000000000000, and the checkpoint has 12 tensors, enough for 12",
+    ),
     "a matrix that is too narrow": (weigh(narrow_queries), IN, 2, "[12, 5] there"),
     "a config that is no object": (write("hf/config.json", b"[]"), IN, 1, "holds no object"),
     "a config that is cut": (write("hf/config.json", b"{"), IN, 1, "config.json is damaged"),

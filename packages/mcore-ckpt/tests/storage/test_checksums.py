@@ -114,6 +114,13 @@ def test_what_is_added_later_is_no_damage(step, tmp_path):
     assert found_by(copy) == (False, False)
 
 
+def test_a_shape_without_data_is_bounded_by_its_file(tmp_path):
+    header = b'{"a":{"dtype":"F32","shape":[1000000000000,0],"data_offsets":[0,0]}}'
+    (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(RuntimeError, match=r"shape \[1000000000000, 0\] without data"):
+        read_header(tmp_path, "a")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

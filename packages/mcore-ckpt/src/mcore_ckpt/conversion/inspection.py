@@ -28,7 +28,7 @@ from mcore_ckpt.mapping.row_streams import (
 from mcore_ckpt.storage.checksums import check_files
 from mcore_ckpt.storage.files import Reader
 from mcore_ckpt.storage.headers import read_header
-from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry, read_index
+from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry, check_whole, read_index
 from mcore_ckpt.storage.paths import (
     is_complete,
     is_peft_folder,
@@ -203,6 +203,7 @@ def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path
     """
     step = native_step(folder)
     index = read_index(step)
+    check_whole(step, index)
     check_files(step, index)
     with Reader(step) as reader:
         source = Source(reader, index.tensors)

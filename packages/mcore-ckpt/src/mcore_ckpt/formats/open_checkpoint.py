@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.families import find_family
+from mcore_ckpt.families.common.shape_check import check_counts
 from mcore_ckpt.formats.json_files import read_json_object
 from mcore_ckpt.mapping.optimizer_state import OptimizerState
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.mapping.rules import Link
+
+_MOST_LAYERS = 10_000
+"""Most layers or experts of a model that is described apart from its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ def description_in(config: str) -> dict[str, Any]:
         found = read_json_object(path)
     except FileNotFoundError:
         raise ValueError(f"--config {config}: there is no {path}.") from None
+    # Which tensors there are is compared later.
+    check_counts(found, [(_MOST_LAYERS, 1, 1)], str(path))
     if "model_type" in found:
         return find_family(found["model_type"]).to_ours(found)
     if "family" in found and "config" in found:

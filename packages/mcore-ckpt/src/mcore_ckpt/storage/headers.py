@@ -40,7 +40,7 @@ def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
             f"{path} is no sound safetensors file of {path.stat().st_size} bytes: {error}. "
             "Copy or download it again."
         ) from None
-    offset = len(read_header_bytes(path))
+    offset, size = len(read_header_bytes(path)), path.stat().st_size
     entries = {}
     for name, dtype, shape in listed:
         if dtype not in DTYPE_BYTES:
@@ -48,6 +48,8 @@ def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
                 f"{path}: {name} has the dtype {dtype}, which is not read here: only "
                 f"{', '.join(DTYPE_BYTES)}."
             )
+        if max(shape, default=0) > size:
+            raise CheckpointError(f"{path}: {name} has the shape {list(shape)} without data.")
         chunk = StoredBox(file, offset, (0,) * len(shape), shape)
         entries[name] = TensorEntry(shape, dtype, (chunk,))
         offset += entries[name].num_bytes
