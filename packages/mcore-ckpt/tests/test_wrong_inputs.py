@@ -179,6 +179,18 @@ WRONG = {
         2,
         "num_local_experts=1000000000000, and the checkpoint has 12 tensors, enough for 12",
     ),
+    "a tokenizer that is damaged": (
+        write("hf/tokenizer.json", b"{"),
+        IN,
+        1,
+        "tokenizer.json is damaged: Expecting",
+    ),
+    "a tokenizer without ids": (
+        write("hf/tokenizer.json", b'{"added_tokens": [{"content": "a"}]}'),
+        IN,
+        1,
+        "tokenizer.json is damaged: KeyError('id')",
+    ),
     "a matrix that is too narrow": (weigh(narrow_queries), IN, 2, "[12, 5] there"),
     "a config that is no object": (write("hf/config.json", b"[]"), IN, 1, "holds no object"),
     "a config that is cut": (write("hf/config.json", b"{"), IN, 1, "config.json is damaged"),

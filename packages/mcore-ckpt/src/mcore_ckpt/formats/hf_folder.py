@@ -185,20 +185,27 @@ def write_hf_folder(
 
 
 def num_tokens(tokenizer: Mapping[str, bytes]) -> int:
-    """Count a tokenizer's ids, as far as its files are JSON or lists; else 0."""
+    """Count a tokenizer's ids, as far as its files are JSON or lists; else 0.
+
+    Raises:
+        CheckpointError: naming the file that is damaged.
+    """
     counts = [0]
-    if "tokenizer.json" in tokenizer:
-        table = parse_json_object(tokenizer["tokenizer.json"], "tokenizer.json")
-        vocab = (table.get("model") or {}).get("vocab") or []
-        counts.append(
-            max(vocab.values(), default=-1) + 1 if isinstance(vocab, dict) else len(vocab)
-        )
-        counts += [one["id"] + 1 for one in table.get("added_tokens") or []]
-    elif "vocab.json" in tokenizer:
-        vocab = parse_json_object(tokenizer["vocab.json"], "vocab.json")
-        counts.append(max(vocab.values(), default=-1) + 1)
-    elif "vocab.txt" in tokenizer:
-        counts.append(len(tokenizer["vocab.txt"].splitlines()))
+    name = next((n for n in ("tokenizer.json", "vocab.json") if n in tokenizer), "vocab.txt")
+    try:
+        if name == "tokenizer.json":
+            table = parse_json_object(tokenizer[name], name)
+            vocab = (table.get("model") or {}).get("vocab") or []
+            ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+            counts += [max(ids, default=-1) + 1]
+            counts += [one["id"] + 1 for one in table.get("added_tokens") or []]
+        elif name == "vocab.json":
+            vocab = parse_json_object(tokenizer[name], name)
+            counts.append(max(vocab.values(), default=-1) + 1)
+        elif name in tokenizer:
+            counts.append(len(tokenizer[name].splitlines()))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{name} is damaged: {error!r}") from None
     return max(counts)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.conversion.options import DTYPE_WORDS, ConvertOptions
-from mcore_ckpt.families import find_family, stored_model, table_for, unknown_fields
+from mcore_ckpt.families import find_family, own_fields, stored_model, table_for, unknown_fields
 from mcore_ckpt.families.common.fields import CARRIED
 from mcore_ckpt.families.common.shape_check import check_counts, check_description, check_shapes
 from mcore_ckpt.families.recurrent.mamba2 import released
@@ -101,10 +101,11 @@ def _open_hf(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     kept = unknown_fields(bare.config) if options.keep_unknown_config_fields else {}
     known = {name: value for name, value in bare.config.items() if name not in kept}
     description, tensors = stored_model(known, bare.tensors)
-    table = find_family(model_type).table(description)
+    family = find_family(model_type)
+    table = family.table(description)
     tensors = unstacked(tensors, expand(table))
     tokenizer, generation = small_files(folder.path)
-    words = (*CARRIED, *getattr(find_family(model_type), "carries", ()))
+    words = (*CARRIED, *own_fields(family))
     carried = {name: config[name] for name in words if name in config}
     hf: dict[str, Any] = {"model_type": model_type, "config": carried | kept}
     with Reader(folder.path) as reader:

@@ -12,7 +12,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.errors import CheckpointError, write_error
 from mcore_ckpt.storage.stores import StorePath, as_path, is_store
 
 INDEX = "index.json"
@@ -204,12 +204,15 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
                 "swap one for another at once: delete it first, or save to another folder."
             )
         folder = folder.with_name(folder.name + _INCOMING)
-    if is_store(folder):
-        _delete(folder)
-    elif folder.exists():
-        # Deleting takes long: that waits until the new step is durable.
-        folder.rename(folder.with_name(f"{folder.name}{_GARBAGE}{uuid.uuid4().hex}"))
-    folder.mkdir(parents=True)
+    try:
+        if is_store(folder):
+            _delete(folder)
+        elif folder.exists():
+            # Deleting takes long: that waits until the new step is durable.
+            folder.rename(folder.with_name(f"{folder.name}{_GARBAGE}{uuid.uuid4().hex}"))
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise write_error(folder, error) from error
     return folder
 
 

@@ -151,7 +151,9 @@ class Decoder:
     refused: Mapping[str, Any] = field(default_factory=dict)
     """Their fields that may have one value, which goes without saying."""
     unread: tuple[str, ...] = ()
-    """Their fields that nothing reads."""
+    """Their fields that nothing here reads; engines may, so that they go along."""
+    dropped: tuple[str, ...] = ()
+    """Their fields about weights that are not converted."""
     parts: tuple[FieldRule, ...] = ()
     """What it says beside sizes, norms, ties and rotary positions, in this order."""
     experts: FieldRule | None = None
@@ -188,7 +190,7 @@ class Decoder:
         fields = Fields(self.stated(stated), keep=keep, absent=self.absent)
         for name, value in {**self.only, **self.refused}.items():
             fields.must_be(name, value)
-        for name in self.unread:
+        for name in (*self.unread, *self.dropped):
             fields.maybe(name)
         if self.activation[0]:
             fields.must_be(*self.activation)
