@@ -116,7 +116,7 @@ CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 """What model cards tell to add to a config.json for long texts."""
 
 
-def test_yarn_that_is_added_to_an_old_config_or_to_an_export_of_ours_is_read():
+def test_yarn_that_is_added_as_model_cards_advise_is_read():
     qwen = FAMILIES["qwen3"]
     old = plain("qwen3") | {"rope_theta": 1e6, "rope_scaling": CARD}
     exported = qwen.to_theirs(qwen.to_ours(plain("qwen3") | {"rope_theta": 1e6}))
