@@ -205,6 +205,29 @@ def test_exit_codes_tell_bad_input_from_failure(tmp_path, capsys):
     assert "model.blocks.1.w has not the checksum" in capsys.readouterr().err
 
 
+def test_weights_of_any_format_are_held_to_the_fingerprint_that_convert_printed(
+    tmp_path, capsys
+):
+    make_hf(tmp_path / "hf")
+    for target in ("mcore", "megatron", "dcp"):
+        words = ["--input", str(tmp_path / "hf"), "--output", str(tmp_path / target)]
+        assert main(["convert", f"hf-to-{target}", *words]) == 0
+        printed = capsys.readouterr().out.split("fingerprint ")[1].strip()
+        for folder in ("hf", target):
+            assert main(["verify", str(tmp_path / folder), "--fingerprint", printed]) == 0
+            assert "weights of that fingerprint" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "hf"), "--fingerprint", "abc"]) == 2
+    assert "give the 32 digits" in capsys.readouterr().err
+    file = tmp_path / "hf" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    for place in (-1, -1000, len(content) // 2):
+        content[place] ^= 1
+        file.write_bytes(content)
+        assert main(["verify", str(tmp_path / "hf"), "--fingerprint", printed]) == 1
+        assert f"not {printed}: its weights are not those" in capsys.readouterr().err
+        content[place] ^= 1
+
+
 def test_inspect_puts_the_layers_in_one_line(tmp_path, capsys):
     make_step(tmp_path)
     assert main(["inspect", str(tmp_path)]) == 0

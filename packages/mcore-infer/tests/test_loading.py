@@ -1,5 +1,10 @@
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from mcore_ckpt import convert, save
 from mcore_infer import load_model
@@ -9,6 +14,7 @@ from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import named_shards
 from mcore_parallel.testing.ranks import run_ranks
 
+LINEAR = "model.layers.0.self_attn.q_proj"
 TOKENS = torch.tensor([[5, 6, 7, 200], [1, 2, 3, 4]])
 
 
@@ -94,3 +100,39 @@ def refused(folder, fields):
 )
 def test_layouts_that_cannot_write_token_by_token_are_refused(run_folder, fields, message):
     assert all(message in answer for answer in run_ranks(refused, 2, run_folder, fields))
+
+
+@pytest.fixture
+def adapters(run_folder, tmp_path):
+    """A folder of PEFT beside a Hugging Face folder, which alone has the small files."""
+    convert("mcore", run_folder, "hf", tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [3, 9]}')
+    words = WordLevel({chr(number): number for number in range(257)}, unk_token="a")
+    Tokenizer(words).save(str(tmp_path / "base" / "tokenizer.json"))
+    shape = load_file(tmp_path / "base" / "model.safetensors")[f"{LINEAR}.weight"].shape
+    pair = {"lora_A": torch.randn(2, shape[1]), "lora_B": torch.randn(shape[0], 2)}
+    (tmp_path / "adapter").mkdir()
+    save_file(
+        {f"base_model.model.{LINEAR}.{kind}.weight": t.double() for kind, t in pair.items()},
+        tmp_path / "adapter" / "adapter_model.safetensors",
+    )
+    table = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    table["base_model_name_or_path"] = str(tmp_path / "base")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(table))
+    return tmp_path
+
+
+def test_a_folder_of_peft_answers_as_its_merged_model_and_takes_small_files_of_its_base(
+    adapters, loaded
+):
+    convert("hf", adapters / "adapter", "hf", adapters / "merged")
+    merged, apart = (
+        load_model(adapters / name, ParallelContext.single()) for name in ("merged", "adapter")
+    )
+    logits = next_logits(apart.model, TOKENS)
+    torch.testing.assert_close(logits, next_logits(merged.model, TOKENS), **CLOSE)
+    assert not torch.allclose(logits, next_logits(loaded.model, TOKENS), **CLOSE)
+    assert apart.ends == merged.ends == (3, 9)
+    assert apart.tokenizer.vocab_size == 257
+    (adapters / "adapter" / "generation_config.json").write_text('{"eos_token_id": 4}')
+    assert load_model(adapters / "adapter", ParallelContext.single()).ends == (4,)

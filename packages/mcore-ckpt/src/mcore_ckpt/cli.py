@@ -123,16 +123,25 @@ def inspect(
     return 0
 
 
-def verify(folder: Path, /) -> int:
-    """Read every byte of a checkpoint and compare checksums.
+def verify(folder: Path, /, *, fingerprint: str = "") -> int:
+    """Read every byte of a checkpoint and compare checksums, or the weights' fingerprint.
 
     Args:
-        folder: Run folder (its latest step) or step folder.
+        folder: Run folder (its latest step) or step folder; with --fingerprint also a folder of
+            Hugging Face, Megatron or torch.distributed.checkpoint, which have no checksums.
+        fingerprint: What convert printed of the weights, in whatever format.
     """
-    from mcore_ckpt.conversion.inspection import check
+    from mcore_ckpt.conversion.inspection import check, check_fingerprint, find_format
 
-    step, num_tensors, num_bytes = check(folder, progress_line())
-    print(f"{step}: {num_tensors} tensors, {size_text(num_bytes)}, every checksum right.")
+    proofs = []
+    step, num_tensors, num_bytes = folder, 0, 0
+    if not fingerprint or find_format(folder)[0] == "mcore":
+        step, num_tensors, num_bytes = check(folder, progress_line())
+        proofs.append("every checksum right")
+    if fingerprint:
+        step, num_tensors, num_bytes = check_fingerprint(folder, fingerprint, progress_line())
+        proofs.append("weights of that fingerprint")
+    print(f"{step}: {num_tensors} tensors, {size_text(num_bytes)}, {', '.join(proofs)}.")
     return 0
 
 

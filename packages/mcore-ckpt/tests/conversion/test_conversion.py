@@ -1,6 +1,7 @@
 """Hugging Face to ours and back: every family bitwise, every doubt an error with a name."""
 
 import json
+import math
 import re
 import shutil
 
@@ -494,7 +495,7 @@ def edit(folder, **values):
         ({"quantization_config": "fp8"}, "quantization_config='fp8': it must be an object"),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
-            "dequantize others by their own tool",
+            "compressed-tensors, and modelopt",
         ),
     ],
 )
@@ -703,6 +704,40 @@ def test_unknown_fields_go_along_by_a_flag(tmp_path):
         convert("mcore", tmp_path / "run", "hf", tmp_path / "no", keep)
 
 
+def config_after(tmp_path, model, model_type="", **fields):
+    """Convert a folder with more fields to ours and back; read config.json strictly."""
+    make(tmp_path / "hf", model)
+    edit(tmp_path / "hf", **fields)
+    hf_to_mcore(tmp_path / "hf", tmp_path / "run")
+    mcore_to_hf(tmp_path / "run", tmp_path / "again", ConvertOptions(model_type=model_type))
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    text = (tmp_path / "again" / "config.json").read_text()
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_fields_that_engines_read_come_back_and_go_to_no_other_family(tmp_path):
+    config = config_after(tmp_path / "a", "nemotron_h", max_position_embeddings=77)
+    assert config["max_position_embeddings"] == 77
+    assert (config["num_hidden_layers"], config["hybrid_override_pattern"]) == (5, "ME*-M")
+    assert config_after(tmp_path / "b", "gpt2", n_ctx=55)["n_ctx"] == 55
+    context = {"original_max_position_embeddings": 33}
+    config = config_after(tmp_path / "c", "phi3", "mistral", **context)
+    assert config["model_type"] == "mistral"
+    assert "original_max_position_embeddings" not in config
+
+
+def test_infinity_is_written_as_json_and_read_as_transformers_writes_it(tmp_path):
+    config = config_after(tmp_path, "mamba2", time_step_limit=[0.25, math.inf])
+    assert config["time_step_limit"] == [0.25, {"__float__": "Infinity"}]
+    again = transformers.AutoConfig.from_pretrained(tmp_path / "again")
+    assert list(again.time_step_limit) == [0.25, math.inf]
+    hf_to_mcore(tmp_path / "again", tmp_path / "run_again")
+    assert not differences(tmp_path / "run", tmp_path / "run_again")
+
+
 def test_weights_that_are_there_twice_are_refused(tmp_path):
     make(tmp_path / "hf", "llama", max_shard_size="8KB")
     save_file({"lm_head.weight": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
@@ -721,7 +756,7 @@ def test_a_truncated_weight_file_is_an_error(tmp_path):
     make(tmp_path / "hf", "llama")
     file = tmp_path / "hf" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(RuntimeError, match=r"bytes, and its tensors need \d+ or more: copy or"):
+    with pytest.raises(RuntimeError, match=r"of \d+ bytes: .* not fully covered. Copy or"):
         hf_to_mcore(tmp_path / "hf", tmp_path / "run")
 
 
@@ -844,3 +879,21 @@ def test_experts_in_mxfp4_are_read_as_the_numbers_they_stand_for(tmp_path):
     for name in ("packed", "wide"):
         hf_to_mcore(tmp_path / name, tmp_path / f"run_{name}")
     assert not differences(tmp_path / "run_packed", tmp_path / "run_wide")
+
+
+def test_a_check_takes_experts_of_any_width_and_says_whose_a_failure_is(tmp_path, monkeypatch):
+    odd = {"intermediate_size": 6, "num_local_experts": 3, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**{**ODD, **HEADS, **odd})
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "hf")
+    checked = ConvertOptions(check=True)
+    report = convert("hf", tmp_path / "hf", "mcore", tmp_path / "run", checked)
+    assert report.logits_differ_by < 1e-5
+
+    def fails(*_, **__):
+        raise KeyError("a fault\nof many lines")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fails)
+    message = r"^--check: transformers cannot run .*hf: KeyError: .*Nothing was kept"
+    with pytest.raises(CheckpointError, match=message):
+        convert("hf", tmp_path / "hf", "mcore", tmp_path / "no", checked)
+    assert not (tmp_path / "no").exists()

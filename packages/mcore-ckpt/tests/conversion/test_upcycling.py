@@ -153,3 +153,15 @@ def test_weights_of_a_softmax_over_all_experts_are_scaled_to_the_dense_output(tm
     )
     upcycle(tmp_path / "dense", tmp_path / "moe", options)
     torch.testing.assert_close(upcycled_logits(tmp_path / "moe")[0], expected)
+
+
+@pytest.mark.parametrize(("std", "is_told"), [(0.02, True), (0.0, False)])
+def test_weights_over_all_experts_are_told_to_change_the_function(
+    tmp_path, caplog, std, is_told
+):
+    expected = save_dense(tmp_path / "dense", swiglu=True)
+    options = UpcycleOptions(num_experts=4, moe_router_pre_softmax=True, init_method_std=std)
+    upcycle(tmp_path / "dense", tmp_path / "run", options)
+    assert ("computes the dense one's function only about" in caplog.text) == is_told
+    got, _ = upcycled_logits(tmp_path / "run")
+    assert torch.allclose(got, expected) != is_told

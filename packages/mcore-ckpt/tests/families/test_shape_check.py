@@ -1,12 +1,14 @@
 """A config.json of other sizes is refused in every family, whatever the names are."""
 
+import json
 from math import prod
 
 import pytest
 
 from mcore_ckpt.families import MODEL_TYPES, find_family, shapes_of
-from mcore_ckpt.families.common.shape_check import check_shapes, expected_shape
+from mcore_ckpt.families.common.shape_check import check_counts, check_shapes, expected_shape
 from mcore_ckpt.formats.megatron.names import to_arguments
+from mcore_ckpt.formats.open_checkpoint import description_in
 from mcore_ckpt.mapping.rules import expand
 from mcore_ckpt.storage.index import TensorEntry
 
@@ -231,3 +233,25 @@ def test_groups_of_sigmoid_experts_are_chosen_by_their_two_best(name):
         described(name, **config | {"num_experts_per_tok": 1})
     del description["moe"]["moe_router_topk_scaling_factor"]
     assert family.to_theirs(description)["routed_scaling_factor"] == 1.0
+
+
+def test_a_config_that_is_given_alone_may_not_count_what_no_model_has(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": 10**12}))
+    with pytest.raises(ValueError, match=r"config\.json says num_hidden_layers=1000000000000"):
+        description_in(str(path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("num_layers", "n_layer", "num_hidden_layers", "encoder_num_layers"),
+        *("num_local_experts", "n_routed_experts", "moe_num_experts"),
+        *("mtp_num_layers", "num_mem_blocks"),
+    ],
+)
+def test_counts_are_bounded_by_tensors_and_by_stacks_of_matrices(name):
+    check_counts({name: 3}, [(2,), (4, 4), (5,)], "config.json")
+    check_counts({name: 6}, [(2, 6, 4, 4)], "config.json")
+    with pytest.raises(ValueError, match=f"{name}=4, and .* 3 tensors, enough for 3 at most"):
+        check_counts({name: 4}, [(2,), (9, 4), (5,)], "config.json")

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import zipfile
 from collections import OrderedDict
 
 import pytest
@@ -12,7 +13,9 @@ from mcore_ckpt.conversion.conversion import convert
 from mcore_ckpt.conversion.inspection import describe as describe_folder
 from mcore_ckpt.conversion.inspection import differences, rows
 from mcore_ckpt.conversion.options import ConvertOptions
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.dcp import read_dcp_folder
+from mcore_ckpt.formats.torch_files import read_torch_file
 from mcore_ckpt.save_load.loading import read_tensor
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.index import read_index
@@ -433,6 +436,25 @@ class Bomb:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_compressed_pickle_is_refused_before_it_is_unpacked(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", bytes(1 << 24))
+    with pytest.raises(CheckpointError, match=r"has data\.pkl compressed"):
+        read_torch_file(path)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_containers_that_share_parts_are_walked_once(tmp_path, zipped):
+    nested = [torch.ones(2)]
+    for _ in range(60):
+        nested = [nested, (nested, nested)]
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(nested, path, _use_new_zipfile_serialization=zipped)
+    found = read_torch_file(path)
+    assert found[0] is found[1][0]
+
+
 def test_a_malicious_pickle_is_refused_by_name_and_never_executed(tmp_path):
     struck = tmp_path / "struck"
     pickle.loads(pickle.dumps(Bomb(struck))).close()

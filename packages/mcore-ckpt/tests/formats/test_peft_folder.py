@@ -9,7 +9,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mcore_ckpt.conversion.conversion import convert
+from mcore_ckpt.conversion.inspection import differences, rows
+from mcore_ckpt.conversion.options import ConvertOptions, UpcycleOptions
 from mcore_ckpt.conversion.peft_export import export_adapters
+from mcore_ckpt.conversion.upcycling import upcycle
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.loading import describe_checkpoint, load
 from mcore_ckpt.save_load.saving import save
@@ -97,6 +100,17 @@ def test_a_folder_of_the_library_merges_to_what_it_computes(case):
     folder, wanted = case
     convert("hf", folder / "adapter", "hf", folder / "merged")
     torch.testing.assert_close(scores(from_folder(folder / "merged")), wanted)
+
+
+def test_a_folder_of_adapters_is_known_by_inspect_and_upcycle(case, tmp_path):
+    folder, _ = case
+    listed = [row["name"] for row in rows(folder / "adapter")]
+    assert sorted(load_file(folder / "adapter" / "adapter_model.safetensors")) == listed
+    if "llama" in folder.name:
+        convert("hf", folder / "adapter", "hf", tmp_path / "merged", ConvertOptions(check=True))
+        assert not differences(folder / "adapter", tmp_path / "merged")
+        experts = UpcycleOptions(num_experts=2)
+        assert upcycle(folder / "adapter", tmp_path / "up", experts).name == "release"
 
 
 def test_our_adapters_go_to_the_library_and_come_back(case):

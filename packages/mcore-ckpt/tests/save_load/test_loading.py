@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mcore_ckpt.config import StrictnessConfig
+from mcore_ckpt.conversion.inspection import check
 from mcore_ckpt.save_load.loading import load, read_tensor
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.index import BLOCK_BYTES, digest
@@ -191,17 +192,33 @@ def rewrite(step, change):
     path.write_bytes(content + b',\n "digest": "' + digest(content).encode() + b'"\n}\n')
 
 
+def test_a_shape_that_its_files_do_not_hold_is_not_walked(step):
+    rewrite(step, lambda t: t["tensors"]["model.norm"].__setitem__(1, [10**18]))
+    with pytest.raises(RuntimeError, match=r"model\.norm of shape \[10{18}\] has \d+ elements"):
+        check(step)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         (lambda t: t.update(extra=None), RuntimeError, "is damaged: TypeError"),
         (lambda t: t.pop("files"), RuntimeError, "is damaged: KeyError"),
+        (
+            lambda t: t["tensors"]["model.norm"][2][0].__setitem__(1, 10**12),
+            RuntimeError,
+            "model.norm ends outside of rank_0",
+        ),
+        (
+            lambda t: t.update(extra={"model": {"config": {"num_layers": 10**12}}}),
+            ValueError,
+            "says num_layers=1000000000000, and the checkpoint has",
+        ),
         (lambda t: t.update(version=1), ValueError, "has version 1: this program reads 2"),
         (lambda t: t.update(format="other"), ValueError, "is not an index of the mcore format"),
         (
             lambda t: t["files"].__setitem__("../../evil", [3, ""]),
             RuntimeError,
-            "evil, outside its folder",
+            "evil', outside of the folder",
         ),
         (
             lambda t: t["tensors"]["model.norm"][2][0].__setitem__(0, "../../evil"),

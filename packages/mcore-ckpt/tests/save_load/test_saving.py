@@ -19,6 +19,7 @@ import torch.distributed as dist
 from forks import exit_code, fork, kill
 from safetensors.torch import load_file
 
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load import plan_cache
 from mcore_ckpt.save_load.claims import build_claim, build_claims
 from mcore_ckpt.save_load.loading import load, read_tensor
@@ -534,3 +535,11 @@ def test_steps_are_numbers_or_release(tmp_path):
     for step in (-1, "1", "latest", True):
         with pytest.raises(ValueError, match="a step is a number from 0, or 'release'"):
             save(tmp_path, step, state(1), world=SINGLE)
+
+
+@pytest.mark.parametrize("place", ["/proc/none/run", "{file}/run"])
+def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    folder = place.format(file=tmp_path / "file")
+    with pytest.raises(CheckpointError, match=f"cannot write {folder}"):
+        save(folder, 1, {}, world=SINGLE)

@@ -114,11 +114,25 @@ def test_what_is_added_later_is_no_damage(step, tmp_path):
     assert found_by(copy) == (False, False)
 
 
+def test_a_shape_without_data_is_bounded_by_its_file(tmp_path):
+    header = b'{"a":{"dtype":"F32","shape":[1000000000000,0],"data_offsets":[0,0]}}'
+    (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(RuntimeError, match=r"shape \[1000000000000, 0\] without data"):
+        read_header(tmp_path, "a")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content + b"\0" * 100, "100 bytes follow the last tensor"),
-        (lambda content: content.replace(b"[4,8]", b"[0,4]"), "a gap or overlaps at byte"),
+        (lambda content: content + b"\0" * 100, r"file of 300 bytes: .* not fully covered"),
+        (lambda content: content[:-3], r"file of 197 bytes: .* not fully covered. Copy or dow"),
+        (lambda content: content.replace(b"[4,8]", b"[0,4]"), "invalid offset for tensor"),
+        (lambda content: content.replace(b'"F32"', b'"F99"'), "unknown variant `F99`"),
+        (
+            lambda content: content.replace(b"[1]", b"[9]", 1),
+            "invalid shape, data type, or",
+        ),
+        (lambda content: b"\xff" * 7 + content[7:], "header too large"),
     ],
 )
 def test_data_that_is_not_exactly_the_headers_is_refused(tmp_path, change, message):
@@ -127,4 +141,4 @@ def test_data_that_is_not_exactly_the_headers_is_refused(tmp_path, change, messa
     write_file(path, items)
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(RuntimeError, match=message):
-        read_header(path)
+        read_header(tmp_path, path.name)

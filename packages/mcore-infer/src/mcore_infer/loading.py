@@ -4,7 +4,6 @@ The folder describes its model, so no flags are needed, and any rank grid may lo
 rank reads the rows that it needs.
 """
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mcore_ckpt.formats.json_files import read_json_object
 from mcore_ckpt.mapping.adapters import find_base
 from mcore_ckpt.save_load.foreign_loading import opened_quantized
 from mcore_ckpt.save_load.loading import describe_checkpoint, load
@@ -66,14 +66,13 @@ class LoadedModel:
     """A smaller one that proposes tokens to it."""
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     """Of keys and values in an fp8 cache, by layer; empty: the checkpoint holds none."""
+    base: Path | None = None
+    """Folder of the model that adapters in ``folder`` were trained for; None: no adapters."""
 
     @property
     def ends(self) -> tuple[int, ...]:
         """Tokens besides the tokenizer's that end a text, of a Hugging Face folder."""
-        file = self.folder / "generation_config.json"
-        if not file.is_file():
-            return ()
-        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        named = self._small_file("generation_config.json").get("eos_token_id")
         ids = named if isinstance(named, list) else [named]
         own = None if self.tokenizer is None else self.tokenizer.eod
         return tuple(i for i in ids if isinstance(i, int) and i != own)
@@ -96,12 +95,17 @@ class LoadedModel:
     def start(self) -> int:
         """Token that a decoder reads first: of the folder, else of its tokenizer, else 0."""
         for name in ("generation_config.json", "config.json"):
-            if (file := self.folder / name).is_file():
-                named = json.loads(file.read_text(encoding="utf-8"))
-                if isinstance(found := named.get("decoder_start_token_id"), int):
-                    return found
+            if isinstance(found := self._small_file(name).get("decoder_start_token_id"), int):
+                return found
         own = None if self.tokenizer is None else decoder_start(self.tokenizer)
         return own or 0
+
+    def _small_file(self, name: str) -> dict[str, Any]:
+        """Read a JSON file of the folder or of its base; empty if neither has the file."""
+        for folder in (self.folder, self.base):
+            if folder is not None and (folder / name).is_file():
+                return read_json_object(folder / name)
+        return {}
 
 
 def load_model(
@@ -188,10 +192,15 @@ def load_model(
             round_inputs_(model, {p: s for p, s in scales.items() if p not in packed})
             pack_weights_(model, {p: scales[p] for p in packed}, fill, ctx.device)
     model.eval()
+    base = resolve_folder(adapter["base"]) if adapter.get("base") else None
     tokenizer = _tokenizer_of(folder)
+    if tokenizer is None and base is not None:
+        tokenizer = _tokenizer_of(base)
     is_shared = description.moe.num_experts and ctx.expert_tp.size * ctx.ep.size > ctx.tp.size
     ranks = {"data": ctx.dp, "world": ctx.world, "in_step": ctx.world if is_shared else SINGLE}
-    return LoadedModel(model, description, tokenizer, folder, kv_scales=kv_scales, **ranks)
+    return LoadedModel(
+        model, description, tokenizer, folder, kv_scales=kv_scales, base=base, **ranks
+    )
 
 
 def empty_model(

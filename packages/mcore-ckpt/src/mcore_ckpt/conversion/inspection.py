@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.conversion.options import ConvertOptions
+from mcore_ckpt.conversion.round_trip import fingerprint
+from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.dcp import METADATA, read_dcp_folder
 from mcore_ckpt.formats.hf_folder import read_hf_folder
+from mcore_ckpt.formats.peft_folder import TENSORS
 from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import (
@@ -26,8 +29,15 @@ from mcore_ckpt.mapping.row_streams import (
 )
 from mcore_ckpt.storage.checksums import check_files
 from mcore_ckpt.storage.files import Reader
-from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry, read_index
-from mcore_ckpt.storage.paths import is_complete, latest_step, resolve_folder, step_folder
+from mcore_ckpt.storage.headers import read_header
+from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry, check_whole, read_index
+from mcore_ckpt.storage.paths import (
+    is_complete,
+    is_peft_folder,
+    latest_step,
+    resolve_folder,
+    step_folder,
+)
 from mcore_ckpt.storage.shard_plans import name_problems
 from mcore_ckpt.storage.sizes import size_text
 from mcore_ckpt.storage.stores import as_path
@@ -72,7 +82,8 @@ def native_step(folder: str | Path) -> Path:
     if form != "mcore":
         raise ValueError(
             f"{step} is a checkpoint in the format {form}, and one of mcore is wanted: "
-            f"mcore-ckpt convert {form}-to-mcore makes one of it; inspect takes any."
+            f"mcore-ckpt convert {form}-to-mcore makes one of it; inspect takes any, and "
+            "verify with --fingerprint."
         )
     return step
 
@@ -94,6 +105,8 @@ def contents(folder: str | Path, config: str = "") -> Contents:
             f"--config {config} has no effect without --compare: {path} is listed without it. "
             "Leave it out."
         )
+    if is_peft_folder(path):
+        return _of_entries(form, path, read_header(path, TENSORS), {"model_type": "peft"})
     if form == "hf":
         hf = read_hf_folder(path)
         kind = {"model_type": hf.config.get("model_type")}
@@ -193,6 +206,7 @@ def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path
     """
     step = native_step(folder)
     index = read_index(step)
+    check_whole(step, index)
     check_files(step, index)
     with Reader(step) as reader:
         source = Source(reader, index.tensors)
@@ -201,6 +215,41 @@ def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path
             for _ in slabs(source, name):
                 pass
     return step, len(sizes), sum(sizes.values())
+
+
+def check_fingerprint(
+    folder: str | Path, wanted: str, on_progress: Progress | None = None
+) -> tuple[Path, int, int]:
+    """Read all weights of a checkpoint of any format and compare their fingerprint.
+
+    The fingerprint is the one that ``convert`` prints: of names, dtypes, shapes and content of
+    the weights under our names, equal in all formats. It does not cover config.json, the
+    tokenizer or an optimizer's state.
+
+    Returns:
+        As ``check``.
+
+    Raises:
+        ValueError: if ``wanted`` is no fingerprint, or there is no checkpoint.
+        CheckpointError: if the weights are others, or files are damaged.
+    """
+    if not re.fullmatch(r"[0-9a-f]{32}", wanted):
+        raise ValueError(
+            f"--fingerprint {wanted} is none: give the 32 digits and letters that convert "
+            "printed."
+        )
+    form, path = find_format(folder)
+    options = ConvertOptions(keep_unknown_config_fields=form == "hf")
+    with opened(form, path, options) as found:
+        got = fingerprint(found.ours, on_progress, trusts_checksums=False)
+        entries = found.ours.entries.values()
+        num_bytes = sum(entry.num_bytes for entry in entries)
+        if got != wanted:
+            raise CheckpointError(
+                f"{path} has the fingerprint {got}, not {wanted}: its weights are not those "
+                "that were converted. Copy the folder again, or convert again."
+            )
+        return path, len(entries), num_bytes
 
 
 def differences(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.conversion.options import ConvertOptions
-from mcore_ckpt.families import family_for, find_family
+from mcore_ckpt.families import family_for, find_family, own_fields
 from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.optimizer import state_items, to_common
@@ -83,9 +83,13 @@ def write_hf(
     """Write a Hugging Face folder; return its ``model_type``."""
     model_type = target_model_type(source, options.model_type)
     family = find_family(model_type)
+    origin = source.hf.get("model_type", model_type)
+    # Fields that one family alone has are no other's.
+    alone = () if origin == model_type else own_fields(find_family(origin))
+    carried = {n: value for n, value in source.hf.get("config", {}).items() if n not in alone}
     # Words that went along say nothing about weights; those of a family win.
     try:
-        config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
+        config = {**carried, **family.to_theirs(source.description)}
     except ValueError as error:
         raise ValueError(
             f"{model_type} cannot express this model: {error}. Leave --model-type out to have "

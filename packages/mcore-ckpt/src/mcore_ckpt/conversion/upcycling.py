@@ -74,6 +74,12 @@ def upcycle(
             options.moe_router_topk,
             options.moe_upcycling_granularity,
         )
+    if options.moe_router_pre_softmax and options.init_method_std:
+        log.warning(
+            "--moe-router-pre-softmax weighs experts by a softmax over all, which a drawn "
+            "router makes unequal: the new model computes the dense one's function only "
+            "about. --init-method-std 0 or leaving the flag out keeps it.",
+        )
     with opened(form, folder) as found:
         description = found.description
         if description.get("moe", {}).get("num_experts", 0):

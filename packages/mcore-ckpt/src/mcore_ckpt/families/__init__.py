@@ -100,6 +100,11 @@ def find_family(model_type: str) -> Any:
     return module.FAMILIES[model_type]
 
 
+def own_fields(family: Any) -> tuple[str, ...]:
+    """Return a family's fields of config.json that only go along: engines may read them."""
+    return (*getattr(family, "carries", ()), *getattr(family, "unread", ()))
+
+
 def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """List the shapes of a model's weights by their names within a layer.
 

@@ -16,6 +16,7 @@ from mcore_ckpt.formats.safe_pickle import Record, load_inert
 from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
 from mcore_ckpt.storage.boxes import cover_problems
 from mcore_ckpt.storage.index import StoredBox, TensorEntry
+from mcore_ckpt.storage.paths import path_within
 
 METADATA = ".metadata"
 """Name of the file that makes a folder such a directory."""
@@ -115,8 +116,7 @@ def _folder(path: Path, found: Record) -> DcpFolder:
         if info.get("transform_descriptors"):
             raise CheckpointError(f"{path} is compressed or transformed: write it plain first.")
         name = str(info.get("relative_path"))
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{path / METADATA} names {name}, outside its folder")
+        path_within(path, name)
         place = Place(name, info.get("offset"), info.get("length"))
         places[(key.get("fqn"), None if offset is None else tuple(offset))] = place
     tensors: dict[str, DcpTensor] = {}

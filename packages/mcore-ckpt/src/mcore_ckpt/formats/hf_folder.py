@@ -1,17 +1,18 @@
 """Hugging Face folders: which tensor stands in which file, and the small files around."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.json_files import json_bytes, parse_json_object, read_json_object
 from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
-from mcore_ckpt.storage.files import Item, write_file
+from mcore_ckpt.mapping.row_streams import Source, same_tensors
+from mcore_ckpt.storage.files import Item, Reader, write_file
 from mcore_ckpt.storage.headers import read_header
 from mcore_ckpt.storage.index import StoredBox, TensorEntry
-from mcore_ckpt.storage.paths import write_durably
+from mcore_ckpt.storage.paths import path_within, write_durably
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -39,6 +40,10 @@ GENERATION = "generation_config.json"
 """How ``generate`` samples by default."""
 
 
+ReadFile = Callable[[Path, str], dict[str, TensorEntry]]
+"""Lists the tensors of one file, given the folder and the file's path within it."""
+
+
 @dataclass(frozen=True, slots=True)
 class HFFolder:
     """What a Hugging Face folder holds."""
@@ -52,34 +57,36 @@ class HFFolder:
 
 
 def read_hf_folder(path: str | Path) -> HFFolder:
-    """Read config.json and the headers of the weight files; pickles are read as data."""
+    """Read config.json and the headers of the weight files; pickles are read as data.
+
+    Raises:
+        ValueError: if the folder has no weights, has them twice, or is of another format.
+        CheckpointError: if files are missing or damaged, or the index names files outside of
+            the folder.
+    """
     path = Path(path)
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = read_json_object(path / "config.json")
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{path} is no Hugging Face folder: it has no config.json. To convert one of "
             "ours, say mcore->hf."
         ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path / 'config.json'} is damaged: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path / 'config.json'} is damaged: it holds no object")
-    if (path / _INDEX).is_file():
-        tensors = _read_sharded(path, _INDEX)
-        files = {chunk.file for entry in tensors.values() for chunk in entry.chunks}
-        if (path / _SINGLE).is_file() and _SINGLE not in files:
-            raise ValueError(
-                f"{path} holds weights twice: {_SINGLE}, which transformers opens, and the "
-                f"files of {_INDEX}. Take those away that are old."
-            )
-        return HFFolder(path, config, tensors)
-    if (path / _SINGLE).is_file():
-        return HFFolder(path, config, read_header(path / _SINGLE))
-    if (path / _PICKLE_INDEX).is_file():
-        return HFFolder(path, config, _read_sharded(path, _PICKLE_INDEX))
-    if (path / _PICKLE).is_file():
-        return HFFolder(path, config, _read_pickle(path / _PICKLE))
+    for single, index, read in (
+        (_SINGLE, _INDEX, read_header),
+        (_PICKLE, _PICKLE_INDEX, _read_pickle),
+    ):
+        has_single = (path / single).is_file()
+        if (path / index).is_file():
+            files = _listed_files(path / index)
+            if has_single and files != [single]:
+                raise ValueError(
+                    f"{path} holds weights twice: {single}, which transformers opens, and the "
+                    f"files of {index}. Take those away that are old."
+                )
+            return HFFolder(path, config, _read_shards(path, files, read))
+        if has_single:
+            return HFFolder(path, config, read(path, single))
     if (path / "rank0.safetensors").is_file():
         raise ValueError(
             f"{path} is a checkpoint for TensorRT-LLM, which builds engines of it: give the "
@@ -90,8 +97,9 @@ def read_hf_folder(path: str | Path) -> HFFolder:
     )
 
 
-def _read_pickle(path: Path) -> dict[str, TensorEntry]:
-    """Read where the tensors of torch.save stand; nothing in the file is executed."""
+def _read_pickle(folder: Path, file: str) -> dict[str, TensorEntry]:
+    """Read the places of the tensors in a file of torch.save; nothing in it is executed."""
+    path = path_within(folder, file)
     found = read_torch_file(path)
     if not isinstance(found, dict) or not all(
         isinstance(value, FileTensor) for value in found.values()
@@ -99,30 +107,48 @@ def _read_pickle(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{path} is no table of tensors, as transformers saves it.")
     entries = {}
     for name, tensor in found.items():
-        chunk = StoredBox(path.name, tensor.offset, (0,) * len(tensor.shape), tensor.shape)
+        chunk = StoredBox(file, tensor.offset, (0,) * len(tensor.shape), tensor.shape)
         entries[str(name)] = TensorEntry(tensor.shape, tensor.dtype, (chunk,))
     return entries
 
 
-def _read_sharded(path: Path, index: str) -> dict[str, TensorEntry]:
-    read = read_header if index == _INDEX else _read_pickle
-    try:
-        places: dict[str, str] = json.loads((path / index).read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{path / index} is damaged: {error!r}") from None
-    tensors: dict[str, TensorEntry] = {}
-    for file in sorted(set(places.values())):
-        if not (path / file).is_file():
-            raise CheckpointError(f"{path / file} is missing: {index} names it.")
-        for name, entry in read(path / file).items():
-            if places.get(name) == file:
-                tensors[name] = entry
-    absent = sorted(places.keys() - tensors.keys())
-    if absent:
+def _listed_files(index: Path) -> list[str]:
+    """List the files that an index of shards names, in the order of their names."""
+    places = read_json_object(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
         raise CheckpointError(
-            f"{places[absent[0]]} does not hold {absent[0]}, as {index} says."
+            f"{index} is damaged: weight_map must be an object with a file's name by tensor."
         )
+    files = sorted(set(places.values()))
+    for file in files:
+        if not path_within(index.parent, file).is_file():
+            raise CheckpointError(f"{index.parent / file} is missing: {index.name} names it.")
+    return files
+
+
+def _read_shards(folder: Path, files: Sequence[str], read: ReadFile) -> dict[str, TensorEntry]:
+    """Collect the tensors of all listed files, as transformers does.
+
+    The index says which files there are, the files say which tensors: a tensor that the index
+    leaves out or looks for in another file is read too. A tensor may be in two files if its
+    copies are equal.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in read(folder, file).items():
+            if name in tensors and not _are_equal(folder, tensors[name], entry):
+                raise ValueError(
+                    f"{folder} holds {name} twice, with different values: in "
+                    f"{tensors[name].chunks[0].file} and in {file}, which transformers reads. "
+                    "Take the old file away, or the tensor out of it."
+                )
+            tensors[name] = entry
     return tensors
+
+
+def _are_equal(folder: Path, one: TensorEntry, other: TensorEntry) -> bool:
+    with Reader(folder) as reader:
+        return same_tensors(Source(reader, {"one": one, "other": other}), "one", "other")
 
 
 def write_hf_folder(
@@ -154,24 +180,32 @@ def write_hf_folder(
     if len(shards) > 1:
         total = sum(item.num_bytes for item in items)
         table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        write_durably(path / _INDEX, json.dumps(table, indent=2).encode() + b"\n")
-    write_durably(path / "config.json", json.dumps(config, indent=2).encode() + b"\n")
+        write_durably(path / _INDEX, json_bytes(table))
+    write_durably(path / "config.json", json_bytes(config))
 
 
 def num_tokens(tokenizer: Mapping[str, bytes]) -> int:
-    """Count a tokenizer's ids, as far as its files are JSON or lists; else 0."""
+    """Count a tokenizer's ids, as far as its files are JSON or lists; else 0.
+
+    Raises:
+        CheckpointError: naming the file that is damaged.
+    """
     counts = [0]
-    if "tokenizer.json" in tokenizer:
-        table = json.loads(tokenizer["tokenizer.json"])
-        vocab = (table.get("model") or {}).get("vocab") or []
-        counts.append(
-            max(vocab.values(), default=-1) + 1 if isinstance(vocab, dict) else len(vocab)
-        )
-        counts += [one["id"] + 1 for one in table.get("added_tokens") or []]
-    elif "vocab.json" in tokenizer:
-        counts.append(max(json.loads(tokenizer["vocab.json"]).values(), default=-1) + 1)
-    elif "vocab.txt" in tokenizer:
-        counts.append(len(tokenizer["vocab.txt"].splitlines()))
+    name = next((n for n in ("tokenizer.json", "vocab.json") if n in tokenizer), "vocab.txt")
+    try:
+        if name == "tokenizer.json":
+            table = parse_json_object(tokenizer[name], name)
+            vocab = (table.get("model") or {}).get("vocab") or []
+            ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+            counts += [max(ids, default=-1) + 1]
+            counts += [one["id"] + 1 for one in table.get("added_tokens") or []]
+        elif name == "vocab.json":
+            vocab = parse_json_object(tokenizer[name], name)
+            counts.append(max(vocab.values(), default=-1) + 1)
+        elif name in tokenizer:
+            counts.append(len(tokenizer[name].splitlines()))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{name} is damaged: {error!r}") from None
     return max(counts)
 
 
@@ -195,13 +229,16 @@ def not_carried(folder: HFFolder) -> tuple[str, ...]:
     """List the files and folders of a Hugging Face folder that no conversion takes along."""
     read = {chunk.file for entry in folder.tensors.values() for chunk in entry.chunks}
     is_pickled = not any(file.endswith(".safetensors") for file in read)
-    known = {*TOKENIZER_FILES, *COMPANIONS, GENERATION, "config.json", *read}
+    templates = {f"{_TEMPLATES}/{one.name}" for one in (folder.path / _TEMPLATES).glob("*")}
+    known = {*TOKENIZER_FILES, *COMPANIONS, *templates, GENERATION, "config.json", *read}
     known.add(_PICKLE_INDEX if is_pickled else _INDEX)
-    shared = {_TEMPLATES, *(name.partition("/")[0] for name in COMPANIONS if "/" in name)}
-    names = []
-    for entry in folder.path.iterdir():
-        inside = entry.iterdir() if entry.name in shared else ()
-        names += [f"{entry.name}/{one.name}" for one in inside] or [entry.name]
-    templates = {name for name in names if name.startswith(f"{_TEMPLATES}/")}
-    known |= {name for name in templates if (folder.path / name).is_file()}
-    return tuple(sorted(n for n in names if n not in known and not n.startswith(".")))
+
+    def unknown(below: Path, prefix: str) -> Iterator[str]:
+        for entry in below.iterdir():
+            name = prefix + entry.name
+            if any(other.startswith(f"{name}/") for other in known) and entry.is_dir():
+                yield from unknown(entry, f"{name}/")
+            elif name not in known and not name.startswith("."):
+                yield name
+
+    return tuple(sorted(unknown(folder.path, "")))

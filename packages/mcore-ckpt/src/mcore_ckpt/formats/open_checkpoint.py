@@ -1,15 +1,19 @@
 """A checkpoint that is open: which model it is, and its tensors as rows."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.families import find_family
+from mcore_ckpt.families.common.shape_check import check_counts
+from mcore_ckpt.formats.json_files import read_json_object
 from mcore_ckpt.mapping.optimizer_state import OptimizerState
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.mapping.rules import Link
+
+_MOST_LAYERS = 10_000
+"""Most layers or experts of a model that is described apart from its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,11 @@ def description_in(config: str) -> dict[str, Any]:
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(path.read_text())
+        found = read_json_object(path)
     except FileNotFoundError:
         raise ValueError(f"--config {config}: there is no {path}.") from None
-    except ValueError as error:
-        raise ValueError(f"--config {config} is no JSON: {error}") from None
+    # Which tensors there are is compared later.
+    check_counts(found, [(_MOST_LAYERS, 1, 1)], str(path))
     if "model_type" in found:
         return find_family(found["model_type"]).to_ours(found)
     if "family" in found and "config" in found:

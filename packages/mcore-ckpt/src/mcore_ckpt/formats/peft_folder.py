@@ -6,7 +6,6 @@ rows of B and of magnitudes are those of the module's weight, so that the base's
 them over; A is shared by all parts of a fused module there, and each part has its own here.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.json_files import json_bytes, read_json_object
 from mcore_ckpt.mapping.adapters import MAGNITUDE, A, B, adapter_name, group_adapters
 from mcore_ckpt.mapping.row_streams import HeldRows, Rows
 from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.mapping.views import RenamedRows, their_items
-from mcore_ckpt.storage.files import DTYPE_NAMES, DTYPES, Item, Reader, cut_slabs, write_file
-from mcore_ckpt.storage.headers import read_header
+from mcore_ckpt.storage.files import DTYPE_NAMES, Item, cut_slabs, write_file
 from mcore_ckpt.storage.paths import PEFT_CONFIG
 
 TENSORS = "adapter_model.safetensors"
@@ -163,7 +164,7 @@ def write_adapters(
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    (folder / PEFT_CONFIG).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    (folder / PEFT_CONFIG).write_bytes(json_bytes(table))
 
 
 def _joined(
@@ -202,10 +203,7 @@ def _ours(link: Link, theirs: Tensor) -> dict[str, Tensor]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / PEFT_CONFIG} is no JSON: {error}") from None
+    return read_json_object(folder / PEFT_CONFIG)
 
 
 def _checked(folder: Path) -> dict[str, Any]:
@@ -227,24 +225,17 @@ def _checked(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_file(file: Path) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file."""
-    found = {}
-    with Reader(file.parent) as reader:
-        for name, entry in read_header(file).items():
-            (chunk,) = entry.chunks
-            found[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-            reader.read(name, entry, chunk, (chunk.offsets, chunk.lengths), found[name])
-    return found
-
-
 def _modules(folder: Path) -> dict[str, dict[str, Tensor]]:
     """Read the tensors, by module of the base and kind."""
     file = folder / TENSORS
     if not file.is_file():
         raise CheckpointError(f"{folder} holds no {TENSORS}: pickles are not read.")
     found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in _read_file(file).items():
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is no sound safetensors file: {error}.") from None
+    for name, tensor in tensors.items():
         kind = next((k for k in (A, B, MAGNITUDE) if name.endswith(f".{k}")), None)
         if kind is None or not name.startswith(_BEFORE):
             raise CheckpointError(

@@ -1,6 +1,5 @@
 """Which quantization a folder says, and the views that undo it."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +10,8 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.compressed_forms import UnifiedRows, layout_named_by
+from mcore_ckpt.formats.json_files import read_json_object
 from mcore_ckpt.formats.quantized_layouts import (
     INPUT_SCALE,
     KV_SCALES,
@@ -157,13 +156,7 @@ def _compressed(how: dict[str, Any], group: dict[str, Any]) -> ByOutputs:
 def _unified(how: dict[str, Any] | None, folder: Path | None) -> dict[str, Any] | None:
     file = None if folder is None else folder / QUANT_CONFIG
     if file is not None and file.is_file():
-        try:
-            said = json.loads(file.read_text())
-        except ValueError as error:
-            raise CheckpointError(f"{file} is damaged: {error}") from None
-        if not isinstance(said, dict):
-            raise CheckpointError(f"{file} is damaged: it holds no object")
-        return said
+        return read_json_object(file)
     return how if how is not None and how.get("quant_method") == "modelopt" else None
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mcore_ckpt.formats.dcp import METADATA
 from mcore_ckpt.formats.megatron.legacy import is_legacy
-from mcore_ckpt.storage.paths import is_complete
+from mcore_ckpt.storage.paths import HF_CONFIG, is_complete, is_peft_folder
 
 
 def folder_format(folder: Path) -> str:
@@ -15,4 +15,4 @@ def folder_format(folder: Path) -> str:
         return "megatron"
     if (folder / METADATA).is_file():
         return "dcp"
-    return "hf" if (folder / "config.json").is_file() else ""
+    return "hf" if (folder / HF_CONFIG).is_file() or is_peft_folder(folder) else ""

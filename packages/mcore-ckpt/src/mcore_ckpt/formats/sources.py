@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.conversion.options import DTYPE_WORDS, ConvertOptions
-from mcore_ckpt.families import find_family, stored_model, table_for, unknown_fields
+from mcore_ckpt.families import find_family, own_fields, stored_model, table_for, unknown_fields
 from mcore_ckpt.families.common.fields import CARRIED
-from mcore_ckpt.families.common.shape_check import check_shapes
+from mcore_ckpt.families.common.shape_check import check_counts, check_description, check_shapes
 from mcore_ckpt.families.recurrent.mamba2 import released
 from mcore_ckpt.formats.dcp import METADATA, DcpFolder, read_dcp_folder
 from mcore_ckpt.formats.hf_folder import not_carried, read_hf_folder, small_files
@@ -42,7 +42,7 @@ from mcore_ckpt.mapping.rules import (
 from mcore_ckpt.mapping.views import Cast, RenamedRows, ResizedTensors
 from mcore_ckpt.storage.checksums import check_files
 from mcore_ckpt.storage.files import Reader
-from mcore_ckpt.storage.index import ADAPTER, Index, read_index
+from mcore_ckpt.storage.index import ADAPTER, Index, check_whole, read_index
 from mcore_ckpt.storage.paths import (
     is_hf_folder,
     is_peft_folder,
@@ -93,6 +93,7 @@ def opened(
 def _open_hf(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     folder = read_hf_folder(path)
     config, tensors = text_tower(released(folder.config), folder.tensors)
+    check_counts(config, (entry.shape for entry in tensors.values()), "config.json")
     quantization = quantization_name(config, folder.path)
     dequantized = take_quantization(config, folder.path)
     model_type = config.get("model_type", "")
@@ -100,10 +101,11 @@ def _open_hf(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     kept = unknown_fields(bare.config) if options.keep_unknown_config_fields else {}
     known = {name: value for name, value in bare.config.items() if name not in kept}
     description, tensors = stored_model(known, bare.tensors)
-    table = find_family(model_type).table(description)
+    family = find_family(model_type)
+    table = family.table(description)
     tensors = unstacked(tensors, expand(table))
     tokenizer, generation = small_files(folder.path)
-    words = (*CARRIED, *getattr(find_family(model_type), "carries", ()))
+    words = (*CARRIED, *own_fields(family))
     carried = {name: config[name] for name in words if name in config}
     hf: dict[str, Any] = {"model_type": model_type, "config": carried | kept}
     with Reader(folder.path) as reader:
@@ -133,6 +135,7 @@ def _open_peft(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
 def _open_mcore(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     step = resolve_folder(path)
     index = read_index(step)
+    check_whole(step, index)
     check_files(step, index)
     description = describe_native(step, index)
     tensors = {
@@ -185,6 +188,7 @@ def _open_dcp(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
             "the model, or a folder that has one."
         )
     description = extra["model"] if extra else description_in(options.config)
+    check_description(description, (one.shape for one in folder.tensors.values()), str(path))
     table, prefix = _dialect(folder, description)
     links = expand(table)
     listed = {
@@ -234,7 +238,12 @@ def _open_megatron(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoi
     padded = folder.tensors[_WORDS].shape[0]
     common, common_file = _common_state(step, folder)
     extra = json.loads(common[EXTRA]) if EXTRA in common else {}
+    shapes = [one.shape for one in folder.tensors.values()]
+    arguments = common.get("args")
+    if isinstance(arguments, Record):
+        check_counts(arguments.fields(), shapes, str(step))
     description = extra.get("model") or _megatron_description(step, common, padded, options)
+    check_description(description, shapes, str(step))
     weights = [name for name in folder.tensors if not name.startswith(_STATE)]
     has_own_norm = any(".pre_mlp_layernorm." in name for name in weights)
     impl = "transformer_engine" if has_own_norm else "local"
@@ -290,6 +299,7 @@ def describe_native(step: Path, index: Index) -> dict[str, Any]:
             f"{step} does not say which model it holds (extra.model in its index): it was "
             "not saved by mcore-train or mcore-ckpt convert."
         )
+    check_description(description, (one.shape for one in index.tensors.values()), str(step))
     return description
 
 

@@ -120,6 +120,10 @@ def _read_zip(window: Window, descriptor: int, path: Path, offset: int) -> Any:
     try:
         archive = zipfile.ZipFile(window)
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        for name in ("byteorder", "data.pkl"):
+            # torch.save compresses nothing: a small file stays small.
+            if name in members and members[name].compress_type != zipfile.ZIP_STORED:
+                raise CheckpointError(f"{path} has {name} compressed, as torch never writes.")
         if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
             raise CheckpointError(f"{path} was written on a big-endian machine.")
         content = archive.read(members["data.pkl"])
@@ -160,7 +164,7 @@ def _read_stream(file: io.BufferedReader, path: Path, offset: int, length: int) 
     found = load_inert(file, where, _storage, _SPECIAL)
     keys = load_inert(file, where)
     dtypes: dict[str, str] = {}
-    _collect(found, dtypes)
+    _collect(found, dtypes, set())
     places: dict[str, tuple[int, int]] = {}
     for key in keys:
         count = int.from_bytes(file.read(8), "little", signed=True)
@@ -198,22 +202,25 @@ _SPECIAL: dict[str, Any] = {
 }
 
 
-def _collect(value: Any, dtypes: dict[str, str]) -> None:
-    """Note the dtype of every storage that a tensor is in."""
+def _collect(value: Any, dtypes: dict[str, str], seen: set[int]) -> None:
+    """Note the dtype of every storage that a tensor is in; visits shared containers once."""
     if isinstance(value, _UnplacedTensor):
         dtypes[value.storage.key] = value.storage.dtype
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            _collect(one, dtypes)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            _collect(one, dtypes)
-    elif isinstance(value, Record):
-        _collect(value.state, dtypes)
+    if id(value) in seen or not isinstance(value, (Mapping, list, tuple, Record)):
+        return
+    seen.add(id(value))
+    if isinstance(value, Record):
+        _collect(value.state, dtypes, seen)
+        return
+    for one in value.values() if isinstance(value, Mapping) else value:
+        _collect(one, dtypes, seen)
 
 
 def _placed(value: Any, seen: dict[int, Any], place: Any, path: Path) -> Any:
-    """Put offsets on tensors, all the way down; what is met twice stays one."""
+    """Put offsets on tensors, all the way down; what is met twice stays one.
+
+    The caller keeps all containers alive, so that no two have one ``id``.
+    """
     if id(value) in seen:
         return seen[id(value)]
     if isinstance(value, _UnplacedTensor):
@@ -224,7 +231,9 @@ def _placed(value: Any, seen: dict[int, Any], place: Any, path: Path) -> Any:
         new |= {key: _placed(one, seen, place, path) for key, one in value.items()}
         return new
     if isinstance(value, (list, tuple)):
-        return type(value)([_placed(one, seen, place, path) for one in value])
+        placed = type(value)([_placed(one, seen, place, path) for one in value])
+        seen[id(value)] = placed
+        return placed
     if isinstance(value, Record):
         seen[id(value)] = value
         value.state = _placed(value.state, seen, place, path)

@@ -141,14 +141,18 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     )
 
 
+def same_tensors(theirs: Rows, one: str, other: str) -> bool:
+    """Whether two tensors are of one dtype, shape and content."""
+    shape = theirs.entries[one].shape
+    return shape == theirs.entries[other].shape and all(
+        same_bits(theirs.rows(one, *rows), theirs.rows(other, *rows))
+        for rows in row_groups(shape)
+    )
+
+
 def compare_copy(theirs: Rows, name: str, original: str) -> None:
     """Check that a foreign tensor is what it should be a copy of."""
-    one, other = theirs.entries[name], theirs.entries[original]
-    same = one.shape == other.shape and all(
-        same_bits(theirs.rows(name, *rows), theirs.rows(original, *rows))
-        for rows in row_groups(one.shape)
-    )
-    if not same:
+    if not same_tensors(theirs, name, original):
         mend = (
             "layers of multi-token prediction share the model's. Take num_nextn_predict_layers "
             "and these layers out of the folder."

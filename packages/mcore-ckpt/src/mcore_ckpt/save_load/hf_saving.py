@@ -6,7 +6,6 @@ together on one rank from the boxes of all, in rounds of bounded size, and each 
 the file of the tensors that it owns: about its share of the model, never the whole.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from mcore_ckpt.families import family_for, find_family
 from mcore_ckpt.formats.hf_folder import small_files
+from mcore_ckpt.formats.json_files import json_bytes
 from mcore_ckpt.mapping.rules import Link, expand, match_ours, split_index
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange
 from mcore_ckpt.storage.boxes import Box
@@ -99,13 +99,13 @@ class HFPlan:
                 places[entry.key] = name
                 sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.num_bytes
         word = str(DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]).removeprefix("torch.")
-        files = {"config.json": _json({**config, "torch_dtype": word, "dtype": word})}
+        files = {"config.json": json_bytes({**config, "torch_dtype": word, "dtype": word})}
         if len(set(places.values())) > 1:
             table = {
                 "metadata": {"total_size": sum(sizes.values())},
                 "weight_map": dict(sorted(places.items())),
             }
-            files[HF_INDEX] = _json(table)
+            files[HF_INDEX] = json_bytes(table)
         return files
 
 
@@ -202,7 +202,9 @@ def put_tokenizer_at_root(step: Path) -> None:
     """Copy the tokenizer of a step folder to where transformers looks for it."""
     files, _ = small_files(step / "tokenizer")
     if "tokenizer.json" in files and "tokenizer_config.json" not in files:
-        files["tokenizer_config.json"] = _json({"tokenizer_class": "PreTrainedTokenizerFast"})
+        files["tokenizer_config.json"] = json_bytes(
+            {"tokenizer_class": "PreTrainedTokenizerFast"}
+        )
     for name, content in files.items():
         (step / name).parent.mkdir(exist_ok=True)
         write_durably(step / name, content)
@@ -248,7 +250,3 @@ def _names(entries: Sequence[Sequence[PlannedTensor]]) -> list[str]:
         number += bool(mine)
         names.append(f"model-{number:05d}-of-{total:05d}.safetensors" if mine else "")
     return names
-
-
-def _json(table: Mapping[str, Any]) -> bytes:
-    return json.dumps(table, indent=2).encode() + b"\n"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.families.common.shape_check import check_description
 from mcore_ckpt.save_load.claims import build_claims, piece_box
 from mcore_ckpt.save_load.foreign_loading import opened_foreign
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
@@ -139,6 +140,8 @@ def opened_checkpoint(
     if is_complete(folder):
         fingerprint = zlib.crc32((folder / INDEX).read_bytes())
         index = read_index(folder)
+        shapes = (entry.shape for entry in index.tensors.values())
+        check_description(index.extra.get("model") or {}, shapes, str(folder))
         with Reader(folder, checksums=checksums) as reader:
             yield index, reader, fingerprint
         return

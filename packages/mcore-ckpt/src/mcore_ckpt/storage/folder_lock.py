@@ -56,7 +56,10 @@ class FolderLock:
         Raises:
             CheckpointError: if another live process holds it, or the disk fails.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_error(self._path.parent, error) from error
         for _ in range(3):
             if self._create():
                 self._stop = threading.Event()

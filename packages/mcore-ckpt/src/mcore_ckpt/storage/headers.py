@@ -1,36 +1,58 @@
-"""Headers of safetensors files: which tensor stands where.
+"""Headers of safetensors files: the place, dtype and shape of each tensor.
 
-Format: https://huggingface.co/docs/safetensors (8 bytes of header length, little-endian, JSON
-padded with spaces, data without gaps).
+The safetensors library parses and validates the header. Data has no gaps, so the order of the
+tensors and their sizes determine the first byte of each, which the library does not tell.
 """
 
-import json
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.storage.index import StoredBox, TensorEntry
+from mcore_ckpt.storage.index import DTYPE_BYTES, StoredBox, TensorEntry
+from mcore_ckpt.storage.paths import path_within
 
+_LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Read what a safetensors file holds, each tensor as one chunk without checksums."""
-    size = path.stat().st_size
-    header = read_header_bytes(path)
+def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
+    """Read the header of a safetensors file; each tensor is one chunk without checksums.
+
+    Args:
+        folder: the folder of the checkpoint.
+        file: path of the file within it, which chunks name.
+
+    Raises:
+        CheckpointError: if the file lies outside of the folder, is cut short or damaged, or
+            has a dtype that is not read here.
+    """
+    path = path_within(folder, file)
     try:
-        table = json.loads(header[8:])
-        table.pop("__metadata__", None)
-        entries = {
-            name: _header_entry(path, row, len(header), size) for name, row in table.items()
-        }
-        _check_gaps(list(entries.values()), len(header), size)
-    except (KeyError, TypeError, AttributeError):
+        with safe_open(path, framework="pt") as opened:
+            listed = [
+                (name, part.get_dtype(), tuple(part.get_shape()))
+                for name in opened.offset_keys()
+                for part in (opened.get_slice(name),)
+            ]
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is no sound safetensors file: its header is damaged."
+            f"{path} is no sound safetensors file of {path.stat().st_size} bytes: {error}. "
+            "Copy or download it again."
         ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no sound safetensors file: {error}") from None
+    offset, size = len(read_header_bytes(path)), path.stat().st_size
+    entries = {}
+    for name, dtype, shape in listed:
+        if dtype not in DTYPE_BYTES:
+            raise CheckpointError(
+                f"{path}: {name} has the dtype {dtype}, which is not read here: only "
+                f"{', '.join(DTYPE_BYTES)}."
+            )
+        if max(shape, default=0) > size:
+            raise CheckpointError(f"{path}: {name} has the shape {list(shape)} without data.")
+        chunk = StoredBox(file, offset, (0,) * len(shape), shape)
+        entries[name] = TensorEntry(shape, dtype, (chunk,))
+        offset += entries[name].num_bytes
     return entries
 
 
@@ -38,35 +60,8 @@ def read_header_bytes(path: Path) -> bytes:
     """Read the header of a safetensors file, its 8 bytes of length included."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = file.read(8)
+        length = file.read(_LENGTH_BYTES)
         count = int.from_bytes(length, "little")
-        if size < 8 or count > min(size - 8, _MAX_HEADER_BYTES):
+        if size < _LENGTH_BYTES or count > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
             raise CheckpointError(f"{path} is no safetensors file: it has no header.")
         return length + file.read(count)
-
-
-def _check_gaps(entries: list[TensorEntry], first: int, size: int) -> None:
-    """Check that the tensors' data fills the file, as the format requires."""
-    for entry in sorted(entries, key=lambda entry: (entry.chunks[0].offset, entry.num_bytes)):
-        if entry.chunks[0].offset != first:
-            raise ValueError(f"data has a gap or overlaps at byte {first}.")
-        first += entry.num_bytes
-    if first != size:
-        raise ValueError(f"{size - first} bytes follow the last tensor.")
-
-
-def _header_entry(path: Path, row: dict[str, Any], first: int, size: int) -> TensorEntry:
-    shape, (begin, end) = tuple(row["shape"]), row["data_offsets"]
-    entry = TensorEntry(
-        shape, row["dtype"], (StoredBox(path.name, first + begin, (0,) * len(shape), shape),)
-    )
-    if end - begin != entry.num_bytes or begin < 0:
-        raise ValueError(
-            f"bytes {begin} to {end} are no {row['dtype']} of shape {list(shape)}."
-        )
-    if first + end > size:
-        raise ValueError(
-            f"it has {size} bytes, and its tensors need {first + end} or more: "
-            "copy or download it again."
-        )
-    return entry

@@ -12,7 +12,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.errors import CheckpointError, write_error
 from mcore_ckpt.storage.stores import StorePath, as_path, is_store
 
 INDEX = "index.json"
@@ -34,6 +34,21 @@ _INCOMING = ".incoming"
 _REPLACED = ".replaced"
 _GARBAGE = ".garbage."
 _FOREIGN = (".metadata", "metadata.json", "common.pt")
+
+
+def path_within(folder: Path, name: str) -> Path:
+    """Return the path of a file that a foreign list names, inside the list's folder.
+
+    Symbolic links are followed: caches of Hugging Face's hub are made of them.
+
+    Raises:
+        CheckpointError: if ``name`` is absolute or climbs out of the folder.
+    """
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise CheckpointError(
+            f"{folder} lists the file {name!r}, outside of the folder: nothing there is read."
+        )
+    return folder / name
 
 
 def step_folder(run_folder: str | Path, step: int | str) -> Path:
@@ -189,12 +204,15 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
                 "swap one for another at once: delete it first, or save to another folder."
             )
         folder = folder.with_name(folder.name + _INCOMING)
-    if is_store(folder):
-        _delete(folder)
-    elif folder.exists():
-        # Deleting takes long: that waits until the new step is durable.
-        folder.rename(folder.with_name(f"{folder.name}{_GARBAGE}{uuid.uuid4().hex}"))
-    folder.mkdir(parents=True)
+    try:
+        if is_store(folder):
+            _delete(folder)
+        elif folder.exists():
+            # Deleting takes long: that waits until the new step is durable.
+            folder.rename(folder.with_name(f"{folder.name}{_GARBAGE}{uuid.uuid4().hex}"))
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise write_error(folder, error) from error
     return folder
 
 

@@ -231,8 +231,12 @@ def packed_paths(scales: Mapping[str, RankScales]) -> frozenset[str]:
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether a Hugging Face folder may hold quantized weights, from its small files."""
+    """Whether a Hugging Face folder may hold quantized weights, from its small files.
+
+    A folder of adapters has no config.json and no quantized weights.
+    """
     from mcore_ckpt.formats.quantized_layouts import QUANT_CONFIG
 
     config = folder / "config.json"
-    return (folder / QUANT_CONFIG).is_file() or "quantization_config" in config.read_text()
+    names_it = config.is_file() and "quantization_config" in config.read_text(encoding="utf-8")
+    return names_it or (folder / QUANT_CONFIG).is_file()

@@ -17,7 +17,7 @@ from mcore_ckpt.families.common.decoder_rules import decoder_table
 from mcore_ckpt.families.common.defaults import DEFAULTS, ROPE_VARIANTS, VARIANTS
 from mcore_ckpt.families.common.experts import WHOLE_TOKENS, no_experts, require_routing
 from mcore_ckpt.families.common.fields import Fields, require, require_family, setting, settings
-from mcore_ckpt.families.common.rope import read_rope, write_rope
+from mcore_ckpt.families.common.rope import one_rope_table, read_rope, write_rope
 from mcore_ckpt.mapping.rules import Table
 from mcore_parallel.layer_patterns import pattern_layers
 from mcore_parallel.logical_tensors import ffn_size, head_dim, num_kv_heads
@@ -142,6 +142,8 @@ class Decoder:
     """Its names for fields that others call alike."""
     rotates: bool = True
     """Whether queries and keys rotate; if not, ``fixed`` says what positions are."""
+    stretched_layers: str = ""
+    """Kind of layers whose positions ``rope_scaling`` stretches; empty: all kinds."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """What it takes for fields that are not there, though others take something else."""
     only: Mapping[str, Any] = field(default_factory=dict)
@@ -149,7 +151,9 @@ class Decoder:
     refused: Mapping[str, Any] = field(default_factory=dict)
     """Their fields that may have one value, which goes without saying."""
     unread: tuple[str, ...] = ()
-    """Their fields that nothing reads."""
+    """Their fields that nothing here reads; engines may, so that they go along."""
+    dropped: tuple[str, ...] = ()
+    """Their fields about weights that are not converted."""
     parts: tuple[FieldRule, ...] = ()
     """What it says beside sizes, norms, ties and rotary positions, in this order."""
     experts: FieldRule | None = None
@@ -181,10 +185,12 @@ class Decoder:
         keep = tuple(name for part in self._all_parts() for name in part.keep)
         usual = {theirs: name for name, theirs in self.words.items()}
         stated = {usual.get(name, name): value for name, value in config.items()}
+        if self.rotates:
+            stated = one_rope_table(stated, self.stretched_layers)
         fields = Fields(self.stated(stated), keep=keep, absent=self.absent)
         for name, value in {**self.only, **self.refused}.items():
             fields.must_be(name, value)
-        for name in self.unread:
+        for name in (*self.unread, *self.dropped):
             fields.maybe(name)
         if self.activation[0]:
             fields.must_be(*self.activation)

@@ -108,7 +108,9 @@ class Fields:
         if config.get("quantization_config"):
             raise ValueError(
                 "config.json has quantization_config, which mcore cannot represent here: "
-                "convert reads fp8 in blocks and MXFP4; dequantize others by their own tool."
+                "read are fp8 in blocks, MXFP4, GPTQ (4 and 8 bits), AWQ (4 bits, gemm), "
+                "compressed-tensors, and modelopt's folders with any algorithm that quantize "
+                "writes. Dequantize others by their own tool."
             )
         silent = _SILENT - set(keep)
         stated = {**(absent or {}), **config}

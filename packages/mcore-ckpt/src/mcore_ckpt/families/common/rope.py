@@ -1,7 +1,9 @@
 """Rotary positions in a config.json: bases, partial heads, and the ways of stretching them.
 
 Reads the old spellings (``rope_theta``, ``rope_scaling``) and the new one
-(``rope_parameters``); writes both where they do not contradict.
+(``rope_parameters``) with the precedence of transformers 5: a ``rope_scaling`` that is not
+empty replaces ``rope_parameters`` as a whole; then base and share of the table that is left
+count before those of config.json's top level. Writes both spellings, with equal values.
 """
 
 import math
@@ -17,20 +19,68 @@ _LLAMA3 = (
 )
 
 
+_REPLACED = "rope_parameters that rope_scaling replaces"
+
+
+def one_rope_table(config: Mapping[str, Any], stretched_layers: str = "") -> dict[str, Any]:
+    """Return a config.json with one rotary table, the one that transformers 5 computes with.
+
+    Args:
+        config: a config.json with the old spelling, the new one, or both.
+        stretched_layers: key of the table, by kind of layer, that ``rope_scaling`` updates;
+            empty: there is one table, which ``rope_scaling`` replaces.
+
+    Raises:
+        ValueError: if one of the two is no table.
+    """
+    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters") or {}
+    for name, table in (("rope_scaling", scaling or {}), ("rope_parameters", parameters)):
+        if not isinstance(table, Mapping):
+            raise ValueError(f"config.json has {name}={table!r}: it must be an object.")
+    by_layer = [name for name, table in parameters.items() if isinstance(table, Mapping)]
+    if stretched_layers and parameters and not by_layer:
+        raise ValueError(
+            f"config.json has rope_parameters={parameters!r}, of which transformers reads "
+            f"nothing in this family: write it by kind of layer, {{{stretched_layers!r}: "
+            "{...}}."
+        )
+    one = {name: value for name, value in config.items() if name != "rope_scaling"}
+    if not scaling:
+        return one
+    if stretched_layers:
+        default = {"rope_type": "default"}
+        updated = {**(parameters.get(stretched_layers) or default), **scaling}
+        return one | {"rope_parameters": {**parameters, stretched_layers: updated}}
+    return one | {"rope_parameters": scaling} | ({_REPLACED: parameters} if parameters else {})
+
+
 def read_rope(
     fields: Fields, limit: int, *, theta: float = 10000.0, partial: float = 1.0
 ) -> dict[str, Any]:
     """Read how positions rotate.
 
     Args:
-        fields: of the config.json.
+        fields: of the config.json, after ``one_rope_table``.
         limit: its ``max_position_embeddings``; 0: not said.
         theta: base where none is said.
         partial: share of each head that rotates where nothing is said.
+
+    Raises:
+        ValueError: if a table that transformers ignores has another base or share, or the
+            way of stretching is not known.
     """
-    stated = {**fields.take("rope_scaling", {}), **fields.take("rope_parameters", {})}
+    stated = dict(fields.take("rope_parameters", {}))
     stated.setdefault("rope_theta", fields.take("rope_theta", theta))
     stated.setdefault("partial_rotary_factor", fields.take("partial_rotary_factor", partial))
+    ignored = fields.take(_REPLACED, {})
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in ignored and ignored[name] != stated[name]:
+            raise ValueError(
+                f"config.json has {name}={ignored[name]!r} in rope_parameters, which "
+                "transformers ignores beside rope_scaling: it would compute with "
+                f"{stated[name]!r}. Move the fields of rope_scaling into rope_parameters, or "
+                f"write the {name} that is meant into rope_scaling."
+            )
     return read_one_rope(stated, limit)
 
 
@@ -53,8 +103,8 @@ def read_one_rope(stated: Mapping[str, Any], limit: int) -> dict[str, Any]:
             for name in _LLAMA3
         }
     elif kind == "dynamic":
-        context = int(rope.take("original_max_position_embeddings", limit))
-        factor = float(rope.take("factor"))
+        context, factor = limit, float(rope.take("factor"))
+        rope.must_be("original_max_position_embeddings", limit)  # transformers takes the limit
         ours |= {
             "rope_type": "dynamic",
             "rotary_scaling_factor": factor,

@@ -65,6 +65,7 @@ FAMILY = replace(
         windows(6),
         FieldRule(says=("rotary_base_local",), read=_read, write=_write),
     ),
+    stretched_layers=FULL,
     theta=1e6,
     stated=_stated,
 )

@@ -10,25 +10,31 @@ from mcore_ckpt.families.common.layer_types import FULL, LOCAL, windows
 from mcore_ckpt.families.dense import olmo2
 
 _LOCAL_THETA = "base of layers with a window"
+_THETA = 5e5
 
 
 def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
-    stated, nested = dict(config), config.get("rope_parameters") or {}
-    if FULL not in nested:
-        return stated
-    # transformers looks for this switch of YaRN's outside of the tables by layer.
-    full = {name: value for name, value in nested[FULL].items() if name != "truncate"}
-    local = nested[LOCAL]
+    nested, base = config.get("rope_parameters") or {}, config.get("rope_theta")
+    local = nested.get(LOCAL) or {}
     if local.get("rope_type", "default") != "default":
         raise ValueError(
             f"config.json has rope_parameters[{LOCAL!r}]={local!r}, which mcore cannot "
             "represent here: only a base (--rotary-base-local)."
         )
-    return stated | {"rope_parameters": full, _LOCAL_THETA: local.get("rope_theta")}
+    if "rope_theta" not in local and base not in (None, _THETA):
+        raise ValueError(
+            f"config.json has rope_theta={base!r}: transformers 4 rotates layers with a window "
+            f"by it, transformers 5 by {_THETA!r}. Write a base for each kind of layer into "
+            f"rope_parameters[{LOCAL!r}] and rope_parameters[{FULL!r}]."
+        )
+    # transformers looks for this switch of YaRN's outside of the tables by layer.
+    full = {name: v for name, v in (nested.get(FULL) or {}).items() if name != "truncate"}
+    local_base = local.get("rope_theta", _THETA)
+    return {**config, "rope_parameters": full, _LOCAL_THETA: local_base}
 
 
 def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    local = fields.take(_LOCAL_THETA, ours["rotary_base"])
+    local = fields.take(_LOCAL_THETA)
     return {"rotary_base_local": float(local)} if ours["window_size"][0] >= 0 else {}
 
 
@@ -53,6 +59,7 @@ FAMILY = replace(
         windows(4),
         FieldRule(says=("rotary_base_local",), read=_read, write=_write),
     ),
-    theta=5e5,
+    stretched_layers=FULL,
+    theta=_THETA,
     stated=_stated,
 )

@@ -25,16 +25,14 @@ _CONTEXT = "original_max_position_embeddings"
 
 
 def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
-    stated, context = dict(config), config.get(_CONTEXT)
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = config.get(name) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default" and context:
-            # The family says it outside of the table, and calls the same thing by more names.
-            kind = "longrope" if kind in ("su", "yarn") else kind
-            stated[name] = {**rope, _CONTEXT: context, "rope_type": kind}
-            stated[name].pop("type", None)
-    return stated
+    rope, context = config.get("rope_parameters") or {}, config.get(_CONTEXT)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default" or not context:
+        return dict(config)
+    # The family says it outside of the table, and calls the same thing by more names.
+    kind = "longrope" if kind in ("su", "yarn") else kind
+    rope = {name: value for name, value in rope.items() if name != "type"}
+    return {**config, "rope_parameters": {**rope, _CONTEXT: context, "rope_type": kind}}
 
 
 def _write_context(description: Description, _: Theirs) -> Theirs:

@@ -44,13 +44,10 @@ _CWM_ROPE = {
 def _cwm_stated(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(config.get("num_hidden_layers", 64))
     types = [LOCAL if layer % 4 else FULL for layer in layers]
-    rope = config.get("rope_parameters")
-    if rope is None and not config.get("rope_scaling"):
-        rope = _CWM_ROPE
     return {
         **config,
         "layer_types": config.get("layer_types") or types,
-        "rope_parameters": rope,
+        "rope_parameters": config.get("rope_parameters") or _CWM_ROPE,
     }
 
 
@@ -65,10 +62,9 @@ _BETA = "llama_4_scaling_beta"
 
 def _with_temperature(config: Mapping[str, Any]) -> dict[str, Any]:
     # The factor on queries stands among the rotary parameters, and the limit once more.
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = dict(config.get("rope_parameters") or {})
     beta, _ = rope.pop(_BETA, None), rope.pop("max_position_embeddings", None)
-    rest = {name: value for name, value in config.items() if name != "rope_scaling"}
-    return {**rest, "rope_parameters": rope, _BETA: beta}
+    return {**config, "rope_parameters": rope, _BETA: beta}
 
 
 def _read_temperature(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:

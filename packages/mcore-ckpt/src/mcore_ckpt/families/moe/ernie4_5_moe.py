@@ -108,7 +108,8 @@ FAMILY = replace(
     },
     only={"use_bias": False, "moe_norm_min": 1e-12},
     # transformers reads neither, and leaves the predictors' weights out as we do.
-    unread=("moe_capacity", "moe_use_aux_free", "num_nextn_predict_layers"),
+    unread=("moe_capacity", "moe_use_aux_free"),
+    dropped=("num_nextn_predict_layers",),
     parts=(),
     experts=FieldRule(read=_read, write=_write),
     weights=_table,

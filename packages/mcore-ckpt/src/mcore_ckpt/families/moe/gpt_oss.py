@@ -22,9 +22,7 @@ _ROPE = {
 
 
 def _stated(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    if config.get("rope_parameters") or config.get("rope_scaling"):
-        return config
-    return {**config, "rope_scaling": _ROPE}
+    return {**config, "rope_parameters": config.get("rope_parameters") or _ROPE}
 
 
 def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:

@@ -61,13 +61,17 @@ _ROUTING: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_router_dtype": "fp32",
 }
-_WITHOUT_EFFECT = (
-    *("num_hidden_layers", "num_logits_to_keep", "use_mamba_kernels", "expand"),
-    *("time_step_limit", "mamba_proj_bias", "mamba_ssm_cache_dtype", "n_shared_experts"),
-    *("moe_shared_expert_overlap", "mtp_layers_block_type", "max_position_embeddings"),
-    *("num_nextn_predict_layers", "mtp_hybrid_override_pattern", "sliding_window"),
+carries = (
+    *("max_position_embeddings", "num_logits_to_keep", "use_mamba_kernels", "expand"),
+    *("mamba_proj_bias", "mamba_ssm_cache_dtype", "n_shared_experts", "sliding_window"),
+    "moe_shared_expert_overlap",
 )
-"""Fields that transformers' model does not read: it has no predictors either."""
+"""Fields that transformers' model does not read, and engines may."""
+_DROPPED = (
+    *("num_hidden_layers", "time_step_limit", "num_nextn_predict_layers"),
+    *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+)
+"""Fields that say nothing new, or are about predictors, which transformers has not either."""
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +105,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     if groups != (1, 1):
         moe["moe_router_num_groups"], moe["moe_router_group_topk"] = groups
         moe["moe_router_group_score_topk"] = 2
-    for name in _WITHOUT_EFFECT:
+    for name in (*carries, *_DROPPED):
         fields.maybe(name)
     return fields.described(ours, moe if "E" in letters else {})
 
@@ -126,6 +130,9 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": description["vocab_size"],
         **{there: getattr(config, ours) for ours, there, _ in PAIRS},
         "layers_block_type": [words[letter] for letter in letters],
+        # What engines with a config class of their own read instead.
+        "hybrid_override_pattern": "".join(letters),
+        "num_hidden_layers": len(letters),
         "mamba_num_heads": mamba_sizes(config).heads,
         "num_key_value_heads": num_kv_heads(config),
         "head_dim": head_dim(config),

@@ -15,6 +15,7 @@ from typing import Any
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families.common.fields import setting, settings
+from mcore_ckpt.families.common.shape_check import check_counts
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.safe_pickle import Record
 from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
@@ -102,6 +103,8 @@ def read_legacy_folder(
                 "config.json of the model."
             )
         values = {"padded_vocab_size": padded, **args.fields()}
+        shapes = (part.tensor.shape for shards in parts.values() for part in shards)
+        check_counts(values, shapes, str(folder))
         make = _bert_description if is_bert else megatron_names.from_arguments
         description = make(values, vocab_size)
     tensors = {
