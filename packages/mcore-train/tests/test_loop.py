@@ -3,7 +3,7 @@ import json
 import os
 import signal
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -14,6 +14,7 @@ from rich.console import Console
 from mcore_ckpt.conversion.inspection import differences
 from mcore_ckpt.storage.paths import complete_steps, resolve_folder
 from mcore_moe.routing.router_stats import SUMMARY, routers
+from mcore_parallel.file_lock import Holder
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
@@ -274,10 +275,10 @@ def test_the_last_step_must_come_to_disk(tmp_path, monkeypatch):
 
 
 def test_two_jobs_cannot_train_into_one_folder(tmp_path):
-    holder = {"host": "elsewhere", "pid": 1}
-    (tmp_path / ".writer.lock").write_text(json.dumps(holder))
+    holder = replace(Holder.current(), token="another", host="elsewhere")
+    (tmp_path / ".writer.lock").write_text(json.dumps(asdict(holder)))
     run = build(save=str(tmp_path))
-    with pytest.raises(RuntimeError, match=f"process 1 on elsewhere is writing to {tmp_path}"):
+    with pytest.raises(RuntimeError, match=f"{holder} is writing to {tmp_path}"):
         collect(run)
     assert run.iteration == 0
 
