@@ -156,7 +156,9 @@ SPELLINGS: dict[str, Spelling] = {
     "--attention-softmax-in-fp32": Spelling(note="attention's softmax is always in float32"),
     "--cross-entropy-loss-fusion": Spelling(note="output layer and loss are always fused"),
     "--cross-entropy-fusion-impl": Spelling(num_values=1, note="there is one implementation"),
-    "--exit-signal-handler": Spelling(note="SIGTERM and SIGINT always save and end the run"),
+    "--exit-signal-handler": Spelling(
+        note="SIGTERM, SIGINT and --exit-signal save and end the run"
+    ),
     "--log-timers-to-tensorboard": Spelling(note="--tensorboard writes every reported number"),
     "--log-memory-to-tensorboard": Spelling(note="--tensorboard writes every reported number"),
     "--log-validation-ppl-to-tensorboard": Spelling(
@@ -264,7 +266,7 @@ NOTES: dict[str, str] = {
     "--fp8-interval": "scales are computed at every step",
     "--train-sync-interval": "the host waits for the device at every --log-interval",
     "--no-manual-gc-eval --disable-manual-gc-eval": "--manual-gc-interval alone sets it",
-    "--exit-signal-handler-*": "SIGTERM and SIGINT always save and end the run",
+    "--exit-signal-handler-*": "SIGTERM, SIGINT and --exit-signal save and end the run",
     "--dataloader-fast-cache-load --dataloader-defer-* --per-dataset-sequences-path": (
         "indices of data are mapped and built once anyway"
     ),
@@ -333,7 +335,6 @@ INSTEAD: dict[str, str] = {
     ),
     "--decrease-batch-size-if-needed": "use a --global-batch-size that the data ranks divide.",
     "--iterations-to-skip": "no step can be skipped yet; leave it out.",
-    "--exit-signal": "SIGTERM and SIGINT save and end a run; use one of these.",
     (
         "--rerun-* --check-for-spiky-loss --check-for-large-grads --error-injection-* "
         "--fault-injector-*"
