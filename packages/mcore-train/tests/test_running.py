@@ -15,6 +15,7 @@ from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.cli import main
 from mcore_train.composition import compose
 from mcore_train.precision import check_device_format, with_device_precision
+from mcore_train.reporting.log import read_metrics
 from mcore_train.resolution import resolve
 from mcore_train.running import check_same_options, joined_world
 
@@ -115,6 +116,38 @@ def test_a_second_run_on_a_folder_is_refused_continues_the_first_or_takes_its_pl
     assert (complete_steps(tmp_path), seen(tmp_path)) == ([2, 3], [1, 2, 3])
     assert main([*words, "--train-iters=2", "--overwrite"]) == 0
     assert (complete_steps(tmp_path), seen(tmp_path)) == ([2], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("length", "batch_size", "steps", "samples"),
+    [
+        (["--train-samples=48"], 8, [1, 2, 3, 4, 5, 6, 7, 8], 48),
+        (["--train-iters=12"], 2, [*range(1, 13)], 4 * 4 + 8 * 2),
+        (["--train-iters=8"], 8, [*range(1, 9)], 4 * 4 + 4 * 8),
+    ],
+)
+def test_a_run_that_continues_with_another_batch_size_keeps_its_length_and_tells_its_rate(
+    tmp_path, capfd, length, batch_size, steps, samples
+):
+    words = [f"--{n.replace('_', '-')}={v}" for n, v in {**MODEL, "seq_length": 8}.items()]
+    words = ["gpt", *words, "--mock-data", "--vocab-size=64", "--num-workers=0", "--lr=0.1"]
+    words += ["--device=cpu", "--log-interval=1", "--save", str(tmp_path), *length]
+    assert main([*words, "--global-batch-size=4", "--exit-interval=4"]) == 0
+    words += ["--load", str(tmp_path), "--override-opt-param-scheduler"]
+    assert main([*words, f"--global-batch-size={batch_size}"]) == 0
+    told = capfd.readouterr().out
+    assert seen(tmp_path) == steps
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["global_batch_size"] for row in rows[2:6]] == [4, 4, batch_size, batch_size]
+    assert rows[-1]["consumed_train_samples"] == samples
+    # What is told is what is done, and the linear decay ends with the run.
+    assert f"step 5 has a batch of {batch_size} sequences, and the step before had 4" in told
+    assert f"the learning rate is {rows[4]['lr']:.6E}" in told
+    assert f"This run ends at step {steps[-1]}, the schedule at step {steps[-1]}." in told
+    assert rows[4]["lr"] == pytest.approx(0.1 * (1 - 16 / samples))
+    assert rows[-1]["lr"] == pytest.approx(0.1 * batch_size / samples)
+    assert main([*words, f"--global-batch-size={batch_size}"]) == 0
+    assert "has a batch of" not in capfd.readouterr().out  # the size of before
 
 
 def seen(run):
