@@ -453,6 +453,8 @@ EXPERTS = {
     "moe_layer_freq": "[0,1,1]",
     "num_layers": 3,
     "moe_ffn_hidden_size": 8,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": 0.001,
     "train_iters": 3,
 }
 
@@ -476,6 +478,18 @@ def test_reports_say_by_layer_what_routers_did_under_every_layout():
         assert last.experts[f"idle_experts/layer_{layer}"] == pytest.approx(idle[2:].mean())
     assert len(first.experts) == 2 * len(SUMMARY)
     assert first.expert_imbalance == max(first.experts[f"imbalance/layer_{n}"] for n in (1, 2))
+    # Losses apart and without coefficients; what they add to the loss has these.
+    for report in (first, last):
+        added = 0.0
+        for layer in (1, 2):
+            balance = report.experts[f"load_balancing_loss/layer_{layer}"]
+            assert 0.9 < balance < 4.0  # 1 is perfect balance, 4 one expert of four
+            added += 0.01 * balance + 0.001 * report.experts[f"z_loss/layer_{layer}"]
+        assert report.aux_loss == pytest.approx(added)
+        assert 0.02 * report.load_balancing_loss + 0.002 * report.z_loss == pytest.approx(added)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    recomputed = collect(build(**EXPERTS, **full, recompute_num_layers=1))[1]
+    assert recomputed[-1].experts == last.experts  # computed twice, counted once
     for found in run_ranks(report_experts_in_layouts, 2):
         for reports in found:
             assert reports[0] == pytest.approx(first.experts)

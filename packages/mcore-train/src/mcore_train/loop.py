@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -367,9 +368,9 @@ class Interval:
             grad_norm=grad_norm,
             peak_gib=peak_gib,
             loss_scale=0.0 if run.loss_scaler is None else run.loss_scaler.value,
-            expert_imbalance=max(
-                (x for name, x in experts.items() if name.startswith("imbalance")), default=0.0
-            ),
+            expert_imbalance=max(_of_layers(experts, "imbalance"), default=0.0),
+            load_balancing_loss=fmean(_of_layers(experts, "load_balancing_loss") or [0.0]),
+            z_loss=fmean(_of_layers(experts, "z_loss") or [0.0]),
             experts=experts,
         )
 
@@ -402,3 +403,8 @@ class Interval:
         sums = all_reduce(all_reduce(means, ctx.dp_cp), ctx.pp)
         aux_loss = all_reduce(sums[-1], ctx.tp)
         return sums[:-1].tolist(), aux_loss.item()
+
+
+def _of_layers(experts: Mapping[str, float], name: str) -> list[float]:
+    """Pick one of the numbers of all layers of experts."""
+    return [value for key, value in experts.items() if key.startswith(f"{name}/")]

@@ -83,13 +83,14 @@ def test_what_is_not_known_is_left_out():
     line = report(mfu=0.0).line()
     assert not any(word in line for word in ("MFU", "load_balancing", "imbalance", "memory"))
     full = report(
-        aux_loss=0.01,
+        load_balancing_loss=1.01,
+        z_loss=7.5,
         peak_gib=70.0,
         expert_imbalance=1.5,
         experts={"imbalance/layer_0": 1.5},
     ).line()
     assert "expert imbalance: 1.50 | " in full
-    assert "load_balancing_loss: 1.000000E-02" in full
+    assert "load_balancing_loss: 1.010000E+00 | z_loss: 7.500000E+00" in full
     assert "memory (GiB): 70.0" in full
 
 

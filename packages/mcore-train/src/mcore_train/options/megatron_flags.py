@@ -159,6 +159,7 @@ SPELLINGS: dict[str, Spelling] = {
     "--exit-signal-handler": Spelling(
         note="SIGTERM, SIGINT and --exit-signal save and end the run"
     ),
+    "--moe-per-layer-logging": Spelling(note="metrics.jsonl and --tensorboard have each layer"),
     "--log-timers-to-tensorboard": Spelling(note="--tensorboard writes every reported number"),
     "--log-memory-to-tensorboard": Spelling(note="--tensorboard writes every reported number"),
     "--log-validation-ppl-to-tensorboard": Spelling(

@@ -97,7 +97,7 @@ class StepReport:
     loss: float
     """Nats per token."""
     aux_loss: float
-    """What experts add to the loss; 0 without experts."""
+    """What experts add to the loss: the sum of theirs times coefficients; 0 without experts."""
     grad_norm: float
     """Of the last step, before clipping."""
     peak_gib: float
@@ -109,6 +109,10 @@ class StepReport:
     expert_imbalance: float = 0.0
     """Rows of the busiest expert over the mean, in the layer where that is most; 1 is even, 0
     without experts."""
+    load_balancing_loss: float = 0.0
+    """Mean over the layers of experts, without coefficient."""
+    z_loss: float = 0.0
+    """Of the routers: mean over the layers of experts, without coefficient."""
     other_losses: Mapping[str, float] = field(default_factory=dict)
     """Means of the model's losses beside the main one, by name, coefficients left out."""
     experts: Mapping[str, float] = field(default_factory=dict)
@@ -128,7 +132,10 @@ class StepReport:
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.loss:.6E}",
             *(f"{name}: {value:.6E}" for name, value in self.other_losses.items()),
-            f"load_balancing_loss: {self.aux_loss:.6E}" if self.aux_loss else "",
+            f"load_balancing_loss: {self.load_balancing_loss:.6E}"
+            if self.load_balancing_loss
+            else "",
+            f"z_loss: {self.z_loss:.6E}" if self.z_loss else "",
             f"expert imbalance: {self.expert_imbalance:.2f}" if self.experts else "",
             f"loss scale: {self.loss_scale:.1f}" if self.loss_scale else "",
             f"number of skipped iterations: {self.skipped_steps:3d}" if self.loss_scale else "",
