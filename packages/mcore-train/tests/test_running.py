@@ -3,17 +3,23 @@
 import faulthandler
 import io
 import json
+import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from mcore_ckpt.storage.paths import complete_steps
+from mcore_data.indexed.writer import IndexedWriter
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
+from mcore_train import __version__
+from mcore_train.assembly import assemble
 from mcore_train.cli import main
 from mcore_train.composition import compose
+from mcore_train.options.parsing import parse
 from mcore_train.precision import check_device_format, with_device_precision
 from mcore_train.reporting.log import read_metrics
 from mcore_train.resolution import resolve
@@ -148,6 +154,44 @@ def test_a_run_that_continues_with_another_batch_size_keeps_its_length_and_tells
     assert rows[-1]["lr"] == pytest.approx(0.1 * batch_size / samples)
     assert main([*words, f"--global-batch-size={batch_size}"]) == 0
     assert "has a batch of" not in capfd.readouterr().out  # the size of before
+
+
+def test_a_run_says_what_it_is_before_it_trains(tmp_path, capfd):
+    book, save = tmp_path / "book", tmp_path / "run"
+    with IndexedWriter(book, "uint16") as writer:
+        writer.add_documents(np.arange(200) % 60, np.array([50] * 4))
+    words = [f"--{n.replace('_', '-')}={v}" for n, v in MODEL.items()]
+    words = ["gpt", *words, "--vocab-size=64", "--num-workers=0", "--lr=0.1", "--device=cpu"]
+    words += ["--seq-length=8", "--global-batch-size=2", "--log-interval=1", "--split=75,25,0"]
+    words += ["--data-path", str(book), "--save", str(save), "--save-interval=3"]
+    words += ["--train-iters=20", "--tensorboard", "--num-experts=4", "--bf16"]
+    words += ["--moe-ffn-hidden-size=16", "--make-vocab-size-divisible-by=64"]
+    assert main([*words, "--exit-interval=4"]) == 0
+    told = capfd.readouterr().out
+    run = assemble(resolve(parse(words[1:]), 1), ParallelContext.single())
+    sizes = {name: p.numel() for name, p in run.chunks[0].named_parameters()}
+    size = sum(sizes.values())
+    active = size - sum(n for name, n in sizes.items() if ".experts." in name) // 2
+    row, *_ = read_metrics(save / "metrics.jsonl")
+    assert (row["kind"], row["parameters"], row["active_parameters"]) == ("run", size, active)
+    assert row["data"] == [
+        {"prefix": str(book), "documents": 3, "tokens": 150, "epochs": 320 / 150}
+    ]
+    layout = "tensor 1, context 1, pipeline 1, data 1, expert 1, sharding no_shard"
+    for line in (
+        f"model: gpt, {size:,} parameters, {active:,} of them for a token, vocabulary of 64, ",
+        f"format: bfloat16\nlayout: 1 rank: {layout}\ndevices: 1 x cpu\n",
+        f"seed: 1234; mcore-train {__version__}, torch {torch.__version__}, ",
+        "steps: 1 to 20 of 2 x 8 tokens, 320 tokens to read\n",
+        f"data: {book}, 3 documents, 150 tokens to train on, read 2.13 times\n",
+        f"saves: every 3 steps to {save}\n iteration ",
+    ):
+        assert line in told
+    assert re.search(r"a step takes \S+ ms: \S+ s to the end, \S+ s between saves\n", told)
+    assert main([*words, "--auto-resume"]) == 0
+    assert "steps: 5 to 20 of 2 x 8 tokens, 256 tokens to read" in capfd.readouterr().out
+    attempts = [r for r in read_metrics(save / "metrics.jsonl") if r["kind"] == "run"]
+    assert [(r["attempt"], r["continues_from"]) for r in attempts] == [(1, 0), (2, 4)]
 
 
 def seen(run):

@@ -27,6 +27,7 @@ from mcore_train.guards.signals import Stopped, StopRequest
 from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.options.option_conflicts import looking_intervals
 from mcore_train.reporting.hardware import peak_flops
+from mcore_train.reporting.header import pace_line
 from mcore_train.reporting.log import Reporter, StepReport
 from mcore_train.sample_texts import TextWriter
 from mcore_train.step import StepResult, backward, update
@@ -95,6 +96,9 @@ def train(
             if _is_due(run, config.logging.log_interval, last) or interval.is_first:
                 report = interval.report()
                 reporter.report(report)
+                # The first report has what only the first step takes in it.
+                if interval.num_reports == 2 and reporter.with_lines:
+                    log.info("%s", pace_line(run, report.step_ms))
                 if on_report is not None:
                     on_report(report)
             if _divides(
@@ -267,13 +271,14 @@ class Interval:
 
     Attributes:
         is_first: whether the steps so far belong to the first report.
+        num_reports: reports so far.
     """
 
     def __init__(self, run: Run) -> None:
         """Begin an interval where the run stands; no communication."""
         self.run = run
         self.is_first = False
-        self._num_reports = 0
+        self.num_reports = 0
         self._flops = run.plan.family.flops_per_token(
             run.plan.config.model,
             run.plan.padded_vocab_size,
@@ -294,7 +299,7 @@ class Interval:
 
     def add(self, result: StepResult) -> None:
         """Add one step; waits for nothing."""
-        self.is_first = self._num_reports == 0
+        self.is_first = self.num_reports == 0
         self._num_steps += 1
         self._close_step()
         self._last = result
@@ -348,7 +353,7 @@ class Interval:
         if run.ctx.device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(run.ctx.device))
             peak_gib = torch.cuda.max_memory_allocated(run.ctx.device) / 2**30
-        self._num_reports += 1
+        self.num_reports += 1
         self._restart()
         return StepReport(
             iteration=run.iteration,

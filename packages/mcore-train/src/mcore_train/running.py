@@ -24,6 +24,7 @@ from mcore_train.composition import TrainConfig, flat
 from mcore_train.loop import train
 from mcore_train.options.output_checks import build_checked_plan
 from mcore_train.precision import with_device_precision
+from mcore_train.reporting.header import build_header
 from mcore_train.reporting.log import METRICS, SAMPLES, TENSORBOARD, Reporter, set_up
 from mcore_train.resolution import Plan
 
@@ -60,6 +61,7 @@ def run_training(
         with build_reporter(
             plan, console if world.rank == 0 else None, continues_from=run.iteration
         ) as reporter:
+            reporter.report_header(run.iteration, build_header(run))
             train(run, reporter)
     return 0
 

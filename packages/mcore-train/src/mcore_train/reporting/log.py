@@ -151,6 +151,14 @@ class StepReport:
         return found | {n.replace(" ", "_"): value for n, value in self.other_losses.items()}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What a run is: lines for people, and the same as a row of ``metrics.jsonl``."""
+
+    lines: tuple[str, ...]
+    row: Mapping[str, Any]
+
+
 class Reporter:
     """Writes reports of one run: lines, JSON lines, TensorBoard, a progress bar.
 
@@ -238,6 +246,18 @@ class Reporter:
         if status:
             changes["status"] = status
         self._progress.update(self._task, **changes)
+
+    def report_header(self, iteration: int, header: Header) -> None:
+        """Write what the run is: lines, one JSON line and a text for TensorBoard."""
+        if self.with_lines:
+            for line in header.lines:
+                log.info("%s", line)
+        if self._metrics is not None:
+            row = {"kind": "run", **header.row, "iteration": iteration, **self._origin()}
+            self._metrics.write(_json_line(row))
+            self._metrics.flush()
+        if self._board is not None:
+            self._board.add_text("run", "  \n".join(header.lines), iteration)
 
     def report(self, report: StepReport) -> None:
         """Write one training report everywhere."""
