@@ -163,10 +163,7 @@ def _device_name(device: torch.device) -> str:
 def _versions() -> dict[str, str]:
     from mcore_train import __version__
 
-    versions: dict[str, str] = {
-        "mcore-train": str(__version__),
-        "torch": str(torch.__version__),
-    }
+    versions = {"mcore-train": str(__version__), "torch": str(torch.__version__)}
     if torch.version.cuda:
         versions["CUDA"] = str(torch.version.cuda)
     return versions | {"Python": platform.python_version()}
