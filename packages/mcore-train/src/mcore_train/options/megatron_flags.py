@@ -159,7 +159,6 @@ SPELLINGS: dict[str, Spelling] = {
     "--exit-signal-handler": Spelling(
         note="SIGTERM, SIGINT and --exit-signal save and end the run"
     ),
-    "--moe-per-layer-logging": Spelling(note="metrics.jsonl and --tensorboard have each layer"),
     "--log-timers-to-tensorboard": Spelling(note="--tensorboard writes every reported number"),
     "--log-memory-to-tensorboard": Spelling(note="--tensorboard writes every reported number"),
     "--log-validation-ppl-to-tensorboard": Spelling(
@@ -187,6 +186,7 @@ NOTES: dict[str, str] = {
     "--timing-log-* --no-barrier-with-level-1-timing": (
         "steps are timed as a whole, at every --log-interval"
     ),
+    "--moe-per-layer-logging": "metrics.jsonl and --tensorboard have each layer of experts",
     "--tensorboard-log-interval --tensorboard-queue-size": (
         "--tensorboard writes every reported number, at every --log-interval"
     ),
@@ -194,7 +194,7 @@ NOTES: dict[str, str] = {
         "--log-params-norm --log-num-zeros-in-grad --log-progress --log-straggler --log-energy "
         "--log-world-size-to-tensorboard --no-log-loss-scale-to-tensorboard "
         "--disable-log-loss-scale-to-tensorboard --log-memory-interval "
-        "--log-device-memory-used --log-max-attention-logit --moe-per-layer-logging "
+        "--log-device-memory-used --log-max-attention-logit "
         "--moe-routing-trace-* --logging-level --validation-set-names "
         "--dump-param-to-param-group-map --config-logger-dir --result-rejected-*"
     ): "it is not reported here",
