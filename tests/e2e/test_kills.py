@@ -73,7 +73,7 @@ from mcore_train.cli import main
 os.setsid()
 metrics = Path(sys.argv[sys.argv.index("--save") + 1]) / "metrics.jsonl"
 def end_the_job():  # as timeout does: the process, then its group, in which it is itself
-    while not (metrics.is_file() and metrics.read_text()):
+    while not (metrics.is_file() and '"kind": "train"' in metrics.read_text()):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
     os.killpg(0, signal.SIGTERM)

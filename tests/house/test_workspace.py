@@ -267,7 +267,9 @@ def test_the_markers_of_the_field_are_known(pytestconfig):
     assert known >= {"internal", "flaky", "experimental", "gpu", "slow"}
 
 
-@pytest.mark.parametrize("file", ["command_line.py", "entry_point.py", "lazy_front.py"])
+@pytest.mark.parametrize(
+    "file", ["command_line.py", "entry_point.py", "file_lock.py", "lazy_front.py"]
+)
 def test_the_room_that_mcore_data_shares_has_one_source(file):
     link = ROOT / f"packages/mcore-data/src/mcore_data/{file}"
     assert link.is_symlink()

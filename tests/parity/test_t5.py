@@ -22,6 +22,7 @@ from mcore_train.cli import main
 from mcore_train.composition import T5TrainConfig, compose
 from mcore_train.layout_check.small_run import build_small_run
 from mcore_train.layout_check.verification import verify_on_rank
+from mcore_train.reporting.log import read_metrics
 from mcore_train.resolution import resolve
 
 transformers = pytest.importorskip("transformers")
@@ -182,13 +183,10 @@ def test_a_run_is_exported_to_transformers_and_continued_from_it(tmp_path):
     sizes = "--encoder-num-layers 2 --decoder-num-layers 1 --hidden-size 32"
     words = f"{sizes} --num-attention-heads 4 {form} {rest} --train-iters 4 --save {run}"
     assert main(["t5", *words.split(), "--save-interval", "2", "--save-hf"]) == 0
-    losses = [
-        json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
+    losses = [row["loss"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
     continued = f"{rest} --train-iters 4 --load {run} --ckpt-step 2 --metrics-file {again}"
     assert main(["t5", *continued.split()]) == 0
-    for line in again.read_text().splitlines():
-        found = json.loads(line)
+    for found in (row for row in read_metrics(again) if "loss" in row):
         assert found["loss"] == losses[found["iteration"] - 1]
     convert("mcore", run, "hf", tmp_path / "hf")
     said = [

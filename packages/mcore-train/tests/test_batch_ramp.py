@@ -1,5 +1,6 @@
 import pytest
 
+from mcore_data.tracing.data_plan import Stretch
 from mcore_train.batch_ramp import BatchRamp, build_ramp
 
 
@@ -21,8 +22,18 @@ def test_the_size_grows_by_equal_increments_over_the_samples():
     assert ramp.sizes() == (2, 4, 6, 8)
 
 
+STRETCHES = [Stretch(1, 0, 3), Stretch(5, 12, 5)]  # of seven steps, 27 sequences
+
+
 @pytest.mark.parametrize(
-    "ramp", [BatchRamp(8), build_ramp((2, 2, 30), 8), build_ramp((8, 2, 30), 8)]
+    "ramp",
+    [
+        BatchRamp(8),
+        build_ramp((2, 2, 30), 8),
+        build_ramp((8, 2, 30), 8),
+        BatchRamp(8).continue_after(STRETCHES, 7),
+        build_ramp((2, 2, 60), 8).continue_after(STRETCHES, 7),
+    ],
 )
 def test_counting_steps_and_samples_agrees_with_walking(ramp):
     consumed = 0
@@ -31,6 +42,17 @@ def test_counting_steps_and_samples_agrees_with_walking(ramp):
         assert ramp.num_steps(consumed) == step - 1
         consumed += ramp.size_at(consumed)
         assert ramp.num_steps(consumed - 1) == step - 1
+
+
+def test_batch_sizes_of_before_stand_in_front_of_a_ramp_that_has_others():
+    ramp = build_ramp((2, 2, 30), 8)
+    continued = ramp.continue_after(STRETCHES, 7)
+    assert continued.past == ((4, 3), (3, 5))
+    assert continued.samples_before(8) == 27
+    assert continued.size_at(27) == ramp.size_at(27)
+    own = [Stretch(1, 0, 2), Stretch(6, 10, 4)]
+    assert ramp.continue_after(own, 7) is ramp  # its own past changes nothing
+    assert ramp.continue_after([], 7) is ramp.continue_after(STRETCHES[1:], 7) is ramp
 
 
 @pytest.mark.parametrize(

@@ -3,27 +3,32 @@ import json
 import os
 import signal
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
 import torch.distributed as dist
+from forks import exit_code, fork
 from rich.console import Console
 
 from mcore_ckpt.conversion.inspection import differences
 from mcore_ckpt.storage.paths import complete_steps, resolve_folder
 from mcore_moe.routing.router_stats import SUMMARY, routers
+from mcore_parallel.file_lock import Holder
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import compose
 from mcore_train.config import OptimizerConfig
+from mcore_train.guards.deadline import process_age_s
 from mcore_train.layout_check.trial import Rows
 from mcore_train.loop import train, validate
+from mcore_train.lr_schedule import learning_rate
 from mcore_train.optimizers import OPTIMIZERS
-from mcore_train.reporting.log import Reporter
+from mcore_train.reporting.log import Reporter, read_metrics
 from mcore_train.resolution import resolve
 from mcore_train.running import joined_world
 
@@ -190,14 +195,15 @@ def test_a_run_is_scored_on_its_test_data_once_at_its_end_and_on_all_where_there
     assert lines[-1]["tokens"] == 3 * 8
 
 
-def test_a_signal_saves_and_ends_and_the_run_continues_bitwise(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_saves_and_ends_and_the_run_continues_bitwise(tmp_path, number):
     whole = build()
     collect(whole)
     run = build(save=str(tmp_path))
 
     def interrupt(report):
         if report.iteration == 2:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
     assert not train(run, Reporter(None), on_report=interrupt)
     assert run.iteration == 2
@@ -207,6 +213,114 @@ def test_a_signal_saves_and_ends_and_the_run_continues_bitwise(tmp_path):
     collect(again)
     for a, b in zip(whole.chunks[0].parameters(), again.chunks[0].parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+class Acting:
+    """Samples whose reading does something: where a validation or a test is."""
+
+    def __init__(self, samples, act):
+        self.samples, self.act, self.num_read = samples, act, 0
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        self.num_read += 1
+        self.act()
+        return self.samples[index]
+
+
+def kill_itself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("split", "options", "step"),
+    [
+        ("valid", {"eval_interval": 2, "save_interval": 2}, 2),
+        ("valid", {"eval_interval": 2, "save_interval": 2, "async_save": True}, 2),
+        ("valid", {"eval_interval": 6}, 6),  # saved at the end alone
+        ("valid", {"eval_interval": 4, "exit_interval": 4}, 4),
+        ("test", {"eval_interval": 7}, 6),
+    ],
+    ids=["interval", "async", "last", "exit", "test"],
+)
+def test_a_kill_within_a_validation_loses_no_step(tmp_path, split, options, step):
+    run = build(save=str(tmp_path), **options)
+    # In the background a step is durable some batches later.
+    wait_s = 5.0 if "async_save" in options else 0.0
+    began_s = []
+
+    def act():
+        began_s.append(time.monotonic())
+        if time.monotonic() - began_s[0] >= wait_s or complete_steps(tmp_path):
+            kill_itself()
+
+    samples = Acting(getattr(run.datasets, split), act)
+    run.datasets = replace(run.datasets, **{split: samples})
+    assert exit_code(fork(lambda: collect(run))) == -signal.SIGKILL
+    assert complete_steps(tmp_path) == [step]
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_a_signal_within_a_validation_is_served_between_two_batches(tmp_path, split):
+    run = build(save=str(tmp_path), eval_interval=2 if split == "valid" else 7, eval_iters=50)
+    samples = Acting(getattr(run.datasets, split), lambda: signal.raise_signal(signal.SIGUSR1))
+    run.datasets = replace(run.datasets, **{split: samples})
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(Console(quiet=True), metrics_file=path) as reporter:
+        is_done = train(run, reporter)
+    assert samples.num_read <= 128  # as many as a loader makes at once, of 200
+    step = 2 if split == "valid" else 6
+    assert (is_done, run.iteration, complete_steps(tmp_path)) == (step == 6, step, [step])
+    # Of a part of the data there is no score.
+    assert {row["kind"] for row in read_metrics(path)} == {"train"}
+    assert all(chunk.training for chunk in run.chunks)
+
+
+def stop_in_validation(folder):
+    """A rank of two gets a signal in a validation; return where and when the ranks ended."""
+    run = build(2, save=folder, eval_interval=2, eval_iters=200)
+    act = partial(signal.raise_signal, signal.SIGTERM) if dist.get_rank() == 1 else list
+    samples = Acting(run.datasets.valid, act)
+    run.datasets = replace(run.datasets, valid=samples)
+    is_done, _ = collect(run)
+    return is_done, run.iteration, samples.num_read < 400
+
+
+def test_a_signal_to_one_rank_within_a_validation_ends_it_on_all(tmp_path):
+    assert run_ranks(stop_in_validation, 2, str(tmp_path)) == [(False, 2, True)] * 2
+    assert complete_steps(tmp_path) == [2]
+
+
+def test_a_time_limit_counts_from_the_start_of_the_program(tmp_path, monkeypatch):
+    minutes = (process_age_s() - 0.5) / 60  # over before the first step
+    run = build(save=str(tmp_path), exit_duration_in_mins=minutes)
+    assert not collect(run)[0]
+    assert (run.iteration, complete_steps(tmp_path)) == (1, [1])
+    assert collect(build(exit_duration_in_mins=minutes + 10))[0]
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
+    assert not collect(build(exit_duration_in_mins="auto"))[0]
+
+
+def test_a_step_of_float16_that_is_skipped_has_no_rate_and_is_counted():
+    options = {"fp16": True, "initial_loss_scale": 2.0**34, "hysteresis": 1, "log_interval": 1}
+    options |= {"train_iters": 30, "lr_warmup_iters": 8}
+    run = build(**options)
+    _, reports = collect(run)
+    num_skipped = sum(r.skipped_steps for r in reports)
+    assert num_skipped == 30 - run.schedule_samples // 4
+    assert 5 < num_skipped < 25
+    schedule, samples = run.plan.schedule, 0
+    for report in reports:
+        is_skipped = report.skipped_steps > 0
+        assert report.lr == (0.0 if is_skipped else learning_rate(schedule, samples))
+        samples += 0 if is_skipped else 4
+    # An interval reports its last update and averages over its updates.
+    wide = collect(build(**(options | {"log_interval": 30})))[1][-1]
+    assert (wide.skipped_steps, wide.lr) == (num_skipped - 1, reports[-1].lr)
+    losses = [r.loss for r in reports if not r.skipped_steps]
+    assert wide.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
 def test_saves_in_the_background_say_when_they_were_asked_for_and_when_durable(
@@ -282,10 +396,10 @@ def test_the_last_step_must_come_to_disk(tmp_path, monkeypatch):
 
 
 def test_two_jobs_cannot_train_into_one_folder(tmp_path):
-    holder = {"host": "elsewhere", "pid": 1}
-    (tmp_path / ".writer.lock").write_text(json.dumps(holder))
+    holder = replace(Holder.current(), token="another", host="elsewhere")
+    (tmp_path / ".writer.lock").write_text(json.dumps(asdict(holder)))
     run = build(save=str(tmp_path))
-    with pytest.raises(RuntimeError, match=f"process 1 on elsewhere is writing to {tmp_path}"):
+    with pytest.raises(RuntimeError, match=f"{holder} is writing to {tmp_path}"):
         collect(run)
     assert run.iteration == 0
 
@@ -347,6 +461,8 @@ EXPERTS = {
     "moe_layer_freq": "[0,1,1]",
     "num_layers": 3,
     "moe_ffn_hidden_size": 8,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": 0.001,
     "train_iters": 3,
 }
 
@@ -370,6 +486,18 @@ def test_reports_say_by_layer_what_routers_did_under_every_layout():
         assert last.experts[f"idle_experts/layer_{layer}"] == pytest.approx(idle[2:].mean())
     assert len(first.experts) == 2 * len(SUMMARY)
     assert first.expert_imbalance == max(first.experts[f"imbalance/layer_{n}"] for n in (1, 2))
+    # Losses apart and without coefficients; what they add to the loss has these.
+    for report in (first, last):
+        added = 0.0
+        for layer in (1, 2):
+            balance = report.experts[f"load_balancing_loss/layer_{layer}"]
+            assert 0.9 < balance < 4.0  # 1 is perfect balance, 4 one expert of four
+            added += 0.01 * balance + 0.001 * report.experts[f"z_loss/layer_{layer}"]
+        assert report.aux_loss == pytest.approx(added)
+        assert 0.02 * report.load_balancing_loss + 0.002 * report.z_loss == pytest.approx(added)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    recomputed = collect(build(**EXPERTS, **full, recompute_num_layers=1))[1]
+    assert recomputed[-1].experts == last.experts  # computed twice, counted once
     for found in run_ranks(report_experts_in_layouts, 2):
         for reports in found:
             assert reports[0] == pytest.approx(first.experts)

@@ -1,10 +1,11 @@
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcore_train.batch_ramp import BatchRamp, build_ramp
 from mcore_train.config import BatchConfig, OptimizerConfig, ScheduleConfig
 from mcore_train.lr_schedule import (
     LRSchedule,
@@ -82,16 +83,33 @@ def test_everything_given_in_steps_is_counted_in_samples():
         OptimizerConfig(lr=1e-3, min_lr=1e-4),
         ScheduleConfig(lr_decay_style="cosine", lr_warmup_iters=5),
         BatchConfig(train_iters=100),
-        global_batch_size=8,
+        BatchRamp(8),
     )
     assert (built.warmup_samples, built.decay_samples) == (40, 800)
     by_share = build_lr_schedule(
         OptimizerConfig(lr=1e-3),
         ScheduleConfig(lr_warmup_fraction=0.05),
         BatchConfig(train_samples=800),
-        global_batch_size=8,
+        BatchRamp(8),
     )
     assert by_share.warmup_samples == 40
+
+
+@pytest.mark.parametrize("past", [(), ((4, 3), (3, 5))], ids=["ramp", "continued"])
+def test_lengths_in_steps_last_so_many_steps_under_a_ramp(past):
+    ramp = replace(build_ramp((2, 2, 90), 8), past=past)
+    flags = ScheduleConfig(lr_warmup_iters=3, lr_decay_iters=30, lr_decay_style="WSD",
+                           lr_wsd_decay_iters=5)  # fmt: skip
+    built = build_lr_schedule(
+        OptimizerConfig(lr=1.0, min_lr=0.1), flags, BatchConfig(train_samples=300), ramp
+    )
+    rates = [learning_rate(built, ramp.samples_before(step)) for step in range(1, 40)]
+    assert rates[0] == 0.0
+    assert rates[2] < 1.0
+    assert rates[3:26] == [1.0] * 23  # warm-up is over after 3 steps, the decay begins after 25
+    assert 0.1 < rates[26] < 1.0
+    assert rates[29] > 0.1
+    assert rates[30:] == pytest.approx([0.1] * 9)
 
 
 def test_weight_decay_moves_from_its_start_to_its_end():
@@ -114,8 +132,9 @@ def test_a_warm_up_as_long_as_the_decay_is_refused():
 def test_a_resumed_schedule_must_be_that_of_the_flags_unless_told_which_wins():
     saved = {"max_lr": 2.0, "min_lr": 0.1}
     flags = schedule()
-    with pytest.raises(ValueError, match=r"max_lr: 2.0 there, 1.0 here.*--override-opt-param"):
-        reconcile(saved, flags, ScheduleConfig())
+    rates = r"--override-opt-param.* of 5\.000000E-01\).*--use-checkpoint.*\(1\.000000E\+00\)"
+    with pytest.raises(ValueError, match=rf"max_lr: 2.0 there, 1.0 here.*{rates}"):
+        reconcile(saved, flags, ScheduleConfig(), 5)
     override = ScheduleConfig(override_opt_param_scheduler=True)
     assert reconcile(saved, flags, override) == flags
     keep = ScheduleConfig(use_checkpoint_opt_param_scheduler=True)

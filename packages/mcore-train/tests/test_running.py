@@ -3,18 +3,25 @@
 import faulthandler
 import io
 import json
+import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from mcore_ckpt.storage.paths import complete_steps
+from mcore_data.indexed.writer import IndexedWriter
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
+from mcore_train import __version__
+from mcore_train.assembly import assemble
 from mcore_train.cli import main
 from mcore_train.composition import compose
+from mcore_train.options.parsing import parse
 from mcore_train.precision import check_device_format, with_device_precision
+from mcore_train.reporting.log import read_metrics
 from mcore_train.resolution import resolve
 from mcore_train.running import check_same_options, joined_world
 
@@ -115,6 +122,76 @@ def test_a_second_run_on_a_folder_is_refused_continues_the_first_or_takes_its_pl
     assert (complete_steps(tmp_path), seen(tmp_path)) == ([2, 3], [1, 2, 3])
     assert main([*words, "--train-iters=2", "--overwrite"]) == 0
     assert (complete_steps(tmp_path), seen(tmp_path)) == ([2], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("length", "batch_size", "steps", "samples"),
+    [
+        (["--train-samples=48"], 8, [1, 2, 3, 4, 5, 6, 7, 8], 48),
+        (["--train-iters=12"], 2, [*range(1, 13)], 4 * 4 + 8 * 2),
+        (["--train-iters=8"], 8, [*range(1, 9)], 4 * 4 + 4 * 8),
+    ],
+)
+def test_a_run_that_continues_with_another_batch_size_keeps_its_length_and_tells_its_rate(
+    tmp_path, capfd, length, batch_size, steps, samples
+):
+    words = [f"--{n.replace('_', '-')}={v}" for n, v in {**MODEL, "seq_length": 8}.items()]
+    words = ["gpt", *words, "--mock-data", "--vocab-size=64", "--num-workers=0", "--lr=0.1"]
+    words += ["--device=cpu", "--log-interval=1", "--save", str(tmp_path), *length]
+    assert main([*words, "--global-batch-size=4", "--exit-interval=4"]) == 0
+    words += ["--load", str(tmp_path), "--override-opt-param-scheduler"]
+    assert main([*words, f"--global-batch-size={batch_size}"]) == 0
+    told = capfd.readouterr().out
+    assert seen(tmp_path) == steps
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["global_batch_size"] for row in rows[2:6]] == [4, 4, batch_size, batch_size]
+    assert rows[-1]["consumed_train_samples"] == samples
+    # What is told is what is done, and the linear decay ends with the run.
+    assert f"step 5 has a batch of {batch_size} sequences, and the step before had 4" in told
+    assert f"the learning rate is {rows[4]['lr']:.6E}" in told
+    assert f"This run ends at step {steps[-1]}, the schedule at step {steps[-1]}." in told
+    assert rows[4]["lr"] == pytest.approx(0.1 * (1 - 16 / samples))
+    assert rows[-1]["lr"] == pytest.approx(0.1 * batch_size / samples)
+    assert main([*words, f"--global-batch-size={batch_size}"]) == 0
+    assert "has a batch of" not in capfd.readouterr().out  # the size of before
+
+
+def test_a_run_says_what_it_is_before_it_trains(tmp_path, capfd):
+    book, save = tmp_path / "book", tmp_path / "run"
+    with IndexedWriter(book, "uint16") as writer:
+        writer.add_documents(np.arange(200) % 60, np.array([50] * 4))
+    words = [f"--{n.replace('_', '-')}={v}" for n, v in MODEL.items()]
+    words = ["gpt", *words, "--vocab-size=64", "--num-workers=0", "--lr=0.1", "--device=cpu"]
+    words += ["--seq-length=8", "--global-batch-size=2", "--log-interval=1", "--split=75,25,0"]
+    words += ["--data-path", str(book), "--save", str(save), "--save-interval=3"]
+    words += ["--train-iters=20", "--tensorboard", "--num-experts=4", "--bf16"]
+    words += ["--moe-ffn-hidden-size=16", "--make-vocab-size-divisible-by=64"]
+    assert main([*words, "--exit-interval=4"]) == 0
+    told = capfd.readouterr().out
+    run = assemble(resolve(parse(words[1:]), 1), ParallelContext.single())
+    sizes = {name: p.numel() for name, p in run.chunks[0].named_parameters()}
+    size = sum(sizes.values())
+    active = size - sum(n for name, n in sizes.items() if ".experts." in name) // 2
+    row, *_ = read_metrics(save / "metrics.jsonl")
+    assert (row["kind"], row["parameters"], row["active_parameters"]) == ("run", size, active)
+    assert row["data"] == [
+        {"prefix": str(book), "documents": 3, "tokens": 150, "epochs": 320 / 150}
+    ]
+    layout = "tensor 1, context 1, pipeline 1, data 1, expert 1, sharding no_shard"
+    for line in (
+        f"model: gpt, {size:,} parameters, {active:,} of them for a token, vocabulary of 64, ",
+        f"format: bfloat16\nlayout: 1 rank: {layout}\ndevices: 1 x cpu\n",
+        f"seed: 1234; mcore-train {__version__}, torch {torch.__version__}, ",
+        "steps: 1 to 20 of 2 x 8 tokens, 320 tokens to read\n",
+        f"data: {book}, 3 documents, 150 tokens to train on, read 2.13 times\n",
+        f"saves: every 3 steps to {save}\n iteration ",
+    ):
+        assert line in told
+    assert re.search(r"a step takes \S+ ms: \S+ s to the end, \S+ s between saves\n", told)
+    assert main([*words, "--auto-resume"]) == 0
+    assert "steps: 5 to 20 of 2 x 8 tokens, 256 tokens to read" in capfd.readouterr().out
+    attempts = [r for r in read_metrics(save / "metrics.jsonl") if r["kind"] == "run"]
+    assert [(r["attempt"], r["continues_from"]) for r in attempts] == [(1, 0), (2, 4)]
 
 
 def seen(run):

@@ -1,10 +1,16 @@
 """Texts that a run writes while it trains, by weights that never touch a file."""
 
 import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
+from forks import exit_code, fork
+from rich.console import Console
 
+from mcore_ckpt.storage.paths import complete_steps
 from mcore_infer.config import SamplingConfig
 from mcore_infer.generation import generate_text
 from mcore_infer.loading import load_model
@@ -12,9 +18,12 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.composition import compose
+from mcore_train.guards.signals import Stopped, StopRequest
 from mcore_train.loop import train
+from mcore_train.reporting.log import SAMPLES as SAMPLES_FILE
 from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import build_plan
+from mcore_train.sample_texts import TextWriter
 
 TINY = {
     "num_layers": 2,
@@ -45,7 +54,10 @@ def losses(changes):
     plan = build_plan(config, world)
     run = assemble(plan, ParallelContext.build(config.parallelism))
     found = []
-    train(run, Reporter(None), on_report=lambda report: found.append(report.loss))
+    console = Console(quiet=True) if run.ctx.global_rank == 0 else None
+    save = config.saving.save
+    with Reporter(console, samples_file=Path(save, SAMPLES_FILE) if save else None) as reporter:
+        train(run, reporter, on_report=lambda report: found.append(report.loss))
     run.ctx.destroy()
     return found
 
@@ -80,6 +92,35 @@ def test_a_text_is_that_of_the_checkpoint_of_its_step_and_training_does_not_noti
         texts = generate_text(loaded.model, loaded.tokenizer, prompts, sampling, 1234)
         assert texts == [line["text"] for line in lines if line["iteration"] == step]
     assert len({line["text"] for line in lines}) > 1
+
+
+def build(**changes):
+    config = compose({**TINY, **SAMPLES, **changes})
+    return assemble(build_plan(config, 1), ParallelContext.single())
+
+
+class KillingTokenizer:
+    """Kills the process where texts are turned into words."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def decode(self, *_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_texts_lose_no_step_to_a_kill_and_are_left_between_tokens(tmp_path):
+    run = build(save=str(tmp_path), save_interval=2)
+    run.tokenizer = KillingTokenizer(run.tokenizer)
+    assert exit_code(fork(lambda: train(run, Reporter(None)))) == -signal.SIGKILL
+    assert complete_steps(tmp_path) == [2]
+    with StopRequest(run.ctx) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped):
+            TextWriter(run).write(stop.check)  # before the tokenizer is used
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Object stores: whole objects, the index last, read by ranges."""
 
+import dataclasses
+import json
+
 import fsspec
 import pytest
 import torch
@@ -13,6 +16,7 @@ from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.folder_lock import LOCK, FolderLock
 from mcore_ckpt.storage.paths import complete_steps, latest_step, resolve_folder, step_folder
 from mcore_ckpt.storage.stores import as_path
+from mcore_parallel.file_lock import Holder
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.sharding import Piece, Shard
 
@@ -109,11 +113,18 @@ def test_a_damaged_or_short_object_is_named(store):
 
 
 def test_a_second_job_is_refused_by_a_store_too(store):
-    store.pipe_file(f"bucket/run/{LOCK}", b'{"host": "elsewhere", "pid": 1}')
-    with pytest.raises(RuntimeError, match="process 1 on elsewhere is writing to memory:"):
+    other = dataclasses.replace(Holder.current(), token="another", host="elsewhere")
+    store.pipe_file(f"bucket/run/{LOCK}", json.dumps(dataclasses.asdict(other)).encode())
+    with pytest.raises(RuntimeError, match=r"process \d+ on elsewhere is writing to memory:"):
         save(RUN, 1, state(1), world=SINGLE)
     assert latest_step(RUN) is None
-    store.rm_file(f"bucket/run/{LOCK}")
+    unseen = json.dumps(
+        dataclasses.asdict(dataclasses.replace(other, namespace="another"))
+    ).encode()
+    store.pipe_file(f"bucket/run/{LOCK}", unseen)
+    with FolderLock(RUN, silent_s=0.2):  # no sign of life
+        pass
+    assert not store.isfile(f"bucket/run/{LOCK}")
     with FolderLock(RUN):
         save(RUN, 1, state(1), world=SINGLE)
         assert store.isfile(f"bucket/run/{LOCK}")

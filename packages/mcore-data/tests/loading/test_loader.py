@@ -48,7 +48,13 @@ def test_worker_processes_give_the_same_batches_also_after_signals_to_the_whole_
     others = set(multiprocessing.active_children())
     assert torch.equal(next(workers)["tokens"], next(plain)["tokens"])
     (worker,) = set(multiprocessing.active_children()) - others
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):
         os.kill(worker.pid, number)
     for ours, theirs in zip(plain, workers, strict=True):
         assert torch.equal(ours["tokens"], theirs["tokens"])

@@ -4,6 +4,7 @@ The folder describes its model, so no flags are needed, and any rank grid may lo
 rank reads the rows that it needs.
 """
 
+import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -50,7 +50,7 @@ def rank_local_names(model: nn.Module) -> list[str]:
     names = [n.name for n in named_parameters(model) if n.layout.data == "expert"]
     for path, module in model.named_modules():
         if isinstance(module, Router):
-            own = ["step_counts", "step_scored_counts", "step_dropped"]
+            own = ["step_counts", "step_scored_counts", "step_dropped", "step_losses"]
             own += [] if module.expert_bias is None else ["expert_bias"]
             names += [f"{path}.{name}" if path else name for name in own]
     return names

@@ -65,7 +65,8 @@ def test_a_model_without_routers_has_no_stats():
 
 def test_stats_name_the_busiest_the_idle_and_the_rest():
     bias = torch.tensor([0.5, 0.0, -0.25, 0.0])
-    uneven = RouterStats(torch.tensor([6, 2, 0, 0]), torch.tensor(2), bias)
+    losses = torch.tensor([1.5, 7.0], dtype=torch.float64)
+    uneven = RouterStats(torch.tensor([6, 2, 0, 0]), torch.tensor(2), bias, losses)
     even = RouterStats(torch.tensor([2, 2, 2, 2]), torch.tensor(0))
     assert (uneven.imbalance, uneven.num_idle) == (3.0, 2)
     summary = summarize([uneven, even])
@@ -81,6 +82,8 @@ def test_stats_name_the_busiest_the_idle_and_the_rest():
             "load_entropy": entropy,
             "dropped_share": 0.25,
             "expert_bias_range": 0.75,
+            "load_balancing_loss": 1.5,
+            "z_loss": 7.0,
         }
     )
     assert rows[1] == pytest.approx(
@@ -88,6 +91,19 @@ def test_stats_name_the_busiest_the_idle_and_the_rest():
         | {f"load_p{n}": 1.0 for n in (10, 50, 90)}
         | {"imbalance": 1.0, "load_entropy": 1.0}
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_are_means_over_passes_without_coefficients_and_never_rounded(dtype):
+    config = MoEConfig(num_experts=4, moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.25)
+    torch.manual_seed(0)
+    layer = MoELayer(8, 16, config).to(dtype)
+    added = [layer(inputs().to(dtype) * scale)[1].item() for scale in (1, 2, 3)]
+    balance, z = finish_step(layer)["router"].losses.tolist()
+    assert 0.5 * balance + 0.25 * z == pytest.approx(sum(added) / 3, rel=1e-6)
+    assert balance >= 1.0
+    layer.eval()(inputs().to(dtype))  # no pass of training
+    assert finish_step(layer)["router"].losses.tolist() == [0.0, 0.0]
 
 
 def test_choices_without_room_are_counted_and_padding_is_neither_chosen_nor_dropped():

@@ -19,7 +19,8 @@ from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Result = TypeVar("Result")
 HELP_FLAGS = ("-h", "--help", "--help-all")
@@ -93,7 +94,7 @@ class Option:
 
     name: str
     kind: Any
-    """Type: bool, int, float, str, Path, a Literal, or a tuple of these."""
+    """Type: bool, int, float, str, Path, a Literal, ``float | Literal``, a tuple of these."""
     default: Any
     """``inspect.Parameter.empty`` where it is required."""
     owner: Any
@@ -361,10 +362,22 @@ def _read_value(name: str, kind: Any, word: str) -> Any:
             choices = [choice for choice in get_args(kind) if choice]
             raise ValueError(f"{name} {word!r} is no choice: use {_and(choices, 'or')}.")
         return word
+    kind, *choices = _alternatives(kind)
+    if word in choices:
+        return word
     try:
         return kind(word)
     except ValueError:
-        raise ValueError(f"{name} {word!r} must be {NUMBERS[kind]}.") from None
+        wanted = " or ".join([NUMBERS[kind], *choices])
+        raise ValueError(f"{name} {word!r} must be {wanted}.") from None
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """Split ``float | Literal["auto"]`` into the type and the words; other types stay alone."""
+    if get_origin(kind) not in (Union, UnionType):
+        return (kind,)
+    number, words = get_args(kind)
+    return number, *get_args(words)
 
 
 def _read_positionals(
@@ -547,4 +560,5 @@ def _and(names: Sequence[str], word: str = "and") -> str:
 def _shown(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "{" + ",".join(choice for choice in get_args(kind) if choice) + "}"
-    return kind.__name__.upper()
+    kind, *choices = _alternatives(kind)
+    return "|".join([kind.__name__.upper(), *choices])

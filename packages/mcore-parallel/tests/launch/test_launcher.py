@@ -137,6 +137,7 @@ def save(number, frame):
     mine.with_suffix(".saved").touch()
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGUSR1, save)
 signal.signal(signal.SIGINT, lambda *_: None)
 mine.with_suffix(".ready").touch()
 time.sleep(600)
@@ -168,7 +169,7 @@ def launch(code, folder, monkeypatch, *numbers):
     return run_command("launches", folder, code, *numbers, is_ours=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_reaches_every_rank_and_their_end_is_waited_for(number, tmp_path, monkeypatch):
     done = launch(SAVES_WHEN_ASKED, tmp_path, monkeypatch, number)
     assert done.returncode == 0, done.stderr

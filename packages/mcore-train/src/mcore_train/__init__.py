@@ -41,6 +41,7 @@ _EXPORTS: dict[str, str] = {
     "learning_rate": "lr_schedule",
     "load_run": "checkpoints.resuming",
     "parse": "options.parsing",
+    "read_metrics": "reporting.log",
     "resolve": "resolution",
     "run_training": "running",
     "run_trial": "layout_check.trial",

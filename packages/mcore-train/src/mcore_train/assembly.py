@@ -45,6 +45,7 @@ from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import Shard
+from mcore_train.checkpoints.past import continue_plan
 from mcore_train.composition import TrainConfig
 from mcore_train.datasets import Datasets, load_datasets
 from mcore_train.graphs.layers import LayerRecorder
@@ -166,6 +167,8 @@ def assemble(
 ) -> Run:
     """Build the parts of a run on this rank; all ranks call it with equal plans.
 
+    The run's plan counts by the batch sizes of the run that it continues, see ``load_run``.
+
     Args:
         plan: what ``resolve`` gave for this world.
         ctx: the layout's groups.
@@ -178,6 +181,7 @@ def assemble(
         ValueError: if data or tokenizer do not fit the flags.
         FileNotFoundError: if a file that the flags name does not exist.
     """
+    plan = continue_plan(plan)
     config, tables = plan.config, tables or Tables()
     tokenizer = load_tokenizer(config)
     if datasets is None:

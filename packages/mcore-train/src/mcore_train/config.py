@@ -14,6 +14,7 @@ from mcore_parallel.field_checks import check_at_least, flag
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 IncreaseStyle = Literal["constant", "linear", "cosine"]
+ExitSignal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,8 +285,12 @@ class RunConfig:
     """Where to compute; auto: CUDA where present."""
     exit_interval: int = 0
     """Save and end after a step that this divides; 0: never."""
-    exit_duration_in_mins: float = 0.0
-    """Save and end after this many minutes; 0: never."""
+    exit_duration_in_mins: float | Literal["auto"] = 0.0
+    """Save and end this many minutes after the program's start; 0: never; auto: before Slurm
+    ends the job (SLURM_JOB_END_TIME), by 5 minutes or twice the longest save so far."""
+    exit_signal: tuple[ExitSignal, ...] = ("SIGUSR1", "SIGUSR2")
+    """Signals that save and end a run as SIGTERM and SIGINT always do: batch systems warn with
+    them. Megatron's default: SIGTERM."""
     deterministic_mode: bool = False
     """Use only algorithms that give the same bits in every run with the same number of ranks;
     slower. On a CPU every run is repeatable anyway."""
@@ -308,8 +313,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.seed >= 2**32:
             raise ValueError(f"--seed {self.seed} must be below 2^32 = {2**32}.")
-        counts = ("seed", "exit_interval", "exit_duration_in_mins", "manual_gc_interval")
+        counts = ("seed", "exit_interval", "manual_gc_interval")
         check_at_least(self, 0, *counts, "check_weight_hash_across_dp_replicas_interval")
+        if self.exit_duration_in_mins != "auto":
+            check_at_least(self, 0, "exit_duration_in_mins")
         check_at_least(self, 1, "cuda_graph_warmup_steps")
 
 

@@ -117,10 +117,15 @@ def _build_sentences(
 
 
 def num_samples(plan: Plan) -> tuple[int, int, int]:
-    """Count the samples of train, valid and test that a run takes."""
+    """Count the samples of train, valid and test that a run's data are built for.
+
+    ``--train-samples`` as they are, also those that fill no step: another batch size then
+    leaves the order of the data as it was.
+    """
     options = plan.config.evaluation
     test = options.eval_iters * plan.global_batch_size if options.interval else 0
-    return plan.train_samples, 0 if plan.config.data.full_validation else test, test
+    train = plan.config.batch.train_samples or plan.train_samples
+    return train, 0 if plan.config.data.full_validation else test, test
 
 
 def _warn_of_other_tokenizers(datasets: Sequence[Dataset], tokenizer: Tokenizer) -> None:

@@ -47,28 +47,38 @@ class Score:
         return self.loss_sum / math.log(2) / num_bytes
 
 
-def evaluate(run: Run, batches: Iterable[Mapping[str, Tensor]], num_batches: int) -> Score:
+def evaluate(
+    run: Run,
+    batches: Iterable[Mapping[str, Tensor]],
+    num_batches: int,
+    between_batches: Callable[[], None] = lambda: None,
+) -> Score:
     """Score the model on micro-batches of this data rank; all ranks call it together.
 
     Args:
         run: its weights are not changed.
         batches: micro-batches of this data rank.
         num_batches: how many to take, the same on all ranks; must not exceed what there is.
+        between_batches: called after each of this rank's steps through the pipeline; what it
+            raises, on all ranks or none, ends the evaluation.
     """
     iterator = iter(batches)
     names = list(run.chunks[-1].loss_coefficients)
     totals = torch.zeros(len(names), 2, dtype=torch.float64, device=run.ctx.device)
     for chunk in run.chunks:
         chunk.eval()
-    with torch.no_grad(), run.keeping_casts():
-        for begin in range(0, num_batches, run.plan.num_microbatches):
-            group = [
-                place_for(run, next(iterator))
-                for _ in range(begin, min(begin + run.plan.num_microbatches, num_batches))
-            ]
-            _add_scores(run, group, totals)
-    for chunk in run.chunks:
-        chunk.train()
+    try:
+        with torch.no_grad(), run.keeping_casts():
+            for begin in range(0, num_batches, run.plan.num_microbatches):
+                group = [
+                    place_for(run, next(iterator))
+                    for _ in range(begin, min(begin + run.plan.num_microbatches, num_batches))
+                ]
+                _add_scores(run, group, totals)
+                between_batches()
+    finally:
+        for chunk in run.chunks:
+            chunk.train()
     totals = all_reduce(all_reduce(totals, run.ctx.dp_cp), run.ctx.pp)
     (loss_sum, num_tokens), *others = totals.tolist()
     return Score(

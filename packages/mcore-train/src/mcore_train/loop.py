@@ -2,8 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -17,13 +19,15 @@ from mcore_train.assembly import Run
 from mcore_train.batches import final_batches, train_batches, valid_batches
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.evaluation import Score, evaluate
+from mcore_train.guards.deadline import Deadline
 from mcore_train.guards.gc_control import GCControl
 from mcore_train.guards.nan_guard import FiniteGradients
 from mcore_train.guards.replica_guard import WeightCopies
-from mcore_train.guards.signals import StopRequest
+from mcore_train.guards.signals import Stopped, StopRequest
 from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.options.option_conflicts import looking_intervals
 from mcore_train.reporting.hardware import peak_flops
+from mcore_train.reporting.header import pace_line
 from mcore_train.reporting.log import Reporter, StepReport
 from mcore_train.sample_texts import TextWriter
 from mcore_train.step import StepResult, backward, update
@@ -38,7 +42,10 @@ def train(
 ) -> bool:
     """Train to the end of the plan, or until a signal or a time limit stops the run.
 
-    Where a run validates and has test data, it is scored on them at the end of the plan.
+    A step is saved before it is validated or writes texts, and both are left between two
+    batches or tokens once the run is to stop: a kill there loses no step. What guards a save,
+    the check of gradients and of copies of weights, comes before it. Where a run validates and
+    has test data, it is scored on them at the end of the plan, once its last step is saved.
 
     Args:
         run: changed in place; continues at ``run.iteration``.
@@ -55,7 +62,6 @@ def train(
     """
     config = run.plan.config
     last = until or run.plan.train_iters
-    started_s = time.monotonic()
     batches = train_batches(run)
     interval = Interval(run)
     collector = GCControl(config.run.manual_gc_interval)
@@ -63,13 +69,23 @@ def train(
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
     copies = WeightCopies(run.data_parallel, run.iteration)
     recorder = run.recorder or nullcontext()
-    with (
-        recorder,
-        checkpoints,
-        StopRequest(run.ctx) as stop,
-        collector,
-        _texts(run, interval) as write_due_texts,
-    ):
+    deadline = Deadline(config.run)
+    stop = StopRequest(
+        run.ctx,
+        config.run.exit_signal,
+        lambda: deadline.is_over(checkpoints.longest_save_s),
+    )
+    with ExitStack() as stack:
+        for context in (recorder, checkpoints, stop, collector):
+            stack.enter_context(context)
+        writer = TextWriter(run) if config.samples.sample_interval else None
+        if writer is not None:
+            stack.callback(writer.close)
+
+        def between_batches() -> None:
+            checkpoints.poll()
+            stop.check()
+
         while run.iteration < last:
             result = one_step(run, batches, checkpoints.hold)
             interval.add(result)
@@ -80,6 +96,9 @@ def train(
             if _is_due(run, config.logging.log_interval, last) or interval.is_first:
                 report = interval.report()
                 reporter.report(report)
+                # The first report has what only the first step takes in it.
+                if interval.num_reports == 2 and reporter.with_lines:
+                    log.info("%s", pace_line(run, report.step_ms))
                 if on_report is not None:
                     on_report(report)
             if _divides(
@@ -87,11 +106,12 @@ def train(
             ):
                 with interval.paused():
                     copies.check(run.iteration)
-            if _divides(config.evaluation.interval, run.iteration):
-                with interval.paused():
-                    validate(run, reporter)
-            write_due_texts()
-            if _divides(config.saving.save_interval, run.iteration):
+            is_last = run.iteration == last or _divides(config.run.exit_interval, run.iteration)
+            if is_last:
+                settle(run, gradients)
+            if _divides(config.saving.save_interval, run.iteration) or (
+                is_last and config.saving.save
+            ):
                 # In the background it is part of the step: nothing waits for the device.
                 with nullcontext() if checkpoints.is_async else interval.paused():
                     if not checkpoints.is_async:
@@ -101,51 +121,68 @@ def train(
                 gradients.check()
                 with interval.paused():
                     checkpoints.save_locally()
-            is_stopped = stop.poll(wish=_is_out_of_time(run, started_s))
-            if is_stopped or _divides(config.run.exit_interval, run.iteration):
+            try:
+                stop.check()
+                for each in _due_work(run, reporter, writer):
+                    with interval.paused():
+                        each(between_batches)
+            except Stopped:
+                is_last = True
+            if is_last and run.iteration < last:
                 log.info("stopping after iteration %d", run.iteration)
                 break
         settle(run, gradients)
         checkpoints.finish()
-        is_tested = config.evaluation.interval > 0 and run.datasets.test is not None
-        if is_tested and run.iteration >= run.plan.train_iters:
-            _report_score(run, reporter, "test", evaluate(run, *final_batches(run)))
+        if run.iteration >= run.plan.train_iters and not stop.is_agreed:
+            _test(run, reporter, stop)
     return run.iteration >= last
 
 
-def validate(run: Run, reporter: Reporter) -> Score:
+def _due_work(
+    run: Run, reporter: Reporter, writer: TextWriter | None
+) -> Iterator[Callable[[Callable[[], None]], object]]:
+    """Yield the validation and the texts of this step; each takes ``between_batches``."""
+    config = run.plan.config
+    if _divides(config.evaluation.interval, run.iteration):
+        yield partial(validate, run, reporter)
+    if writer is not None and _divides(config.samples.sample_interval, run.iteration):
+        yield lambda between: reporter.report_texts(run.iteration, writer.write(between))
+
+
+def _test(run: Run, reporter: Reporter, stop: StopRequest) -> None:
+    """Score the test data, if the run validates and has any; left if the run is to stop."""
+    if run.plan.config.evaluation.interval == 0 or run.datasets.test is None:
+        return
+    try:
+        score = evaluate(run, *final_batches(run), between_batches=stop.check)
+        _report_score(run, reporter, "test", score)
+    except Stopped:
+        log.info("the run was stopped before the test data were scored")
+
+
+def validate(
+    run: Run, reporter: Reporter, between_batches: Callable[[], None] = lambda: None
+) -> Score:
     """Score the validation data, always the same samples, and report.
 
     With ``--full-validation`` these are all there are. Several sets
     (``--multiple-validation-sets``) are scored and reported one by one.
+
+    Args:
+        run: its weights are not changed.
+        reporter: gets the scores.
+        between_batches: see ``evaluate``.
 
     Returns:
         The score over all of them.
     """
     total = Score(0.0, 0)
     for name, dataset in (run.datasets.valid_sets or {"": run.datasets.valid}).items():
-        score = evaluate(run, *valid_batches(run, dataset))
+        batches, num_batches = valid_batches(run, dataset)
+        score = evaluate(run, batches, num_batches, between_batches)
         _report_score(run, reporter, f"valid {name}".strip(), score)
         total = Score(total.loss_sum + score.loss_sum, total.num_tokens + score.num_tokens)
     return total
-
-
-@contextmanager
-def _texts(run: Run, interval: "Interval") -> Iterator[Callable[[], None]]:
-    """Give what writes the texts that are due, outside of the time of the steps."""
-    every = run.plan.config.samples.sample_interval
-    writer = TextWriter(run) if every else None
-
-    def write_due() -> None:
-        if writer is not None and _divides(every, run.iteration):
-            with interval.paused():
-                writer.write()
-
-    try:
-        yield write_due
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 def _report_score(run: Run, reporter: Reporter, kind: str, score: Score) -> None:
@@ -229,23 +266,19 @@ def _divides(interval: int, iteration: int) -> bool:
     return interval > 0 and iteration % interval == 0
 
 
-def _is_out_of_time(run: Run, started_s: float) -> bool:
-    minutes = (time.monotonic() - started_s) / 60
-    return 0 < run.plan.config.run.exit_duration_in_mins <= minutes
-
-
 class Interval:
     """Sums over the steps since the last report, kept on the device until it is due.
 
     Attributes:
         is_first: whether the steps so far belong to the first report.
+        num_reports: reports so far.
     """
 
     def __init__(self, run: Run) -> None:
         """Begin an interval where the run stands; no communication."""
         self.run = run
         self.is_first = False
-        self._num_reports = 0
+        self.num_reports = 0
         self._flops = run.plan.family.flops_per_token(
             run.plan.config.model,
             run.plan.padded_vocab_size,
@@ -255,23 +288,37 @@ class Interval:
         self._restart()
 
     def _restart(self) -> None:
-        self._num_steps = 0
+        self._num_steps = self._num_skipped = 0
         self._first_sample = self.run.consumed_train_samples
+        self._last: StepResult | None = None
+        self._lr = 0.0
         self._sums: Tensor | None = None
-        self._norm: Tensor | None = None
+        self._skipped_losses: Tensor | None = None
         self._balance: Tensor | None = None
         self._started_s = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
         """Add one step; waits for nothing."""
-        self.is_first = self._num_reports == 0
+        self.is_first = self.num_reports == 0
         self._num_steps += 1
-        losses = torch.stack((*result.losses.values(), result.aux_loss)).double()
-        self._sums = losses if self._sums is None else self._sums + losses
-        self._norm = result.grad_norm
+        self._close_step()
+        self._last = result
         if result.balance is not None:
             before = self._balance
             self._balance = result.balance if before is None else before + result.balance
+
+    def _close_step(self) -> None:
+        """Add the last step to the sums: by now it is known whether it was skipped."""
+        if (result := self._last) is None:
+            return
+        losses = torch.stack((*result.losses.values(), result.aux_loss)).double()
+        if result.is_skipped:
+            # Its losses may be infinite, and no update followed from them.
+            self._num_skipped += 1
+            self._skipped_losses = losses
+        else:
+            self._sums = losses if self._sums is None else self._sums + losses
+            self._lr = result.lr
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -279,18 +326,21 @@ class Interval:
         if self.run.ctx.device.type == "cuda":
             torch.cuda.synchronize(self.run.ctx.device)
         before_s = time.perf_counter()
-        yield
-        self._started_s += time.perf_counter() - before_s
+        try:
+            yield
+        finally:
+            self._started_s += time.perf_counter() - before_s
 
     def report(self) -> StepReport:
         """Average over the steps, restart; waits for the device and sums over the world."""
         run, plan = self.run, self.run.plan
         settle(run)
-        assert self._sums is not None
-        assert self._norm is not None
+        self._close_step()
+        assert self._last is not None
         (loss, *others), aux_loss = self._reduced()
         names = list(run.chunks[-1].loss_coefficients)[1:]
-        grad_norm = self._norm.item()
+        grad_norm = self._last.grad_norm.item()
+        lr, num_skipped = self._lr, self._num_skipped
         experts = self._experts()
         elapsed_s = time.perf_counter() - self._started_s
         step_s = elapsed_s / self._num_steps
@@ -303,7 +353,7 @@ class Interval:
         if run.ctx.device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(run.ctx.device))
             peak_gib = torch.cuda.max_memory_allocated(run.ctx.device) / 2**30
-        self._num_reports += 1
+        self.num_reports += 1
         self._restart()
         return StepReport(
             iteration=run.iteration,
@@ -314,7 +364,8 @@ class Interval:
             tokens_per_s_per_gpu=tokens_per_s / plan.world_size,
             tflops_per_gpu=flops / 1e12,
             mfu=flops / peak if peak else 0.0,
-            lr=learning_rate(plan.schedule, run.schedule_samples - size),
+            lr=lr,
+            skipped_steps=num_skipped,
             global_batch_size=size,
             loss=loss,
             aux_loss=aux_loss,
@@ -322,9 +373,9 @@ class Interval:
             grad_norm=grad_norm,
             peak_gib=peak_gib,
             loss_scale=0.0 if run.loss_scaler is None else run.loss_scaler.value,
-            expert_imbalance=max(
-                (x for name, x in experts.items() if name.startswith("imbalance")), default=0.0
-            ),
+            expert_imbalance=max(_of_layers(experts, "imbalance"), default=0.0),
+            load_balancing_loss=fmean(_of_layers(experts, "load_balancing_loss") or [0.0]),
+            z_loss=fmean(_of_layers(experts, "z_loss") or [0.0]),
             experts=experts,
         )
 
@@ -345,9 +396,20 @@ class Interval:
         }
 
     def _reduced(self) -> tuple[list[float], float]:
-        """Average over steps, sum over ranks: those of a tensor axis share the loss."""
+        """Average over steps, sum over ranks: those of a tensor axis share the loss.
+
+        Skipped steps are left out, unless there are no others: then it is the last one.
+        """
         ctx = self.run.ctx
-        assert self._sums is not None
-        sums = all_reduce(all_reduce(self._sums / self._num_steps, ctx.dp_cp), ctx.pp)
+        means = self._skipped_losses
+        if self._sums is not None:
+            means = self._sums / (self._num_steps - self._num_skipped)
+        assert means is not None
+        sums = all_reduce(all_reduce(means, ctx.dp_cp), ctx.pp)
         aux_loss = all_reduce(sums[-1], ctx.tp)
         return sums[:-1].tolist(), aux_loss.item()
+
+
+def _of_layers(experts: Mapping[str, float], name: str) -> list[float]:
+    """Pick one of the numbers of all layers of experts."""
+    return [value for key, value in experts.items() if key.startswith(f"{name}/")]

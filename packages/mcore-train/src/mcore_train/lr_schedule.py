@@ -1,14 +1,15 @@
 """Learning rate and weight decay as pure functions of the samples seen so far.
 
-Everything is counted in sequences, also where the flags say steps: so a resumed run, or
-one with another batch size, stands where it should. The value for the first update is the
-one at zero samples.
+Everything is counted in sequences. Lengths that flags give in steps become the sequences that
+these steps use, by the batch ramp and, in a run that continues with another batch size, by its
+past. The value for the first update is the one at zero samples.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from mcore_train.batch_ramp import BatchRamp
 from mcore_train.config import (
     BatchConfig,
     DecayStyle,
@@ -62,17 +63,25 @@ def build_lr_schedule(
     optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
     batch: BatchConfig,
-    global_batch_size: int,
+    ramp: BatchRamp,
 ) -> LRSchedule:
     """Turn flags in steps, sequences or shares into one ``LRSchedule`` in sequences.
 
     Raises:
         ValueError: if the lengths do not fit each other.
     """
-    train_samples = batch.train_samples or batch.train_iters * global_batch_size
-    decay = schedule.lr_decay_samples or schedule.lr_decay_iters * global_batch_size
-    decay = decay or train_samples
-    warmup = schedule.lr_warmup_samples or schedule.lr_warmup_iters * global_batch_size
+
+    def samples_of(steps: int) -> int:
+        return ramp.samples_before(steps + 1)
+
+    train_samples = batch.train_samples or samples_of(batch.train_iters)
+    decay = schedule.lr_decay_samples or samples_of(schedule.lr_decay_iters) or train_samples
+    warmup = schedule.lr_warmup_samples or samples_of(schedule.lr_warmup_iters)
+    wsd_decay = schedule.lr_wsd_decay_samples
+    if schedule.lr_wsd_decay_iters:  # the last steps of the decay, not the first of the run
+        steps = ramp.num_steps(decay)
+        before = max(0, steps - schedule.lr_wsd_decay_iters)
+        wsd_decay = samples_of(steps) - samples_of(before)
     if schedule.lr_warmup_fraction:
         warmup = int(schedule.lr_warmup_fraction * decay)
     constant = optimizer.weight_decay_incr_style == "constant"
@@ -83,8 +92,7 @@ def build_lr_schedule(
         warmup_samples=warmup,
         decay_samples=decay,
         decay_style=schedule.lr_decay_style,
-        wsd_decay_samples=schedule.lr_wsd_decay_samples
-        or schedule.lr_wsd_decay_iters * global_batch_size,
+        wsd_decay_samples=wsd_decay,
         wsd_decay_style=schedule.lr_wsd_decay_style,
         start_weight_decay=optimizer.weight_decay if constant else optimizer.start_weight_decay,
         end_weight_decay=optimizer.weight_decay if constant else optimizer.end_weight_decay,
@@ -150,8 +158,7 @@ def reconcile(
         options: holds which of the two wins where they differ.
         samples: sequences that the schedule has counted; what is behind them does not matter.
     """
-    now = asdict(flags)
-    then = LRSchedule(**{**now, **{n: saved[n] for n in now if n in saved}})  # pyrefly: ignore
+    now, then = asdict(flags), parse_schedule(saved, flags)
     if options.use_checkpoint_opt_param_scheduler:
         return then
     there, here = _in_effect(then, samples), _in_effect(flags, samples)
@@ -163,10 +170,18 @@ def reconcile(
         )
         raise ValueError(
             f"the checkpoint's schedule is not that of the flags ({differences}). Give "
-            "--override-opt-param-scheduler to follow the flags, or "
-            "--use-checkpoint-opt-param-scheduler to follow the checkpoint."
+            "--override-opt-param-scheduler to follow the flags (the next step has a learning "
+            f"rate of {learning_rate(flags, samples):.6E}), or "
+            "--use-checkpoint-opt-param-scheduler to follow the checkpoint "
+            f"({learning_rate(then, samples):.6E})."
         )
     return flags
+
+
+def parse_schedule(saved: dict[str, float | int | str], flags: LRSchedule) -> LRSchedule:
+    """Build a checkpoint's schedule; fields that it lacks are those of the flags."""
+    now = asdict(flags)
+    return LRSchedule(**{**now, **{n: saved[n] for n in now if n in saved}})  # pyrefly: ignore
 
 
 def _in_effect(schedule: LRSchedule, samples: int) -> dict[str, float | int | str]:

@@ -6,12 +6,13 @@ to change for each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from mcore_data.tokenizers.building import build_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_data.tracing.data_plan import Stretch
 from mcore_models.families import GPT_FAMILY, Family
 from mcore_parallel.command_line import FaultCollector, OptionsError
 from mcore_parallel.logical_tensors import moe_layers
@@ -66,6 +67,30 @@ class Plan:
     """Learning rate and weight decay."""
     dtype: Dtype
     """Of parameters and activations."""
+
+    def continue_after(self, stretches: Sequence[Stretch], steps: int) -> "Plan":
+        """Count this plan's lengths by the batch sizes that the run has had so far.
+
+        Args:
+            stretches: batch sizes from the first step on.
+            steps: that the run has done.
+
+        Returns:
+            This plan, unless the run had other sizes than the plan's ramp.
+
+        Raises:
+            ValueError: if the schedule's lengths do not fit each other any more.
+        """
+        ramp, batch = self.ramp.continue_after(stretches, steps), self.config.batch
+        if ramp == self.ramp:
+            return self
+        flags = self.config.optimizer, self.config.schedule, batch
+        return replace(
+            self,
+            ramp=ramp,
+            schedule=build_lr_schedule(*flags, ramp),
+            train_iters=batch.train_iters or ramp.num_steps(batch.train_samples),
+        )
 
     @property
     def train_samples(self) -> int:
@@ -174,9 +199,9 @@ def resolve(
     lines += _schedule_conflicts(config.pipeline, pp, counts)
     lines += idle_gradient_sums(config, counts)
     schedule = None
-    if config.optimizer.lr and _train_samples(config, batch_size):
+    if ramp and config.optimizer.lr and _train_samples(config, batch_size):
         flags = config.optimizer, config.schedule, config.batch
-        schedule = _attempt(lines, build_lr_schedule, *flags, batch_size)
+        schedule = _attempt(lines, build_lr_schedule, *flags, ramp)
     if lines:
         raise ConflictError(list(dict.fromkeys(lines)))
     assert stages is not None

@@ -24,7 +24,8 @@ from mcore_train.composition import TrainConfig, flat
 from mcore_train.loop import train
 from mcore_train.options.output_checks import build_checked_plan
 from mcore_train.precision import with_device_precision
-from mcore_train.reporting.log import METRICS, TENSORBOARD, Reporter, set_up
+from mcore_train.reporting.header import build_header
+from mcore_train.reporting.log import METRICS, SAMPLES, TENSORBOARD, Reporter, set_up
 from mcore_train.resolution import Plan
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,10 @@ def run_training(
             log.info("continuing at iteration %d from %s", run.iteration, load)
         if config.saving.overwrite:
             clear_run_folder(config.saving.save, ctx)
-        with build_reporter(plan, console if world.rank == 0 else None) as reporter:
+        with build_reporter(
+            plan, console if world.rank == 0 else None, continues_from=run.iteration
+        ) as reporter:
+            reporter.report_header(run.iteration, build_header(run))
             train(run, reporter)
     return 0
 
@@ -118,13 +122,16 @@ def check_same_options(config: TrainConfig, ctx: ParallelContext) -> None:
             )
 
 
-def build_reporter(plan: Plan, console: Console | None, *, with_lines: bool = True) -> Reporter:
+def build_reporter(
+    plan: Plan, console: Console | None, *, with_lines: bool = True, continues_from: int = 0
+) -> Reporter:
     """Build the reporter of the plan's flags.
 
     Args:
         plan: names the files.
         console: where to show progress; None on ranks that do not report.
         with_lines: write a line for each report.
+        continues_from: steps done before.
     """
     save, options = plan.config.saving.save, plan.config.logging
     on_disk = str(as_path(save)) if save and not is_store(as_path(save)) else ""
@@ -132,6 +139,8 @@ def build_reporter(plan: Plan, console: Console | None, *, with_lines: bool = Tr
     return Reporter(
         console,
         metrics_file=Path(metrics) if metrics else None,
+        samples_file=Path(on_disk) / SAMPLES if on_disk else None,
         tensorboard_folder=Path(save) / TENSORBOARD if options.tensorboard else None,
         with_lines=with_lines,
+        continues_from=continues_from,
     )

@@ -6,17 +6,13 @@ texts and given up after them, and draws from its own random streams: training g
 last bit as it would have.
 """
 
-import json
-import logging
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
 from mcore_ckpt.save_load.weight_transfer import transfer_weights
-from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_infer.config import SamplingConfig
-from mcore_infer.generation import generate_text, prompt_ids
+from mcore_infer.generation import prompt_ids, stream
 from mcore_infer.loading import empty_model
 from mcore_models.description import ModelDescription
 from mcore_parallel.config import ParallelConfig
@@ -24,9 +20,6 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 from mcore_train.assembly import Run
 from mcore_train.checkpoints.adapter_bases import model_description, model_shards
-from mcore_train.reporting.log import SAMPLES
-
-log = logging.getLogger(__name__)
 
 
 class TextWriter:
@@ -60,11 +53,15 @@ class TextWriter:
         )
         self.ctx = ParallelContext.build(layout, run.ctx.device)
 
-    def write(self) -> list[str]:
+    def write(self, between_tokens: Callable[[], None] = lambda: None) -> list[tuple[str, str]]:
         """Write one text a prompt with the weights as they are; all ranks call it together.
 
+        Args:
+            between_tokens: called after each token; what it raises, on all ranks or none, ends
+                the writing.
+
         Returns:
-            The new text of each prompt, equal on all ranks.
+            Each prompt with its new text, equal on all ranks.
         """
         run = self.run
         families = {run.plan.family.name: run.plan.family}
@@ -82,31 +79,22 @@ class TextWriter:
             num_tokens=self.options.sample_num_tokens,
             temperature=self.options.sample_temperature,
         )
-        assert run.tokenizer is not None
+        tokenizer, prompts = run.tokenizer, self.options.sample_prompts
+        assert tokenizer is not None
+        written: list[list[int]] = [[] for _ in prompts]
         with torch.no_grad():
-            texts = generate_text(
+            for token in stream(
                 model,
-                run.tokenizer,
-                self.options.sample_prompts,
+                [prompt_ids(tokenizer, prompt) for prompt in prompts],
                 sampling,
                 seed=run.plan.config.run.seed,
-            )
-        if run.ctx.world.rank == 0:
-            self._keep(list(zip(self.options.sample_prompts, texts, strict=True)))
-        return texts
+                eod=tokenizer.eod,
+            ):
+                written[token.row].append(token.id)
+                between_tokens()
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in written]
+        return list(zip(prompts, texts, strict=True))
 
     def close(self) -> None:
         """Destroy the groups; all ranks call it together."""
         self.ctx.destroy()
-
-    def _keep(self, texts: Sequence[tuple[str, str]]) -> None:
-        for prompt, text in texts:
-            log.info(" sample at iteration %d | %s%s", self.run.iteration, prompt, text)
-        save = self.run.plan.config.saving.save
-        if not save or is_store(as_path(save)):
-            return
-        Path(save).mkdir(parents=True, exist_ok=True)
-        with (Path(save) / SAMPLES).open("a", encoding="utf-8") as file:
-            for prompt, text in texts:
-                line = {"iteration": self.run.iteration, "prompt": prompt, "text": text}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -40,6 +40,8 @@ class StepResult:
     grad_norm: Float[Tensor, ""]
     """Of all gradients, before clipping; equal on all ranks. NaN until the step is validated,
     where that is afterwards."""
+    lr: float
+    """Learning rate of the update; not applied where the step is skipped."""
     balance: Float[Tensor, "L n"] | None = None
     """How this rank's layers shared tokens out among experts: what ``mcore_moe.SUMMARY`` names;
     0 for layers of other stages and without experts."""
@@ -91,7 +93,7 @@ def update(
     validation = run.post_validation
     if validation is not None and validation.is_due:
         norm, is_skipped = validation.propose(lr, weight_decay, before_update)
-        return StepResult(losses.named, losses.aux_loss, norm, is_skipped=is_skipped)
+        return StepResult(losses.named, losses.aux_loss, norm, lr, is_skipped=is_skipped)
     factors = _clipped_rows(run)
     norm = run.optimizer.grad_norm()
     scaler, unscale = run.loss_scaler, 1.0
@@ -102,7 +104,7 @@ def update(
         norm = norm * unscale
         if scaler.update(is_finite=is_finite) and not is_finite:
             balance = _finish_routers(run) if run.plan.config.experts.num_experts else None
-            return StepResult(losses.named, losses.aux_loss, norm, balance, is_skipped=True)
+            return StepResult(losses.named, losses.aux_loss, norm, lr, balance, is_skipped=True)
     max_norm = run.plan.config.optimizer.clip_grad
     scale = (clip_coefficient(norm, max_norm) if max_norm else 1.0) * unscale
     if before_update is not None:
@@ -111,7 +113,7 @@ def update(
         run.fp8_scales.move_on()
     run.optimizer.step(lr, weight_decay, scale, factors)
     balance = _finish_routers(run) if run.plan.config.experts.num_experts else None
-    return StepResult(losses.named, losses.aux_loss, norm, balance)
+    return StepResult(losses.named, losses.aux_loss, norm, lr, balance)
 
 
 def _clipped_rows(run: Run) -> Mapping[str, Tensor]:

@@ -23,7 +23,7 @@ from mcore_parallel.testing.ranks import run_ranks
 from mcore_train import loop
 from mcore_train.assembly import assemble
 from mcore_train.batches import train_batches
-from mcore_train.checkpoints.resuming import load_run
+from mcore_train.checkpoints.resuming import data_plan, load_run
 from mcore_train.composition import compose
 from mcore_train.loop import train, validate
 from mcore_train.reporting.log import Reporter
@@ -276,8 +276,11 @@ def test_a_mixture_changed_during_a_run_loses_and_repeats_nothing(texts, tmp_pat
         for piece in data.explain(step, sample)[:1]
     ]
     assert len(set(read)) == 18
-    with pytest.raises(ValueError, match="counts in steps, and the run has had other"):
-        build(**{**options, "global_batch_size": 6}, override_opt_param_scheduler=True)
+    # Steps are counted by the batch sizes that the run has had.
+    longer = {**options, "global_batch_size": 6, "train_iters": 7}
+    run = build(**longer, override_opt_param_scheduler=True)
+    assert run.consumed_train_samples == 18
+    assert data_plan(run).ledger == plan.ledger
     write_mixture(file, (1, ["1", a]))
     with pytest.raises(ValueError, match="bring the mixture's past back"):
         RunData(tmp_path / "run")

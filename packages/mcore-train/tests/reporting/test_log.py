@@ -9,7 +9,13 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mcore_train.reporting.log import LineHandler, Reporter, StepReport, set_up
+from mcore_train.reporting.log import (
+    LineHandler,
+    Reporter,
+    StepReport,
+    read_metrics,
+    set_up,
+)
 
 
 def report(**changes):
@@ -77,20 +83,23 @@ def test_what_is_not_known_is_left_out():
     line = report(mfu=0.0).line()
     assert not any(word in line for word in ("MFU", "load_balancing", "imbalance", "memory"))
     full = report(
-        aux_loss=0.01,
+        load_balancing_loss=1.01,
+        z_loss=7.5,
         peak_gib=70.0,
         expert_imbalance=1.5,
         experts={"imbalance/layer_0": 1.5},
     ).line()
     assert "expert imbalance: 1.50 | " in full
-    assert "load_balancing_loss: 1.000000E-02" in full
+    assert "load_balancing_loss: 1.010000E+00 | z_loss: 7.500000E+00" in full
     assert "memory (GiB): 70.0" in full
 
 
 def test_metrics_are_json_lines_with_stable_keys_and_are_appended(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     for iteration in (1, 2):
-        with Reporter(Console(file=io.StringIO()), metrics_file=path) as reporter:
+        with Reporter(
+            Console(file=io.StringIO()), metrics_file=path, continues_from=iteration - 1
+        ) as reporter:
             experts = {"imbalance/layer_1": 1.5} if iteration == 2 else {}
             reporter.report(report(iteration=iteration, experts=experts))
             reporter.record("valid", iteration, {"loss": 3.0})
@@ -102,8 +111,67 @@ def test_metrics_are_json_lines_with_stable_keys_and_are_appended(tmp_path):
         ("experts", 2),
         ("valid", 2),
     ]
-    assert set(lines[0]) == set(lines[2]) == {"kind", *report().numbers()}
-    assert lines[3] == {"kind": "experts", "imbalance/layer_1": 1.5, "iteration": 2}
+    origin = {"attempt": 2, "continues_from": 1}
+    assert set(lines[0]) == set(lines[2]) == {"kind", *report().numbers(), *origin}
+    assert lines[3] == {"kind": "experts", "imbalance/layer_1": 1.5, "iteration": 2, **origin}
+
+
+def write_attempt(folder, continues_from, steps, loss):
+    """Report steps with a loss as an attempt that continues from a step."""
+    with Reporter(
+        Console(file=io.StringIO()),
+        metrics_file=folder / "metrics.jsonl",
+        samples_file=folder / "samples.jsonl",
+        tensorboard_folder=folder / "tensorboard",
+        continues_from=continues_from,
+    ) as reporter:
+        for step in steps:
+            reporter.report(report(iteration=step, loss=loss))
+            reporter.record("valid", step, {"loss": loss + 1})
+            reporter.report_texts(step, [("In", f" {loss}")])
+
+
+def test_steps_that_an_attempt_repeats_are_named_and_count_once(tmp_path, caplog):
+    write_attempt(tmp_path, 0, (1, 2, 3, 4, 5), 1.0)
+    caplog.set_level(logging.INFO)
+    write_attempt(tmp_path, 3, (4, 5, 6), 2.0)
+    assert "attempt 2 continues from step 3: what earlier attempts wrote to" in caplog.text
+    assert "metrics.jsonl on steps 4 to 5 is abandoned" in caplog.text
+    write_attempt(tmp_path, 6, (7,), 3.0)
+    assert "attempt 3 continues" not in caplog.text  # nothing is repeated
+    write_attempt(tmp_path, 1, (2,), 4.0)  # as --ckpt-step does
+    assert "steps 2 to 7 is abandoned" in caplog.text
+    kept = {"train": [(1, 1.0), (2, 4.0)], "valid": [(1, 2.0), (2, 5.0)]}
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    for kind, wanted in kept.items():
+        found = [(row["iteration"], row["loss"]) for row in rows if row["kind"] == kind]
+        assert found == wanted == scalars(tmp_path / "tensorboard")[f"{kind}/loss"]
+    texts = read_metrics(tmp_path / "samples.jsonl")
+    assert [(row["iteration"], row["text"]) for row in texts] == [(1, " 1.0"), (2, " 4.0")]
+
+
+def test_a_line_that_a_kill_has_cut_spoils_neither_what_follows_nor_what_was_before(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_attempt(tmp_path, 0, (1, 2), 1.0)
+    path.write_text(path.read_text()[:-9])
+    write_attempt(tmp_path, 1, (2,), 2.0)
+    rows = read_metrics(path)
+    assert [(r["kind"], r["iteration"], r["attempt"]) for r in rows] == [
+        *(("train", 1, 1), ("valid", 1, 1)),
+        *(("train", 2, 2), ("valid", 2, 2)),
+    ]
+
+
+def test_numbers_that_json_does_not_have_are_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(Console(file=io.StringIO()), metrics_file=path) as reporter:
+        reporter.report(report(grad_norm=float("inf"), loss=float("nan")))
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    row = json.loads(path.read_text(), parse_constant=refuse)
+    assert (row["grad_norm"], row["loss"]) == (None, None)
 
 
 def test_a_rank_that_does_not_report_writes_nothing(tmp_path):

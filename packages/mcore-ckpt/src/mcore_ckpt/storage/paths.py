@@ -324,7 +324,8 @@ def write_durably(path: Path, content: bytes) -> None:
     if isinstance(path, StorePath):
         path.write_whole(content)
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # Containers may share host name and process numbers.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with temporary.open("wb") as file:
             file.write(content)

@@ -135,6 +135,7 @@ class GPTDataset:
         self.arrangement = Arrangement(sequence_length, options)
         lengths = sequences.lengths
         ids = range(len(lengths)) if document_ids is None else document_ids
+        self.document_ids = ids
         if not isinstance(ids, range):
             ids = np.asarray(ids, np.int32)
         ends = ids if len(ids) < 2 or not isinstance(ids, range) else ids[:: len(ids) - 1]

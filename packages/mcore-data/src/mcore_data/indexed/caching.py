@@ -8,8 +8,7 @@ system releases the lock of a builder that crashed.
 
 import contextlib
 import fcntl
-import os
-import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,9 @@ def cached_arrays(
 
 
 def write_atomically(path: Path, write: Callable[[Any], object]) -> None:
-    """Write a file under a name of this thread alone, then rename it to ``path``."""
-    writer = f"{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}"
-    partial = path.with_name(f"{path.name}.{writer}.partial")
+    """Write a file under a name of this call alone, then rename it to ``path``."""
+    # Containers may share host name and process numbers.
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         replace_file(path, write, partial)
     finally:

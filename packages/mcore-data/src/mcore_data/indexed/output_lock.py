@@ -6,13 +6,12 @@ of another command is replaced only with ``--overwrite``.
 
 import contextlib
 import errno
-import fcntl
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
+from mcore_data.file_lock import FileLock, LockHeldError
 from mcore_data.indexed.index_format import bin_path
 from mcore_data.indexed.manifest import manifest_path, read_manifest
 
@@ -46,20 +45,16 @@ def make_parent_folder(output_prefix: str | Path) -> None:
 def only_writer(prefix: str | Path) -> Iterator[None]:
     """Hold the lock of the outputs; raises ValueError if another process holds it.
 
-    The lock belongs to the process, not to its children, and ends with the process. On a file
-    system without locks, two writers are not detected.
+    Other hosts see the lock too. It belongs to the process, not to its children.
     """
-    path = Path(f"{prefix}.lock")
-    with path.open("wb") as file:
-        if not _lock(path, file):
-            raise ValueError(
-                f"--output-prefix {prefix}: another process is writing it. Wait for that one, "
-                "or choose another prefix."
-            )
-        try:
+    try:
+        with FileLock(Path(f"{prefix}.lock")):
             yield
-        finally:
-            path.unlink(missing_ok=True)
+    except LockHeldError as error:
+        raise ValueError(
+            f"--output-prefix {prefix}: another process is writing it ({error}). Wait for that "
+            "one, or choose another prefix."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -90,16 +85,3 @@ def refuse_finished(prefixes: Iterable[Path], work: str) -> None:
                 f"{manifest_path(prefix).name} is missing: choose another "
                 "--output-prefix, or give --overwrite to replace it."
             )
-
-
-def _lock(path: Path, file: BinaryIO) -> bool:
-    """Lock a file; True if it is locked now, or if the file system has no locks."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        return True
-    # The former holder may have removed the file after it was opened here; a lock on a removed
-    # file protects nothing.
-    return path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino

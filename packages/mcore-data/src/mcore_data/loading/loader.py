@@ -23,6 +23,7 @@ from mcore_data.loading.sampler import CyclicSampler, FullSampler, SingleSampler
 _PREFETCH = 4
 _SAMPLES_AT_ONCE = 128
 _NUMBERS_AT_ONCE = 1 << 19
+_OF_A_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def build_loader(
@@ -52,8 +53,8 @@ def build_loader(
             permutations, ``full`` once to the last sample: what the last micro-batches are
             short of is filled up with samples that count nothing, and ``len`` is known.
         num_workers: processes that prepare batches; 0 prepares them in this one. They ignore
-            SIGTERM and SIGINT, which a terminal or a batch system sends to every process of a
-            job, and end with the process that reads the batches.
+            the signals that a terminal or a batch system sends to every process of a job, and
+            end with the process that reads the batches.
         seed: of the permutations of ``cyclic``.
         pin_memory: put batches where a GPU copies them from without waiting.
         without: entries of samples that nothing reads: they are not copied into batches.
@@ -100,7 +101,7 @@ def build_loader(
 
 def _ignore_signals(_worker: int) -> None:
     """Leave it to the reader of the batches how a signal to the whole job ends it."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _OF_A_JOB:
         signal.signal(number, signal.SIG_IGN)
 
 

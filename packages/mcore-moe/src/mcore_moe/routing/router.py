@@ -54,6 +54,9 @@ class Router(nn.Module):
         step_scored_counts: ``[E]`` int64 buffer: the same by the plain top-k of the scores,
             for the global loss.
         step_dropped: int64 buffer: choices of real tokens that no expert had room for.
+        step_losses: ``[3]`` float64 buffer, sums over this rank's forward passes: its share of
+            the load-balancing loss and of the z-loss, without coefficients, times the ranks
+            that share a micro-batch; and the number of passes.
         tape: records choices, or gives recorded ones; see ``replay``.
     """
 
@@ -99,6 +102,8 @@ class Router(nn.Module):
         self.register_buffer("step_counts", counts, persistent=False)
         self.register_buffer("step_scored_counts", counts.clone(), persistent=False)
         self.register_buffer("step_dropped", counts.new_zeros(()), persistent=False)
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.register_buffer("step_losses", sums, persistent=False)
         self.tape: RoutingTape | None = None
         # A parameter, so that checkpoints carry it like any other logical tensor.
         self.expert_bias = (
@@ -135,6 +140,7 @@ class Router(nn.Module):
         # In bf16 a step of the bias would be rounded away: move it between devices, never cast.
         before = None if self.expert_bias is None else self.expert_bias.detach()
         super()._apply(fn, recurse)
+        self.step_losses = self.step_losses.double()
         bias = self.expert_bias
         if bias is not None and before is not None and bias.dtype != torch.float32:
             bias.data = bias.detach().float() if before.is_meta else before.to(bias.device)
@@ -237,11 +243,22 @@ class Router(nn.Module):
         config = self.config
         total: Tensor | float = 0.0
         if config.moe_z_loss_coeff:
-            total = config.moe_z_loss_coeff * z_loss(logits, mask, self.cp_tp)
+            z = z_loss(logits, mask, self.cp_tp)
+            total = config.moe_z_loss_coeff * z
+            self._note_loss(1, z)
         if config.moe_aux_loss_coeff:
             balance = self._balance_loss(logits, ids, sequences, num_sequences, mask)
             total = total + config.moe_aux_loss_coeff * balance
+            self._note_loss(0, balance)
+        if not is_replayed():
+            self.step_losses[2].add_(1.0)
         return total
+
+    def _note_loss(self, place: int, share: Tensor) -> None:
+        """Add this rank's share of a loss to ``step_losses``."""
+        if not is_replayed():
+            # Ranks that share a micro-batch add a share each, and each counts the pass.
+            self.step_losses[place].add_(share.detach(), alpha=self.cp_tp.size)
 
     def _balance_loss(
         self,

@@ -28,6 +28,8 @@ SUMMARY = (
     "load_entropy",
     "dropped_share",
     "expert_bias_range",
+    "load_balancing_loss",
+    "z_loss",
 )
 """What ``summarize`` returns, in order."""
 
@@ -42,6 +44,9 @@ class RouterStats:
     """Choices for which their expert had no room."""
     expert_bias: Float[Tensor, " E"] | None = None
     """After its update; None without."""
+    losses: Float[Tensor, " 2"] | None = None
+    """Load-balancing loss and z-loss, means over the step's micro-batches without
+    coefficients; 0 where the coefficient is. None: not known."""
 
     @property
     def imbalance(self) -> float:
@@ -59,6 +64,7 @@ def summarize(stats: Sequence[RouterStats]) -> Float[Tensor, "L n"]:
 
     Loads are counts over their mean. The entropy of their shares is 1 for equal ones and 0
     when one expert gets all. The range of the bias is its largest less its smallest; 0 without.
+    Losses have no coefficients, and are 0 where they are not computed.
 
     Args:
         stats: at least one; all of as many experts.
@@ -70,6 +76,7 @@ def summarize(stats: Sequence[RouterStats]) -> Float[Tensor, "L n"]:
     percents = torch.tensor(LOAD_PERCENTILES, device=load.device, dtype=load.dtype) / 100
     biases = [r.expert_bias for r in stats]
     ranges = [load.new_zeros(()) if b is None else (b.max() - b.min()).float() for b in biases]
+    losses = [load.new_zeros(2) if r.losses is None else r.losses.to(load) for r in stats]
     columns = [
         load.amax(1),
         (counts == 0).sum(1).float(),
@@ -77,6 +84,7 @@ def summarize(stats: Sequence[RouterStats]) -> Float[Tensor, "L n"]:
         torch.special.entr(shares).sum(1) / log(max(2, counts.shape[1])),
         torch.stack([router.num_dropped for router in stats]) / total[:, 0],
         torch.stack(ranges),
+        *torch.stack(losses, 1),
     ]
     return torch.stack(columns, 1)
 
@@ -102,17 +110,23 @@ def finish_step(model: nn.Module, axis: Axis = SINGLE) -> dict[str, RouterStats]
     found = routers(model)
     if not found:
         return {}
-    local = [torch.cat([r.step_counts, r.step_dropped[None]]) for r in found.values()]
-    total = all_reduce(torch.stack(local), axis)  # [L, E + 1]
+    # Counts are exact in float64, so that one all-reduce sums them and the losses.
+    local = [
+        torch.cat([r.step_counts.double(), r.step_dropped[None].double(), r.step_losses])
+        for r in found.values()
+    ]
+    total = all_reduce(torch.stack(local), axis)  # [L, E + 4]
     stats = {}
     with torch.no_grad():
         for (name, router), numbers in zip(found.items(), total, strict=True):
-            counts = numbers[:-1]
+            counts, num_dropped = numbers[:-4].long(), numbers[-4].long()
+            *sums, num_passes = numbers[-3:]
+            losses = torch.stack(sums) / num_passes.clamp(min=1)
             if router.expert_bias is not None:
                 rate = router.config.moe_router_bias_update_rate
                 router.expert_bias.copy_(updated_expert_bias(router.expert_bias, counts, rate))
             bias = None if router.expert_bias is None else router.expert_bias.detach().clone()
-            stats[name] = RouterStats(counts, numbers[-1], bias)
-            for buffer in (router.step_counts, router.step_scored_counts, router.step_dropped):
+            stats[name] = RouterStats(counts, num_dropped, bias, losses)
+            for buffer in router.buffers():
                 buffer.zero_()
     return stats

@@ -210,7 +210,8 @@ def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int
     this terminal's standard output; every rank keeps standard error. SIGTERM and SIGINT
     reach every rank as one SIGTERM, however often they come, and the end of the ranks is
     waited for as long as it takes (a run saves before it ends). A second SIGINT, a second
-    after the first or later, ends this process and the ranks.
+    after the first or later, ends this process and the ranks. SIGUSR1 and SIGUSR2, by which
+    batch systems warn, and SIGHUP reach the ranks as they are.
 
     Args:
         command: program and arguments, such as ``[sys.executable, "-m", "mcore_train", ...]``.
@@ -333,8 +334,16 @@ def _passing_on_signals(ranks: list[subprocess.Popen]) -> Iterator[None]:
                     rank.send_signal(signal.SIGTERM)
         came_s.setdefault(number, now_s)
 
+    def pass_on_as_it_is(number: int, _frame: FrameType | None) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         before[number] = signal.signal(number, pass_on)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            before[number] = signal.signal(number, pass_on_as_it_is)
     try:
         yield
     finally:

@@ -39,6 +39,9 @@ class Checkpoints:
     """Saves of one run; a context manager that holds the run folder. All ranks use it alike.
 
     Steps between those that last go to local disks. Does nothing for a run without ``--save``.
+
+    Attributes:
+        longest_save_s: time from the request of a save to its durable step, the most so far.
     """
 
     def __init__(self, run: Run, reporter: Reporter) -> None:
@@ -75,6 +78,7 @@ class Checkpoints:
         self._saved_step = run.iteration
         self._requested_step = -1
         self._requested_s = 0.0
+        self.longest_save_s = 0.0
 
     def __enter__(self) -> Self:
         """Take the run folder.
@@ -198,9 +202,11 @@ class Checkpoints:
             return
         self._saved_step = self._requested_step
         seconds = time.perf_counter() - self._requested_s
+        self.longest_save_s = max(self.longest_save_s, seconds)
         self._reporter.record("save_durable", self._saved_step, {"after_s": seconds})
 
     def _save_now(self) -> None:
+        started_s = time.perf_counter()
         what = self._snapshot()
         save(
             self._folder,
@@ -216,6 +222,7 @@ class Checkpoints:
             plans=self._plans,
         )
         self._saved_step = self._run.iteration
+        self.longest_save_s = max(self.longest_save_s, time.perf_counter() - started_s)
 
     def _snapshot(self) -> Snapshot:
         folder = None if self._tokenizer is None else Path(self._tokenizer.name)

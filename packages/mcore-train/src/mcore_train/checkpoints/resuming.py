@@ -11,7 +11,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from mcore_data.tracing.data_plan import (
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
+from mcore_train.batch_ramp import BatchRamp
 from mcore_train.checkpoints.adapter_bases import (
     check_adapter,
     check_model,
@@ -50,6 +51,7 @@ from mcore_train.checkpoints.origin import (
     find_checkpoint,
     starting_point,
 )
+from mcore_train.checkpoints.past import batch_sizes
 from mcore_train.checkpoints.side_state import (
     fp8_shards,
     hf_words,
@@ -62,8 +64,9 @@ from mcore_train.checkpoints.side_state import (
 )
 from mcore_train.config import RunConfig
 from mcore_train.datasets import num_samples
-from mcore_train.lr_schedule import LRSchedule, reconcile
+from mcore_train.lr_schedule import LRSchedule, learning_rate, parse_schedule, reconcile
 from mcore_train.options.recipe import changed_options, write_recipe
+from mcore_train.resolution import Plan
 
 log = logging.getLogger(__name__)
 
@@ -172,10 +175,11 @@ def _load(run: Run) -> bool:
     if options.finetune or "iteration" not in extra:
         _load_weights(run, folder)
         return True
-    schedule = _schedule_from(extra, run)
-    _load_state(run, folder, extra)
     file = folder / PLAN_FILE
-    _take_counts(run, schedule, extra, file.read_text("utf-8") if file.is_file() else "")
+    data_plan_text = file.read_text("utf-8") if file.is_file() else ""
+    plan = _plan_from(extra, run.plan, data_plan_text)
+    _load_state(run, folder, extra)
+    _take_counts(run, plan, extra, data_plan_text)
     return True
 
 
@@ -203,30 +207,60 @@ def _load_local(run: Run, folder: Path | None) -> bool:
     take_fp8_histories(run)
     check_adapter(extra, run.plan, Path(local.non_persistent_local_ckpt_dir))
     check_model(extra["model"], run.plan, Path(local.non_persistent_local_ckpt_dir))
-    schedule = _schedule_from(extra, run)
+    data_plan_text = extra["files"].get(PLAN_FILE, "")
+    plan = _plan_from(extra, run.plan, data_plan_text)
     take_streams(run, rng)
     with_optimizer = "num_steps" in extra
     if with_optimizer:
         run.optimizer.num_steps = extra["num_steps"]
     run.optimizer.refresh(from_parameters=not with_optimizer)
-    _take_counts(run, schedule, extra, extra["files"].get(PLAN_FILE, ""))
+    _take_counts(run, plan, extra, data_plan_text)
     return True
 
 
-def _schedule_from(extra: Mapping[str, Any], run: Run) -> LRSchedule:
-    plan, samples = run.plan, extra["schedule_samples"]
-    return reconcile(extra["schedule"], plan.schedule, plan.config.schedule, samples)
+def _plan_from(extra: Mapping[str, Any], plan: Plan, data_plan_text: str) -> Plan:
+    """Count lengths by the run's batch sizes, and choose between two schedules."""
+    plan = plan.continue_after(batch_sizes(extra, data_plan_text), extra["iteration"])
+    saved, samples = extra["schedule"], extra["schedule_samples"]
+    schedule = reconcile(saved, plan.schedule, plan.config.schedule, samples)
+    return replace(plan, schedule=schedule)
 
 
-def _take_counts(run: Run, schedule: LRSchedule, extra: Mapping[str, Any], then: str) -> None:
-    """Stand where a checkpoint was made; ``then`` is its data plan, if it had one."""
-    run.plan = replace(run.plan, schedule=schedule)
+def _take_counts(run: Run, plan: Plan, extra: Mapping[str, Any], data_plan_text: str) -> None:
+    """Set the run's counts to those of a checkpoint.
+
+    Args:
+        run: changed in place.
+        plan: the run's, counted on from the checkpoint.
+        extra: the checkpoint's numbers.
+        data_plan_text: its data plan; empty where it has none.
+    """
+    ramp_of_data, run.plan = run.plan.ramp, plan
     run.iteration = extra["iteration"]
     run.consumed_train_samples = extra["consumed_train_samples"]
     run.schedule_samples = extra["schedule_samples"]
+    run.stretches = batch_sizes(extra, data_plan_text)
+    _name_changed_rate(run, parse_schedule(extra["schedule"], plan.schedule))
     take_loss_scale(run, extra)
     _compare_seeds(extra.get("recipe", {}).get("seed", RunConfig().seed), run)
-    _continue_data(run, then)
+    _continue_data(run, data_plan_text, ramp_of_data)
+
+
+def _name_changed_rate(run: Run, saved: LRSchedule) -> None:
+    """Warn where another batch size or schedule changes the learning rate from here on."""
+    plan, samples = run.plan, run.schedule_samples
+    size = plan.ramp.size_at(run.consumed_train_samples)
+    before = run.stretches[-1].batch_size if run.stretches else size
+    rate, old_rate = learning_rate(plan.schedule, samples), learning_rate(saved, samples)
+    if not (plan.ramp.past and size != before) and rate == old_rate:
+        return
+    log.warning(
+        "step %d has a batch of %d sequences, and the step before had %d: the learning rate is "
+        "%.6E, by the schedule of before it would be %.6E. This run ends at step %d, the "
+        "schedule at step %d.",
+        *(run.iteration + 1, size, before, rate, old_rate, plan.train_iters),
+        plan.ramp.num_steps(plan.schedule.decay_samples),
+    )
 
 
 def _compare_seeds(then: int, run: Run) -> None:
@@ -273,21 +307,20 @@ def _files(run: Run) -> dict[str, bytes]:
     return files
 
 
-def _continue_data(run: Run, plan_of_then: str) -> None:
-    """Take over the batch sizes of earlier steps; warn if the data have changed.
+def _continue_data(run: Run, plan_of_then: str, ramp_of_data: BatchRamp) -> None:
+    """Warn if the data have changed.
 
     Raises:
         ValueError: if a changed mixture would repeat or lose samples, or counts in steps of
-            a run whose batch size was changed.
+            a run whose batch sizes were not known when the data were built.
     """
     if not plan_of_then or not run.datasets.sources:
         return
     then, now = parse_plan(plan_of_then), data_plan(run)
-    run.stretches = list(then.stretches)
     gave, gives = given_by_source(then), given_by_source(now)
     mixture = now.data.data_mixture_path
     if mixture:
-        expected = run.plan.ramp.samples_before(run.iteration + 1)
+        expected = ramp_of_data.samples_before(run.iteration + 1)
         if begins_at_steps(mixture) and expected != run.consumed_train_samples:
             raise ValueError(
                 f"--data-mixture-path {mixture} counts in steps, and the run has had other "
@@ -347,6 +380,7 @@ def _extra(run: Run) -> dict[str, Any]:
         "iteration": run.iteration,
         "consumed_train_samples": run.consumed_train_samples,
         "schedule_samples": run.schedule_samples,
+        "stretches": [astuple(stretch) for stretch in run.stretches],
         "schedule": asdict(plan.schedule),
         "versions": {"mcore-train": __version__, "torch": torch.__version__},
         "parallel": {"world_size": plan.world_size, **asdict(plan.config.parallelism)},

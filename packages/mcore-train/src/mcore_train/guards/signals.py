@@ -1,12 +1,13 @@
-"""Ending a run cleanly: SIGTERM and SIGINT are remembered and polled between steps.
+"""Ending a run cleanly: signals are remembered, and polled between steps and batches.
 
-A signal may reach only some ranks, so whether to stop is agreed on by all of them, each
-step, without making the host wait for the device: an answer is read one step after its
-reduction was started, when it has long been computed.
+A signal may reach only some ranks, so whether to stop is agreed on by all of them without
+making the host wait for the device: an answer is read at the poll after the one that started
+its reduction, when it has long been computed.
 """
 
 import signal
 import time
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -15,31 +16,51 @@ import torch
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import ParallelContext
 
-_HANDLED = (signal.SIGTERM, signal.SIGINT)
+_ALWAYS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_S = 1.0
 """Within this time a second SIGINT is the first one, sent to a process and to its group."""
 
 
+class Stopped(Exception):  # noqa: N818, it is no error
+    """All ranks have agreed to stop: what is under way is left, and the run saves and ends."""
+
+
 class StopRequest:
-    """Whether a signal has stopped this process; a context manager that sets the handlers.
+    """Whether a run is to stop; a context manager that sets the handlers of signals.
 
     SIGTERM may come often: a batch system sends it to a process group, and launchers pass it
     on. A second SIGINT, of someone who will not wait, acts as it would have without us.
 
     Attributes:
         received: the first signal that came, or None.
+        is_agreed: whether all ranks have agreed to stop.
     """
 
-    def __init__(self, ctx: ParallelContext) -> None:
-        """Set no handler yet; ``ctx.world`` are the ranks that stop together."""
+    def __init__(
+        self,
+        ctx: ParallelContext,
+        names: Sequence[str] = (),
+        has_reason: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Set no handler yet.
+
+        Args:
+            ctx: ``ctx.world`` are the ranks that stop together.
+            names: signals besides SIGTERM and SIGINT.
+            has_reason: called in each poll; whether this rank has a reason to stop other than
+                a signal.
+        """
         self.ctx = ctx
+        self._has_reason = has_reason
+        self._handled = dict.fromkeys([*_ALWAYS, *(signal.Signals[name] for name in names)])
+        self.is_agreed = False
         self.received: signal.Signals | None = None
         self._interrupted_s: float | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._answer: _Answer | None = None
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._remember) for number in _HANDLED}
+        self._before = {n: signal.signal(n, self._remember) for n in self._handled}
         return self
 
     def __exit__(
@@ -51,19 +72,30 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def poll(self, *, wish: bool = False) -> bool:
+    def poll(self) -> bool:
         """Return whether any rank had a reason to stop at the last poll; equal on all ranks.
 
-        All-reduces one number over the world; every rank calls it once a step.
-
-        Args:
-            wish: a reason of this rank to stop other than a signal.
+        All-reduces one number over the world, until the answer is yes; every rank calls it
+        equally often.
         """
-        mine = wish or self.received is not None
+        if self.is_agreed:
+            return True
+        mine = self.received is not None or self._has_reason()
         if self.ctx.world.size == 1:
+            self.is_agreed = mine
             return mine
         previous, self._answer = self._answer, _Answer(mine, self.ctx)
-        return previous is not None and previous.read()
+        self.is_agreed = previous is not None and previous.read()
+        return self.is_agreed
+
+    def check(self) -> None:
+        """Poll between two parts of something long; as ``poll``.
+
+        Raises:
+            Stopped: on all ranks, once they have agreed to stop.
+        """
+        if self.poll():
+            raise Stopped
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number)

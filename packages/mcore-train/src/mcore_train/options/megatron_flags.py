@@ -156,7 +156,9 @@ SPELLINGS: dict[str, Spelling] = {
     "--attention-softmax-in-fp32": Spelling(note="attention's softmax is always in float32"),
     "--cross-entropy-loss-fusion": Spelling(note="output layer and loss are always fused"),
     "--cross-entropy-fusion-impl": Spelling(num_values=1, note="there is one implementation"),
-    "--exit-signal-handler": Spelling(note="SIGTERM and SIGINT always save and end the run"),
+    "--exit-signal-handler": Spelling(
+        note="SIGTERM, SIGINT and --exit-signal save and end the run"
+    ),
     "--log-timers-to-tensorboard": Spelling(note="--tensorboard writes every reported number"),
     "--log-memory-to-tensorboard": Spelling(note="--tensorboard writes every reported number"),
     "--log-validation-ppl-to-tensorboard": Spelling(
@@ -184,6 +186,7 @@ NOTES: dict[str, str] = {
     "--timing-log-* --no-barrier-with-level-1-timing": (
         "steps are timed as a whole, at every --log-interval"
     ),
+    "--moe-per-layer-logging": "metrics.jsonl and --tensorboard have each layer of experts",
     "--tensorboard-log-interval --tensorboard-queue-size": (
         "--tensorboard writes every reported number, at every --log-interval"
     ),
@@ -191,7 +194,7 @@ NOTES: dict[str, str] = {
         "--log-params-norm --log-num-zeros-in-grad --log-progress --log-straggler --log-energy "
         "--log-world-size-to-tensorboard --no-log-loss-scale-to-tensorboard "
         "--disable-log-loss-scale-to-tensorboard --log-memory-interval "
-        "--log-device-memory-used --log-max-attention-logit --moe-per-layer-logging "
+        "--log-device-memory-used --log-max-attention-logit "
         "--moe-routing-trace-* --logging-level --validation-set-names "
         "--dump-param-to-param-group-map --config-logger-dir --result-rejected-*"
     ): "it is not reported here",
@@ -264,7 +267,7 @@ NOTES: dict[str, str] = {
     "--fp8-interval": "scales are computed at every step",
     "--train-sync-interval": "the host waits for the device at every --log-interval",
     "--no-manual-gc-eval --disable-manual-gc-eval": "--manual-gc-interval alone sets it",
-    "--exit-signal-handler-*": "SIGTERM and SIGINT always save and end the run",
+    "--exit-signal-handler-*": "SIGTERM, SIGINT and --exit-signal save and end the run",
     "--dataloader-fast-cache-load --dataloader-defer-* --per-dataset-sequences-path": (
         "indices of data are mapped and built once anyway"
     ),
@@ -333,7 +336,6 @@ INSTEAD: dict[str, str] = {
     ),
     "--decrease-batch-size-if-needed": "use a --global-batch-size that the data ranks divide.",
     "--iterations-to-skip": "no step can be skipped yet; leave it out.",
-    "--exit-signal": "SIGTERM and SIGINT save and end a run; use one of these.",
     (
         "--rerun-* --check-for-spiky-loss --check-for-large-grads --error-injection-* "
         "--fault-injector-*"

@@ -1,4 +1,4 @@
-"""Checks, before anything starts, that a run can be planned and its outputs written.
+"""Checks, before anything starts, that a run can be planned, timed and its outputs written.
 
 No torch, so that the process that starts ranks runs them too, and once.
 """
@@ -13,6 +13,7 @@ from mcore_models.families import Family
 from mcore_parallel.command_line import FaultCollector
 from mcore_train.checkpoints.origin import continues_saved_run, loads_from_save
 from mcore_train.composition import TrainConfig
+from mcore_train.guards.deadline import Deadline
 from mcore_train.resolution import Plan, build_plan
 
 
@@ -32,6 +33,7 @@ def build_checked_plan(
     """
     faults = FaultCollector()
     plan = faults.attempt(build_plan, config, world_size, family)
+    faults.attempt(Deadline, config.run)
     faults.attempt(partial(check_destinations, is_reporter=is_reporter), config)
     faults.raise_all()
     assert plan is not None

@@ -38,7 +38,7 @@ from mcore_train.quickstart.curve import draw
 from mcore_train.quickstart.options import QuickstartConfig
 from mcore_train.quickstart.plan import SEQ_LENGTH, VOCAB_SIZE, build_tour_plan
 from mcore_train.quickstart.writing import COPY_WORDS, originality, write
-from mcore_train.reporting.log import METRICS, Reporter, StepReport, set_up
+from mcore_train.reporting.log import METRICS, Reporter, StepReport, read_metrics, set_up
 from mcore_train.resolution import Plan
 from mcore_train.running import build_reporter, joined_world
 
@@ -146,7 +146,9 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trainin
             report.tokens_per_s,
         )
 
-    with build_reporter(plan, console, with_lines=False) as reporter:
+    with build_reporter(
+        plan, console, with_lines=False, continues_from=run.iteration
+    ) as reporter:
         for until in (before, plan.train_iters):
             if run.iteration < until and not train(
                 run, reporter, until=until, on_report=log_step
@@ -170,8 +172,8 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trainin
 
 def _losses(metrics_file: Path) -> list[float]:
     """Read the losses of all steps reported so far, also before a stop."""
-    lines = map(json.loads, metrics_file.read_text("utf-8").splitlines())
-    losses = {line["iteration"]: line["loss"] for line in lines if line["kind"] == "train"}
+    rows = (row for row in read_metrics(metrics_file) if row["kind"] == "train")
+    losses = {row["iteration"]: row["loss"] for row in rows}
     return [losses[step] for step in sorted(losses)]
 
 

@@ -7,9 +7,10 @@ stands below the lines.
 
 import json
 import logging
+import math
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
@@ -76,7 +77,10 @@ def set_up(is_reporter: bool) -> Console:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """The numbers of one interval; averages over its steps unless said otherwise."""
+    """The numbers of one interval; averages over its steps unless said otherwise.
+
+    Losses are averaged over the steps that were not skipped.
+    """
 
     iteration: int
     train_iters: int
@@ -88,21 +92,27 @@ class StepReport:
     mfu: float
     """Share of the device's peak, 0 to 1; 0 where the peak is not known."""
     lr: float
-    """Of the last step."""
+    """Of the last update; 0 if all steps were skipped."""
     global_batch_size: int
     loss: float
     """Nats per token."""
     aux_loss: float
-    """What experts add to the loss; 0 without experts."""
+    """What experts add to the loss: the sum of theirs times coefficients; 0 without experts."""
     grad_norm: float
     """Of the last step, before clipping."""
     peak_gib: float
     """Highest memory taken on this device; 0 on a CPU."""
     loss_scale: float = 0.0
     """Factor of the loss under --fp16; 0 in other formats."""
+    skipped_steps: int = 0
+    """Steps without an update, since their scaled gradients overflowed."""
     expert_imbalance: float = 0.0
     """Rows of the busiest expert over the mean, in the layer where that is most; 1 is even, 0
     without experts."""
+    load_balancing_loss: float = 0.0
+    """Mean over the layers of experts, without coefficient."""
+    z_loss: float = 0.0
+    """Of the routers: mean over the layers of experts, without coefficient."""
     other_losses: Mapping[str, float] = field(default_factory=dict)
     """Means of the model's losses beside the main one, by name, coefficients left out."""
     experts: Mapping[str, float] = field(default_factory=dict)
@@ -122,9 +132,13 @@ class StepReport:
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.loss:.6E}",
             *(f"{name}: {value:.6E}" for name, value in self.other_losses.items()),
-            f"load_balancing_loss: {self.aux_loss:.6E}" if self.aux_loss else "",
+            f"load_balancing_loss: {self.load_balancing_loss:.6E}"
+            if self.load_balancing_loss
+            else "",
+            f"z_loss: {self.z_loss:.6E}" if self.z_loss else "",
             f"expert imbalance: {self.expert_imbalance:.2f}" if self.experts else "",
             f"loss scale: {self.loss_scale:.1f}" if self.loss_scale else "",
+            f"number of skipped iterations: {self.skipped_steps:3d}" if self.loss_scale else "",
             f"grad norm: {self.grad_norm:.3f}",
             f"memory (GiB): {self.peak_gib:.1f}" if self.peak_gib else "",
         ]
@@ -137,10 +151,20 @@ class StepReport:
         return found | {n.replace(" ", "_"): value for n, value in self.other_losses.items()}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What a run is: lines for people, and the same as a row of ``metrics.jsonl``."""
+
+    lines: tuple[str, ...]
+    row: Mapping[str, Any]
+
+
 class Reporter:
     """Writes reports of one run: lines, JSON lines, TensorBoard, a progress bar.
 
-    A context manager; does nothing on ranks that do not report.
+    A context manager; does nothing on ranks that do not report. A run that continues appends
+    to the files of before: each JSON line has the number of its attempt and the step which the
+    attempt continues from, so that ``read_metrics`` leaves out what an earlier one did later.
     """
 
     def __init__(
@@ -148,23 +172,30 @@ class Reporter:
         console: Console | None,
         *,
         metrics_file: Path | None = None,
+        samples_file: Path | None = None,
         tensorboard_folder: Path | None = None,
         with_lines: bool = True,
+        continues_from: int = 0,
     ) -> None:
         """Prepare; files are opened on entry.
 
         Args:
             console: where a progress bar may go; None on ranks that do not report.
             metrics_file: JSON lines, appended to.
+            samples_file: JSON lines of texts that the model writes, appended to.
             tensorboard_folder: scalars for TensorBoard.
             with_lines: write a line for each report.
+            continues_from: steps done before.
 
         Raises:
             ValueError: if TensorBoard is wanted and not installed.
         """
         self.is_active = console is not None
         self.with_lines = with_lines
+        self.continues_from = continues_from
+        self._attempt = 1
         self._metrics_file = metrics_file if self.is_active else None
+        self._samples_file = samples_file if self.is_active else None
         self._metrics: IO[str] | None = None
         self._progress = None
         self._task: Any = None
@@ -172,12 +203,13 @@ class Reporter:
             self._progress = _progress_bar(console)
         self._board = None
         if self.is_active and tensorboard_folder is not None:
-            self._board = _summary_writer(tensorboard_folder)
+            self._board = _summary_writer(tensorboard_folder, continues_from + 1)
 
     def __enter__(self) -> "Reporter":
         if self._metrics_file is not None:
             self._metrics_file.parent.mkdir(parents=True, exist_ok=True)
-            self._metrics = self._metrics_file.open("a", encoding="utf-8")
+            self._begin_attempt(self._metrics_file)
+            self._metrics = _open_to_append(self._metrics_file)
         if self._progress is not None:
             self._progress.start()
         return self
@@ -190,6 +222,20 @@ class Reporter:
         if self._board is not None:
             self._board.close()
 
+    def _begin_attempt(self, file: Path) -> None:
+        """Number this attempt, and name the steps that earlier ones did in vain."""
+        attempts = {row.get("attempt", 1) for row in _rows(file)}
+        self._attempt = max(attempts, default=0) + 1
+        kept = [row for row in read_metrics(file) if row["kind"] == "train"]
+        newest = max((row["iteration"] for row in kept), default=0)
+        if newest > self.continues_from:
+            log.info(
+                "attempt %d continues from step %d: what earlier attempts wrote to %s on steps "
+                "%d to %d is abandoned",
+                *(self._attempt, self.continues_from, file),
+                *(self.continues_from + 1, newest),
+            )
+
     def advance(self, iteration: int, train_iters: int, status: str = "") -> None:
         """Move the progress bar; cheap, and needs no number from the device."""
         if self._progress is None:
@@ -200,6 +246,18 @@ class Reporter:
         if status:
             changes["status"] = status
         self._progress.update(self._task, **changes)
+
+    def report_header(self, iteration: int, header: Header) -> None:
+        """Write what the run is: lines, one JSON line and a text for TensorBoard."""
+        if self.with_lines:
+            for line in header.lines:
+                log.info("%s", line)
+        if self._metrics is not None:
+            row = {"kind": "run", **header.row, "iteration": iteration, **self._origin()}
+            self._metrics.write(_json_line(row))
+            self._metrics.flush()
+        if self._board is not None:
+            self._board.add_text("run", "  \n".join(header.lines), iteration)
 
     def report(self, report: StepReport) -> None:
         """Write one training report everywhere."""
@@ -221,12 +279,82 @@ class Reporter:
             numbers: stable keys, units in the keys.
         """
         if self._metrics is not None:
-            json.dump({"kind": kind, **numbers, "iteration": iteration}, self._metrics)
-            self._metrics.write("\n")
+            row = {"kind": kind, **numbers, "iteration": iteration, **self._origin()}
+            self._metrics.write(_json_line(row))
             self._metrics.flush()
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(f"{kind}/{name}", value, iteration)
+
+    def report_texts(self, iteration: int, texts: Iterable[tuple[str, str]]) -> None:
+        """Write prompts and the texts that the model wrote after them."""
+        if not self.is_active:
+            return
+        rows = []
+        for prompt, text in texts:
+            log.info(" sample at iteration %d | %s%s", iteration, prompt, text)
+            row = {"iteration": iteration, "prompt": prompt, "text": text, **self._origin()}
+            rows.append(_json_line(row))
+        if self._samples_file is not None:
+            self._samples_file.parent.mkdir(parents=True, exist_ok=True)
+            with _open_to_append(self._samples_file) as file:
+                file.writelines(rows)
+
+    def _origin(self) -> dict[str, int]:
+        return {"attempt": self._attempt, "continues_from": self.continues_from}
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Read the rows of a ``metrics.jsonl`` or ``samples.jsonl`` that later attempts kept.
+
+    Where a run was killed after its last checkpoint, or continued from an earlier step, later
+    attempts repeat steps: rows of earlier attempts on these are left out.
+    """
+    rows = list(_rows(file))
+    begins: dict[int, int] = {}
+    for row in rows:
+        attempt = row.get("attempt", 1)
+        begins[attempt] = min(row.get("continues_from", 0), begins.get(attempt, sys.maxsize))
+
+    def is_kept(row: dict[str, Any]) -> bool:
+        own = row.get("attempt", 1)
+        return all(row["iteration"] <= begins[other] for other in begins if other > own)
+
+    return [row for row in rows if is_kept(row)]
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of JSON lines; a line that a kill has cut is left out."""
+    if not file.is_file():
+        return
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and "iteration" in row:
+                yield row
+
+
+def _json_line(row: Mapping[str, Any]) -> str:
+    """Write a row; JSON has no nan and no infinity, which become null."""
+    plain = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+    return json.dumps(plain, ensure_ascii=False) + "\n"
+
+
+def _open_to_append(file: Path) -> IO[str]:
+    """Open JSON lines, and end the line that a kill may have cut."""
+    opened = file.open("a+", encoding="utf-8")
+    if opened.tell() > 0:
+        with file.open("rb") as written:
+            written.seek(-1, 2)
+            if written.read() != b"\n":
+                opened.write("\n")
+    return opened
 
 
 def _progress_bar(console: Console) -> Progress:
@@ -242,7 +370,8 @@ def _progress_bar(console: Console) -> Progress:
     )
 
 
-def _summary_writer(folder: Path) -> Any:
+def _summary_writer(folder: Path, purge_step: int) -> Any:
+    """Open TensorBoard's files; it hides what earlier ones hold from ``purge_step`` on."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError:
@@ -250,4 +379,4 @@ def _summary_writer(folder: Path) -> Any:
             "--tensorboard needs the tensorboard package: "
             'pip install "mcore-train[tensorboard]".'
         ) from None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=purge_step)

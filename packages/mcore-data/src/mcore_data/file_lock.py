@@ -1,0 +1,1 @@
+../../../mcore-parallel/src/mcore_parallel/file_lock.py

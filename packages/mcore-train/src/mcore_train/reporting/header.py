@@ -1,0 +1,169 @@
+"""What a run is, written once at its start: model, layout, devices, versions, data, saves."""
+
+import platform
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_ckpt.save_load.rank_agreement import gather_json
+from mcore_data.datasets.blending import OrderedBlend
+from mcore_data.datasets.epochs import EpochsDataset
+from mcore_models.flops import num_active_parameters, num_parameters
+from mcore_train.assembly import Run
+from mcore_train.composition import TrainConfig
+from mcore_train.reporting.log import Header
+from mcore_train.resolution import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceShare:
+    """What a run reads of one stored dataset."""
+
+    prefix: str
+    """Of its files; empty for data that are made up."""
+    documents: int
+    """In the training split."""
+    tokens: int
+    """In the training split."""
+    epochs: float
+    """How often the whole run, from its first step to its last, reads the split."""
+
+
+def build_header(run: Run) -> Header:
+    """Describe a run that is about to train; gathers the names of devices over the world."""
+    plan, config = run.plan, run.plan.config
+    devices = Counter(gather_json(_device_name(run.ctx.device), run.ctx.world))
+    model = config.model, plan.vocab_size, config.experts, plan.family.tensor_shapes
+    size, active = num_parameters(*model), num_active_parameters(*model)
+    layout, versions = _layout(plan), _versions()
+    shares = list(read_shares(run))
+    first = run.iteration + 1
+    sizes = f"{plan.global_batch_size} x {config.batch.seq_length}"
+    samples = max(0, plan.train_samples - run.consumed_train_samples)
+    tokens = samples * config.batch.seq_length
+    lines = (
+        f"model: {plan.family.name}, {size:,} parameters"
+        + (f", {active:,} of them for a token" if active != size else "")
+        + f", vocabulary of {plan.vocab_size:,}, padded to {plan.padded_vocab_size:,}",
+        f"format: {_format(plan)}",
+        f"layout: {plan.world_size} rank{'s' * (plan.world_size > 1)}: "
+        + ", ".join(f"{name} {degree}" for name, degree in layout.items())
+        + f", sharding {config.data_parallelism.sharding}",
+        "devices: " + ", ".join(f"{number} x {name}" for name, number in devices.items()),
+        f"seed: {config.run.seed}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items()),
+        f"steps: {first} to {plan.train_iters} of {sizes} tokens, {tokens:,} tokens to read",
+        *(_data_line(share) for share in shares),
+        f"saves: {_saves(config)}",
+    )
+    row = {
+        "parameters": size,
+        "active_parameters": active,
+        "format": _format(plan),
+        "world_size": plan.world_size,
+        "layout": layout,
+        "devices": dict(devices),
+        "seed": config.run.seed,
+        "versions": versions,
+        "data": [asdict(share) for share in shares],
+        "save_interval": config.saving.save_interval,
+    }
+    return Header(lines=lines, row=row)
+
+
+def pace_line(run: Run, step_ms: float) -> str:
+    """Say how long a step takes, and from it the time between saves and to the end.
+
+    Args:
+        run: at the step that it has come to.
+        step_ms: of its steps, without the first.
+    """
+    left = run.plan.train_iters - run.iteration
+    interval, is_saved = run.plan.config.saving.save_interval, run.plan.config.saving.save
+    line = f"a step takes {step_ms:.3g} ms: {_duration(step_ms * left)} to the end"
+    if is_saved and interval:
+        return f"{line}, {_duration(step_ms * interval)} between saves"
+    return f"{line}, without a save before" if is_saved else line
+
+
+def read_shares(run: Run) -> Iterator[SourceShare]:
+    """Yield what the whole run reads of each stored dataset; nothing for a caller's batches."""
+    if not run.datasets.sources:
+        return
+    yield from _shares(
+        run.datasets.train, run.plan.train_samples, run.plan.config.batch.seq_length
+    )
+
+
+def _shares(dataset: Any, num_samples: int, seq_length: int) -> Iterator[SourceShare]:
+    if isinstance(dataset, OrderedBlend):
+        for part, number in zip(dataset.datasets, dataset.ledger(num_samples), strict=True):
+            yield from _shares(part, number, seq_length)
+        return
+    inner = dataset.epoch(0) if isinstance(dataset, EpochsDataset) else dataset
+    lengths, ids = inner.sequences.lengths, inner.document_ids
+    if isinstance(ids, range):
+        ids = slice(ids.start, ids.stop)
+    own = lengths[ids]
+    tokens = int(own.sum(dtype=np.int64))
+    epochs = num_samples * seq_length / max(1, tokens)
+    if isinstance(dataset, EpochsDataset):
+        epochs = num_samples / dataset.per_epoch
+    prefix = getattr(inner.sequences, "prefix", "")
+    yield SourceShare(prefix=prefix, documents=len(own), tokens=tokens, epochs=epochs)
+
+
+def _data_line(share: SourceShare) -> str:
+    return (
+        f"data: {share.prefix or 'made-up tokens'}, {share.documents:,} documents, "
+        f"{share.tokens:,} tokens to train on, read {share.epochs:.3g} times"
+    )
+
+
+def _duration(time_ms: float) -> str:
+    minutes = time_ms / 60e3
+    if minutes < 2:
+        return f"{60 * minutes:.1f} s"
+    return f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
+
+
+def _layout(plan: Plan) -> dict[str, int]:
+    parallel = plan.config.parallelism
+    layout = {
+        "tensor": parallel.tensor_model_parallel_size,
+        "context": parallel.context_parallel_size,
+        "pipeline": parallel.pipeline_model_parallel_size,
+        "data": plan.data_parallel_size,
+    }
+    if plan.config.experts.num_experts:
+        layout["expert"] = parallel.expert_model_parallel_size
+    return layout
+
+
+def _format(plan: Plan) -> str:
+    fp8 = plan.config.fp8
+    return f"{plan.dtype}, fp8 {fp8.fp8_recipe}" if fp8.fp8_format else plan.dtype
+
+
+def _saves(config: TrainConfig) -> str:
+    save, interval = config.saving.save, config.saving.save_interval
+    if not save:
+        return "none, without --save"
+    return f"every {interval} steps to {save}" if interval else f"at the end, to {save}"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _versions() -> dict[str, str]:
+    from mcore_train import __version__
+
+    versions = {"mcore-train": str(__version__), "torch": str(torch.__version__)}
+    if torch.version.cuda:
+        versions["CUDA"] = str(torch.version.cuda)
+    return versions | {"Python": platform.python_version()}
