@@ -279,6 +279,8 @@ class LayerRecorder:
 
     def _call_block(self, block: nn.Module, stream: Residual, inputs: Any) -> Residual:
         """Run a block of the model; see ``StageModel.call_block``."""
+        if block not in self._places:  # layers of multi-token prediction are not recorded
+            return block(stream, inputs)
         stack, place = self._places[block]
         return stack.call(place, stream, inputs)
 
