@@ -29,7 +29,7 @@ import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
 from step_profile import Kernel, device_kernels, heaviest, union_us
 
-from mcore_moe import MoEConfig, MoELayer, moe_axes, replay_routing
+from mcore_moe import ExpertNetwork, MoEConfig, MoELayer, moe_axes, replay_routing
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.launch import launcher
@@ -141,12 +141,12 @@ def _measure(
         shape.hidden_size,
         shape.ffn_hidden_size,
         config,
-        **moe_axes(ctx),
+        ExpertNetwork(init_std=0.0),
+        axes=moe_axes(ctx),
         equal_tokens=True,
         fp8_casts=casts,
         device="cuda",
         dtype=torch.bfloat16,
-        init_std=0.0,
     )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -19,7 +19,7 @@ from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.norm import LayerNorm, RMSNorm
-from mcore_moe import MixtureOfExperts, MoEConfig, MoELayer
+from mcore_moe import ExpertNetwork, MixtureOfExperts, MoEConfig, MoELayer
 from mcore_parallel import ParallelContext
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
@@ -105,7 +105,7 @@ class LanguageHead(Language):
 BUILDERS = {
     "experts": lambda: Wrapped(MixtureOfExperts(D, 32, 4)),
     "experts in turn, with biases": lambda: Wrapped(
-        Flat(MoELayer(D, 32, EXPERTS, bias=True, init_std=0.3))
+        Flat(MoELayer(D, 32, EXPERTS, ExpertNetwork(bias=True, init_std=0.3)))
     ),
     "linears": lambda: Wrapped(
         nn.Sequential(

@@ -41,6 +41,12 @@ _TAIL = """
 `--mup-output-mult` stands beside the base width over the model's; in Megatron-Core a number
 other than 1 takes its place.
 
+`--moe-aux-loss-coeff` is what a checkpoint of ours was trained with, or what `mcore-ckpt
+convert` found in a config.json. For a Hugging Face folder given to `--load` it is 0, as in
+transformers, unless its config.json has `output_router_logits`: only then does transformers
+add the loss that `router_aux_loss_coef` weighs. A run that loads experts logs which balancing
+loss is on and where it comes from.
+
 Tokenizer types that give other ids than Megatron-Core's, run beside its version 0.19:
 
 - `Llama2Tokenizer` starts every text with BOS, as Llama 2 was trained; Megatron-Core's adds

@@ -118,10 +118,11 @@ DATA_PARALLEL = {"sequence_parallel": False} | dict.fromkeys(
     [
         (4, {"post_layer_norm": True, "context_parallel_size": 1}),
         (2, DATA_PARALLEL | QUIET),
+        (2, DATA_PARALLEL | QUIET | {"context_parallel_size": 2}),
         pytest.param(4, {"pipeline_model_parallel_size": 1}, marks=pytest.mark.parity_long),
         pytest.param(8, {}, marks=pytest.mark.parity_long),
     ],
-    ids=["post tp2 sp pp2", "dp2", "tp2 sp cp2", "tp2 sp pp2 cp2"],
+    ids=["post tp2 sp pp2", "dp2", "cp2", "tp2 sp cp2", "tp2 sp pp2 cp2"],
 )
 def test_every_axis_computes_what_one_rank_computes(world_size, changes):
     config = compose(FLAGS | changes, BertTrainConfig)

@@ -92,7 +92,7 @@ CASES = {
         TP2 | {"sequence_parallel": True} | LATENT | EXPERTS | FURTHER,
     ),
     "sinkhorn_cp2": (2, CP2 | SINKHORN),
-    "expert_bias_cp2": (2, CP2 | BIASED),
+    "expert_bias_cp2": (2, CP2 | BIASED | {"moe_z_loss_coeff": 1e-2}),
     "six_heads_of_three_groups_a2a_cp2": (2, CP2 | A2A | SIX_HEADS),
     "window_and_ring_cp2": (2, CP2 | {"window_size": (5, 0), "window_attn_skip_freq": "2"}),
     "cut_vectors_dp2": (2, CUT_VECTORS),

@@ -132,12 +132,14 @@ DATA_PARALLEL = {"use_distributed_optimizer": False} | dict.fromkeys(
         (4, PUBLISHED | SHARDED | QUIET | {"pipeline_model_parallel_size": 1}),
         (4, {"encoder_num_layers": 1, "decoder_num_layers": 3}),
         (2, DATA_PARALLEL | QUIET),
+        (2, PUBLISHED | QUIET | {"tensor_model_parallel_size": 1}),
         pytest.param(8, PUBLISHED | CUT, marks=pytest.mark.parity_long),
     ],
     ids=[
         "published tp2 sp cp2, fully sharded",
         "Megatron's tp2 pp2, a stage of both halves",
         "dp2",
+        "published pp2",
         "published tp2 sp pp2 cp2",
     ],
 )

@@ -114,7 +114,7 @@ def test_what_a_model_may_choose_is_listed_and_nothing_that_does_not_fit():
     assert set(names[1]) - set(names[0]) == {"norms in Triton"}
     assert len(names[1]) == 7  # flash-attn-4 is not for a CPU
     assert len(names[2]) == 2
-    assert len(names[3]) == len(names[1]) + 3  # nor is quack
+    assert len(names[3]) == len(names[1]) + 2  # nor is quack
     for changes, rotary in (
         ({}, ["rotary embedding in Triton"]),
         ({"qk_layernorm": True}, [NORM_ROTARY_KERNEL.name]),

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mcore_moe import (
+    ExpertNetwork,
     MoEConfig,
     MoELayer,
     average_expert_gradients,
@@ -20,6 +21,7 @@ from mcore_moe import (
     moe_axes,
     rank_local_names,
 )
+from mcore_moe.expert_parallel import ONE_RANK
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_parameters, shards_of
@@ -35,11 +37,13 @@ CONFIG = MoEConfig(
 
 
 class Model(torch.nn.Module):
-    def __init__(self, **axes):
+    def __init__(self, axes=ONE_RANK):
         super().__init__()
         torch.manual_seed(3)
         self.first = torch.nn.Linear(D, D, dtype=torch.float64)
-        self.moe = MoELayer(D, 16, CONFIG, init_std=0.3, dtype=torch.float64, **axes)
+        self.moe = MoELayer(
+            D, 16, CONFIG, ExpertNetwork(init_std=0.3), axes=axes, dtype=torch.float64
+        )
 
     def forward(self, x):
         y, aux = self.moe(self.first(x))
@@ -63,7 +67,7 @@ def logical_gradients(model):
 def check_wrapped(wrapper, layout):
     ctx = ParallelContext.build(ParallelConfig(**layout))
     size = dist.get_world_size()
-    model = Model(**moe_axes(ctx))
+    model = Model(moe_axes(ctx))
     names = rank_local_names(model)
     if wrapper == "ddp":
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
@@ -119,7 +123,7 @@ def whole_layer(device=None):
         moe_shared_expert_gate=True,
     )
     torch.manual_seed(5)
-    return MoELayer(D, 16, config, bias=True, init_std=0.3, device=device)
+    return MoELayer(D, 16, config, ExpertNetwork(bias=True, init_std=0.3), device=device)
 
 
 def check_made_on_meta(is_sharded):
@@ -135,7 +139,7 @@ def check_made_on_meta(is_sharded):
 
 def check_copied():
     ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=2))
-    model = Model(**moe_axes(ctx))
+    model = Model(moe_axes(ctx))
     loss = model(tokens(ctx.global_rank))
     assert torch.equal(copy.deepcopy(model)(tokens(ctx.global_rank)), loss)
     ctx.destroy()
@@ -162,7 +166,7 @@ def check_seeded_apart():
     layers = []
     for is_apart in (True, False):
         torch.manual_seed(dist.get_rank() if is_apart else 0)
-        layers.append(MoELayer(D, 16, CONFIG, **moe_axes(ctx)))
+        layers.append(MoELayer(D, 16, CONFIG, axes=moe_axes(ctx)))
     with pytest.raises(ValueError, match=r"the router of ranks \[1\] of axis .* seeded apart"):
         layers[0](tokens(0).float())
     layers[0].router.reset_parameters(seed=1)  # as DDP would make them equal
@@ -180,7 +184,7 @@ def test_ranks_that_were_seeded_apart_are_refused():
 
 def check_tensor_ranks():
     ctx = ParallelContext.build(ParallelConfig(tensor_model_parallel_size=2))
-    layer = MoELayer(D, 16, CONFIG, **moe_axes(ctx))
+    layer = MoELayer(D, 16, CONFIG, axes=moe_axes(ctx))
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 need"):
         average_expert_gradients(layer, ctx)
     ctx.destroy()

@@ -1,9 +1,12 @@
 """What only a GPU shows: the grouped kernel, its gradients, the same bits in every run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mcore_moe import (
+    ExpertNetwork,
     MoEConfig,
     MoELayer,
     Router,
@@ -120,19 +123,18 @@ def add_plain(total, parts):
 @pytest.mark.parametrize("gathered", ["", "grad", "x"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_main_gradients_of_experts_equal_plain_float64(counts, gathered, overwrite):
-    from mcore_moe.kernels.weight_grad import fused_weight_gradient
-
     torch.manual_seed(0)
     parts = [draw_part(of_part, gathered) for of_part in counts]
     before = torch.randn(4, 200, 136, device="cuda")
     want = torch.zeros_like(before).double() if overwrite else before.double()
     add_plain(want, parts)
-    # One kernel reads the rows of all parts; quack's, where it is installed, those of copies.
-    assert quack_gemm.usable(parts[0].x, before) == quack_gemm.fits(before.device)
-    for add in (fused_weight_gradient, add_weight_gradients):
-        got = before.clone()
-        add(got, parts, overwrite=overwrite)
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
+    # quack adds float32 sums; torch's GEMM rounds each part's gradient to bfloat16 first.
+    by_quack = quack_gemm.usable(parts[0].x, before)
+    assert by_quack == quack_gemm.fits(before.device)
+    got = before.clone()
+    add_weight_gradients(got, parts, overwrite=overwrite)
+    error = (got.double() - want).norm() / want.norm().clamp(min=1e-3)
+    assert error < (1e-5 if by_quack else 4e-3)
 
 
 @pytest.mark.parametrize("gathered", ["", "grad", "x"])
@@ -152,7 +154,8 @@ def test_main_gradients_of_four_micro_batches_follow_new_sizes_in_a_recorded_gra
     want = torch.zeros_like(got).double()
     add_plain(want, parts)
     graph.replay()
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
+    is_exact = quack_gemm.usable(parts[0].x, got)
+    assert (got.double() - want).norm() < (1e-5 if is_exact else 4e-3) * want.norm()
 
 
 def is_taken(x, weight):
@@ -289,7 +292,8 @@ def test_a_layer_by_quack_equals_one_expert_after_the_other(recomputes):
     x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16)
     module = layer(torch.bfloat16).cuda()
     is_taken(x, module.experts.fc1_weight)
-    module.experts.recompute_activation = recomputes
+    experts = module.experts
+    experts.network = replace(experts.network, recompute_activation=recomputes)
     results = []
     for grouped in (True, False):
         module.experts.grouped = grouped
@@ -345,7 +349,7 @@ def test_the_weighted_gate_equals_plain_float64(shape, dtype, activation):
 def layer(dtype, **fields):
     torch.manual_seed(0)
     config = MoEConfig(num_experts=8, moe_router_topk=2, moe_aux_loss_coeff=0.1, **fields)
-    return MoELayer(64, 128, config, init_std=0.1, dtype=dtype)
+    return MoELayer(64, 128, config, ExpertNetwork(init_std=0.1), dtype=dtype)
 
 
 def gradients(module, x):

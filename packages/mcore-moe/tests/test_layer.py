@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_moe import MoEConfig, MoELayer, finish_step
+from mcore_moe import ExpertNetwork, MoEAxes, MoEConfig, MoELayer, finish_step, moe_axes
+from mcore_moe.expert_parallel import ONE_RANK
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
@@ -66,8 +67,16 @@ def tokens(dp_rank, cp_rank, tp_rank, spread):
     return x if spread == "even" else 0.01 * x + 1
 
 
-def build(config, **axes):
-    layer = MoELayer(D, F, config, bias=True, init_std=0.0, dtype=torch.float64, **axes)
+def build(config, axes=ONE_RANK, *, sequence_parallel=False):
+    layer = MoELayer(
+        D,
+        F,
+        config,
+        ExpertNetwork(bias=True, init_std=0.0),
+        axes=axes,
+        sequence_parallel=sequence_parallel,
+        dtype=torch.float64,
+    )
     for named in named_parameters(layer):
         # Biases too: zeros would hide mistakes. The expert bias also changes who is chosen.
         fill_parameter_(named, seed=7, std=0.5)
@@ -113,16 +122,7 @@ def summed_gradients(layer, ctx):
 def check_layout(name, config, spread, moe, masked, watch=lambda layer: layer):
     ctx = ParallelContext.build(config)
     sp = config.sequence_parallel
-    layer = build(
-        moe,
-        tp=ctx.tp,
-        cp_tp=ctx.axis("tp", "cp"),
-        dp_cp_tp=ctx.axis("tp", "cp", "dp"),
-        ep=ctx.ep,
-        ep_levels=(ctx.ep_nodes, ctx.ep_node),
-        expert_tp=ctx.expert_tp,
-        sequence_parallel=sp,
-    )
+    layer = build(moe, moe_axes(ctx), sequence_parallel=sp)
     watch(layer)
     x = tokens(ctx.dp.rank, ctx.cp.rank, ctx.tp.rank if sp else 0, spread)
     y, aux, x_grad = run(layer, x, masked)
@@ -268,7 +268,7 @@ class Launches(TorchDispatchMode):
 def check_order():
     ctx = ParallelContext.build(ParallelConfig(expert_model_parallel_size=2))
     moe = MoEConfig(num_experts=E, moe_router_topk=3, moe_split_batch_overlap=True)
-    layer = build(moe, ep=ctx.ep)
+    layer = build(moe, MoEAxes(ep=ctx.ep))
     layer(torch.ones(4, D, dtype=torch.float64))  # compares routers
     x = tokens(ctx.global_rank, 0, 0, "even").requires_grad_()
     with Launches() as forward:
@@ -276,7 +276,7 @@ def check_order():
     with Launches() as backward:
         y.sum().backward()
     shared = {"moe_shared_expert_intermediate_size": 4, "moe_shared_expert_overlap": True}
-    layer = build(replace(moe, moe_split_batch_overlap=False, **shared), ep=ctx.ep)
+    layer = build(replace(moe, moe_split_batch_overlap=False, **shared), MoEAxes(ep=ctx.ep))
     layer(torch.ones(4, D, dtype=torch.float64))
     with Launches() as beside:
         layer(x)

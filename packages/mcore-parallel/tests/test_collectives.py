@@ -171,14 +171,14 @@ def plain():
     torch.testing.assert_close(scattered, sum(both).chunk(2)[axis.rank], **EXACT)
     seen = []
     y = x.detach().requires_grad_()
-    flight = begin_gather_partial(y, axis)
+    handle = begin_gather_partial(y, axis)
     beside = y.exp()
     beside.grad_fn.register_hook(lambda *_: seen.append("beside"))
-    flight._x.grad_fn.register_hook(lambda *_: seen.append("landed"))
-    landed = flight.land()
-    assert torch.equal(landed, torch.cat(both))
-    (landed * torch.cat(both) * (1 + axis.rank) + beside.repeat(2, 1, 1)).sum().backward()
-    assert seen == ["beside", "landed"]
+    handle._x.grad_fn.register_hook(lambda *_: seen.append("waited for"))
+    gathered = handle.wait()
+    assert torch.equal(gathered, torch.cat(both))
+    (gathered * torch.cat(both) * (1 + axis.rank) + beside.repeat(2, 1, 1)).sum().backward()
+    assert seen == ["beside", "waited for"]
     torch.testing.assert_close(y.grad, 3 * x + 2 * x.exp(), **EXACT)
     assert torch.equal(x, kept)
     counts = torch.tensor([3, 0, 2**40 + axis.rank])

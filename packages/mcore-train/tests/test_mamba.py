@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from mcore_ckpt.storage.index import read_index
 from mcore_infer import SamplingConfig, generate, load_model
 from mcore_models.presets import load_preset
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.stages import build_stages
+from mcore_train.checkpoints.adapter_bases import check_model
 from mcore_train.cli import main
 from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.layout_check.path_signature import differences
@@ -34,6 +36,7 @@ def test_a_pattern_says_layers_heads_and_stages():
     assert [list(stage.layers) for stage in stages] == [[0, 1], [2, 3]]
     uneven = parsed(text.replace("MM|-M", "M|*M-") + " --pipeline-model-parallel-size 2")
     assert uneven.pipeline.pipeline_model_parallel_layout == "Et|tttL"
+    assert uneven.model.hybrid_override_pattern == "M*M-"
     further = parsed(text.replace("MM|-M", "MM-/*-/*-"))
     assert (further.model.num_layers, further.model.mtp_num_layers) == (3, 2)
     preset = parsed(
@@ -114,6 +117,31 @@ def test_a_run_that_goes_on_rotates_as_it_did(tmp_path):
     assert main(["mamba", *words]) == 0
     again = parsed(f"--load {tmp_path} {RUN} --train-iters 2").model
     assert (again.num_layers, again.position_embedding_type) == (2, "rope")
+
+
+@pytest.mark.parametrize("marks", ["", "of an older version"])
+def test_stage_marks_of_a_saved_hybrid_are_no_part_of_its_model(tmp_path, marks):
+    size = "--pipeline-model-parallel-size"
+    words = f"--hybrid-override-pattern MM|-M {SIZES} {RUN} --lr-decay-iters 2 --train-iters 1"
+    words += f" --save {tmp_path}"
+    assert main(["mamba", *words.split()]) == 0
+    folder = tmp_path / "iter_0000001"
+    index = read_index(folder)
+    description = index.extra["model"]
+    assert description["config"]["hybrid_override_pattern"] == "MM-M"
+    if marks:
+        description["config"]["hybrid_override_pattern"] = "MM|-M"
+        (folder / "index.json").write_bytes(index.to_bytes())
+    for layout, ranks in (
+        ("--mamba-chunk-size 8", 1),
+        (f"{size} 4", 4),
+        (f"{size} 2 --pipeline-schedule zb-v", 2),
+    ):
+        plan = resolve(parsed(f"--load {tmp_path} {RUN} --train-iters 2 {layout}"), ranks)
+        assert plan.config.model.hybrid_override_pattern == "MM-M"
+        check_model(description, plan, tmp_path)
+    again = f"{words} --load {tmp_path} --train-iters 2"
+    assert main(["mamba", *again.split()]) == 0
 
 
 def test_a_small_run_keeps_the_kinds_of_layers_and_how_groups_divide():

@@ -17,7 +17,7 @@ from mcore_models.description import ModelDescription
 from mcore_models.encoder_config import BertConfig, T5Config
 from mcore_models.families import FAMILIES
 from mcore_models.flops import RankBytes, num_active_parameters, num_parameters, rank_bytes
-from mcore_models.hybrid_config import sizes_of_pattern
+from mcore_models.hybrid_config import sizes_of_pattern, stages_of_pattern
 from mcore_models.peft.config import PeftConfig, adapter_shapes
 from mcore_models.peft.memory import Shapes, trained_bytes
 from mcore_models.presets import find_preset
@@ -193,11 +193,19 @@ def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
         model = preset.model
         defaults = {**asdict(model.config), **asdict(model.moe)}
         defaults["vocab_size"] = model.vocab_size
-    patterns = [values[0] for name, *values in groups if name == PATTERN and values]
-    if patterns:
-        defaults |= sizes_of_pattern(patterns[-1])
+    pattern = _last_value(groups, PATTERN)
+    if pattern:
+        defaults |= sizes_of_pattern(pattern)
+        if _last_value(groups, "--pipeline-model-parallel-size") not in ("", "1"):
+            defaults |= stages_of_pattern(pattern)
     config = parse(kind, program, used, usual=USUAL, defaults=defaults)
     return config, list(dict.fromkeys(unused))
+
+
+def _last_value(groups: Sequence[list[str]], flag: str) -> str:
+    """Return the value of a flag where it is given last; empty: it is not given."""
+    found = [values[0] for name, *values in groups if name == flag and values]
+    return found[-1] if found else ""
 
 
 def described_model(config: CountConfig) -> ModelDescription:

@@ -18,8 +18,9 @@ class HybridConfig:
     hybrid_override_pattern: str = ""
     """One letter a layer instead of attention and feed-forward in each: M Mamba-2, G gated
     delta net, * attention, - feed-forward, E experts; letters in brackets are one layer of
-    several, [G-]; | between pipeline stages; / before the letters of each layer of multi-token
-    prediction, /*-. Empty: a transformer."""
+    several, [G-]; | between pipeline stages, a layout of this run that its checkpoints do not
+    keep; / before the letters of each layer of multi-token prediction, /*-. Empty: a
+    transformer."""
 
     mamba_state_dim: int = 128
     """Numbers of state for each channel of a Mamba head."""
@@ -108,6 +109,15 @@ def sizes_of_pattern(pattern: str) -> dict[str, int]:
         # Without effect, and checked all the same.
         sizes |= {"num_attention_heads": 1, "num_query_groups": 0}
     return sizes
+
+
+def stages_of_pattern(pattern: str) -> dict[str, str]:
+    """Return the pipeline layout that the | of a hybrid pattern spell, if it has any."""
+    stages = pattern.partition("/")[0].split("|")
+    if len(stages) == 1:
+        return {}
+    layers = "|".join("t" * len(pattern_layers(stage)) for stage in stages)
+    return {"pipeline_model_parallel_layout": f"E{layers}L"}
 
 
 def _check_delta(config: HybridConfig) -> None:

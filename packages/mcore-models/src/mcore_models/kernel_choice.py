@@ -17,7 +17,6 @@ from mcore_models.layers.rope import rotary_kernel
 from mcore_moe.activations import FUSED, GATE_KERNELS
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import ROWS_KERNELS
-from mcore_moe.experts.weight_gradient import WEIGHT_GRAD_KERNEL
 from mcore_moe.kernels import quack_gemm
 from mcore_moe.routing.topk import TOP_KERNEL
 from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads, value_dim
@@ -62,8 +61,6 @@ def optional_kernels(
         found.append((GATE_KERNELS, (dtype,)))
     if moe.num_experts:
         found += [(ROWS_KERNELS, ()), (TOP_KERNEL, ())]
-        if dtype in (torch.bfloat16, torch.float16):
-            found.append((WEIGHT_GRAD_KERNEL, (dtype,)))
         if dtype == torch.bfloat16 and quack_gemm.fits(device):
             found.append((quack_gemm.QUACK_KERNELS, ()))
     pattern = config.hybrid_override_pattern

@@ -1,20 +1,22 @@
 """Mixture of experts for any PyTorch model: routing, dispatch, grouped experts.
 
-The front is lazy (PEP 562): importing it imports no room, so a command that only
-needs help text never loads torch.
+The front is lazy (PEP 562): a name imports its module at first use, so a command that only
+prints help never loads torch.
 """
 
 from mcore_parallel.lazy_front import lazy_front
 
 _EXPORTS: dict[str, str] = {
-    "AllGatherDispatcher": "dispatch.dispatching",
-    "AllToAllDispatcher": "dispatch.dispatching",
+    "AllGatherDispatcher": "dispatch.all_gather",
+    "AllToAllDispatcher": "dispatch.all_to_all",
     "DispatchOptions": "dispatch.protocol",
     "Dispatched": "dispatch.protocol",
     "Dispatcher": "dispatch.protocol",
+    "ExpertNetwork": "experts.network",
     "Experts": "experts.experts",
-    "LocalDispatcher": "dispatch.dispatching",
+    "LocalDispatcher": "dispatch.local",
     "MixtureOfExperts": "facade",
+    "MoEAxes": "expert_parallel",
     "MoEConfig": "config",
     "MoELayer": "layer",
     "Router": "routing.router",

@@ -1,6 +1,6 @@
 """Activation functions of feed-forward layers by name, and gated ones, fused on a GPU.
 
-mcore-models' dense layers use them too, so that a name means the same function everywhere.
+Dense layers of mcore-models use them too: a name means the same function in all packages.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Elementwise functions by name."""
 
 FUSED = ("silu", "gelu_tanh")
-"""Activations of a gate that have a kernel."""
+"""Activations with a Triton kernel for gated layers."""
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
@@ -54,15 +54,14 @@ def gated(
 ) -> Float[Tensor, "*B F"]:
     """Activate the first half of the channels and multiply it with the second.
 
-    One kernel on a GPU where there is one for the activation; compiled code fuses the
-    operations itself.
+    One kernel on a GPU for the activations of ``FUSED``; compiled code fuses the operations
+    itself.
 
     Args:
         x: gate and up-projection.
         activation: a key of ``ACTIVATIONS``.
-        clamp: bounds gates from above and up-projections on both sides; 0: not. As ``offset``
-            it has no kernel.
-        offset: added to up-projections.
+        clamp: bounds gates from above and up-projections on both sides; 0: no bound.
+        offset: added to up-projections. Plain torch computes clamp and offset.
 
     Reference:
         Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202. Clamp and offset are
@@ -90,12 +89,12 @@ def weighted_gated(
     clamp: float = 0.0,
     offset: float = 0.0,
 ) -> Float[Tensor, "R F"]:
-    """Return ``gated`` times a weight for each row, in one kernel under the same conditions.
+    """Return ``gated`` times a weight for each row, in one kernel where ``gated`` has one.
 
     Args:
         x: gate and up-projection of each row.
         probs: weight of each row.
-        end: rows in use, on the device; the results of others may be anything.
+        end: number of rows in use, on the device; the results of later rows are undefined.
         activation: a key of ``ACTIVATIONS``.
         clamp: as in ``gated``.
         offset: as in ``gated``.

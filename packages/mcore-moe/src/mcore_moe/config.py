@@ -26,8 +26,8 @@ class MoEConfig:
     """Width of one expert; 0: the width of the dense feed-forward layer."""
 
     moe_latent_size: int = 0
-    """Width in which routed experts compute: tokens are projected down to it before they travel
-    and up again after; 0: the model's own."""
+    """Width in which routed experts compute: tokens are projected down to it before they are
+    dispatched, and the results up again; 0: the model's own."""
 
     moe_layer_freq: str = "1"
     """Which layers have experts: "N" for every N-th from layer 0, or a list of 0 and 1, one
@@ -91,19 +91,19 @@ class MoEConfig:
     """Fill every expert's rows with zeros up to its capacity: all sizes become fixed."""
 
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    """Which tokens stay when an expert is full: the most wanted, or the first."""
+    """Which tokens stay when an expert is full: those of the largest weights, or the first."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "deepep", "symmetric"] = (
         "alltoall"
     )
-    """How tokens travel to the ranks of their experts; deepep: by that library's kernels;
+    """How tokens are sent to the ranks of their experts; deepep: by that library's kernels;
     symmetric: each GPU reads its rows from the memory of the others of its node. Megatron's
     default: allgather."""
 
     moe_dispatch_dtype: Literal["", "fp8"] = ""
-    """Format in which tokens travel to the ranks of their experts; empty: the model's own; fp8:
-    e4m3 with a scale for each token, half the bytes, and the same numbers on one rank. Results
-    and gradients keep the model's."""
+    """Format in which tokens are sent to the ranks of their experts; empty: the model's own;
+    fp8: e4m3 with a scale for each token, half the bytes, and the same numbers on one rank.
+    Results and gradients keep the model's."""
 
     moe_experts_dtype: Literal["", "fp8"] = ""
     """Format of the experts' GEMMs; empty: the model's own; fp8: e4m3 with a scale for each row
@@ -134,12 +134,12 @@ class MoEConfig:
     """Width of the expert that every token passes through; 0: none."""
 
     moe_shared_expert_overlap: bool = False
-    """Compute the shared expert while tokens travel to the ranks of their experts, and in
-    backward while their gradients travel back."""
+    """Compute the shared expert while tokens are sent to the ranks of their experts, and in
+    backward while their gradients are returned."""
 
     moe_split_batch_overlap: bool = False
     """Cut the rows of a micro-batch in two, in the order of their experts, and run the
-    all-to-all of one half beside the GEMMs of the other, forward and backward."""
+    all-to-all of one half during the GEMMs of the other, forward and backward."""
 
     moe_shared_expert_gate: bool = False
     """Weigh the shared expert by a learned sigmoid of the token."""
@@ -305,7 +305,7 @@ def expert_capacity(num_tokens: int, num_experts: int, topk: int, factor: float)
 
 
 def one_step_option(config: MoEConfig) -> str:
-    """Say which option needs tokens to travel in one step; empty: none."""
+    """Return why an option excludes exchanges in two steps; empty: no option does."""
     flag = "--hierarchical-expert-parallel-size sends tokens in two steps"
     if config.moe_token_dispatcher_type != "alltoall":
         return f"{flag}: use --moe-token-dispatcher-type alltoall, or leave it out."

@@ -1,12 +1,12 @@
-"""Expert parallelism in a user's own model under torch's DDP or FSDP2.
+"""Axes of an expert layer, and expert parallelism under torch's DDP or FSDP2.
 
-``mcore_parallel.DataParallel`` needs none of this: layers declare which gradients are summed
+``mcore_parallel.DataParallel`` needs the axes alone: layers declare which gradients are summed
 over which ranks. torch's DDP and FSDP2 treat every parameter as a replica, but the ranks of
 ``ep`` hold different experts, and each expert has seen the tokens of all these ranks.
 """
 
 from collections.abc import Mapping
-from typing import TypedDict
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,38 +14,49 @@ from torch import Tensor, nn
 from mcore_moe.routing.router import Router
 from mcore_parallel.collectives import all_gather, all_reduce
 from mcore_parallel.digests import digest
-from mcore_parallel.mesh import Axis, ParallelContext
+from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.sharding import named_parameters
 
 
-class MoEAxes(TypedDict):
-    """The axes among the arguments of ``MoELayer``, which documents each."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEAxes:
+    """The ranks over which a ``MoELayer`` is spread."""
 
-    tp: Axis
-    cp_tp: Axis
-    dp_cp_tp: Axis
-    ep: Axis
-    ep_levels: tuple[Axis, Axis]
-    expert_tp: Axis
+    tp: Axis = SINGLE
+    """Tensor ranks: all have the same tokens, or under sequence parallelism different ones."""
+    cp_tp: Axis = SINGLE
+    """All ranks that share a micro-batch: counts of choices are summed over them."""
+    dp_cp_tp: Axis = SINGLE
+    """All ranks that share a step's batch; the global balancing loss sums over them."""
+    ep: Axis = SINGLE
+    """Ranks that share the experts."""
+    ep_levels: tuple[Axis, Axis] = (SINGLE, SINGLE)
+    """``ep`` between nodes and within one, if tokens are exchanged in two steps."""
+    expert_tp: Axis = SINGLE
+    """Ranks that share each expert's matrices."""
+
+
+ONE_RANK = MoEAxes()
+"""The layer is whole on one rank."""
 
 
 def moe_axes(ctx: ParallelContext) -> MoEAxes:
-    """Return the axes that ``MoELayer`` takes, by argument name; no communication."""
-    return {
-        "tp": ctx.tp,
-        "cp_tp": ctx.axis("cp", "tp"),
-        "dp_cp_tp": ctx.axis("dp", "cp", "tp"),
-        "ep": ctx.ep,
-        "ep_levels": (ctx.ep_nodes, ctx.ep_node),
-        "expert_tp": ctx.expert_tp,
-    }
+    """Return the axes of a ``MoELayer`` in a parallel layout; no communication."""
+    return MoEAxes(
+        tp=ctx.tp,
+        cp_tp=ctx.axis("cp", "tp"),
+        dp_cp_tp=ctx.axis("dp", "cp", "tp"),
+        ep=ctx.ep,
+        ep_levels=(ctx.ep_nodes, ctx.ep_node),
+        expert_tp=ctx.expert_tp,
+    )
 
 
 def rank_local_names(model: nn.Module) -> list[str]:
     """List the parameters and buffers of expert layers that DDP and FSDP2 must ignore.
 
-    These are the experts, and the counts and biases that ``finish_step`` updates. DDP would
-    average different experts, and overwrite counts by those of rank 0.
+    They are the experts, and the counts and biases that ``finish_step`` updates. DDP would
+    average different experts, and overwrite counts with those of rank 0.
     """
     names = [n.name for n in named_parameters(model) if n.layout.data == "expert"]
     for path, module in model.named_modules():
@@ -61,17 +72,17 @@ def average_expert_gradients(model: nn.Module, ctx: ParallelContext) -> None:
 
     An expert's gradient on a rank is a sum over the tokens of all ranks of ``ep``. The function
     also sums it over the ranks that hold the same expert (``ctx.expert_dp``, one all-reduce a
-    tensor) and divides it by the number of ranks over which DDP averages (``ctx.dp_cp``). It is
-    then the gradient of the mean of the ranks' losses, like all other gradients.
+    tensor) and divides the sum by the number of ranks over which DDP averages (``ctx.dp_cp``).
+    The result is the gradient of the mean of the ranks' losses, like all other gradients.
 
     Args:
         model: unwrapped or wrapped.
-        ctx: from which the layers got their axes; ``tp`` of one rank. Under tensor parallelism
-            other gradients are partial sums too: use ``mcore_parallel.DataParallel``.
+        ctx: of the layers' axes; ``tp`` of one rank. Under tensor parallelism other gradients
+            are partial sums too: use ``mcore_parallel.DataParallel``.
 
     Raises:
-        ValueError: under tensor parallelism; on all ranks, the first time, if ranks that
-            should hold the same expert do not: they were seeded apart.
+        ValueError: under tensor parallelism; on all ranks, in the first call, if ranks that
+            should hold the same expert were seeded differently.
     """
     if ctx.tp.size > 1:
         raise ValueError(
@@ -88,10 +99,10 @@ def average_expert_gradients(model: nn.Module, ctx: ParallelContext) -> None:
 
 
 def check_same(tensors: Mapping[str, Tensor], axis: Axis) -> None:
-    """Compare tensors over an axis by digests: one all-gather, for which the host waits.
+    """Compare tensors over an axis by their digests: one all-gather; the host waits for it.
 
     Raises:
-        ValueError: on all ranks, naming what differs and where.
+        ValueError: on all ranks, with the tensor's name and the ranks that differ.
     """
     if axis.size == 1 or not tensors:
         return

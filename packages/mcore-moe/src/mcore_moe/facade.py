@@ -1,6 +1,6 @@
-"""The plain front: a mixture of experts for any torch model, on one rank.
+"""``MixtureOfExperts``: experts in place of a feed-forward layer of any torch model.
 
-It takes no axes and works inside any ``nn.Module``, under torch's DDP and
+All experts are on one rank. The module works inside any ``nn.Module``, under torch's DDP and
 ``torch.compile``. To spread experts over ranks use ``MoELayer``.
 """
 
@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_moe.config import MoEConfig
+from mcore_moe.experts.network import ExpertNetwork
 from mcore_moe.layer import MoELayer
 
 
@@ -19,8 +20,8 @@ class MixtureOfExperts(nn.Module):
 
     Attributes:
         moe: the ``MoELayer``.
-        aux_loss: scalar of the last forward in training, times ``aux_loss_coeff``, with its
-            gradient: add it to the loss before ``backward``. 0 in eval mode.
+        aux_loss: balancing loss of the last forward in training, times ``aux_loss_coeff``: add
+            it to the loss before ``backward``. 0 in eval mode.
     """
 
     def __init__(
@@ -63,8 +64,7 @@ class MixtureOfExperts(nn.Module):
             hidden_size,
             ffn_hidden_size,
             config,
-            gated=gated,
-            activation=activation,
+            ExpertNetwork(gated=gated, activation=activation),
             device=device,
             dtype=dtype,
         )

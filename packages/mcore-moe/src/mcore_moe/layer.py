@@ -1,12 +1,11 @@
 """The mixture-of-experts layer: route, dispatch, compute, combine.
 
-Input and output are ``[T, D]``. The layer returns its auxiliary loss as a second output and
-root of backward; no gradient is changed on its way. Every token is routed by exactly one
-rank: under sequence parallelism the tensor ranks hold different tokens already, without it
-the layer shares the tokens out among them and sums the results.
+Input and output are ``[T, D]``. The auxiliary loss is a second output, to be added to the loss
+or given to backward as a second root; the layer changes no gradient. Every token is routed by
+exactly one rank: under sequence parallelism the tensor ranks have different tokens; otherwise
+the layer splits the tokens over the tensor ranks and sums the results.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,53 +15,52 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mcore_moe.config import MoEConfig
-from mcore_moe.dispatch.dispatching import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
-    build_dispatcher,
-)
+from mcore_moe.dispatch.dispatching import build_dispatcher
 from mcore_moe.dispatch.protocol import DispatchOptions
-from mcore_moe.dispatch.symmetric import SymmetricDispatcher
-from mcore_moe.expert_parallel import check_same
-from mcore_moe.experts.chunked import run_in_parts, run_with_fixed_rows, run_with_read_rows
+from mcore_moe.expert_parallel import ONE_RANK, MoEAxes, check_same
 from mcore_moe.experts.experts import Experts
 from mcore_moe.experts.latent import latent_projections
+from mcore_moe.experts.network import DEFAULT_NETWORK, ExpertNetwork
 from mcore_moe.experts.shared_expert import SharedExpert
 from mcore_moe.routing.router import Router
 from mcore_moe.routing.topk import Routing
+from mcore_parallel.async_collectives import OverlapCallback
 from mcore_parallel.autograd_functions import cast_factor
 from mcore_parallel.collectives import copy_to, reduce_from
-from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
 
 
-class Routed(NamedTuple):
-    """Tokens that know their experts, none of which travels yet."""
+class RoutedTokens(NamedTuple):
+    """Routed tokens before dispatch, and the layer's results that need no dispatch."""
 
-    sent: Float[Tensor, "t d"]
-    """What will travel of those that this rank routes."""
+    inputs: Float[Tensor, "t d"]
+    """Inputs of the experts: the tokens that this rank routes."""
     ids: Int[Tensor, "t k"]
-    """Of ``Routing``, as are the next two."""
+    """``Routing.ids``."""
     probs: Float[Tensor, "t k"]
+    """``Routing.probs``."""
     keep: Bool[Tensor, "t k"] | None
-    aux: Float[Tensor, ""]
+    """``Routing.keep``."""
+    aux_loss: Float[Tensor, ""]
     """This rank's share of the auxiliary losses."""
-    shared: Float[Tensor, "T D"] | None
-    """What the expert for all tokens says."""
+    shared_output: Float[Tensor, "T D"] | None
+    """Output of the shared expert, or None."""
     num_tokens: int
-    """Of the layer's input: T."""
+    """T of the layer's input."""
 
 
 class MoELayer(nn.Module):
-    """A feed-forward layer of many experts, few of which serve each token.
+    """A feed-forward layer of many experts, of which each token runs through a few.
 
     Attributes:
         router: chooses experts, see ``Router``.
         experts: this rank's experts, see ``Experts``.
-        shared: the expert for all tokens, or None.
-        latent_down, latent_up: into the experts' narrower space and out of it, or None.
+        shared: the expert that every token runs through, or None.
+        latent_down, latent_up: projections into the experts' latent space and out of it, or
+            None.
+        dispatcher: exchanges tokens with the ranks of their experts, see ``Dispatcher``.
     """
 
     def __init__(
@@ -70,23 +68,11 @@ class MoELayer(nn.Module):
         hidden_size: int,
         ffn_hidden_size: int,
         config: MoEConfig,
+        network: ExpertNetwork = DEFAULT_NETWORK,
         *,
-        tp: Axis = SINGLE,
-        cp_tp: Axis = SINGLE,
-        dp_cp_tp: Axis = SINGLE,
-        ep: Axis = SINGLE,
-        ep_levels: tuple[Axis, Axis] = (SINGLE, SINGLE),
-        expert_tp: Axis = SINGLE,
-        streams: RngStreams | None = None,
+        axes: MoEAxes = ONE_RANK,
         sequence_parallel: bool = False,
-        gated: bool = True,
-        activation: str = "silu",
-        bias: bool = False,
-        clamp: float = 0.0,
-        offset: float = 0.0,
-        init_std: float = 0.02,
-        output_std: float | None = None,
-        recompute_activation: bool = False,
+        streams: RngStreams | None = None,
         recompute_shared: bool = False,
         equal_tokens: bool = False,
         fp8_casts: WeightCasts | None = None,
@@ -99,28 +85,15 @@ class MoELayer(nn.Module):
             hidden_size: D.
             ffn_hidden_size: F of one expert where ``config.moe_ffn_hidden_size`` is 0.
             config: experts, routing, balance and dispatch.
-            tp: tensor ranks, which hold the same tokens or (sequence parallel) neighbours.
-            cp_tp: all ranks that share a micro-batch: counts are summed over them.
-            dp_cp_tp: all ranks that share a step's batch; the global loss sums over them.
-            ep: ranks that share the experts.
-            ep_levels: ``ep`` between nodes and within one, if tokens travel in two steps.
-            expert_tp: ranks that share each expert's matrices.
+            network: of each expert, routed and shared.
+            axes: ranks over which the layer is spread.
+            sequence_parallel: whether tokens are cut over ``axes.tp``.
             streams: of random numbers, for the router's jitter; see ``Router``.
-            sequence_parallel: whether tokens are cut over ``tp``.
-            gated: whether experts have a gate and an up-projection.
-            activation: see ``activations.ACTIVATIONS``.
-            bias: whether the experts' GEMMs have one (the shared expert has none).
-            clamp: of gates and up-projections, see ``activations.gated``.
-            offset: of up-projections, likewise.
-            init_std: of router and fc1; 0.0 leaves all zeros and draws nothing.
-            output_std: of fc2; None: as fc1.
-            recompute_activation: forget what goes into the experts' fc2, make it again in
-                backward.
             recompute_shared: compute the shared expert again in backward.
-            equal_tokens: whether in training all ranks of ``ep`` and ``expert_tp`` bring
-                equally many tokens to every call, so that none has to say how many.
+            equal_tokens: whether in training all ranks of ``ep`` and ``expert_tp`` have equally
+                many tokens in every call, so that no counts of tokens are exchanged.
             fp8_casts: where casts of weights are kept with ``config.moe_experts_dtype``; None:
-                nowhere, every call casts them.
+                every call casts them.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -130,62 +103,48 @@ class MoELayer(nn.Module):
         super().__init__()
         if config.num_experts == 0:
             raise ValueError("--num-experts 0 means no experts: set it to 1 or more.")
-        placed = {"device": device, "dtype": dtype}
-        self.tp = tp
+        factory_kwargs = {"device": device, "dtype": dtype}
+        self.tp = axes.tp
         self.recompute_shared = recompute_shared
-        self.splits_tokens = tp.size > 1 and not sequence_parallel
+        self.splits_tokens = axes.tp.size > 1 and not sequence_parallel
         self.router = Router(
             hidden_size,
             config,
-            tp=tp,
-            cp_tp=cp_tp,
-            dp_cp_tp=dp_cp_tp,
+            tp=axes.tp,
+            cp_tp=axes.cp_tp,
+            dp_cp_tp=axes.dp_cp_tp,
             streams=streams,
-            init_std=init_std,
-            **placed,
+            init_std=network.init_std,
+            **factory_kwargs,
         )
-        feed_forward = {
-            "gated": gated,
-            "activation": activation,
-            "clamp": clamp,
-            "offset": offset,
-            "init_std": init_std,
-            "output_std": output_std,
-            **placed,
-        }
-        down, up = latent_projections(
-            hidden_size, config.moe_latent_size, (init_std, output_std), tp=tp, **placed
+        stds = network.init_std, network.fc2_std
+        self.latent_down, self.latent_up = latent_projections(
+            hidden_size, config.moe_latent_size, stds, tp=axes.tp, **factory_kwargs
         )
-        self.latent_down, self.latent_up = down, up
         self.experts = Experts(
             config.moe_latent_size or hidden_size,
             config.moe_ffn_hidden_size or ffn_hidden_size,
-            config.num_experts,
-            ep=ep,
-            expert_tp=expert_tp,
-            bias=bias,
-            grouped=config.moe_grouped_gemm,
-            probs_on_input=config.moe_apply_probs_on_input,
-            recompute_activation=recompute_activation,
+            config,
+            network,
+            ep=axes.ep,
+            expert_tp=axes.expert_tp,
             fp8_casts=(fp8_casts or WeightCasts()) if config.moe_experts_dtype else None,
-            wgrad_micro_batches=config.moe_wgrad_micro_batches,
-            **feed_forward,
+            **factory_kwargs,
         )
-        self.shared = (
-            SharedExpert(
+        self.shared: SharedExpert | None = None
+        if config.moe_shared_expert_intermediate_size:
+            self.shared = SharedExpert(
                 hidden_size,
                 config.moe_shared_expert_intermediate_size,
-                tp=tp,
+                network,
+                tp=axes.tp,
                 sequence_parallel=sequence_parallel,
                 has_token_gate=config.moe_shared_expert_gate,
-                **feed_forward,
+                **factory_kwargs,
             )
-            if config.moe_shared_expert_intermediate_size
-            else None
-        )
-        self.dispatcher = build_dispatcher(config, ep, expert_tp, ep_levels)
+        self.dispatcher = build_dispatcher(config, axes.ep, axes.expert_tp, axes.ep_levels)
         self.equal_tokens = equal_tokens
-        self.peers = (cp_tp, ep)
+        self.peers = (axes.cp_tp, axes.ep)
         self._is_compared = False
 
     def forward(
@@ -194,131 +153,126 @@ class MoELayer(nn.Module):
         num_sequences: int = 1,
         mask: Bool[Tensor, " T"] | None = None,
     ) -> tuple[Float[Tensor, "T D"], Float[Tensor, ""]]:
-        """Send each token through its experts.
+        """Run each token through its experts and the shared expert.
 
         Exchanges tokens over ``ep`` and ``expert_tp``, counts over ``cp_tp`` in training. The
         first call compares the routers of these ranks, except in compiled code.
 
         Args:
             x: this rank's tokens; whole and equal over ``tp`` unless sequence parallel.
-            num_sequences: B when x is the flat view of ``[S, B, D]``: token t belongs to
-                sequence t % B. Only the loss by sequence needs it.
-            mask: true for real tokens, false for padding, which no expert computes (the shared
-                one does) and no statistic counts; cut like x. Left out: all are real.
+            num_sequences: B if x is the flat view of ``[S, B, D]``: token t belongs to
+                sequence t % B. Read by the loss by sequence alone.
+            mask: true for real tokens, false for padding, which no routed expert computes and
+                no statistic counts; cut like x. Left out: all tokens are real.
 
         Returns:
             The output, cut like x, and this rank's share of the auxiliary losses times their
-            coefficients: summed over ``cp_tp`` it is the loss of the micro-batch, so its
+            coefficients: the sum over ``cp_tp`` is the loss of the micro-batch, so its
             gradients are summed over these ranks like any other. 0 in eval mode.
 
         Raises:
             ValueError: on all ranks, if they hold different routers.
         """
         self._check_routers()
-        begin, end = self._own_tokens(x.shape[0])
-        own, sent, sequences = self._own(x, num_sequences)
-        own_mask = mask if mask is None else mask[begin:end]
+        tokens, sequences, mask = self._split_tokens(x, num_sequences, mask)
+        inputs = self._expert_inputs(tokens)
         equal_tokens = self._has_equal_tokens(x.shape[0])
-        in_flight = self.dispatcher.begin(sent, equal_tokens=equal_tokens)
-        routing, aux = self.router(own, sequences, num_sequences, own_mask)
-        shared: list[Tensor] = []
+        in_flight = self.dispatcher.begin(inputs, equal_tokens=equal_tokens)
+        routing, aux_loss = self.router(tokens, sequences, num_sequences, mask)
+        shared: list[Tensor] = []  # filled by the dispatcher if it overlaps
         overlap = None
         if self.router.config.moe_shared_expert_overlap:
             overlap = lambda: shared.append(self._shared_output(x))  # noqa: E731
         options = DispatchOptions(equal_tokens, in_flight, overlap)
-        y = self._exchanged(sent, routing, options, x.shape[0])
+        y = self._join_tokens(
+            self.dispatcher.run(inputs, routing, self.experts, options), x.shape[0]
+        )
         if self.shared is not None:
             y = y + (shared[0] if shared else self._shared_output(x))
-        return y, aux
+        return y, aux_loss
 
-    def route(self, x: Float[Tensor, "T D"], num_sequences: int = 1) -> Routed:
-        """Do what comes before tokens travel, whose sizes do not depend on routing.
+    def route(self, x: Float[Tensor, "T D"], num_sequences: int = 1) -> RoutedTokens:
+        """Route tokens and run the shared expert: no size here depends on routing.
 
-        ``exchange`` does the rest: together they are ``forward``, one after the other.
+        ``run_experts`` is the rest of ``forward``.
 
         Args:
-            x: see ``forward``, as is the other.
-            num_sequences: see there.
+            x: as in ``forward``.
+            num_sequences: as in ``forward``.
         """
         self._check_routers()
-        own, sent, sequences = self._own(x, num_sequences)
-        routing, aux = self.router(own, sequences, num_sequences)
+        tokens, sequences, _ = self._split_tokens(x, num_sequences, None)
+        inputs = self._expert_inputs(tokens)
+        routing, aux_loss = self.router(tokens, sequences, num_sequences)
         shared = None if self.shared is None else self._shared_output(x)
-        return Routed(sent, routing.ids, routing.probs, routing.keep, aux, shared, x.shape[0])
+        ids, probs, keep = routing.ids, routing.probs, routing.keep
+        return RoutedTokens(inputs, ids, probs, keep, aux_loss, shared, x.shape[0])
 
-    def exchange(self, routed: Routed) -> Float[Tensor, "T D"]:
-        """Send tokens to their experts and add up what these say of each; see ``route``."""
+    def run_experts(self, routed: RoutedTokens) -> Float[Tensor, "T D"]:
+        """Dispatch routed tokens, run the experts and return the layer's output."""
         equal_tokens = self._has_equal_tokens(routed.num_tokens)
-        in_flight = self.dispatcher.begin(routed.sent, equal_tokens=equal_tokens)
+        in_flight = self.dispatcher.begin(routed.inputs, equal_tokens=equal_tokens)
         routing = Routing(routed.ids, routed.probs, routed.keep)
         options = DispatchOptions(equal_tokens, in_flight)
-        y = self._exchanged(routed.sent, routing, options, routed.num_tokens)
-        return y if routed.shared is None else y + routed.shared
+        y = self.dispatcher.run(routed.inputs, routing, self.experts, options)
+        y = self._join_tokens(y, routed.num_tokens)
+        return y if routed.shared_output is None else y + routed.shared_output
 
-    def take_turns(self, change: Callable[[], None]) -> None:
-        """Call a function from now on while tokens, sums or their gradients travel.
+    def set_overlap_callback(self, callback: OverlapCallback) -> None:
+        """Set the function that is called while tokens, sums or their gradients are exchanged.
 
-        Forward and backward do so the same number of times on all ranks of ``ep``; not where
-        experts' ranks are one, or tokens are gathered of which ranks bring different numbers.
+        Forward and backward call it equally often on all ranks of ``ep``. It is not called
+        without an exchange, nor where gathered tokens differ in number between ranks.
         """
-        if isinstance(self.dispatcher, AllToAllDispatcher | AllGatherDispatcher):
-            self.dispatcher.meanwhile = change
+        self.dispatcher.set_overlap_callback(callback)
 
     def _shared_output(self, x: Tensor) -> Tensor:
         assert self.shared is not None
-        again = self.recompute_shared and self.training
-        return recompute(self.shared, x) if again else self.shared(x)
+        recomputes = self.recompute_shared and self.training
+        return recompute(self.shared, x) if recomputes else self.shared(x)
 
-    def _own(self, x: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tokens that this rank routes, what travels, and their sequences."""
-        begin, end = self._own_tokens(x.shape[0])
-        own = copy_to(x, self.tp)[begin:end] if self.splits_tokens else x
-        sent = cast_factor(own)
-        if self.latent_down is not None:
-            sent = self.latent_down(sent)
-        return own, sent, torch.arange(begin, end, device=x.device) % num_sequences
+    def _split_tokens(
+        self, x: Tensor, num_sequences: int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tokens that this rank routes, their sequences and their mask."""
+        begin, end = self._own_range(x.shape[0])
+        tokens = x
+        if self.splits_tokens:
+            # Backward sums the gradient over ``tp``: each rank has that of its own tokens.
+            tokens = copy_to(x, self.tp)[begin:end]
+        sequences = torch.arange(begin, end, device=x.device) % num_sequences
+        return tokens, sequences, mask if mask is None else mask[begin:end]
+
+    def _expert_inputs(self, tokens: Tensor) -> Tensor:
+        """Return what is dispatched: tokens under autocast's dtype, in the latent space."""
+        tokens = cast_factor(tokens)
+        return tokens if self.latent_down is None else self.latent_down(tokens)
+
+    def _join_tokens(self, y: Tensor, num_tokens: int) -> Tensor:
+        """Return outputs in the model's width for all tokens of the layer's input."""
+        if self.latent_up is not None:
+            y = self.latent_up(y)
+        if self.splits_tokens:
+            # A sum in place of a gather: its backward gives every rank the whole gradient.
+            begin, end = self._own_range(num_tokens)
+            y = reduce_from(F.pad(y, (0, 0, begin, num_tokens - end)), self.tp)
+        return y
 
     def _has_equal_tokens(self, num_tokens: int) -> bool:
         is_cut_evenly = not self.splits_tokens or num_tokens % self.tp.size == 0
         return self.equal_tokens and self.training and is_cut_evenly
 
-    def _exchanged(
-        self, sent: Tensor, routing: Routing, options: DispatchOptions, num_tokens: int
-    ) -> Tensor:
-        """Send tokens to their experts, and return sums for all tokens of the layer."""
-        y = self._by_experts(sent, routing, options)
-        if self.latent_up is not None:
-            y = self.latent_up(y)
-        if self.splits_tokens:
-            begin, end = self._own_tokens(num_tokens)
-            y = reduce_from(F.pad(y, (0, 0, begin, num_tokens - end)), self.tp)
-        return y
-
-    def _by_experts(self, x: Tensor, routing: Routing, options: DispatchOptions) -> Tensor:
-        """Send tokens to their experts, and sum what these say of each."""
-        config, dispatcher = self.router.config, self.dispatcher
-        limit, splits = config.moe_expert_rows_limit, config.moe_split_batch_overlap
-        if (limit or splits) and isinstance(dispatcher, AllToAllDispatcher):
-            how = {"splits": splits, "overlap": options.overlap}
-            return run_in_parts(dispatcher, x, routing, self.experts, limit, **how)
-        if limit and isinstance(dispatcher, AllGatherDispatcher):
-            return run_with_fixed_rows(dispatcher, x, routing, self.experts, limit, options)
-        if limit and isinstance(dispatcher, SymmetricDispatcher):
-            return run_with_read_rows(dispatcher, x, routing, self.experts, limit, options)
-        sent = dispatcher.dispatch(x, routing, options)
-        return dispatcher.combine(self.experts(sent.x, sent.probs, sent.plan), sent.handle)
-
     def _check_routers(self) -> None:
-        """Compare the routers of ranks that exchange tokens, once: they must be equal."""
+        """In the first call, compare the routers of ranks that exchange tokens."""
         if self._is_compared or torch.compiler.is_compiling():
             return
         self._is_compared = True
         weight = self.router.weight
-        if not isinstance(weight, DTensor):  # sharded by itself, so made alike
+        if not isinstance(weight, DTensor):  # FSDP2 has sharded one weight: nothing to compare
             for axis in self.peers:
                 check_same({"the router": weight}, axis)
 
-    def _own_tokens(self, num_tokens: int) -> tuple[int, int]:
+    def _own_range(self, num_tokens: int) -> tuple[int, int]:
         """Return the range of tokens that this rank routes; shares differ by one at most."""
         if not self.splits_tokens:
             return 0, num_tokens

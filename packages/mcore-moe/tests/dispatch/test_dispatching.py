@@ -347,7 +347,7 @@ def check_turns(numbers, equal_tokens):
     )
     config = MoEConfig(num_experts=E, moe_token_dispatcher_type="allgather")
     dispatcher, turns = build_dispatcher(config, ctx.ep, ctx.expert_tp), []
-    dispatcher.meanwhile = lambda: turns.append(1)
+    dispatcher.set_overlap_callback(lambda: turns.append(1))
     x = torch.ones(numbers[ctx.global_rank], D, requires_grad=True)
     ids = torch.arange(E)[:K].expand(len(x), K)
     routing = Routing(ids, torch.ones(ids.shape, requires_grad=True))

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_moe import Experts, MoEConfig, MoELayer, Routing, plan_rows
+from mcore_moe import ExpertNetwork, Experts, MoEConfig, MoELayer, Routing, plan_rows
 from mcore_moe.dispatch.permutation import plan_slice
 from mcore_moe.experts import weight_gradient
 from mcore_parallel.config import DataParallelConfig
@@ -10,6 +10,8 @@ from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
+
+TWO, THREE = MoEConfig(num_experts=2), MoEConfig(num_experts=3)
 
 
 def plain_sum(layer, x, routing, activation, gated):
@@ -38,7 +40,11 @@ def test_layer_equals_the_dense_sum_over_experts_biases_weighed_too(name, activa
     config = MoEConfig(num_experts=4, moe_router_topk=2)
     torch.manual_seed(0)
     layer = MoELayer(
-        8, 16, config, bias=True, activation=name, gated=gated, dtype=torch.float64
+        8,
+        16,
+        config,
+        ExpertNetwork(bias=True, activation=name, gated=gated),
+        dtype=torch.float64,
     )
     for bias in (layer.experts.fc1_bias, layer.experts.fc2_bias):
         torch.nn.init.normal_(bias)
@@ -51,7 +57,7 @@ def test_layer_equals_the_dense_sum_over_experts_biases_weighed_too(name, activa
 def test_weights_on_inputs_are_those_of_the_choice_and_learn():
     config = MoEConfig(num_experts=4, moe_router_topk=2, moe_apply_probs_on_input=True)
     torch.manual_seed(0)
-    layer = MoELayer(8, 16, config, dtype=torch.float64, init_std=0.5)
+    layer = MoELayer(8, 16, config, ExpertNetwork(init_std=0.5), dtype=torch.float64)
     x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     routing: Routing = layer.router(x)[0]
     expected = torch.zeros_like(x)
@@ -71,7 +77,7 @@ def test_weights_on_inputs_are_those_of_the_choice_and_learn():
 def test_latent_experts_compute_between_two_projections():
     config = MoEConfig(num_experts=4, moe_router_topk=2, moe_latent_size=4)
     torch.manual_seed(0)
-    layer = MoELayer(8, 16, config, bias=True, dtype=torch.float64)
+    layer = MoELayer(8, 16, config, ExpertNetwork(bias=True), dtype=torch.float64)
     assert layer.experts.fc1_weight.shape == (4, 32, 4)
     x = torch.randn(6, 8, dtype=torch.float64)
     routing: Routing = layer.router(x)[0]
@@ -93,7 +99,7 @@ class BreaksRest:
 
 def test_rows_of_no_expert_leave_every_gradient_alone():
     torch.manual_seed(0)
-    experts = Experts(8, 16, 3, bias=True, dtype=torch.float64)
+    experts = Experts(8, 16, THREE, ExpertNetwork(bias=True), dtype=torch.float64)
     ids = torch.tensor([[0, 1], [1, 2], [2, 0], [1, 0]])
     plan = plan_rows(ids, 3, torch.tensor([[1, 1], [0, 1], [1, 0], [0, 0]]) == 1)
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
@@ -109,7 +115,7 @@ def test_rows_of_no_expert_leave_every_gradient_alone():
 
 
 def test_an_expert_without_rows_gets_zero_and_not_missing_gradients():
-    experts = Experts(8, 16, 3)
+    experts = Experts(8, 16, THREE)
     ids = torch.tensor([0, 0, 2, 2, 2])[:, None]
     experts(torch.randn(5, 8), torch.ones(5, 1), plan_rows(ids, 3)).sum().backward()
     assert experts.fc1_weight.grad[1].abs().sum() == 0
@@ -117,7 +123,7 @@ def test_an_expert_without_rows_gets_zero_and_not_missing_gradients():
 
 
 def test_each_expert_is_a_logical_tensor():
-    shards = named_shards(torch.nn.ModuleDict({"experts": Experts(8, 16, 2)}))
+    shards = named_shards(torch.nn.ModuleDict({"experts": Experts(8, 16, TWO)}))
     assert {name: shard.shape for name, shard in shards.items()} == {
         "experts.0.fc1.gate.weight": (16, 8),
         "experts.0.fc1.up.weight": (16, 8),
@@ -126,14 +132,14 @@ def test_each_expert_is_a_logical_tensor():
         "experts.1.fc1.up.weight": (16, 8),
         "experts.1.fc2.weight": (8, 16),
     }
-    plain = named_shards(Experts(8, 16, 2, gated=False, bias=True))
+    plain = named_shards(Experts(8, 16, TWO, ExpertNetwork(gated=False, bias=True)))
     assert plain["1.fc1.weight"].shape == (16, 8)
     assert plain["1.fc2.bias"].shape == (8,)
 
 
 def test_same_seed_gives_same_experts_and_a_seed_less_one_draws():
     torch.manual_seed(3)
-    first, second = Experts(8, 16, 2), Experts(8, 16, 2)
+    first, second = Experts(8, 16, TWO), Experts(8, 16, TWO)
     assert not torch.equal(first.fc1_weight, second.fc1_weight)
     first.reset_parameters(seed=5)
     second.reset_parameters(seed=5)
@@ -144,7 +150,7 @@ def test_same_seed_gives_same_experts_and_a_seed_less_one_draws():
 
 def test_init_std_zero_leaves_zeros_and_draws_nothing():
     before = torch.random.get_rng_state()
-    layer = MoELayer(8, 16, MoEConfig(num_experts=4), bias=True, init_std=0.0)
+    layer = MoELayer(8, 16, MoEConfig(num_experts=4), ExpertNetwork(bias=True, init_std=0.0))
     assert all(p.abs().sum() == 0 for p in layer.parameters())
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -154,11 +160,11 @@ def test_impossible_experts_are_refused():
 
     four = Axis("ep", 4, 0, None, (0, 1, 2, 3))
     with pytest.raises(ValueError, match="--num-experts 6 cannot be split over"):
-        Experts(8, 16, 6, ep=four)
+        Experts(8, 16, MoEConfig(num_experts=6), ep=four)
     with pytest.raises(ValueError, match="--moe-ffn-hidden-size 18 cannot be split over"):
-        Experts(8, 18, 4, expert_tp=four)
+        Experts(8, 18, MoEConfig(num_experts=4), expert_tp=four)
     with pytest.raises(ValueError, match="activation 'tanh' is not one of"):
-        Experts(8, 16, 4, activation="tanh")
+        ExpertNetwork(activation="tanh")
     with pytest.raises(ValueError, match="--num-experts 0"):
         MoELayer(8, 16, MoEConfig())
 
@@ -180,7 +186,7 @@ def test_weight_gradients_of_micro_batches_together_are_their_sums(
     for together in (1, 2):
         config = MoEConfig(num_experts=4, moe_wgrad_micro_batches=together)
         torch.manual_seed(0)
-        layer = MoELayer(8, 16, config, dtype=dtype, init_std=0.5)
+        layer = MoELayer(8, 16, config, ExpertNetwork(init_std=0.5), dtype=dtype)
         options = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=1)
         data_parallel = DataParallel([layer], ParallelContext.single(), options)
         weights = layer.experts.fc1_weight, layer.experts.fc2_weight
@@ -209,7 +215,7 @@ def test_weight_gradients_of_micro_batches_together_are_their_sums(
 def test_weight_gradients_that_wait_reach_a_step_whose_last_micro_batch_has_none():
     config = MoEConfig(num_experts=4, moe_wgrad_micro_batches=3)
     torch.manual_seed(0)
-    layer = MoELayer(8, 16, config, dtype=torch.float64, init_std=0.5)
+    layer = MoELayer(8, 16, config, ExpertNetwork(init_std=0.5), dtype=torch.float64)
     weight, x = layer.experts.fc1_weight, torch.randn(6, 8, dtype=torch.float64)
     want = torch.autograd.grad(layer(x)[0].sum(), weight)[0]
     data_parallel = DataParallel([layer], ParallelContext.single(), DataParallelConfig())

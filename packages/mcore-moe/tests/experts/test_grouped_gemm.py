@@ -140,31 +140,3 @@ def test_rows_that_the_kernel_cannot_align_are_computed_all_the_same():
     assert not has_grouped_kernel(x, weight)
     expected = sequential_linear(x, weight, OFFSETS[0])
     assert torch.equal(grouped_linear(x, weight, OFFSETS[0]), expected)
-
-
-def test_the_kernel_of_several_micro_batches_compiles_for_an_h100_and_loads_ahead():
-    pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    from mcore_moe.kernels.weight_grad import TILE, _accumulate
-
-    lists = {"dys": "*bf16", "xs": "*bf16", "offsets": "*i32"}
-    lists |= {"dy_sources": "*i32", "x_sources": "*i32"}
-    types = {name: (kind,) * 3 for name, kind in lists.items()}
-    types |= {"main": "*fp32", "n": "i32", "k": "i32"}
-    constants = {"NUM_PARTS": 3, "GATHERS_DY": False, "GATHERS_X": True, "OVERWRITE": False}
-    constants |= {"BLOCK_N": TILE.n, "BLOCK_K": TILE.k, "BLOCK_R": TILE.rows}
-    place = _accumulate.arg_names.index
-    aligned = [(place(name), part) for name in lists for part in range(3)]
-    aligned += [(place(name),) for name in ("main", "n", "k")]
-    source = ASTSource(
-        fn=_accumulate,
-        signature={**types, **dict.fromkeys(constants, "constexpr")},
-        constexprs={(place(name),): value for name, value in constants.items()},
-        attrs={at: [["tt.divisibility", 16]] for at in aligned},
-    )
-    options = {"num_warps": TILE.warps, "num_stages": TILE.gathering_stages}
-    code = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    assert "wgmma.mma_async" in code
-    assert "cp.async.cg" in code

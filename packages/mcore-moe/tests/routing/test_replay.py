@@ -5,7 +5,14 @@ from math import gcd
 import pytest
 import torch
 
-from mcore_moe import MoEConfig, MoELayer, finish_step, record_routing, replay_routing
+from mcore_moe import (
+    ExpertNetwork,
+    MoEConfig,
+    MoELayer,
+    finish_step,
+    record_routing,
+    replay_routing,
+)
 from mcore_moe.routing.topk import balanced_ids, balanced_stride
 from mcore_parallel.recomputing import recompute
 
@@ -13,7 +20,10 @@ from mcore_parallel.recomputing import recompute
 def build(seed=0, **fields):
     torch.manual_seed(seed)
     config = MoEConfig(num_experts=6, **{"moe_router_topk": 2, **fields})
-    layers = [MoELayer(8, 16, config, dtype=torch.float64, init_std=0.5) for _ in range(2)]
+    layers = [
+        MoELayer(8, 16, config, ExpertNetwork(init_std=0.5), dtype=torch.float64)
+        for _ in range(2)
+    ]
     return torch.nn.ModuleList(layers)
 
 

@@ -1,6 +1,7 @@
-"""Autograd pairs of collectives that begin early and land late, under other work.
+"""Autograd pairs of collectives that run asynchronously: begin, launch other work, wait.
 
-The ``begin_`` functions do what their pairs in ``collectives`` do, over several ranks.
+The ``begin_`` functions compute what their pairs in ``collectives`` compute, over several
+ranks.
 """
 
 from collections.abc import Callable
@@ -19,82 +20,83 @@ from mcore_parallel.collectives import (
 )
 from mcore_parallel.mesh import Axis
 
-Meanwhile = Callable[[], None] | None
-"""Launches other work while a collective travels, and while that of the gradient does."""
-Change = Callable[[Tensor], Tensor] | None
-"""Of what travels, forward only: into bytes and out of them, say."""
+OverlapCallback = Callable[[], None] | None
+"""Launches other work during a collective, and during the collective of its gradient."""
+Cast = Callable[[Tensor], Tensor] | None
+"""Applied to what is sent or received, forward only: into bytes and back, for example."""
 
 
-class InFlight:
-    """A collective of a pair that has begun: launch other work, then ``land``.
+class CollectiveHandle:
+    """A collective that has begun: launch other work, then ``wait`` for its result.
 
-    In backward ``land`` begins the collective of the gradient, and operations that were
-    launched in between run theirs before it is waited for. What ``meanwhile`` names runs before
-    either is waited for.
+    In backward the node of ``wait`` begins the collective of the gradient, and the node of
+    ``__init__`` waits for it: operations that forward launched between the two run their
+    backward during that collective. The overlap callback is called before either wait.
     """
 
     def __init__(
         self,
         x: Shaped[Tensor, "..."],
         begin: Callable[[Tensor], Tensor],
-        begin_back: Callable[[Tensor], Tensor],
-        decode: Change = None,
-        meanwhile: Meanwhile = None,
+        begin_backward: Callable[[Tensor], Tensor],
+        decode: Cast = None,
+        overlap_callback: OverlapCallback = None,
     ) -> None:
-        """Begin.
+        """Begin the collective.
 
         Args:
-            x: what the collective takes.
+            x: its input.
             begin: a ``start_`` function.
-            begin_back: that of the gradient.
-            decode: from what ``begin`` gave, once it is there, to the result; None: the same.
-            meanwhile: called while the collective travels, and while that of the gradient does.
+            begin_backward: the ``start_`` function of the gradient.
+            decode: from the received tensor to the result; None: the same tensor.
+            overlap_callback: called during the collective, and during that of the gradient.
         """
-        self._x = _Depart.apply(x, meanwhile)
-        self._result = begin(self._x.detach())
-        self._begin_back, self._decode = begin_back, decode
-        self._meanwhile = meanwhile
+        self._x = _Begin.apply(x, overlap_callback)
+        self._received = begin(self._x.detach())
+        self._begin_backward, self._decode = begin_backward, decode
+        self._overlap_callback = overlap_callback
 
-    def pause(self) -> None:
-        """Call ``meanwhile`` now instead of in ``land``."""
-        meanwhile, self._meanwhile = self._meanwhile, None
-        # In a backward that repeats a forward, the gradients' collectives have pauses.
-        if meanwhile is not None and torch._C._current_graph_task_id() == -1:
-            meanwhile()
+    def run_overlap_callback(self) -> None:
+        """Call the overlap callback now instead of in ``wait``."""
+        overlap_callback, self._overlap_callback = self._overlap_callback, None
+        # A forward that backward repeats does not call back: the collectives of the gradients
+        # do, and all ranks must call back equally often.
+        if overlap_callback is not None and torch._C._current_graph_task_id() == -1:
+            overlap_callback()
 
-    def land(self) -> Shaped[Tensor, "..."]:
-        """Wait for the result and return it; once."""
-        self.pause()
-        return _Land.apply(self._x, self._result, self._begin_back, self._decode)
+    def wait(self) -> Shaped[Tensor, "..."]:
+        """Wait for the result and return it; call it once."""
+        self.run_overlap_callback()
+        return _Wait.apply(self._x, self._received, self._begin_backward, self._decode)
 
 
 def begin_gather_partial(
     x: Shaped[Tensor, "s ..."],
     axis: Axis,
-    meanwhile: Meanwhile = None,
+    overlap_callback: OverlapCallback = None,
     *,
-    encode: Change = None,
-    decode: Change = None,
-) -> InFlight:
+    encode: Cast = None,
+    decode: Cast = None,
+) -> CollectiveHandle:
     """Begin ``gather_partial_from`` along dimension 0."""
-    return InFlight(
+    return CollectiveHandle(
         x,
         lambda x: start_all_gather(x if encode is None else encode(x), axis),
         lambda grad: start_reduce_scatter(grad, axis),
         decode,
-        meanwhile,
+        overlap_callback,
     )
 
 
 def begin_reduce_scatter(
-    x: Shaped[Tensor, "S ..."], axis: Axis, meanwhile: Meanwhile = None
-) -> InFlight:
+    x: Shaped[Tensor, "S ..."], axis: Axis, overlap_callback: OverlapCallback = None
+) -> CollectiveHandle:
     """Begin ``reduce_scatter_to`` along dimension 0."""
-    return InFlight(
+    return CollectiveHandle(
         x,
         lambda x: start_reduce_scatter(x, axis),
         lambda grad: start_all_gather(grad, axis),
-        meanwhile=meanwhile,
+        overlap_callback=overlap_callback,
     )
 
 
@@ -103,40 +105,46 @@ def begin_all_to_all(
     axis: Axis,
     send: list[int],
     receive: list[int],
-    meanwhile: Meanwhile = None,
+    overlap_callback: OverlapCallback = None,
     *,
-    encode: Change = None,
-    decode: Change = None,
-) -> InFlight:
+    encode: Cast = None,
+    decode: Cast = None,
+) -> CollectiveHandle:
     """Begin ``all_to_all``."""
-    return InFlight(
+    return CollectiveHandle(
         x,
         lambda x: start_all_to_all(x if encode is None else encode(x), axis, send, receive),
         lambda grad: start_all_to_all(grad, axis, receive, send),
         decode,
-        meanwhile,
+        overlap_callback,
     )
 
 
-class _Depart(OnceDifferentiable):
+class _Begin(OnceDifferentiable):
+    """Identity; backward waits for the collective of the gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, meanwhile: Any) -> Tensor:
-        ctx.meanwhile = meanwhile
+    def forward(ctx: Any, x: Tensor, overlap_callback: Any) -> Tensor:
+        ctx.overlap_callback = overlap_callback
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.meanwhile is not None:
-            ctx.meanwhile()
+        if ctx.overlap_callback is not None:
+            ctx.overlap_callback()
         return wait(grad), None
 
 
-class _Land(OnceDifferentiable):
+class _Wait(OnceDifferentiable):
+    """Waits for the result; backward begins the collective of the gradient."""
+
     @staticmethod
-    def forward(ctx: Any, _x: Tensor, result: Tensor, begin_back: Any, decode: Any) -> Tensor:
-        ctx.begin_back = begin_back
-        return wait(result) if decode is None else decode(wait(result))
+    def forward(
+        ctx: Any, _x: Tensor, received: Tensor, begin_backward: Any, decode: Any
+    ) -> Tensor:
+        ctx.begin_backward = begin_backward
+        return wait(received) if decode is None else decode(wait(received))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.begin_back(grad), None, None, None
+        return ctx.begin_backward(grad), None, None, None

@@ -28,7 +28,7 @@ def pattern_layers(pattern: str) -> tuple[str, ...]:
     behind a / is no layer of the model, see ``further_letters``.
     """
     pattern = pattern.partition("/")[0]
-    text = pattern.replace("|", "")
+    text = without_stage_marks(pattern)
     layers = tuple(several or one for several, one in _LAYERS.findall(text))
     letters = "".join(layers)
     problem = ""
@@ -50,6 +50,12 @@ def pattern_layers(pattern: str) -> tuple[str, ...]:
             "layer of multi-token prediction."
         )
     return layers
+
+
+def without_stage_marks(pattern: str) -> str:
+    """Return a hybrid pattern without its |: the same model, not cut into pipeline stages."""
+    layers, slash, further = pattern.partition("/")
+    return layers.replace("|", "") + slash + further
 
 
 def further_letters(pattern: str) -> str:

@@ -234,7 +234,7 @@ def check_hybrid():
                 chunk(x).square().sum().backward()
         engine.finish()
         if step == 0:
-            found = whole(engine.grad_shards(), ctx)
+            found, norm = whole(engine.grad_shards(), ctx), optimizer.grad_norm()
         optimizer.step(lr=0.01, weight_decay=0.1)
     engine.check_weights()
     if ctx.optimizer_replica.rank == 1:
@@ -244,9 +244,11 @@ def check_hybrid():
     alone = Chunk(torch.float32)
     for seed in range(8):
         alone(backward_input(seed, torch.float32)).square().sum().backward()
-    for name, parameter in alone.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(found[name], parameter.grad)
+    trained = {n: p.grad for n, p in alone.named_parameters() if p.requires_grad}
+    for name, gradient in trained.items():
+        torch.testing.assert_close(found[name], gradient)
+    squares = sum(float(gradient.double().square().sum()) for gradient in trained.values())
+    assert float(norm) == pytest.approx(squares**0.5, rel=1e-5)
 
 
 def test_hybrid_sharding_sums_over_instances_once_and_finds_a_copy_that_came_apart():

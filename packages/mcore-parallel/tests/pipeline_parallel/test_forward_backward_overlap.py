@@ -19,8 +19,8 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.tensor([1.5, -0.5], dtype=torch.float64))
         self.events, self.change = events, None
 
-    def take_turns(self, change):
-        self.change = change
+    def set_overlap_callback(self, callback):
+        self.change = callback
 
     def forward(self, x, name):
         def noted(x, part):
@@ -30,7 +30,7 @@ class Layer(nn.Module):
             return x
 
         x = noted(torch.sin(x * self.weight), "before")
-        x = begin_all_to_all(x, SINGLE, [], [], self.change).land()
+        x = begin_all_to_all(x, SINGLE, [], [], self.change).wait()
         return noted(x * self.weight, "after")
 
 

@@ -11,6 +11,7 @@ from mcore_ckpt.save_load.loading import describe_checkpoint
 from mcore_ckpt.storage.paths import resolve_folder
 from mcore_infer.loading import load_model
 from mcore_models.peft.attaching import adapted_linears
+from mcore_models.peft.lora import MAGNITUDE_NAME
 from mcore_models.peft.quantized_base import QuantizedMatrix
 from mcore_moe.experts.experts import Experts
 from mcore_parallel.mesh import ParallelContext
@@ -213,6 +214,44 @@ def test_adapters_of_experts_load_under_another_layout_and_merge(tmp_path):
         load_model(tmp_path / "merged", single),
     )
     torch.testing.assert_close(logits(beside.model), logits(merged.model))
+
+
+SHARDED = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+LATENT = {"multi_latent_attention": True, "kv_lora_rank": 8, "qk_head_dim": 6, "v_head_dim": 6}
+LATENT |= {"qk_pos_emb_head_dim": 4, "num_query_groups": 0, "kv_channels": 0}
+
+
+def begun_beside_a_base(base, flags):
+    """Load a base beside DoRA under each way of sharding, and train two steps."""
+    ends = []
+    for strategy in SHARDED:
+        world = {"data_parallel_sharding_strategy": strategy, "train_iters": 2}
+        run = build(2, load=base, finetune=True, **world, **flags)
+        load_run(run)
+        begun = whole_weights(run)
+        train(run, Reporter(None))
+        ends.append((begun, whole_weights(run)))
+        run.ctx.destroy()
+    return ends
+
+
+@pytest.mark.parametrize("model", [{"bf16": True}, LATENT], ids=["bf16", "latent attention"])
+def test_dora_begins_beside_a_loaded_base_however_data_ranks_share_it(tmp_path, model):
+    base = build(save=str(tmp_path), **model)
+    save_run(base)
+    weights = base.data_parallel.weight_shards()
+    flags = {**DORA, "lora_target_modules": ("all-linear",), **model}
+    (first, trained_first), *others = run_ranks(begun_beside_a_base, 2, str(tmp_path), flags)[0]
+    magnitudes = [name for name in first if name.endswith(MAGNITUDE_NAME)]
+    assert magnitudes
+    for name in magnitudes:
+        matrix = name.replace("adapter.", "").replace(MAGNITUDE_NAME, "weight")
+        lengths = weights[matrix].pieces[0].data.float().norm(dim=1)
+        torch.testing.assert_close(first[name], lengths.to(first[name].dtype))
+    for begun, after in others:
+        assert all(torch.equal(begun[name], first[name]) for name in first)
+        if "bf16" not in model:  # there steps of Adam are signs, which rounding flips
+            torch.testing.assert_close(after, trained_first)
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,12 @@ from mcore_train.assembly import assemble
 from mcore_train.checkpoints.adapter_bases import check_model, model_description
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.checkpoints.origin import carried_files
-from mcore_train.checkpoints.resuming import load_run, take_snapshot
+from mcore_train.checkpoints.resuming import _streams_fit, load_run, save_run, take_snapshot
 from mcore_train.composition import compose
 from mcore_train.datasets import Datasets
 from mcore_train.layout_check.trial import Rows
 from mcore_train.loop import train
+from mcore_train.options.parsing import parse
 from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import resolve
 
@@ -230,6 +231,10 @@ def test_a_run_with_experts_may_balance_otherwise_and_a_dense_one_names_upcycle(
     check_model(saved, plan(moe_router_load_balancing_type="sinkhorn", **free), tmp_path)
     with pytest.raises(ValueError, match=r"moe_router_topk: 2 there, 3 here\): leave these"):
         check_model(saved, plan(moe_router_topk=3), tmp_path)
+    # One list of layers has many spellings.
+    check_model(saved, plan(moe_layer_freq="[1]*2"), tmp_path)
+    with pytest.raises(ValueError, match=r"moe_layer_freq: 1 there, \[0, 1\] here"):
+        check_model(saved, plan(moe_layer_freq="[0, 1]"), tmp_path)
     # Descriptions of Hugging Face folders leave out what has its default.
     del saved["config"]["position_embedding_type"]
     check_model(saved, plan(), tmp_path)
@@ -240,6 +245,48 @@ def test_a_run_with_experts_may_balance_otherwise_and_a_dense_one_names_upcycle(
         ValueError, match=f"mcore-ckpt upcycle {tmp_path} --output DIR --num-ex"
     ):
         check_model(dense, plan(), tmp_path)
+
+
+def test_a_mixture_of_hugging_face_adds_a_balancing_loss_where_transformers_does(
+    tmp_path, caplog
+):
+    experts = {**MODELS["mixtral"], "moe_aux_loss_coeff": 0.02}
+    save_run(build(save=str(tmp_path / "run"), **experts))
+    mcore_to_hf(tmp_path / "run", tmp_path / "hf")
+    words = ["--mock-data", "--train-iters", "1", "--lr", "1", "--load"]
+
+    def loss_of(folder, *flags):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            config = parse([*words, str(tmp_path / folder), *flags])
+        return config.experts.moe_aux_loss_coeff, caplog.text
+
+    weight, told = loss_of("hf")
+    assert weight == 0.0
+    assert "none, as in transformers" in told
+    assert "--moe-aux-loss-coeff 0.02 adds it" in told
+    assert (
+        "aux_loss x 0.3, from the command line"
+        in loss_of("hf", "--moe-aux-loss-coeff", "0.3")[1]
+    )
+    # What a run has trained with goes on, and so does what transformers adds.
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"output_router_logits": True}))
+    for folder in ("run", "hf"):
+        weight, told = loss_of(folder)
+        assert weight == 0.02
+        assert f"aux_loss x 0.02, from {tmp_path / folder}" in told
+
+
+def test_noise_that_another_layout_draws_anew_is_named(tmp_path, caplog):
+    noise = {"num_experts": 4, "moe_input_jitter_eps": 0.1, "peft": "lora", "lora_dim": 2}
+    noise |= {"lora_dropout": 0.1}
+    run = build(save=str(tmp_path), **noise)
+    save_run(run)
+    extra = read_index(resolve_folder(tmp_path)).extra
+    extra["parallel"]["tensor_model_parallel_size"] = 2
+    assert not _streams_fit(run, extra)
+    assert "new random streams for --lora-dropout and --moe-input-jitter-eps" in caplog.text
 
 
 def test_a_save_in_the_background_is_told_until_it_is_durable(tmp_path):

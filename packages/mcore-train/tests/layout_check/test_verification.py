@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_models.config import RecomputeConfig
+from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.cli import main
@@ -65,6 +67,16 @@ def test_one_rank_alone_sees_the_same_micro_batches():
     assert lone.padded_vocab_size >= plan.vocab_size
 
 
+def test_one_rank_alone_computes_plainly():
+    experts = {"num_experts": 4, "moe_expert_rows_limit": 1.5, "cpu_offloading": False}
+    ways = {"recompute_granularity": "full", "transformer_impl": "local", "ddp_bucket_size": 99}
+    flags = FLAGS | experts | ways | {"overlap_grad_reduce": True}
+    lone = alone(resolve(compose(flags), 2)).config
+    assert lone.recomputation == RecomputeConfig()
+    assert (lone.experts.moe_expert_rows_limit, lone.experts.moe_grouped_gemm) == (0.0, False)
+    assert lone.data_parallelism == DataParallelConfig()
+
+
 def test_one_rank_alone_needs_no_dispatcher_of_several():
     experts = {"num_experts": 4, "expert_model_parallel_size": 2}
     flags = FLAGS | experts | {"moe_token_dispatcher_type": "symmetric"}
@@ -107,7 +119,7 @@ def test_a_run_with_a_ramp_validation_and_dropout_is_certified():
     checked = {line.what for line in certificate.lines}
     assert checked >= {"log: loss", "log: global_batch_size", "validation: loss"}
     assert checked >= {"random numbers of ranks", "continued run with dropout or noise"}
-    assert checked >= {"logits in float16", "gradient in float16"}
+    assert checked >= {"logits in float16", "gradient in float16", "continued run in float16"}
     unchecked = "\n".join(certificate.unchecked)
     assert "GPU kernels" in unchecked
     assert "vectors" not in unchecked
@@ -151,6 +163,51 @@ def test_steps_validated_afterwards_are_certified(tmp_path):
     assert [line.worst.partition(":")[0] for line in idle] == [
         f"no step was {end}" for end in ends
     ]
+
+
+SHARDED = {
+    "num_layers": 2,
+    "hidden_size": 96,
+    "tensor_model_parallel_size": 1,
+    "use_distributed_optimizer": True,
+    "qk_clip": True,
+    "recompute_granularity": "full",
+    "bf16": True,
+}
+
+
+def test_state_of_the_runs_own_format_and_rows_that_shards_cut_are_certified():
+    """On two ranks: a mutant of each is in tests/mutations.toml."""
+    small = build_small_run(resolve(compose(FLAGS | SHARDED), 2), 2)
+    certificate, _ = run_ranks(verify_on_rank, 2, small)
+    assert certificate.passed, [line for line in certificate.lines if not line.passed]
+    checked = {line.what for line in certificate.lines}
+    assert checked >= {"continued run in bfloat16", "checkpoint on one rank in bfloat16"}
+    whole = "".join(note for note in certificate.unchecked if "inside rows" in note)
+    assert not all(f".{name}.weight" in whole for name in "qk")
+    assert "--qk-clip" in certificate.shared
+    assert "recompute" not in certificate.shared
+
+
+BEGUN = {
+    "an adapter beside a base": {
+        "peft": "dora",
+        "lora_dim": 2,
+        "data_parallel_sharding_strategy": "optim_grads",
+    },
+    "a run with experts": {"num_experts": 4, "use_distributed_optimizer": True},
+}
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_a_run_that_begins_from_load_is_certified_from_there(name):
+    changes = {"num_layers": 1, "tensor_model_parallel_size": 1, "bf16": True, **BEGUN[name]}
+    small = build_small_run(resolve(compose(FLAGS | changes), 2), 2)
+    kind = "weights" if "peft" in changes else "run"
+    certificate, _ = run_ranks(verify_on_rank, 2, replace(small, start=kind))
+    assert certificate.passed, [line for line in certificate.lines if not line.passed]
+    checked = {(line.what, line.tensor.rpartition(".")[2]) for line in certificate.lines}
+    assert (("initial weights", "lora_magnitude_vector") in checked) == ("peft" in changes)
 
 
 def test_weights_gathered_in_fp8_are_certified_to_change_no_bit():

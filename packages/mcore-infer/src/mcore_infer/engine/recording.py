@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from mcore_models.protocol import LanguageModel
-from mcore_moe.dispatch.dispatching import LocalDispatcher
+from mcore_moe.dispatch.local import LocalDispatcher
 from mcore_moe.layer import MoELayer
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from mcore_infer.kv_cache import StaticCache
 from mcore_infer.quantization.loading import linears
 from mcore_models.protocol import LanguageModel, LayerState
-from mcore_moe.activations import activation_function, gated
 from mcore_moe.dispatch.permutation import RowPlan, permute
 from mcore_moe.experts.experts import Experts
 from mcore_parallel.precision.gemm import Gemm, Operands
@@ -128,12 +127,8 @@ def _expert_hook(
             hidden = F.linear(mine, experts.fc1_weight[expert])
             if experts.fc1_bias is not None:
                 hidden = hidden + experts.fc1_bias[expert]
-            if experts.gated:
-                active = gated(hidden, experts.activation, experts.clamp, experts.offset)
-            else:
-                active = activation_function(experts.activation)(hidden)
             # Engines weigh what an expert gives, so its second input is unweighed.
-            second.add(active)
+            second.add(experts.network.activate(hidden))
 
     return note
 

@@ -22,7 +22,7 @@ from mcore_models.layers.residual import (
     stream_dropout,
     stream_norm,
 )
-from mcore_moe.layer import MoELayer, Routed
+from mcore_moe.layer import MoELayer, RoutedTokens
 from mcore_parallel.logical_tensors import layer_mixers, layer_norms
 
 _NO_NORM = nn.Identity()
@@ -107,7 +107,9 @@ class TransformerBlock(ResidualBlock):
         """Whether the last mixer is experts, so that ``to_experts`` is all that precedes."""
         return self.mixers[-1] == "moe"
 
-    def to_experts(self, stream: Residual, inputs: BlockInputs) -> tuple[Residual, Routed]:
+    def to_experts(
+        self, stream: Residual, inputs: BlockInputs
+    ) -> tuple[Residual, RoutedTokens]:
         """Run the layer up to the dispatch of tokens to experts; no size depends on routing.
 
         ``from_experts`` does the rest. One after the other they are ``forward``, except that
@@ -115,16 +117,16 @@ class TransformerBlock(ResidualBlock):
         """
         stream = self._through(stream, inputs, len(self.mixers) - 1)
 
-        def route(x: Tensor) -> Routed:
+        def route(x: Tensor) -> RoutedTokens:
             return self._experts().route(x.flatten(0, 1), num_sequences=x.shape[1])
 
         routed, stream = self.mix(stream, self._norm(self.norms[-1][0]), route)
         return stream, routed
 
-    def from_experts(self, stream: Residual, routed: Routed) -> Residual:
+    def from_experts(self, stream: Residual, routed: RoutedTokens) -> Residual:
         """Dispatch tokens, run the experts and add their output to the stream."""
-        y = self._experts().exchange(routed).view(stream.x.shape)
-        return self.add(stream, (y, routed.aux), self._norm(self.norms[-1][1]))
+        y = self._experts().run_experts(routed).view(stream.x.shape)
+        return self.add(stream, (y, routed.aux_loss), self._norm(self.norms[-1][1]))
 
     def _experts(self) -> MoELayer:
         return cast("MoELayer", self.get_submodule("moe"))

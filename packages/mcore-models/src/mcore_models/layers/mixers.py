@@ -21,6 +21,7 @@ from mcore_models.layers.mlp import MLP
 from mcore_models.layers.recurrent.delta_net import DeltaNet
 from mcore_models.layers.recurrent.mamba import Mamba
 from mcore_moe.expert_parallel import moe_axes
+from mcore_moe.experts.network import ExpertNetwork
 from mcore_moe.layer import MoELayer
 from mcore_parallel.logical_tensors import ffn_size, is_gated
 
@@ -39,7 +40,17 @@ class Mixer:
 
 
 def _build_mlp(setup: LayerSetup) -> MLP:
-    options: dict[str, Any] = {"gemms": setup.gemms, **_feed_forward(setup)}
+    options: dict[str, Any] = {
+        "gemms": setup.gemms,
+        "gated": is_gated(setup.config),
+        "activation": activation(setup.config),
+        "bias": setup.config.add_bias_linear,
+        "clamp": setup.config.activation_func_clamp_value,
+        "offset": setup.config.glu_linear_offset,
+        "sequence_parallel": setup.sequence_parallel,
+        "init_std": 0.0,
+        **setup.placed,
+    }
     kind = Fp8GatedMLP if Fp8GatedMLP.supports(**options) else MLP
     return kind(
         setup.config.hidden_size,
@@ -54,31 +65,28 @@ def _build_experts(setup: LayerSetup) -> MoELayer:
     # Layers that stay out of fp8 have their experts in the model's dtype, too.
     is_narrow = setup.moe.moe_experts_dtype and setup.gemms.casts is not None
     moe = setup.moe if is_narrow else replace(setup.moe, moe_experts_dtype="")
+    network = ExpertNetwork(
+        gated=is_gated(setup.config),
+        activation=activation(setup.config),
+        bias=setup.config.add_bias_linear,
+        clamp=setup.config.activation_func_clamp_value,
+        offset=setup.config.glu_linear_offset,
+        init_std=0.0,
+        recompute_activation="moe_act" in setup.recomputed,
+    )
     return MoELayer(
         setup.config.hidden_size,
         ffn_size(setup.config),
         moe,
-        **moe_axes(setup.ctx),
+        network,
+        axes=moe_axes(setup.ctx),
+        sequence_parallel=setup.sequence_parallel,
         streams=setup.streams,
-        recompute_activation="moe_act" in setup.recomputed,
         recompute_shared="shared_experts" in setup.recomputed,
         equal_tokens=True,
         fp8_casts=setup.gemms.casts,
-        **_feed_forward(setup),
-    )
-
-
-def _feed_forward(setup: LayerSetup) -> dict[str, Any]:
-    return {
-        "gated": is_gated(setup.config),
-        "activation": activation(setup.config),
-        "bias": setup.config.add_bias_linear,
-        "clamp": setup.config.activation_func_clamp_value,
-        "offset": setup.config.glu_linear_offset,
-        "sequence_parallel": setup.sequence_parallel,
-        "init_std": 0.0,
         **setup.placed,
-    }
+    )
 
 
 def _run_with_inputs(mixer: nn.Module, inputs: BlockInputs, x: Tensor) -> Tensor:

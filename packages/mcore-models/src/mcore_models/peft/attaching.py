@@ -5,6 +5,8 @@ parameters keep their names, so that a checkpoint of the model loads with adapte
 """
 
 import math
+from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from mcore_models.peft.lora import A_NAME, LinearAdapter, build_adapter
 from mcore_moe.experts.experts import Experts
 from mcore_moe.experts.latent import LatentProjection
 from mcore_parallel.rng import RngStreams, fill_parameter_
-from mcore_parallel.sharding import named_parameters
+from mcore_parallel.sharding import Shard, named_parameters, named_shards, shards_of
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 _LINEARS = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, LatentProjection)
@@ -56,14 +58,29 @@ def attach_adapters(
     start_magnitudes(model)
 
 
-def start_magnitudes(model: nn.Module) -> None:
+def start_magnitudes(model: nn.Module, weights: Mapping[str, Shard] | None = None) -> None:
     """Set DoRA's magnitudes to the lengths of the weights' rows, once these are loaded.
 
     All-reduces the lengths over the ranks that share columns.
+
+    Args:
+        model: with adapters; their linears' weights are whole on this rank but for tensor
+            parallelism.
+        weights: this rank's part of the model by logical name, where data ranks share it
+            (``GradientSync.weight_shards``); left out, the model's own parameters.
     """
+    weights = named_shards(model) if weights is None else weights
+    named = {id(each.parameter): each for each in named_parameters(model)}
     for linear, adapter in adapted_linears(model):
-        if not adapter.lora_A.is_meta:
-            adapter.start_magnitude(linear.weight)
+        if adapter.magnitude is None or adapter.magnitude.is_meta:
+            continue
+        lengths = adapter.row_lengths(linear.weight)
+        for name, shard in shards_of([(named[id(adapter.magnitude)], lengths)]).items():
+            held = weights[name].pieces if name in weights else ()
+            for source, target in product(shard.pieces, held):
+                begin = target.offsets[0] - source.offsets[0]
+                if 0 <= begin <= begin + target.lengths[0] <= source.lengths[0]:
+                    target.data.copy_(source.data[begin : begin + target.lengths[0]])
 
 
 def merge_adapters(model: nn.Module) -> None:
@@ -108,7 +125,7 @@ def _attach(module: Any, path: str, config: PeftConfig, streams: RngStreams) -> 
 def _attach_to_experts(
     experts: Experts, path: str, config: PeftConfig, streams: RngStreams
 ) -> None:
-    matrices = ("fc1.gate", "fc1.up", "fc2") if experts.gated else ("fc1", "fc2")
+    matrices = ("fc1.gate", "fc1.up", "fc2") if experts.network.gated else ("fc1", "fc2")
     is_adapted = []
     for matrix in matrices:
         chosen = [config.is_target(f"{path}.{e}.{matrix}") for e in range(experts.num_experts)]

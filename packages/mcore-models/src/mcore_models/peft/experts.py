@@ -51,7 +51,7 @@ class ExpertsAdapter(nn.Module):
         self.rank, self.scale = config.lora_dim, config.scale
         self.ep, self.expert_tp = experts.ep, experts.expert_tp
         self.first, self.has_second = tuple(is_adapted[:-1]), is_adapted[-1]
-        self.names = ("fc1.gate", "fc1.up") if experts.gated else ("fc1",)
+        self.names = ("fc1.gate", "fc1.up") if experts.network.gated else ("fc1",)
         self.sizes = experts.hidden_size, experts.ffn_hidden_size
         self.dropout = StreamDropout(config.lora_dropout, streams, "expert")
         self.linear = grouped_linear if experts.grouped else sequential_linear

@@ -153,10 +153,9 @@ class LinearAdapter(nn.Module, ABC):
         return total.to(weight.dtype)
 
     @torch.no_grad()
-    def start_magnitude(self, weight: Float[Tensor, "F D"]) -> None:
-        """Set magnitudes to the lengths of the weight's rows; communicates as ``merged``."""
-        if self.magnitude is not None:
-            self.magnitude.copy_(self._adapted_rows(self._lengths(weight)))
+    def row_lengths(self, weight: Float[Tensor, "F D"]) -> Float[Tensor, " f"]:
+        """Return the length of each adapted row of a weight; communicates as ``merged``."""
+        return self._adapted_rows(self._lengths(weight))
 
     def _gain(self, weight: Tensor) -> Float[Tensor, " F"]:
         """Return the factor that brings each output's row to its magnitude.

@@ -1,9 +1,9 @@
 """Dispatch in two steps over ranks of several nodes: between nodes, then within one.
 
-A token crosses to another node once, however many of its experts are there: to the rank that
-has its own rank's place there, with its choices and their weights. Within the node an
-all-to-all brings it to the ranks of these experts. The way back sums by token within the node
-first, so that one sum of each token and node crosses back.
+A token is sent to another node once, however many of its experts are there: to the rank with
+the same index within that node, together with its choices and their weights. An all-to-all
+within the node sends it to the ranks of these experts. Combine sums by token within the node
+first, so that one sum for each token and node is sent back.
 
 Reference:
     DeepSeek-AI 2024, DeepSeek-V3, 3.2.2: tokens over InfiniBand, then NVLink.
@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_moe.config import MoEConfig, one_step_option
-from mcore_moe.dispatch.dispatching import AllToAllDispatcher
+from mcore_moe.dispatch.all_to_all import AllToAllDispatcher
 from mcore_moe.dispatch.permutation import permute, plan_rows, trimmed, unpermute
 from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher, DispatchOptions
 from mcore_moe.routing.topk import Routing
@@ -27,15 +27,15 @@ from mcore_parallel.mesh import Axis
 
 
 class HierarchicalDispatcher(Dispatcher):
-    """Sends each token to the nodes of its experts, and there to their ranks, and back."""
+    """Sends tokens to the nodes of their experts, then within a node to the experts' ranks."""
 
     def __init__(self, config: MoEConfig, nodes: Axis, node: Axis) -> None:
         """Keep the axes, and make the dispatcher of each step.
 
         Args:
-            config: with ``moe_dispatch_dtype`` tokens are cast on their way between nodes.
-            nodes: the ranks that have this one's place in their nodes.
-            node: ranks of this node, which share a run of neighbouring experts.
+            config: ``moe_dispatch_dtype`` applies to the exchange between nodes.
+            nodes: the ranks with this rank's index within their nodes.
+            node: ranks of this node, which share consecutive experts.
         """
         if problem := one_step_option(config):
             raise ValueError(problem)
@@ -52,32 +52,35 @@ class HierarchicalDispatcher(Dispatcher):
     ) -> Dispatched:
         """Exchange tokens, choices and weights between nodes, then rows within this one.
 
-        The host waits for the counts of either step.
+        The host waits for the counts of both exchanges.
         """
         ids, num_nodes = routing.ids, self.nodes.size
         if routing.keep is not None:
             ids = ids.where(routing.keep, self.num_experts * num_nodes)
+        # wanted[t, n]: node n has an expert of token t. Dropped choices mark the extra column.
         wanted = ids.new_zeros(ids.shape[0], num_nodes + 1, dtype=torch.bool)
         wanted = wanted.scatter_(1, ids // self.num_experts, True)[:, :num_nodes]
         every = torch.arange(num_nodes, device=ids.device).expand_as(wanted)
         plan = plan_rows(every, num_nodes, wanted)
-        trip, _ = self.between.agree(plan.counts)
-        plan = trimmed(plan, sum(trip.send))
+        splits, _ = self.between.exchange_counts(plan.counts)
+        plan = trimmed(plan, sum(splits.send))
 
-        arrive = self.between.begin_rows(permute(x, plan), trip)
-        sizes = trip.send, trip.receive[0]
+        wait = self.between.begin_exchange(permute(x, plan), splits)
+        sizes = splits.send, splits.receive[0]
         probs = all_to_all(permute(routing.probs, plan), self.nodes, *sizes)
         own = all_to_all(ids[plan.sources], self.nodes, *sizes)
+        # Choices of experts of other nodes came along: they are dropped here.
         own = own - self.nodes.rank * self.num_experts
         keep = (own >= 0) & (own < self.num_experts)
         here = Routing(own.where(keep, 0), probs, keep)
-        sent = self.within.dispatch(arrive(), here, options)
-        return replace(sent, handle=(sent.handle, plan, trip))
+        sent = self.within.dispatch(wait(), here, options)
+        return replace(sent, handle=(sent.handle, plan, splits))
 
     def combine(self, y: Float[Tensor, "M D"], handle: Any) -> Float[Tensor, "T D"]:
         """Sum by token within the node, send the sums between nodes, and sum them by token."""
-        within, plan, trip = handle
-        return unpermute(self.between.back(self.within.combine(y, within), trip), plan)
+        within, plan, splits = handle
+        y = self.between.combine_rows(self.within.combine(y, within), splits)
+        return unpermute(y, plan)
 
 
 _NO_CHOICE: dict[str, Any] = {
@@ -90,4 +93,4 @@ _NO_CHOICE: dict[str, Any] = {
     "moe_router_group_topk": 0,
     "moe_router_group_score_topk": 0,
 }
-"""What a dispatcher does not read, as it fits any number of experts."""
+"""Options that a dispatcher does not read, at values valid for any number of experts."""

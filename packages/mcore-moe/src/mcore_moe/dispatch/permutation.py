@@ -1,10 +1,10 @@
 """Permutation of tokens into expert order and back: index arithmetic with exact gradients.
 
-A *row* is one token for one of its experts; rows are sorted by expert, then by token. The plan
-holds both directions (the token of each row, the row of each choice), so forward and backward
-of ``permute`` and ``unpermute`` are copies and a sum over k in fixed order: no atomic
+A *row* is a copy of a token for one of its experts; rows are sorted by expert, then by token.
+The plan holds both directions (the token of each row, the row of each choice), so forward and
+backward of ``permute`` and ``unpermute`` are copies and a sum over k in fixed order: no atomic
 addition, the same bits in every run. Without dropping, the number of rows is T*k, which the
-host has without waiting. On a GPU the plan is a counting sort, and every movement one
+host computes without waiting. On a GPU the plan is a counting sort, and each copy or sum one
 kernel (``kernels.rows``).
 """
 
@@ -21,21 +21,21 @@ from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, w
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Which row holds which choice. A *choice* is number t*k + j: token t's j-th expert."""
+    """Map between rows and choices. Choice t*k + j is token t's j-th expert."""
 
     choices: Int[Tensor, " R"]
     """Choice of each row; T*k for a padding row."""
     slots: Int[Tensor, "T k"]
     """Row of each choice; R for a choice that was dropped."""
     offsets: Int[Tensor, " E1"]
-    """Where each expert's rows begin, and the end of the last; int32. There may be more rows,
-    of no expert."""
+    """Begin of each expert's rows, and the end of the last; int32. Later rows belong to no
+    expert."""
     is_complete: bool
-    """Whether rows and choices are known to match one to one: none dropped, none filled."""
+    """Whether every choice has a row and every row a choice: none dropped, none padded."""
     is_dense: bool = False
-    """Whether every row is known to name a token; those behind the last offset name any."""
+    """Whether every row names a token; rows after the last offset name an arbitrary one."""
     is_in_order: bool = False
-    """Whether row r is token r, which chose one expert: nothing has to be moved."""
+    """Whether row r is token r and tokens have one choice: ``permute`` copies nothing."""
 
     @property
     def counts(self) -> Int[Tensor, " E"]:
@@ -50,7 +50,7 @@ class RowPlan:
 
 
 def expert_offsets(counts: Int[Tensor, " E"]) -> Int[Tensor, " E1"]:
-    """Return where the rows of each expert begin, and the end of the last, as int32."""
+    """Return the begin of each expert's rows and the end of the last, as int32."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
@@ -63,15 +63,15 @@ def plan_rows(
     """Plan the rows of chosen experts, sorted by expert, then by token.
 
     Args:
-        ids: chosen experts; a token names none twice.
+        ids: chosen experts; a token names no expert twice.
         num_experts: E.
-        keep: choices that get a row; left out: all. With it there are T*k rows on a GPU, so
-            that the host need not wait: the last are zero and belong to no expert.
+        keep: choices that get a row; left out: all. On a GPU there are T*k rows even so, and
+            the host does not wait: the last rows are zero and belong to no expert.
         capacity: rows that every expert gets, filled where fewer chose it; 0: as chosen.
             ``keep`` must not leave more.
     """
     if keep is not None:
-        ids = ids.where(keep, num_experts)  # behind all experts
+        ids = ids.where(keep, num_experts)  # sorted after all experts
     if _has_plan_kernel(ids):
         from mcore_moe.kernels.rows import fused_plan
 
@@ -113,14 +113,14 @@ def _filled(
     """Plan rows with exactly ``capacity`` for each expert; dropped choices get no row."""
     num_choices, num_experts = flat.numel(), counts.numel()
     num_rows = num_experts * capacity
-    # ``order`` lists the choices by expert, dropped ones (expert number E) last. The place of
-    # a choice among those of its expert is its position minus the expert's start.
+    # ``order`` lists the choices by expert, dropped ones (expert number E) last. A choice's
+    # place among its expert's choices is its position in ``order`` minus the expert's start.
     starts = counts.cumsum(0) - counts
     experts = flat[order]
     kept = experts < num_experts
     padded_starts = torch.nn.functional.pad(starts, (0, 1))
     places = torch.arange(num_choices, device=flat.device) - padded_starts[experts]
-    # Choices without a row all write to one spare place behind the end.
+    # Dropped choices all write to an extra row at the end, which is cut off below.
     rows = (experts * capacity + places).where(kept, num_rows)
     choices = torch.full((num_rows + 1,), num_choices, device=flat.device)
     choices[rows] = order
@@ -131,23 +131,26 @@ def _filled(
 
 
 def trimmed(plan: RowPlan, num_rows: int) -> RowPlan:
-    """Return the plan with the first rows only, where the others belong to no expert."""
+    """Return the plan of the first ``num_rows`` rows, if all others belong to no expert."""
     if num_rows == plan.choices.numel():
         return plan
+    # Dropped choices had the old number of rows as slot: now the new one.
     slots = plan.slots.clamp(max=num_rows)
     return RowPlan(plan.choices[:num_rows], slots, plan.offsets, False, True)
 
 
 def plan_slice(plan: RowPlan, begin: int, size: int) -> RowPlan:
-    """Return the plan of ``size`` rows from ``begin`` on, however many of them are used.
+    """Return the plan of ``size`` rows from ``begin`` on.
 
-    The host waits for nothing. Rows behind the last offset name any token.
+    The host does not wait. Rows after the last offset name an arbitrary token.
     """
     end, num_rows = begin + size, plan.choices.numel()
     choices = plan.choices[begin:end].clamp(max=max(0, plan.slots.numel() - 1))
     if begin == 0 and size == num_rows:
         return RowPlan(choices, plan.slots, plan.offsets, False, True)
     choices = torch.nn.functional.pad(choices, (0, size - choices.numel()))
+    # Choices whose row is outside of the slice get the slot of dropped ones, ``size``; each
+    # expert keeps the overlap of its rows with the slice.
     slots = plan.slots - begin
     slots = slots.where((slots >= 0) & (slots < min(size, num_rows - begin)), size)
     offsets = plan.offsets.clamp(begin, end) - begin
@@ -164,8 +167,8 @@ def within_capacity(
     """Return which choices fit when every expert takes at most ``capacity`` tokens.
 
     Args:
-        ids: chosen experts; ``num_experts``: none, and what is said of it means nothing.
-        probs: their weights.
+        ids: chosen experts; ``num_experts``: no expert, for which the result is undefined.
+        probs: weights of the choices.
         num_experts: E.
         capacity: rows an expert takes.
         policy: ``probs`` keeps the largest weights (the earlier token where equal),
@@ -173,7 +176,7 @@ def within_capacity(
     """
     flat = ids.reshape(-1)
     if policy == "probs":
-        # Two stable sorts: by expert, and among the choices of one expert by weight.
+        # Two stable sorts give the order by expert, and within an expert by weight.
         by_prob = probs.reshape(-1).argsort(descending=True, stable=True)
         order = by_prob[flat[by_prob].argsort(stable=True)]
     else:
@@ -228,7 +231,7 @@ def unpermute_reference(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tens
 def put_rows(
     rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], places: Int[Tensor, " T"]
 ) -> None:
-    """Write each row of ``x`` to a row of ``rows``, in place, each to another."""
+    """Write each row of ``x`` to the row of ``rows`` that ``places`` names; no row twice."""
     if _has_kernels(x):
         from mcore_moe.kernels.rows import copy_into_rows
 
@@ -328,7 +331,7 @@ class _PermuteProbs(OnceDifferentiable):
     def forward(
         ctx: Any, probs: Tensor, choices: Tensor, slots: Tensor, every: tuple[bool, bool]
     ) -> Tensor:
-        # Whether every row has a choice, and every choice a row.
+        # every: whether every row has a choice, and whether every choice has a row.
         ctx.save_for_backward(slots)
         ctx.every = every
         return _take(probs.reshape(-1), choices, every[0])

@@ -1,59 +1,63 @@
-"""What a dispatcher is: ``dispatch`` brings what a rank's experts need, ``combine`` their sums.
+"""The interface of a dispatcher, which moves tokens to their experts and the results back.
 
-A dispatcher gives tokens and a plan of the order in which the experts need them. The experts
-follow the plan, so that a GEMM that gathers its rows needs no copy of them. A handle carries
-the state from one method to the other, so a dispatcher has none and several micro-batches may
-be in flight.
+``Dispatcher.run`` is the whole exchange: dispatch, experts, combine. A dispatcher that can
+bound the number of rows, or overlap its exchanges with the experts, overrides ``run`` by a loop
+over parts of the rows. A dispatcher returns tokens and a plan of the order in which the experts
+read them, not sorted rows: a GEMM that gathers its rows then needs no copy of the tokens. The
+state between ``dispatch`` and ``combine`` is in a handle, so that several micro-batches may be
+between the two at once.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from mcore_moe.dispatch.permutation import RowPlan
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.async_collectives import InFlight
+from mcore_parallel.async_collectives import CollectiveHandle, OverlapCallback
 
+RunExperts = Callable[[Tensor, Tensor, RowPlan], Tensor]
+"""``Experts``, or a function with its arguments: tokens, weights of their choices, plan."""
 Overlap = Callable[[], object]
-"""Launches work that does not need the tokens which travel meanwhile."""
+"""Launches work that does not read the tokens while they are exchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """What this rank's experts compute."""
+    """The input of this rank's experts."""
 
     x: Float[Tensor, "M D"]
-    """Tokens of this rank, or rows that came from others."""
+    """Tokens of this rank, or rows received from other ranks."""
     probs: Float[Tensor, "M k"]
     """Weight of each choice."""
     plan: RowPlan
-    """Which expert computes which of them, in which order."""
+    """The expert of each choice, and the order of the rows."""
     handle: Any
     """State for ``combine`` of the same dispatcher."""
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchOptions:
-    """What is known of tokens that are dispatched, and what overlaps with that."""
+    """Options of one exchange of tokens."""
 
     equal_tokens: bool = False
-    """Whether all ranks bring equally many tokens, so that none has to say how many;
-    ``AllGatherDispatcher`` and ``SymmetricDispatcher`` read it."""
-    in_flight: InFlight | None = None
-    """What ``Dispatcher.begin`` returned for them; None: none of them travels yet."""
+    """Whether all ranks have equally many tokens, so that no counts of tokens are exchanged;
+    read by ``AllGatherDispatcher`` and ``SymmetricDispatcher``."""
+    in_flight: CollectiveHandle | None = None
+    """The result of ``Dispatcher.begin`` for these tokens; None: nothing has been sent yet."""
     overlap: Overlap | None = None
-    """Called once, or not at all, while they travel."""
+    """Called while the tokens are exchanged: once, or not at all."""
 
 
 DEFAULT_OPTIONS = DispatchOptions()
-"""Any numbers of tokens, none of which travels yet, and nothing that overlaps."""
+"""Any number of tokens, nothing sent yet, no overlap."""
 
 
-@runtime_checkable
-class Dispatcher(Protocol):
+class Dispatcher(ABC):
     """Sends tokens to the ranks of their experts and returns the results."""
 
     def begin(
@@ -61,22 +65,53 @@ class Dispatcher(Protocol):
         x: Float[Tensor, "T D"],  # noqa: ARG002
         *,
         equal_tokens: bool = False,  # noqa: ARG002
-    ) -> InFlight | None:
-        """Begin to send what travels wherever it is routed; None, as here: nothing does."""
+    ) -> CollectiveHandle | None:
+        """Begin the exchange that does not depend on routing; None: there is no such exchange.
+
+        Args:
+            x: this rank's tokens.
+            equal_tokens: see ``DispatchOptions``.
+        """
         return None
 
+    def run(
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        experts: RunExperts,
+        options: DispatchOptions = DEFAULT_OPTIONS,
+    ) -> Float[Tensor, "T D"]:
+        """Dispatch tokens to their experts, run these, and return the weighted sum by token.
+
+        Args:
+            x: this rank's tokens.
+            routing: experts and weights of these tokens.
+            experts: this rank's experts.
+            options: of the exchange.
+        """
+        sent = self.dispatch(x, routing, options)
+        return self.combine(experts(sent.x, sent.probs, sent.plan), sent.handle)
+
+    @abstractmethod
     def dispatch(
         self,
         x: Float[Tensor, "T D"],
         routing: Routing,
         options: DispatchOptions = DEFAULT_OPTIONS,
     ) -> Dispatched:
-        """Collect what this rank's experts compute, of its tokens and their routing."""
+        """Exchange tokens and weights, and return the input of this rank's experts."""
 
+    @abstractmethod
     def combine(self, y: Float[Tensor, "M D"], handle: Any) -> Float[Tensor, "T D"]:
-        """Return the experts' sums to the ranks of their tokens and add them up by token.
+        """Return the experts' outputs to the ranks of their tokens and sum them by token.
 
         Args:
             y: one sum for each row of ``Dispatched.x``.
-            handle: of that.
+            handle: ``Dispatched.handle``.
+        """
+
+    def set_overlap_callback(self, callback: OverlapCallback) -> None:  # noqa: B027
+        """Set the function that is called while rows, sums or their gradients are exchanged.
+
+        Ignored by dispatchers whose exchanges the host does not launch asynchronously.
         """

@@ -1,18 +1,19 @@
 """Dispatch and combine by reading the memory of the other GPUs of the node.
 
-Each rank lays its tokens into a buffer that all ranks of ``ep`` can read. Each computes from
-the choices of all ranks which rows its experts need, and copies these straight into the order
-of its experts; the results are read and summed by the tokens' own ranks. Sizes follow from the
-number of tokens alone and no number reaches the host. Fewer rows travel than in an all-gather
-where a token has fewer choices than there are ranks. On a CPU the ranks gather the buffers
-instead, which is the reference.
+Each rank copies its tokens to a buffer that all ranks of ``ep`` can read. From the choices of
+all ranks it computes the rows of its experts, and copies these from the buffers in the order of
+the experts; the ranks of the tokens read the results and sum them. All sizes follow from the
+number of tokens, so no number is copied to the host. Fewer rows are moved than by an all-gather
+if a token has fewer choices than there are ranks. On a CPU the ranks gather the buffers
+instead: the reference.
 """
 
 import socket
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from math import ceil
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -23,36 +24,43 @@ from torch import Tensor
 
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import RowPlan, plan_rows
-from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher, DispatchOptions
+from mcore_moe.dispatch.protocol import (
+    DEFAULT_OPTIONS,
+    Dispatched,
+    Dispatcher,
+    DispatchOptions,
+    RunExperts,
+)
 from mcore_moe.routing.topk import Routing
 from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.mesh import Axis
+from mcore_parallel.recomputing import recompute
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where rows come from and where the results of this rank's tokens are."""
+    """Sources of this rank's rows, and places of the results of its tokens."""
 
     sources: Int[Tensor, " R"]
-    """Choice of each row of this rank, over the tokens of all ranks; -1: none."""
+    """Choice of each row of this rank, numbered over the tokens of all ranks; -1: none."""
     owners: Int[Tensor, "T k"]
-    """Rank of each choice of this rank's tokens; one behind the last: none."""
+    """Rank that computes each choice of this rank's tokens; ``ep.size``: none."""
     rows: Int[Tensor, "T k"]
-    """Row on that rank; outside of R: none."""
+    """Row of the choice on that rank; outside of [0, R): none."""
     offsets: Int[Tensor, " e1"]
-    """Where the rows of this rank's experts begin, and the end of the last."""
+    """Begins of the rows of this rank's experts, and the end of the last expert."""
     num_tokens: int
-    """Of the rank that has most; the others' buffers end in tokens that are not read."""
+    """Largest number of tokens of a rank; buffers of all ranks have room for as many."""
 
     def part(self, begin: int, size: int) -> "Places":
-        """Return those of ``size`` rows of each rank from ``begin`` on."""
+        """Return the places of rows ``begin`` to ``begin + size`` of each rank."""
         sources, offsets = self.sources[begin : begin + size], self.offsets
         offsets = offsets.clamp(begin, begin + size) - begin
         return replace(self, sources=sources, rows=self.rows - begin, offsets=offsets)
 
     def plan(self) -> RowPlan:
-        """Return the plan of rows that lie in the order of their experts."""
+        """Return the plan of this rank's rows, which are sorted by expert already."""
         num_rows = self.sources.numel()
         row = torch.arange(num_rows, device=self.sources.device, dtype=torch.int32)
         slots = row.where(row < self.offsets[-1], num_rows)[:, None]
@@ -60,26 +68,26 @@ class Places:
 
 
 class Exchange(Protocol):
-    """Reads what all ranks have."""
+    """Reads tensors of all ranks."""
 
     def gather(self, ids: Int[Tensor, "T k"]) -> Int[Tensor, "M k"]:
-        """Return the choices of all ranks, which bring equally many."""
+        """Return the choices of all ranks, each of which has equally many."""
         ...
 
     def pull(self, x: Tensor, probs: Tensor | None, places: Places) -> Any:
-        """Return this rank's rows of the tokens of all ranks, and the weights of its rows.
+        """Return this rank's rows, from the tokens of all ranks, and the weights of its rows.
 
-        Both may hold anything behind the rows of the last expert: it is not read.
+        Both are undefined after the rows of the last expert.
         """
         ...
 
     def add(self, y: Tensor, probs: Tensor | None, places: Places) -> Any:
-        """Return the sums of this rank's tokens over rows of all ranks, and by choice."""
+        """Return sums over the rows of this rank's tokens, and ``probs`` of each choice."""
         ...
 
 
 class SymmetricDispatcher(Dispatcher):
-    """Reads rows from the ranks of their tokens, and results from those of their experts."""
+    """Reads rows from the ranks of the tokens, and results from the ranks of the experts."""
 
     def __init__(
         self,
@@ -92,11 +100,40 @@ class SymmetricDispatcher(Dispatcher):
         Args:
             config: of the layer.
             ep: ranks that share the experts, of one node.
-            make_exchange: gives what reads the tensors of other ranks; None: their memory on
-                GPUs, by buffers that all layers share, or gathers on CPUs.
+            make_exchange: returns the ``Exchange`` of a device; None: ``Peers`` on GPUs, one
+                for all layers, and ``Gathered`` on CPUs.
         """
         self.config, self.ep = config, ep
         self.make_exchange = make_exchange or _exchange
+
+    def run(
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        experts: RunExperts,
+        options: DispatchOptions = DEFAULT_OPTIONS,
+    ) -> Float[Tensor, "T D"]:
+        """Read, compute and sum rows; with a limit of rows, in parts of fixed size.
+
+        Each part is exchanged by itself, so that a rank holds the rows of one part at a time.
+        Backward computes all parts but the first again.
+        """
+        limit = self.config.moe_expert_rows_limit
+        if not limit:
+            return super().run(x, routing, experts, options)
+        places = self.plan(routing, options)
+        worst, topk = places.sources.numel(), places.owners.shape[1]
+        size = max(1, min(worst, ceil(limit * places.num_tokens * topk)))
+
+        def run_part(x: Tensor, probs: Tensor, begin: int = 0) -> Tensor:
+            part = places.part(begin, min(size, worst - begin))
+            sent = self.read_rows(x, probs, part)
+            return self.combine(experts(sent.x, sent.probs, sent.plan), sent.handle)
+
+        y = run_part(x, routing.probs)
+        for begin in range(size, worst, size):
+            y = y + recompute(partial(run_part, begin=begin), x, routing.probs)
+        return y
 
     def dispatch(
         self,
@@ -104,62 +141,66 @@ class SymmetricDispatcher(Dispatcher):
         routing: Routing,
         options: DispatchOptions = DEFAULT_OPTIONS,
     ) -> Dispatched:
-        """Read as many rows as the worst routing gives; ``chunked`` reads them in parts."""
-        return self.there(x, routing.probs, self.plan(routing, options))
+        """Read as many rows as the worst routing gives; ``run`` reads them in parts."""
+        return self.read_rows(x, routing.probs, self.plan(routing, options))
 
     def combine(self, y: Float[Tensor, "R D"], handle: Places) -> Float[Tensor, "T D"]:
         """Read the rows of this rank's tokens and sum them by token."""
-        return _Back.apply(y, self.exchange(y), handle)
+        return _SumRows.apply(y, self.exchange(y), handle)
 
-    def there(
+    def read_rows(
         self, x: Float[Tensor, "T D"], probs: Float[Tensor, "T k"], places: Places
     ) -> Dispatched:
-        """Read rows and their weights where they are needed."""
-        rows, weights = _There.apply(x, probs, self.exchange(x), places)
+        """Read the rows of this rank's experts, and their weights, from all ranks."""
+        rows, weights = _ReadRows.apply(x, probs, self.exchange(x), places)
         return Dispatched(rows, weights[:, None], places.plan(), places)
 
     def plan(self, routing: Routing, options: DispatchOptions) -> Places:
-        """Plan the rows of all ranks from their choices, as many as at worst.
+        """Plan the rows of all ranks from their choices, with room for the worst routing.
 
-        The host waits for the numbers of tokens unless all ranks bring equally many.
+        The host waits for the numbers of tokens unless ``options.equal_tokens``.
         """
         ids, rank, num_experts = routing.ids, self.ep.rank, self.config.num_experts
         num_local = num_experts // self.ep.size
         if routing.keep is not None:
             ids = ids.where(routing.keep, num_experts)
-        own, topk = ids.shape
-        size = own
+        num_tokens, topk = ids.shape
+        most_tokens = num_tokens
         if not options.equal_tokens:
-            sizes = all_gather(torch.tensor([own], device=ids.device), self.ep)
-            size = int(sizes.max())
-        size = max(1, size)
-        padded = F.pad(ids, (0, 0, 0, size - own), value=num_experts)
-        everyone = self.exchange(ids).gather(padded)
-        plan = plan_rows(everyone, num_experts, everyone < num_experts)
-        begins = plan.offsets[::num_local]  # of each rank, and the end of the last
-        at = torch.arange(everyone.shape[0] * min(topk, num_local), device=ids.device)
-        at = at + begins[rank]
+            sizes = all_gather(torch.tensor([num_tokens], device=ids.device), self.ep)
+            most_tokens = int(sizes.max())
+        most_tokens = max(1, most_tokens)
+        padded = F.pad(ids, (0, 0, 0, most_tokens - num_tokens), value=num_experts)
+        all_ids = self.exchange(ids).gather(padded)
+        plan = plan_rows(all_ids, num_experts, all_ids < num_experts)
+        # The plan sorts the choices of all ranks by expert, so also by the expert's rank:
+        # begins[r] is the first row of rank r, and this rank's rows are these global rows.
+        begins = plan.offsets[::num_local]
+        global_rows = torch.arange(all_ids.shape[0] * min(topk, num_local), device=ids.device)
+        global_rows = global_rows + begins[rank]
         choices = F.pad(plan.choices, (0, 1))
-        sources = choices[at.clamp(max=choices.numel() - 1)]
-        mine = slice(rank * size, rank * size + own)
-        owners = everyone[mine] // num_local
-        rows = plan.slots[mine] - begins[owners]
-        first = rank * num_local
+        sources = choices[global_rows.clamp(max=choices.numel() - 1)]
+        # Of the choices of this rank's tokens: who computes them, and as which of its rows.
+        first_token = rank * most_tokens
+        own = slice(first_token, first_token + num_tokens)
+        owners = all_ids[own] // num_local
+        rows = plan.slots[own] - begins[owners]
+        first_expert = rank * num_local
         return Places(
-            sources.where(at < begins[rank + 1], -1).int(),
+            sources.where(global_rows < begins[rank + 1], -1).int(),
             owners.int(),
             rows.where(owners < self.ep.size, -1).int(),
-            (plan.offsets[first : first + num_local + 1] - begins[rank]).int(),
-            size,
+            (plan.offsets[first_expert : first_expert + num_local + 1] - begins[rank]).int(),
+            most_tokens,
         )
 
     def exchange(self, x: Tensor) -> Exchange:
-        """Return how ranks read each other's tensors of a device."""
+        """Return the exchange of tensors of a device."""
         return self.make_exchange(self.ep, x.device)
 
 
 class Gathered:
-    """Reference of ``Peers`` in plain torch: every rank gathers what all have."""
+    """Reference of ``Peers`` in plain torch: every rank gathers the tensors of all."""
 
     def __init__(self, ep: Axis) -> None:
         """Keep the axis."""
@@ -196,30 +237,32 @@ class Gathered:
 class Peers:
     """Buffers of symmetric memory, shared by all layers, in which ranks read each other's rows.
 
-    Every exchange writes its own buffer, meets the others at a barrier and reads theirs, in
-    the order of one stream. What a rank reads in exchange n it has read before it arrives at
-    the barrier of n+1. So a buffer may be written again once the barrier of any later exchange
-    has been passed: all reads of it are over. Choices, rows and sums have buffers of their
-    own, so that exchanges in turn need one barrier each; where two in a row use one buffer, or
-    a CUDA graph begins or ends, which may follow anything, one barrier more comes before the
-    write. All ranks exchange in the same order, so they agree where that is.
+    An exchange writes this rank's buffer, waits at a barrier for the other ranks, and reads
+    their buffers, all in the order of one stream. A rank finishes its reads of exchange n
+    before it arrives at the barrier of exchange n+1. So a buffer may be written again after the
+    barrier of any later exchange: all reads of it are over. Choices, rows and sums have a
+    buffer each, so that exchanges of different kinds need one barrier each. Two exchanges in a
+    row of one kind need a second barrier before the write; so does the first exchange after a
+    CUDA graph begins or ends, since a graph may be replayed after any exchange. All ranks
+    exchange in the same order, so all add the second barrier in the same places.
 
     torch numbers the connections of a process over all of its groups, and ranks wait for that
-    number: ranks of different ``ep`` connect differently often where they bring different
-    numbers of tokens, and hang if they then share symmetric memory by another group. Nothing
-    else in these packages does.
+    number. Ranks of different ``ep`` groups connect differently often if their numbers of
+    tokens differ, and would hang if they shared symmetric memory by another group later.
+    Nothing else in these packages uses symmetric memory.
     """
 
     def __init__(self, ep: Axis, device: torch.device, memory: Any = None) -> None:
-        """Check that the ranks are of one node: they exchange a checksum of its name.
+        """Check that all ranks are on one node: they exchange a checksum of its name.
 
         Args:
             ep: the ranks.
-            device: of this one.
-            memory: what allocates and connects it; None: ``torch.distributed``'s.
+            device: of this rank.
+            memory: allocates and connects buffers; None: torch's ``_symmetric_memory``.
 
         Raises:
-            ValueError: on all ranks, if they are not, or torch has no symmetric memory.
+            ValueError: on all ranks, if they are on several nodes, or torch has no symmetric
+                memory.
         """
         by_device = "nccl" in torch.distributed.get_backend(ep.group)
         own = torch.tensor([crc32(socket.gethostname().encode())])
@@ -266,17 +309,21 @@ class Peers:
         probs: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> tuple[tuple[Any, Tensor], int]:
-        """Lay tensors into the buffer, and wait on the device until all ranks have.
+        """Copy tensors to this rank's buffer; the device waits until all ranks have done so.
 
-        With ``offsets`` of experts the rows of ``x`` behind the last of them are left out.
+        With ``offsets`` of experts only the rows of experts are copied.
 
         Returns:
-            The handle and the addresses of all ranks' buffers; where the second tensor begins.
+            The handle and the addresses of all ranks' buffers; the byte at which ``probs``
+            begins.
         """
+        # Layout of a buffer: num_rows rows of x, then at a multiple of 16 bytes the weights.
+        # The same on all ranks, so that one offset holds for all of them.
         row_bytes = x.shape[1] * x.element_size()
         offset = -(-num_rows * row_bytes // 16) * 16
         width = 0 if probs is None else probs.shape[1:].numel() * probs.element_size()
         buffer, handle, table = self._buffer(kind, offset + num_rows * width)
+        # The same buffer again, or a graph's begin or end: reads may not be over. Wait first.
         now = (buffer.data_ptr(), self._is_recorded())
         if self.last is not None and (self.last[0] == now[0] or self.last[1] != now[1]):
             handle.barrier()
@@ -296,13 +343,18 @@ class Peers:
     def _buffer(self, kind: str, num_bytes: int) -> tuple[Tensor, Any, Tensor]:
         """Return a buffer that is large enough; all ranks make a new one, or none.
 
-        It is an eighth larger at most. Smaller ones stay: a CUDA graph may read them.
+        A new buffer is at most an eighth larger. Smaller ones stay: a CUDA graph may read them.
         """
         for entry in self.buffers[kind]:
             if entry[0].numel() >= num_bytes:
                 return entry
         if self._is_recorded():
-            raise RuntimeError("a step must run once before it is recorded.")
+            raise RuntimeError(
+                "symmetric memory cannot be allocated while a CUDA graph is recorded: run the "
+                "step once before."
+            )
+        # Rounded up to a sixteenth of the next power of two, so that sizes that vary a little
+        # share a buffer.
         step = 1 << max(4, num_bytes.bit_length() - 4)
         size = -(-num_bytes // step) * step
         try:
@@ -321,7 +373,7 @@ class Peers:
 
 
 def _place_of(x: Tensor, buffer: Tensor) -> Tensor:
-    """Return the beginning of a buffer as a tensor like ``x``."""
+    """Return the first bytes of a buffer as a tensor of the shape and dtype of ``x``."""
     return buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
 
 
@@ -350,7 +402,7 @@ def _peers(ep: Axis, device: torch.device) -> Peers:
     return Peers(ep, device)
 
 
-class _There(OnceDifferentiable):
+class _ReadRows(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, exchange: Exchange, places: Places) -> Any:
         ctx.exchange, ctx.places = exchange, places
@@ -361,7 +413,7 @@ class _There(OnceDifferentiable):
         return *ctx.exchange.add(grad, grad_probs, ctx.places), None, None
 
 
-class _Back(OnceDifferentiable):
+class _SumRows(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, y: Tensor, exchange: Exchange, places: Places) -> Tensor:
         ctx.exchange, ctx.places = exchange, places

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of rows of which ranks have different numbers, or none."""
+"""All-gather and reduce-scatter where ranks have different numbers of rows, also none."""
 
 from jaxtyping import Shaped
 from torch import Tensor
@@ -21,6 +21,7 @@ def gather_uneven(
         return x
     if len(set(sizes)) == 1:
         return gather_partial_from(x, axis)
+    # An all-to-all in which every rank sends its rows to all: backward sums the gradients.
     copies = x.repeat(axis.size, *(1,) * (x.dim() - 1))
     return all_to_all(copies, axis, [x.shape[0]] * axis.size, sizes)
 

@@ -1,10 +1,10 @@
 """The experts of a rank: stacked weights, and the forward pass of their rows.
 
-Tokens become rows sorted by expert, and their results sums by token again; ``grouped_gemm``
-does the GEMMs. The weight of a choice multiplies the activation before the second GEMM (and
-the second bias), so that the sum over a token's rows is all that is left to do.
+Tokens are copied to rows sorted by expert, and the results of a token's rows are summed;
+``grouped_gemm`` does the GEMMs. The weight of a choice multiplies the activation before the
+second GEMM (and the second bias), so that only the sum over a token's rows follows that GEMM.
 
-Each expert is a logical tensor of its own: ``{e}.fc1.gate.weight`` with e counted over all
+Each matrix of an expert is a logical tensor: ``{e}.fc1.gate.weight``, with e counted over all
 ranks.
 """
 
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mcore_moe.activations import activation_function, weighted_gated
+from mcore_moe.activations import weighted_gated
+from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import RowPlan, permute, permute_probs, unpermute
 from mcore_moe.experts.fp8_rows import fp8_linear
 from mcore_moe.experts.grouped_gemm import (
@@ -26,6 +27,7 @@ from mcore_moe.experts.grouped_gemm import (
     grouped_linear,
     sequential_linear,
 )
+from mcore_moe.experts.network import DEFAULT_NETWORK, ExpertNetwork
 from mcore_moe.kernels import quack_gemm
 from mcore_parallel.autograd_functions import cast_factor
 from mcore_parallel.grad_slot import grad_slot, overwrites, slot_of
@@ -38,7 +40,7 @@ from mcore_parallel.sharding import ParamLayout, Part, named_parameters
 
 @runtime_checkable
 class RowsAdapter(Protocol):
-    """Adds to what experts give, for the same rows; a module that ``Experts`` holds."""
+    """Adds to the outputs of fc1 and fc2, row by row: low-rank adapters of mcore-models."""
 
     def add_fc1(
         self,
@@ -55,37 +57,27 @@ class RowsAdapter(Protocol):
 
 
 class Experts(nn.Module):
-    """Feed-forward networks that each serve their own rows.
+    """Feed-forward networks, each of which computes its own rows.
 
     Attributes:
         fc1_weight: ``[e, 2F/expert_tp, D]``, the gate's rows before the up-projection's (or
             ``[e, F/expert_tp, D]`` without gate).
         fc2_weight: ``[e, D, F/expert_tp]``.
         fc1_bias, fc2_bias: ``[e, ...]`` or None.
-        adapter: adds to the output of both, or None.
-        linear: multiplies in place of this package's GEMMs, their gradients too, or None.
+        adapter: adds to the outputs of fc1 and fc2, or None.
+        linear: replaces this package's GEMMs, forward and backward, or None.
     """
 
     def __init__(
         self,
         hidden_size: int,
         ffn_hidden_size: int,
-        num_experts: int,
+        config: MoEConfig,
+        network: ExpertNetwork = DEFAULT_NETWORK,
         *,
         ep: Axis = SINGLE,
         expert_tp: Axis = SINGLE,
-        gated: bool = True,
-        activation: str = "silu",
-        bias: bool = False,
-        clamp: float = 0.0,
-        offset: float = 0.0,
-        grouped: bool = True,
-        probs_on_input: bool = False,
-        init_std: float = 0.02,
-        output_std: float | None = None,
-        recompute_activation: bool = False,
         fp8_casts: WeightCasts | None = None,
-        wgrad_micro_batches: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -94,22 +86,15 @@ class Experts(nn.Module):
         Args:
             hidden_size: D.
             ffn_hidden_size: F of one expert.
-            num_experts: E over all ranks; rank r of ``ep`` holds the r-th equal share.
+            config: number of experts over all ranks, of which rank r of ``ep`` holds the r-th
+                equal share, and the options of their GEMMs. With ``moe_wgrad_micro_batches``
+                above 1 the owner of the main gradients calls ``GradSlot.end_backward``, as
+                ``DataParallel`` does.
+            network: of each expert.
             ep: ranks that share the experts.
             expert_tp: ranks that share each expert's matrices.
-            gated: whether fc1 gives a gate and an up-projection.
-            activation: see ``activations.ACTIVATIONS``.
-            bias: whether both GEMMs have one.
-            clamp: of gates and up-projections, see ``activations.gated``.
-            offset: of up-projections, likewise.
-            grouped: use the grouped GEMM where the device has it.
-            probs_on_input: weigh what an expert reads, not what it gives.
-            init_std: of fc1; 0.0 leaves all zeros and draws nothing.
-            output_std: of fc2; None: as fc1.
-            recompute_activation: forget what goes into fc2, make it again in backward.
-            fp8_casts: multiply in fp8, and keep casts of weights there; None: as the weights.
-            wgrad_micro_batches: whose rows one GEMM adds to main gradients; above 1 their
-                owner calls ``GradSlot.end_backward``, as ``DataParallel`` does.
+            fp8_casts: multiply in fp8, and keep casts of weights there; None: multiply in the
+                dtype of the weights.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -117,20 +102,18 @@ class Experts(nn.Module):
             ValueError: if the experts do not divide over ``ep``, or F over ``expert_tp``.
         """
         super().__init__()
+        num_experts = config.num_experts
         _check_divides("--num-experts", num_experts, "--expert-model-parallel-size", ep)
         flag = "--expert-tensor-parallel-size"
         _check_divides("--moe-ffn-hidden-size", ffn_hidden_size, flag, expert_tp)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.num_experts, self.num_local_experts = num_experts, num_experts // ep.size
-        self.ep, self.expert_tp = ep, expert_tp
-        self.gated, self.grouped, self.probs_on_input = gated, grouped, probs_on_input
-        self.recompute_activation, self.fp8_casts = recompute_activation, fp8_casts
-        activation_function(activation)  # raises if it is not known
-        self.activation, self.clamp, self.offset = activation, clamp, offset
-        self.init_std = init_std
-        self.output_std = init_std if output_std is None else output_std
+        self.network, self.ep, self.expert_tp = network, ep, expert_tp
+        self.grouped = config.moe_grouped_gemm
+        self.probs_on_input = config.moe_apply_probs_on_input
+        self.fp8_casts = fp8_casts
         width = ffn_hidden_size // expert_tp.size
-        rows = 2 * width if gated else width
+        rows = 2 * width if network.gated else width
 
         def allocate(*shape: int) -> nn.Parameter:
             full = (self.num_local_experts, *shape)
@@ -139,9 +122,9 @@ class Experts(nn.Module):
         self.fc1_weight = overwrites(allocate(rows, hidden_size))
         self.fc2_weight = overwrites(allocate(hidden_size, width))
         for weight in (self.fc1_weight, self.fc2_weight):
-            grad_slot(weight).num_together = wgrad_micro_batches
-        self.fc1_bias = allocate(rows) if bias else None
-        self.fc2_bias = allocate(hidden_size) if bias else None
+            grad_slot(weight).num_together = config.moe_wgrad_micro_batches
+        self.fc1_bias = allocate(rows) if network.bias else None
+        self.fc2_bias = allocate(hidden_size) if network.bias else None
         self.adapter: RowsAdapter | None = None
         self.linear: Linear | None = None
         self.reset_parameters()
@@ -149,7 +132,7 @@ class Experts(nn.Module):
     def reset_parameters(self, seed: int | None = None) -> None:
         """Fill the weights by logical name, the biases with zeros.
 
-        The same seed gives every expert the same weights whatever the axes.
+        The same seed gives every expert the same weights under all layouts.
 
         Args:
             seed: None draws one from torch's default CPU generator, which must then be seeded
@@ -159,11 +142,11 @@ class Experts(nn.Module):
             return
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
-        if self.init_std == 0.0:
+        if self.network.init_std == 0.0:
             return
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
-        stds = {"fc1_weight": self.init_std, "fc2_weight": self.output_std}
+        stds = {"fc1_weight": self.network.init_std, "fc2_weight": self.network.fc2_std}
         for named in named_parameters(self):
             if named.name in stds:
                 fill_parameter_(named, seed=seed, std=stds[named.name])
@@ -171,14 +154,14 @@ class Experts(nn.Module):
     def forward(
         self, x: Float[Tensor, "M D"], probs: Float[Tensor, "M k"], plan: RowPlan
     ) -> Float[Tensor, "M D"]:
-        """Run every token through its experts and sum what they say; no communication.
+        """Run every token through its experts and sum their outputs; no communication.
 
         With ``expert_tp`` the result is this rank's part of a sum over it.
 
         Args:
             x: tokens, or rows of tokens that came from other ranks.
             probs: weight of each choice.
-            plan: which of this rank's experts computes which of them, in which order.
+            plan: the row of each choice, rows sorted by expert.
         """
         row_probs = permute_probs(probs, plan)
         first, second = self._linears(x, plan, row_probs)
@@ -188,14 +171,14 @@ class Experts(nn.Module):
         if self.fc1_bias is not None:
             hidden = hidden + self._of_rows(self.fc1_bias, plan)
         activate = partial(self._activate, probs=row_probs, end=plan.offsets[-1])
-        if self.recompute_activation and self.training:
+        if self.network.recompute_activation and self.training:
             return recompute_between(activate, partial(second, probs=row_probs), hidden)
         return second(activate(hidden), probs=row_probs)
 
     def _linears(
         self, x: Tensor, plan: RowPlan, row_probs: Tensor
     ) -> tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]:
-        """Return the way from tokens to rows by fc1, and back to tokens by fc2."""
+        """Return fc1, from tokens to rows, and fc2, from rows to sums by token."""
         casts = self.fp8_casts
         if self._gathers(x, plan):
             from mcore_moe.experts.gathered_gemm import gathered_linear, summed_linear
@@ -226,7 +209,7 @@ class Experts(nn.Module):
             if self.adapter is not None:
                 rows = self.adapter.add_fc2(rows, active, plan.offsets)
             if self.fc2_bias is not None:
-                # Weighed like the rest, and once in the sum over expert_tp: by its first rank.
+                # The sum over expert_tp must have the bias once: its first rank adds it.
                 weights = probs if self.expert_tp.rank == 0 else torch.zeros_like(probs)
                 bias = self._of_rows(self.fc2_bias, plan)
                 rows = rows + (bias * weights[:, None]).to(rows.dtype)
@@ -235,7 +218,7 @@ class Experts(nn.Module):
         return first, second
 
     def _gathers(self, x: Tensor, plan: RowPlan) -> bool:
-        """Whether GEMMs gather their rows: by quack, without biases, every row a token's."""
+        """Whether quack's gathering GEMMs run: no bias, no adapter, a token in every row."""
         weight, has_bias = self.fc1_weight, self.fc2_bias is not None
         if self.probs_on_input or self.adapter is not None:
             return False
@@ -243,25 +226,27 @@ class Experts(nn.Module):
             return False
         if not self.grouped or has_bias or not plan.is_dense or not x.shape[0]:
             return False
-        if plan.choices.dtype != torch.int32:  # not by the kernels that sum rows, too
+        if plan.choices.dtype != torch.int32:  # made in plain torch: kernels take int32
             return False
         return quack_gemm.gathers_faster(weight) and quack_gemm.usable(cast_factor(x), weight)
 
     def _activate(self, hidden: Tensor, probs: Tensor, end: Tensor) -> Tensor:
-        if self.gated:
-            shape = self.activation, self.clamp, self.offset
+        network = self.network
+        if network.gated:
+            shape = network.activation, network.clamp, network.offset
             return weighted_gated(hidden, probs, end, *shape)
-        active = activation_function(self.activation)(hidden)
-        return (active * probs[:, None]).to(hidden.dtype)
+        return (network.activate(hidden) * probs[:, None]).to(hidden.dtype)
 
     def deferrable_weights(self) -> list[nn.Parameter]:
-        """Return what a ``mcore_parallel.WeightQueue`` may serve."""
+        """Return the weights whose gradients a ``mcore_parallel.WeightQueue`` may defer."""
         return [self.fc1_weight, self.fc2_weight]
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the stacked parameters expert by expert, see ``mcore_parallel.sharding``."""
+        # A matrix of expert e: rows [n * width, (n + 1) * width) of fc1_weight[i] are the
+        # gate (n = 0) or the up-projection (n = 1), columns of fc2_weight[i] the slice of F.
         D, F_ = self.hidden_size, self.ffn_hidden_size
-        names = ("fc1.gate", "fc1.up") if self.gated else ("fc1",)
+        names = ("fc1.gate", "fc1.up") if self.network.gated else ("fc1",)
         width = F_ // self.expert_tp.size
         begin = self.expert_tp.rank * width
         weight1, weight2, bias1, bias2 = [], [], [], []
@@ -283,7 +268,7 @@ class Experts(nn.Module):
             weight2.append(
                 Part(f"{e}.fc2.weight", (D, F_), (0, begin), (i, 0, 0), (1, D, width))
             )
-            # Only the first rank of expert_tp uses it, so the gradients are parts of a sum.
+            # Only the first rank of expert_tp adds it, so the gradients are parts of a sum.
             bias2.append(
                 Part(
                     f"{e}.fc2.bias",
@@ -303,14 +288,15 @@ class Experts(nn.Module):
     def _of_rows(self, bias: Tensor, plan: RowPlan) -> Tensor:
         row = torch.arange(plan.choices.numel(), device=bias.device)
         experts = torch.searchsorted(plan.offsets[1:], row, right=True)
-        # Rows of no expert may hold anything, gradients too: they get a bias of their own.
+        # searchsorted gives e for rows of no expert, whose values and gradients are undefined:
+        # they read an extra row of zeros, and no expert's bias gets their gradients.
         return F.pad(bias, (0, 0, 0, 1))[experts]  # [e, N] -> [R, N]
 
     def extra_repr(self) -> str:
         """Describe the layer for ``print(model)``."""
         return (
             f"{self.num_local_experts} of {self.num_experts}, D={self.hidden_size}, "
-            f"F={self.ffn_hidden_size}, gated={self.gated}, grouped={self.grouped}"
+            f"F={self.ffn_hidden_size}, gated={self.network.gated}, grouped={self.grouped}"
         )
 
 

@@ -1,9 +1,9 @@
-"""Rows in fp8: how tokens travel in half the bytes, and how experts multiply them.
+"""Rows in fp8: tokens exchanged in half the bytes, and the experts' GEMMs of them.
 
 A row is cast to e4m3 by a scale of its own, a weight by one for each row that a GEMM sums
 along. So no scale depends on which rows a rank or an expert gets, and the rows of an expert
 need no alignment. Forward and the input's gradient are fp8 GEMMs; the weight's gradient keeps
-the model's dtype and goes where that of ``grouped_gemm`` goes.
+the model's dtype and is added where ``grouped_gemm`` adds its own.
 
 On Hopper the GEMM is torch's scaled grouped GEMM; elsewhere, and for float64, the same fp8
 numbers are multiplied in the dtype of the scales.
@@ -13,12 +13,14 @@ Reference:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from mcore_moe.config import MoEConfig
 from mcore_moe.experts.grouped_gemm import sequential_linear
 from mcore_moe.experts.weight_gradient import Factors, take_weight_gradient
 from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
@@ -39,11 +41,14 @@ class Fp8Rows(NamedTuple):
     """Multiply the numbers; float32, float64 for float64 rows."""
 
     def wide(self) -> Float[Tensor, "*R D"]:
-        """Return what the rows stand for, in the dtype of the scales."""
+        """Return the rows dequantized, in the dtype of the scales."""
         return self.numbers.to(self.scales.dtype) * self.scales
 
     def taken(self, index: Int[Tensor, " Q"]) -> "Fp8Rows":
-        """Copy rows by index; a row is a multiple of 8 bytes."""
+        """Copy rows by index; a row is a multiple of 8 bytes.
+
+        index_select has no kernel for fp8, and moves int64 words faster than bytes.
+        """
         words = self.numbers.view(torch.int64).index_select(0, index)
         return Fp8Rows(words.view(self.numbers.dtype), self.scales.index_select(0, index))
 
@@ -51,7 +56,7 @@ class Fp8Rows(NamedTuple):
 def cast_rows(x: Float[Tensor, "*R D"]) -> Fp8Rows:
     """Cast rows by their largest magnitudes, in one kernel on a GPU.
 
-    Numbers that are not finite become NaN, and so does all that shares a scale with infinity.
+    NaN stays NaN, and a row with infinity becomes NaN.
     """
     x = x.detach().contiguous()
     if x.is_cuda and x.dtype == torch.bfloat16 and works(ROW_KERNEL, x.device):
@@ -72,29 +77,42 @@ def exchange_narrow(
     exchange: Callable[[Tensor], Tensor],
     back: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "Q D"]:
-    """Exchange rows in fp8, each with its scale; gradients travel as they are.
+    """Exchange rows in fp8, each with its scale; gradients keep the dtype of the rows.
 
     Args:
         x: rows.
-        exchange: of rows of bytes.
-        back: of the results' gradients, to the ranks that sent the rows.
+        exchange: sends and receives rows of bytes.
+        back: sends the gradients of the results to the ranks that sent the rows.
     """
     return _ExchangeNarrow.apply(x, exchange, back)
 
 
 def packed(x: Float[Tensor, "R D"]) -> Shaped[Tensor, "R B"]:
-    """Return the numbers and the scale of each row as bytes, which travel together."""
+    """Return each row's numbers followed by its scale, as bytes: one exchange for both."""
     numbers, scales = cast_rows(x)
     scales = scales.reshape(-1).view(torch.uint8).view(x.shape[0], scales.itemsize)
     return torch.cat([numbers.view(torch.uint8), scales], 1)
 
 
 def unpacked(data: Shaped[Tensor, "R B"], dtype: torch.dtype) -> Float[Tensor, "R D"]:
-    """Return what ``packed`` rows stand for, in the dtype that they had."""
+    """Return ``packed`` rows dequantized.
+
+    Args:
+        data: numbers and scale of each row.
+        dtype: of the rows before ``packed``.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     numbers, scales = data.split([data.shape[1] - wide.itemsize, wide.itemsize], 1)
+    # A view as float32 needs contiguous, aligned bytes, which a slice of columns has not.
     scales = scales.clone(memory_format=torch.contiguous_format).reshape(-1).view(wide)[:, None]
     return Fp8Rows(numbers.view(FP8), scales).wide().to(dtype)
+
+
+def wire_casts(config: MoEConfig, x: Float[Tensor, "R D"]) -> dict[str, Any]:
+    """Return the arguments of a ``begin_`` collective that cast what is sent, and back."""
+    if not config.moe_dispatch_dtype:
+        return {}
+    return {"encode": packed, "decode": partial(unpacked, dtype=x.dtype)}
 
 
 class _ExchangeNarrow(OnceDifferentiable):
@@ -155,7 +173,7 @@ class _Fp8Linear(OnceDifferentiable):
 
 
 def weight_casts(weight: Float[Tensor, "e N K"], casts: WeightCasts) -> tuple[Fp8Rows, Fp8Rows]:
-    """Cast stacked weights for forward, and their transposes for backward; or find both."""
+    """Return stacked weights in fp8 and their transposes, cast once a step."""
 
     def make() -> tuple[Fp8Rows, Fp8Rows]:
         cast = cast_lines(weight, FP8)
@@ -191,7 +209,7 @@ def multiply_rows(
 
 
 def _has_grouped_kernel(a: Fp8Rows, b: Fp8Rows) -> bool:
-    """Return whether torch's grouped GEMM takes rows with a scale each: 2.11 on Hopper only."""
+    """Return whether torch has a grouped GEMM of rows with scales: 2.11 on Hopper only."""
     device = a.numbers.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False

@@ -1,9 +1,9 @@
-"""Linears between tokens and their rows by GEMMs that gather: no copy of tokens by expert.
+"""Linears between tokens and rows by GEMMs that gather: tokens are not copied by expert.
 
-``gathered_linear`` reads each token for every row that it has; ``summed_linear`` sums a token's
-rows, and its backward reads the sum's gradient for each of them. Saved are the tokens, never
-their rows. ``permute``, ``grouped_linear`` and ``unpermute`` in turn are the reference. In fp8
-tokens are cast before they become rows, and the rows are copies of a byte a number.
+``gathered_linear`` reads a token once for each of its rows; ``summed_linear`` sums a token's
+rows, and its backward reads the gradient of the sum once for each row. Autograd saves tokens,
+not rows. The reference is ``permute``, ``grouped_linear``, ``unpermute``. In fp8 tokens are
+cast first, and the rows are copies of one byte a number.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def gathered_linear(
         x: tokens.
         weight: of all experts of this rank.
         plan: dense.
-        casts: as of ``fp8_rows.fp8_linear``; None: multiply in the dtype of the tokens.
+        casts: see ``fp8_rows.fp8_linear``; None: multiply in the dtype of the tokens.
     """
     return _GatheredGemm.apply(x, weight, plan.sources, plan.slots, plan.offsets, casts)
 

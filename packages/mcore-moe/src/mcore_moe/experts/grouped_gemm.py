@@ -1,8 +1,8 @@
 """Rows sorted by expert times stacked weights: one expert after the other, or in one kernel.
 
 The sequential form loops over the experts; the grouped GEMM is a single kernel. Both compute
-the same function; device and dtype decide which one runs. Where the weight has a main gradient
-(``grad_slot``) either adds its gradient to it: see ``weight_gradient``.
+the same function; device and dtype select one. Where the weight has a main gradient
+(``grad_slot``), backward of both adds to it: see ``weight_gradient``.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def sequential_linear(
     Args:
         x: rows sorted by expert.
         weight: of all experts of this rank.
-        offsets: where the rows of each begin, and the end of the last; int32. Rows behind it
+        offsets: where the rows of each begin, and the end of the last; int32. Later rows
             give zeros.
     """
     x, weight = cast_factor(x), cast_factor(weight)
@@ -51,8 +51,8 @@ def grouped_linear(
 ) -> Float[Tensor, "R N"]:
     """Multiply each expert's rows with its weight in one kernel; no wait for the device.
 
-    Same arguments as ``sequential_linear``, which also computes what the kernel cannot:
-    see ``has_grouped_kernel``.
+    Same arguments as ``sequential_linear``, which is called for tensors that the kernel does
+    not take: see ``has_grouped_kernel``.
     """
     x, weight = cast_factor(x), cast_factor(weight)
     if not has_grouped_kernel(x, weight):
@@ -71,8 +71,8 @@ def accumulating_linear(
 ) -> Float[Tensor, "R N"]:
     """Multiply as ``linear``; backward adds the weight's gradient to its main gradient.
 
-    Autograd sees no gradient of the weight then. With a queue in the weight's slot the rows
-    and the gradient of the result are kept until the queue makes it.
+    The weight's ``grad`` stays None. With a queue in the weight's slot the rows and the
+    gradient of the result are kept until the queue computes the weight's gradient.
 
     Args:
         x: rows sorted by expert.
@@ -103,7 +103,7 @@ class _GroupedLinear(OnceDifferentiable):
 
 
 def _multiply(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply sorted rows with weights ``[e, K, N]`` by the fastest GEMM that is there."""
+    """Multiply sorted rows with weights ``[e, K, N]`` by quack's GEMM or torch's."""
     if quack_gemm.sorts_faster(weight) and quack_gemm.usable(x, weight):
         return quack_gemm.multiply(x, weight, offsets)
     return F.grouped_mm(x, weight, offs=offsets[1:])

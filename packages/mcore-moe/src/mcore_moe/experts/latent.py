@@ -1,8 +1,8 @@
-"""A narrower space for routed experts: tokens are projected down to it and their sums up again.
+"""Projections of tokens into a narrower latent space for routed experts, and out of it.
 
-Fewer bytes travel between ranks and every expert has smaller matrices, so that a model affords
-more of them. The router and the shared expert see the tokens themselves. NVIDIA 2025, Nemotron
-3: LatentMoE, arXiv:2512.20856.
+Ranks exchange fewer bytes and every expert has smaller matrices, so that a model affords more
+experts. The router and the shared expert read the tokens in the model's width. NVIDIA 2025,
+Nemotron 3: LatentMoE, arXiv:2512.20856.
 """
 
 import torch
@@ -19,33 +19,32 @@ from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 def latent_projections(
     hidden_size: int,
     latent_size: int,
-    stds: tuple[float, float | None],
+    stds: tuple[float, float],
     *,
     tp: Axis = SINGLE,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> "tuple[LatentProjection, LatentProjection] | tuple[None, None]":
-    """Make the projections into the narrower space and out of it; none for a width of 0.
+    """Return the projections into the latent space and out of it; None for a width of 0.
 
     Args:
         hidden_size: width of the model.
-        latent_size: width of the narrower space, or 0.
-        stds: of the weights, in and out; None: the second as the first.
-        tp: ranks that hold the weights and see different tokens.
+        latent_size: width of the latent space, or 0.
+        stds: of the weights, in and out.
+        tp: ranks that hold the weights and have different tokens.
         device: of the weights.
         dtype: of the weights.
     """
     if not latent_size:
         return None, None
     std, up_std = stds
-    up_std = std if up_std is None else up_std
-    placed = {"tp": tp, "device": device, "dtype": dtype}
-    down = LatentProjection(hidden_size, latent_size, init_std=std, **placed)
-    return down, LatentProjection(latent_size, hidden_size, init_std=up_std, **placed)
+    factory_kwargs = {"tp": tp, "device": device, "dtype": dtype}
+    down = LatentProjection(hidden_size, latent_size, init_std=std, **factory_kwargs)
+    return down, LatentProjection(latent_size, hidden_size, init_std=up_std, **factory_kwargs)
 
 
 class LatentProjection(nn.Module):
-    """A linear without bias that every tensor rank holds whole and gives its own tokens.
+    """A linear without bias that every tensor rank holds whole and applies to its own tokens.
 
     Attributes:
         weight: ``[F, D]``; its gradients are partial sums over ``tp``.
@@ -66,7 +65,7 @@ class LatentProjection(nn.Module):
         Args:
             in_features: D.
             out_features: F.
-            tp: ranks that hold the weight and see different tokens.
+            tp: ranks that hold the weight and have different tokens.
             init_std: 0.0 leaves zeros and draws nothing.
             device: of the weight.
             dtype: of the weight.

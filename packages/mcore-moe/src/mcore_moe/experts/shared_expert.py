@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_moe.activations import activation_function
-from mcore_moe.activations import gated as gated_activation
+from mcore_moe.experts.network import DEFAULT_NETWORK, ExpertNetwork
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import ParamLayout, whole
@@ -32,16 +31,11 @@ class SharedExpert(nn.Module):
         self,
         hidden_size: int,
         ffn_hidden_size: int,
+        network: ExpertNetwork = DEFAULT_NETWORK,
         *,
         tp: Axis = SINGLE,
         sequence_parallel: bool = False,
-        gated: bool = True,
-        activation: str = "silu",
-        clamp: float = 0.0,
-        offset: float = 0.0,
         has_token_gate: bool = False,
-        init_std: float = 0.02,
-        output_std: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -50,57 +44,49 @@ class SharedExpert(nn.Module):
         Args:
             hidden_size: D.
             ffn_hidden_size: F.
+            network: activation, gate and initialisation; there are no biases.
             tp: ranks that share F.
             sequence_parallel: whether tokens are cut over ``tp``.
-            gated: whether fc1 gives a gate and an up-projection.
-            activation: see ``activations.ACTIVATIONS``.
-            clamp: of gates and up-projections, see ``activations.gated``.
-            offset: of up-projections, likewise.
-            has_token_gate: weigh the output by a learned sigmoid of the token.
-            init_std: of fc1; 0.0 leaves all zeros and draws nothing.
-            output_std: of fc2; None: as fc1.
+            has_token_gate: multiply the output by a learned sigmoid of the token.
             device: of the parameters.
             dtype: of the parameters.
         """
         super().__init__()
-        self.gated = gated
-        self.activation, self.clamp, self.offset = activation, clamp, offset
-        activation_function(activation)  # raises if it is not known
-        placed = {
+        self.network = network
+        factory_kwargs = {
             "axis": tp,
             "sequence_parallel": sequence_parallel,
             "device": device,
             "dtype": dtype,
         }
-        names = ("gate", "up") if gated else ("",)
+        names = ("gate", "up") if network.gated else ("",)
         outputs = [Output(name, ffn_hidden_size) for name in names]
-        self.fc1 = ColumnParallelLinear(hidden_size, outputs, init_std=init_std, **placed)
+        self.fc1 = ColumnParallelLinear(
+            hidden_size, outputs, init_std=network.init_std, **factory_kwargs
+        )
         self.fc2 = RowParallelLinear(
             ffn_hidden_size,
             hidden_size,
-            init_std=init_std if output_std is None else output_std,
-            **placed,
+            init_std=network.fc2_std,
+            **factory_kwargs,
         )
         self.token_gate = (
-            _TokenGate(hidden_size, init_std=init_std, **placed) if has_token_gate else None
+            _TokenGate(hidden_size, init_std=network.init_std, **factory_kwargs)
+            if has_token_gate
+            else None
         )
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        """Return the shared output; T is cut over ``tp`` under sequence parallelism.
+        """Return the output for every token; T is cut over ``tp`` if sequence parallel.
 
-        Gathers and reduce-scatters over ``tp`` then, all-reduces over it otherwise.
+        Gathers and reduce-scatters over ``tp`` in that case, and all-reduces otherwise.
         """
-        hidden = self.fc1(x)
-        if self.gated:
-            hidden = gated_activation(hidden, self.activation, self.clamp, self.offset)
-        else:
-            hidden = activation_function(self.activation)(hidden)
-        y = self.fc2(hidden)
+        y = self.fc2(self.network.activate(self.fc1(x)))
         return y if self.token_gate is None else y * self.token_gate(x)
 
 
 class _TokenGate(nn.Module):
-    """A sigmoid of one number a token."""
+    """A learned sigmoid gate: one number for each token."""
 
     def __init__(
         self,

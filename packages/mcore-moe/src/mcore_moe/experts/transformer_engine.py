@@ -1,4 +1,4 @@
-"""The GEMMs of experts by Transformer Engine's grouped GEMM: an extra, see ``mcore-models``.
+"""The GEMMs of experts by Transformer Engine's grouped GEMM: the extra ``te`` of mcore-models.
 
 The host waits for the number of rows of every expert, which that GEMM takes as integers.
 """

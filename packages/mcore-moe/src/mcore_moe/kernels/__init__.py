@@ -1,1 +1,1 @@
-"""Triton kernels, each with a plain reference beside its caller; imported only on a GPU."""
+"""Triton kernels; the caller of each has a reference in plain torch. Imported on a GPU only."""

@@ -1,10 +1,9 @@
 """Dispatch and combine by DeepEP's kernels, an optional library.
 
-A token travels to each rank once, however many of its experts are there, and comes back as
-one sum of that rank. Gradients take the other verb: those of dispatch are combined, those of
-combine dispatched. The interface is that of DeepEP's first version, whose class is ``Buffer``.
-It is tested against a stand-in with that interface and was not run on a GPU: there was no wheel
-of the library for the torch of this workspace.
+A token is sent to each rank once, however many of its experts are there, and one sum comes back
+from that rank. The backward of dispatch is combine, and that of combine dispatch. The interface
+is that of DeepEP's first version, whose class is ``Buffer``. Tests compare a stand-in with that
+interface with one rank, and DeepEP's kernels with an all-to-all if ``deep_ep`` is installed.
 
 Reference:
     DeepSeek-AI 2024, DeepSeek-V3, 3.2.2. arXiv:2412.19437.
@@ -26,9 +25,9 @@ from mcore_parallel.autograd_functions import OnceDifferentiable
 from mcore_parallel.mesh import Axis
 
 _WIDEST = 8176
-"""Half a row of bfloat16 and a barrier fill a warp's shared memory of 8 KiB."""
+"""Columns of a token: half of its bytes and a barrier fill a warp's 8 KiB of shared memory."""
 _RANKS_OF_A_NODE = 8
-"""More exchange over RDMA."""
+"""Groups of more ranks exchange over RDMA."""
 
 
 class DeepEPDispatcher(Dispatcher):
@@ -45,8 +44,8 @@ class DeepEPDispatcher(Dispatcher):
         Args:
             config: of the layer.
             ep: ranks that share the experts.
-            make_buffer: gives DeepEP's buffer for the tokens of a call; None: one that all
-                layers of a group and a width share.
+            make_buffer: returns DeepEP's buffer for the tokens of a call; None: one for all
+                layers of a group and a width.
 
         Raises:
             ValueError: if the library cannot be imported, or has no kernels for so many ranks.
@@ -70,7 +69,7 @@ class DeepEPDispatcher(Dispatcher):
     ) -> Dispatched:
         """Send tokens with their choices and weights over ``ep``.
 
-        The host waits for the number of tokens that arrive.
+        The host waits for the number of received tokens.
         """
         buffer = self.make_buffer(self.ep, x)
         ids = routing.ids if routing.keep is None else routing.ids.where(routing.keep, -1)
@@ -78,12 +77,12 @@ class DeepEPDispatcher(Dispatcher):
         rows, probs, own, counts, handle = _Dispatch.apply(
             x, routing.probs.contiguous(), ids.contiguous(), buffer, num_experts
         )
-        keep = own >= 0  # the others are choices of experts elsewhere
+        keep = own >= 0  # -1: the choice of an expert of another rank
         plan = plan_rows(own.where(keep, 0), num_experts // self.ep.size, keep)
         return Dispatched(rows, probs, trimmed(plan, sum(counts)), (buffer, handle))
 
     def combine(self, y: Float[Tensor, "M D"], handle: tuple[Any, Any]) -> Float[Tensor, "T D"]:
-        """Send sums back over ``ep``, and add up those of each token."""
+        """Return sums over ``ep``, and sum them by token."""
         return _Combine.apply(y, *handle)
 
 

@@ -18,7 +18,8 @@ _SMALLEST = tl.constexpr(2.0**-100)
 @triton.jit
 @no_type_check
 def _factors(top):
-    # What a row is multiplied by, and what gives it back; NaN where it holds infinity.
+    # The factor of a row and its inverse; NaN for a row with infinity. Tiny rows are scaled as
+    # if their largest number were _SMALLEST, so that the factor stays finite.
     top = tl.maximum(top, _SMALLEST)
     is_finite = top < float("inf")
     largest = tl.zeros_like(top) + _LARGEST
@@ -29,7 +30,7 @@ def _factors(top):
 @triton.jit
 @no_type_check
 def _cast(x, numbers, scales, width, BLOCK: tl.constexpr):
-    # One program: a row, which stays in registers between its two uses.
+    # One program: one row, read once, kept in registers between its maximum and its cast.
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -43,7 +44,7 @@ def _cast(x, numbers, scales, width, BLOCK: tl.constexpr):
 def fused_cast_rows(
     x: Float[Tensor, "*R D"],
 ) -> tuple[Shaped[Tensor, "*R D"], Float[Tensor, "*R 1"]]:
-    """Return rows in e4m3 and the scales that multiply them to give the rows back.
+    """Return rows in e4m3, and the scales that dequantize them.
 
     Args:
         x: contiguous; up to 65 536 columns.

@@ -1,10 +1,9 @@
 """Triton kernel between the two GEMMs of a gated layer: activation(gate) * up.
 
-It optionally multiplies by a weight for each row, as experts need.
-One read and one write of the rows, forward and backward, at the memory limit, where plain
-torch makes six passes. The gradient of a row's weight is the sum over the row, made by one
-program in fixed order, so that every run gives the same bits. The references are in
-``activations``; this module is imported only where tensors are on a GPU.
+Experts also multiply by a weight for each row. Forward and backward read and write the rows
+once, at the limit of memory bandwidth; plain torch makes six passes. The gradient of a row's
+weight is a sum over the row by one program in fixed order: the same bits in every run. The
+references are in ``activations``; this module is imported only if tensors are on a GPU.
 """
 
 from typing import Any, no_type_check
@@ -18,9 +17,9 @@ from torch import Tensor
 from mcore_parallel.autograd_functions import OnceDifferentiable
 
 KINDS = {"silu": 0, "gelu_tanh": 1}
-"""What kernels know an activation by."""
+"""Number of an activation in the kernels."""
 _WIDEST = 1024  # columns of one program
-_MOST_ROWS = 1024  # that programs begin with where the device knows how many there are
+_MOST_ROWS = 1024  # programs in the grid's first dimension if only the device has ``end``
 
 
 @triton.jit
@@ -50,7 +49,8 @@ def _forward(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # With weights a program takes several rows, so that none begins in vain behind ``end``.
+    # With weights the number of rows is on the device alone: a fixed number of programs loops
+    # over the rows up to ``end``.
     stop = tl.load(end) if WEIGHTED else tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -80,7 +80,8 @@ def _backward(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program: ``span`` columns of a row; with weights the whole row, for its sum.
+    # One program: ``span`` columns of a row; with weights the whole row, whose sum is the
+    # gradient of the weight.
     row = tl.program_id(0).to(tl.int64)
     if WEIGHTED:  # noqa: SIM102 - decided by the compiler, the other by the device
         if row >= tl.load(end):
@@ -159,7 +160,7 @@ class _Gated(OnceDifferentiable):
 
 
 def _block(width: int) -> tuple[int, int]:
-    """Return the columns of one program, and warps so that a thread moves 16 bytes."""
+    """Return the columns of one program, and its warps: a thread loads 16 bytes at once."""
     block = min(_WIDEST, 1 << (width - 1).bit_length())
     return block, max(1, block // 256)
 
@@ -186,13 +187,14 @@ def fused_weighted_gated(
     end: Int[Tensor, ""],
     activation: str = "silu",
 ) -> Float[Tensor, "R F"]:
-    """Return activation(gate) * up * weight for ``x`` = [gate; up]; see ``fused_gated``.
+    """Return activation(gate) * up * weight for ``x`` = [gate; up] in its last dimension.
 
     Args:
-        x: as there.
+        x: on a GPU; computed in float32, returned in its own dtype.
         weight: of each row.
-        end: rows in use, on the device; the others are not computed, also not in backward.
-        activation: as there.
+        end: number of rows in use, on the device; later rows are not computed, nor are their
+            gradients.
+        activation: ``silu`` or ``gelu_tanh``.
 
     Raises:
         KeyError: for another activation.

@@ -1,7 +1,7 @@
-"""Triton kernels that read rows straight from the memory of other GPUs of the node.
+"""Triton kernels that read rows from the memory of other GPUs of the node.
 
-A table holds the address at which this process sees each rank's buffer. The plain references
-are in ``dispatch.symmetric``.
+A table holds the address of each rank's buffer in this process's address space. The references
+in plain torch are in ``dispatch.symmetric.Gathered``.
 """
 
 from typing import no_type_check
@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _WIDTH = 1024  # channels of one program
-_PROGRAMS = 2048  # that loop: 16 on each multiprocessor of an H200
-_LANES = 64  # rows far from each other that are read at the same time
+_PROGRAMS = 2048  # programs of kernels that loop: 16 on each multiprocessor of an H200
+_LANES = 64  # far apart ranges of rows that are read at the same time
 
 
 @triton.jit
@@ -34,8 +34,9 @@ def _pull_rows(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Rows lie by expert and then by rank, so in their order all ranks would read from one rank
-    # at a time, whose links are then the limit. Here neighbours are far from each other.
+    # Rows are sorted by expert and then by source rank: in that order all ranks would read from
+    # one rank at a time, at the speed of its links. So the rows are cut into LANES ranges of
+    # per_lane rows, and consecutive work items take rows of consecutive ranges.
     num_rows = tl.load(offsets + num_experts)
     per_lane, num_parts = (num_rows + LANES - 1) // LANES, (width + BLOCK - 1) // BLOCK
     for work in range(tl.program_id(0), LANES * per_lane * num_parts, tl.num_programs(0)):
@@ -44,12 +45,13 @@ def _pull_rows(
         column = part * BLOCK + tl.arange(0, BLOCK)
         is_row = row < num_rows
         inside = is_row & (column < width)
+        # A choice is numbered over all ranks: its token // num_tokens is the rank that has it.
         choice = tl.load(sources + row, mask=is_row, other=0).to(tl.int64)
         token = choice // TOPK
         base = tl.load(table + token // num_tokens)
         at = tl.multiple_of(base, 16).to(rows.dtype) + (token % num_tokens) * width + column
         tl.store(rows + row * width + column, tl.load(at, mask=inside), mask=inside)
-        if HAS_PROBS:
+        if HAS_PROBS:  # one weight a row, by the program of its first channels
             weight = (base + probs_offset).to(probs.dtype) + choice % (num_tokens * TOPK)
             is_first = is_row & (part == 0)
             tl.store(probs + row, tl.load(weight, mask=is_first), mask=is_first)
@@ -72,7 +74,7 @@ def _sum_rows(
     TOTAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program: a part of one token, the sum of its rows in the order of its choices.
+    # One program: BLOCK channels of one token, summed over its rows in the order of choices.
     num_parts = (width + BLOCK - 1) // BLOCK
     token, part = (tl.program_id(0) // num_parts).to(tl.int64), tl.program_id(0) % num_parts
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -81,6 +83,7 @@ def _sum_rows(
     for j in tl.static_range(TOPK):
         owner = tl.load(owners + token * TOPK + j)
         row = tl.load(places + token * TOPK + j).to(tl.int64)
+        # A choice without an expert, or a row outside of this part, adds zero.
         found = (owner < num_ranks) & (row >= 0) & (row < num_rows)
         base = tl.load(table + owner, mask=found, other=0)
         place = tl.multiple_of(base, 16).to(out.dtype) + row * width + column
@@ -94,6 +97,7 @@ def _sum_rows(
 @triton.jit
 @no_type_check
 def _lay_rows(x, out, offsets, num_experts, width, BLOCK: tl.constexpr):
+    # Copies the first offsets[-1] rows as one range of numbers.
     size = tl.load(offsets + num_experts).to(tl.int64) * width
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for begin in range(first, size, tl.num_programs(0) * BLOCK):
@@ -115,11 +119,11 @@ def pull_rows(
     Args:
         table: address of each rank's tokens.
         sources: choice of each row, over the tokens of all ranks.
-        offsets: where the rows of each expert begin, and the end of the last.
-        rows: written up to that end, and no further.
-        probs: written as far, or None: rows alone.
-        probs_offset: bytes from the tokens to their weights.
-        tokens_and_choices: of a rank and of a token.
+        offsets: begin of each expert's rows, and the end of the last.
+        rows: output; rows after that end are not written.
+        probs: output: weight of each row; None: no weights.
+        probs_offset: bytes from a rank's tokens to their weights.
+        tokens_and_choices: tokens of a rank, and choices of a token.
     """
     if not rows.numel():
         return
@@ -145,12 +149,12 @@ def pull_rows(
 def lay_rows(
     out: Float[Tensor, "R D"], x: Float[Tensor, "R D"], offsets: Int[Tensor, " e1"]
 ) -> None:
-    """Copy the rows of experts, and none behind them.
+    """Copy the rows of experts; later rows are not copied.
 
     Args:
-        out: written.
+        out: output.
         x: the rows.
-        offsets: where the rows of each expert begin, and the end of the last.
+        offsets: begin of each expert's rows, and the end of the last.
     """
     if x.numel():
         _lay_rows[_loops(x)](x, out, offsets, offsets.numel() - 1, x.shape[1], _WIDTH)
@@ -169,12 +173,12 @@ def sum_rows(
 
     Args:
         table: address of each rank's rows.
-        owners: rank of each choice; one behind the last: it has no row.
-        places: row on that rank; outside of ``num_rows``: none.
-        out: written.
-        probs: written: what the ranks have for each choice; None: rows alone.
-        probs_offset: bytes from the rows to that.
-        num_rows: of a rank.
+        owners: rank of each choice; the number of ranks: the choice has no row.
+        places: row on that rank; outside of [0, ``num_rows``): no row.
+        out: output.
+        probs: output: the weight of each choice's row on its rank; None: no weights.
+        probs_offset: bytes from a rank's rows to their weights.
+        num_rows: rows of a rank.
     """
     if not out.shape[0]:
         return

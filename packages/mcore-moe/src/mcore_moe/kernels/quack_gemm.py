@@ -1,9 +1,9 @@
-"""quack's grouped GEMMs: they gather their rows themselves and add to main gradients.
+"""quack's grouped GEMMs, which gather their rows and add to main gradients.
 
-Optional (``pip install "mcore-moe[quack]"``, Hopper): the layer takes them after a trial, and
-torch's grouped GEMM otherwise. Where they gather, no copy of the tokens in expert order is ever
-made. The tiles below are those that were fastest on an H200: of narrow experts, of which rows
-are gathered, of wide ones, whose rows are sorted, and of their weights' gradients.
+Optional (``pip install "mcore-moe[quack]"``, Hopper): layers use them if a trial succeeds, and
+torch's grouped GEMM otherwise. A GEMM that gathers needs no copy of the tokens in expert order.
+The tiles were the fastest on an H200: for narrow experts, whose rows are gathered, for wide
+experts, whose rows are sorted, and for the gradients of weights.
 """
 
 import warnings
@@ -44,7 +44,7 @@ def multiply(
 
     Args:
         x: rows sorted by expert; or in any order, with ``sources``.
-        weight: of all experts, of any strides with one of 1.
+        weight: of all experts, with a stride of 1 in one dimension.
         offsets: where the rows of each begin, and the end of the last; int32.
         sources: row of ``x`` for each row of the result; int32.
     """
@@ -78,12 +78,12 @@ def add_weight_gradient(
         grad: gradient of the rows' results.
         x: the rows.
         offsets: where the rows of each expert begin, and the end of the last; int32.
-        grad_sources: row of ``grad`` for each row, if it is in another order.
-        x_sources: row of ``x`` likewise; only one of the two may be.
+        grad_sources: row of ``grad`` for each row, if ``grad`` is gathered.
+        x_sources: row of ``x`` for each row, if ``x`` is gathered; at most one of the two.
         overwrite: replace ``out``.
     """
     a, b = grad, x
-    if x_sources is not None:  # it is the first factor that is gathered
+    if x_sources is not None:  # quack gathers its first factor: compute the transpose
         a, b, out = x, grad, out.mT
     sources = grad_sources if x_sources is None else x_sources
     run = _run(_PINGPONG if sources is None else _WIDE)
@@ -91,17 +91,17 @@ def add_weight_gradient(
 
 
 def gathers_faster(weight: Tensor) -> bool:
-    """Whether GEMMs that gather beat a copy and torch's: seen up to 2048 rows of fc1 (H200)."""
+    """Whether gathering is faster than a copy and torch's GEMM: to 2048 rows of fc1 (H200)."""
     return weight.shape[1] <= _WIDEST_GATHERED
 
 
 def sorts_faster(weight: Tensor) -> bool:
-    """Whether GEMMs of sorted rows beat torch's: seen for 2048 x 4096 to 28672 x 4096."""
+    """Whether GEMMs of sorted rows are faster than torch's: 2048 x 4096 to 28672 x 4096."""
     return min(weight.shape[1:]) >= _NARROWEST_SORTED
 
 
 def usable(x: Tensor, weight: Tensor) -> bool:
-    """Whether these GEMMs may be chosen; the first call tries them, which compiles them."""
+    """Whether these GEMMs can be used; the first call compiles and tries them."""
     if torch.compiler.is_compiling() or not x.is_cuda or x.dtype != torch.bfloat16:
         return False
     aligned = all(size % 8 == 0 for size in weight.shape[1:])
@@ -110,7 +110,7 @@ def usable(x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def fits(device: torch.device) -> bool:
-    """Whether the package is installed and the device one that it is for."""
+    """Whether the package is installed and the device is a Hopper GPU."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     return is_hopper and bool(package_versions(["quack-kernels"]))
 
@@ -140,7 +140,7 @@ def _run(tile: _Tile) -> Any:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Hide what the CuTe compiler says of its own code."""
+    """Hide warnings of the CuTe compiler about its own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", UserWarning)

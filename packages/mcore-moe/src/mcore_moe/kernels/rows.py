@@ -1,9 +1,9 @@
 """Triton kernels that plan, copy and sum rows sorted by expert, without sorting anything.
 
-The plan is a counting sort in two passes: each block of choices counts its experts, a scan
-turns the counts into first rows, and each block gives its choices the rows that follow. The
-order is that of a stable sort. Nothing waits for the device. The references are in
-``permutation``.
+The plan is a counting sort in two passes: each block of choices counts its experts, a running
+sum turns the counts into the first rows of each (expert, block), and each block assigns its
+choices the rows from there on. The order is that of a stable sort. The host does not wait. The
+references are in ``permutation``.
 """
 
 from typing import no_type_check
@@ -14,7 +14,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_CHOICES = 128  # of one program: it compares each with each
+_CHOICES = 128  # choices of one program, which compares all pairs of them
 _WIDTH = 1024  # channels of one program
 
 
@@ -23,7 +23,8 @@ _WIDTH = 1024  # channels of one program
 def _count_block(
     ids, counts, num_choices, num_experts, BLOCK: tl.constexpr, BINS: tl.constexpr
 ):
-    # counts[e, block]; choices without an expert fall into the bins behind the last.
+    # counts[e, block]: choices of expert e in this block. Choices without an expert (number E
+    # or more) fall into bins that are not stored.
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(ids + at, mask=at < num_choices, other=num_experts).to(tl.int32)
     found = tl.histogram(chosen, BINS)
@@ -48,7 +49,7 @@ def _place_block(
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    # ends is the running sum of counts, over experts and then over blocks.
+    # ends[e, block]: running sum of counts in that order, so the end of the rows of (e, block).
     block = tl.program_id(0)
     num_blocks = tl.num_programs(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -58,13 +59,16 @@ def _place_block(
     cell = chosen * num_blocks + block
     lane = tl.arange(0, BLOCK)
     same = (chosen[:, None] == chosen[None, :]) & (lane[:, None] > lane[None, :])
-    row = tl.sum(same.to(tl.int32), 1)  # earlier choices of the same expert in this block
+    # Row: earlier choices of the same expert in this block, after the begin of (e, block).
+    row = tl.sum(same.to(tl.int32), 1)
     row += tl.load(ends + cell, mask=kept, other=0) - tl.load(counts + cell, mask=kept, other=0)
     if capacity > 0:
+        # Rows of expert e begin at e * capacity, not after the choices of the experts before.
         before = kept & (chosen > 0)
         row -= tl.load(ends + chosen * num_blocks - 1, mask=before, other=0)
         row += chosen * capacity
     tl.store(choices + row, at, mask=kept)
+    # Dropped choices get the number of rows as slot, which every reader takes for none.
     tl.store(slots + at, tl.where(kept, row, num_rows), mask=inside)
     if block == 0:
         bins = tl.arange(0, BINS)
@@ -88,10 +92,10 @@ def fused_plan(
         has_all: whether every choice has an expert.
 
     Returns:
-        The choice of each row, int32; T*k in rows without one. There are E*capacity rows, or
-        T*k, the last of which belong to no expert where choices have none. Then the row of
-        each choice, int32; the number of rows for a choice without. Then where each expert's
-        rows begin, int32, with the end of the last.
+        The choice of each row, the row of each choice, and the begin of each expert's rows with
+        the end of the last; all int32. There are R = E*capacity rows, or R = T*k, of which the
+        last belong to no expert if choices have none. A row without a choice has choice T*k, a
+        choice without a row has row R.
     """
     num_choices = ids.numel()
     num_blocks = max(1, -(-num_choices // _CHOICES))
@@ -127,7 +131,7 @@ def fused_plan(
 @triton.jit
 @no_type_check
 def _copy_rows(x, slots, rows, num_rows, width, TOPK: tl.constexpr, BLOCK: tl.constexpr):
-    # One program: a part of one token, read once and written to each of its rows.
+    # One program: _WIDTH channels of one token, read once and written to each of its rows.
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -140,7 +144,7 @@ def _copy_rows(x, slots, rows, num_rows, width, TOPK: tl.constexpr, BLOCK: tl.co
 @triton.jit
 @no_type_check
 def _sum_rows(rows, slots, out, num_rows, width, TOPK: tl.constexpr, BLOCK: tl.constexpr):
-    # One program: a part of one token, the sum of its rows in the order of its choices.
+    # One program: _WIDTH channels of one token, summed over its rows in the order of choices.
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -159,9 +163,9 @@ def copy_to_rows(
 
     Args:
         x: tokens.
-        slots: rows of each; ``num_rows`` or more: none.
+        slots: rows of each token; ``num_rows`` or more: no row.
         num_rows: R.
-        is_complete: whether every row has a token; rows without one are zero.
+        is_complete: whether every row has a token; else rows without one are zero.
     """
     new = x.new_empty if is_complete else x.new_zeros
     rows = new(num_rows, x.shape[1])
@@ -172,7 +176,7 @@ def copy_to_rows(
 def copy_into_rows(
     rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], slots: Int[Tensor, "T k"]
 ) -> None:
-    """Copy each token to its rows of ``rows``, contiguous; R or more: none."""
+    """Copy each token to its rows of ``rows``, which is contiguous; slot R or more: no row."""
     if slots.numel() and x.shape[1]:
         _copy_rows[_grid(x)](
             x.contiguous(), slots, rows, rows.shape[0], x.shape[1], slots.shape[1], _WIDTH
@@ -183,8 +187,8 @@ def sum_rows(rows: Float[Tensor, "R D"], slots: Int[Tensor, "T k"]) -> Float[Ten
     """Sum the rows of each token in float32, in the order of its choices.
 
     Args:
-        rows: may be none.
-        slots: rows of each token; R or more: none.
+        rows: R may be 0.
+        slots: rows of each token; R or more: no row.
     """
     out = rows.new_empty(slots.shape[0], rows.shape[1])
     if slots.numel() and rows.shape[1]:

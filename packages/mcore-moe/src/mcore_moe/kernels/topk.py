@@ -1,7 +1,7 @@
-"""Triton kernel that finds the experts of highest score, in place of a sort of all scores.
+"""Triton kernel that returns the k largest scores of each token without sorting all scores.
 
 The order is that of a stable descending sort: of equal scores the lower expert first, NaN
-above everything. The reference is ``routing.top_experts_plain``.
+before everything. The reference is ``routing.topk.top_experts_plain``.
 """
 
 from typing import no_type_check
@@ -12,7 +12,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_TOKENS = 4  # of one program
+_TOKENS = 4  # tokens of one program
 
 
 @triton.jit
@@ -30,13 +30,16 @@ def _top(
     lane = tl.arange(0, LANES)[None, :]
     real = (token < num_tokens)[:, None] & (lane < num_experts)
     score = tl.load(scores + token[:, None] * num_experts + lane, mask=real, other=0.0)
-    score = tl.where(score == 0.0, 0.0, score)  # one zero, not two
+    score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0: one bit pattern for both
     bits = score.to(tl.int32, bitcast=True)
-    # Integers in the order of the floats: a negative number's bits turn, but for its sign.
+    # Integers in the order of the floats: IEEE bits order positive numbers already; of negative
+    # ones all bits but the sign are flipped. NaN becomes the largest integer.
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, key).to(tl.int64)
-    # The lane in the low bits makes keys differ and the lower expert win.
+    # The low 16 bits hold 65535 - expert: all keys differ, and of equal scores the lower expert
+    # has the larger key. Lanes without an expert get a key below all.
     key = tl.where(lane < num_experts, key * 65536 + (65535 - lane), -(2**62))
+    # k times the largest key, which is then removed.
     for j in tl.static_range(TOPK):
         best = tl.max(key, 1)
         expert = 65535 - (best & 65535)
@@ -49,7 +52,7 @@ def fused_top_experts(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T
 
     Args:
         scores: float32, E from ``topk`` to 65536.
-        topk: how many.
+        topk: number of experts for each token.
     """
     num_tokens, num_experts = scores.shape
     ids = torch.empty(num_tokens, topk, dtype=torch.int64, device=scores.device)

@@ -4,7 +4,7 @@ The load-balancing losses share one form, E * sum_e f_e P_e: the share of choice
 expert e got, times its mean score; 1.0 at perfect balance. They differ in the tokens over
 which f is counted. Every loss returns *this rank's share*: the sum over ``axis`` is the loss
 of the micro-batch, so gradients are summed, never averaged. No function changes its
-arguments: all-reduced counts are new tensors.
+arguments.
 """
 
 import torch
@@ -35,8 +35,8 @@ def aux_loss(
 ) -> Float[Tensor, ""]:
     """Load-balancing loss of one micro-batch; this rank's share of it.
 
-    All-reduces ``counts`` over ``axis`` first, so the share of an expert and the number of
-    tokens are those of the whole micro-batch.
+    All-reduces ``counts`` over ``axis``: an expert's share and the number of tokens are those
+    of the whole micro-batch.
 
     Args:
         scores: over all experts, rows sum to 1 (or 0 for a token that does not count).
@@ -45,7 +45,7 @@ def aux_loss(
         axis: ranks that share the micro-batch (tp x cp).
 
     Returns:
-        Scalar; summed over ``axis`` it is 1.0 at perfect balance; without coefficient.
+        Scalar, without coefficient: the sum over ``axis`` is 1.0 at perfect balance.
 
     Reference:
         Fedus et al. 2021, Switch Transformers, eq. 4. arXiv:2101.03961.
@@ -65,7 +65,7 @@ def sequence_aux_loss(
 ) -> Float[Tensor, ""]:
     """Load-balancing loss of each sequence, averaged over them; this rank's share of it.
 
-    All-reduces counts over ``axis``; it does not depend on how a batch is cut into
+    All-reduces counts over ``axis``. The loss does not depend on how a batch is cut into
     micro-batches.
 
     Args:
@@ -97,15 +97,15 @@ def global_aux_loss(
     topk: int,
     axis: Axis = SINGLE,
 ) -> Float[Tensor, ""]:
-    """Load-balancing loss whose counts run over data ranks and micro-batches of the step.
+    """Load-balancing loss with counts over all data ranks and the step's micro-batches so far.
 
     All-reduces ``counts`` over ``axis`` for the number of tokens of this micro-batch.
 
     Args:
         scores: over all experts, rows sum to 1.
         counts: choices of this rank's tokens in this micro-batch.
-        seen: choices of all ranks since the last step, this micro-batch included. Its own
-            sum is the denominator, so micro-batches may differ in size.
+        seen: choices of all ranks since the last step, including this micro-batch. The
+            denominator is the sum of ``seen``, so micro-batches may differ in size.
         topk: choices a token.
         axis: ranks that share the micro-batch (tp x cp).
 
@@ -125,7 +125,8 @@ def _balance(
     num_choices: Int[Tensor, "..."],
     topk: int,
 ) -> Float[Tensor, ""]:
-    # f_e = counts / num_choices and P_e = sums / (num_choices / topk); no token: 0, not NaN.
+    # f_e = counts / num_choices and P_e = sums / (num_choices / topk), with num_choices / topk
+    # the number of tokens; the clamp gives 0 instead of NaN without tokens.
     num_choices = num_choices.clamp(min=1).to(sums.dtype)
     shares = counts.to(sums.dtype) / num_choices
     return sums.shape[-1] * topk * (shares * sums / num_choices).sum()
@@ -158,7 +159,7 @@ def updated_expert_bias(
 ) -> Float[Tensor, "*L E"]:
     """Return the expert bias after a step: up for idle experts, down for busy ones.
 
-    The comparison with the mean is made in integers, so it is exact at any count.
+    Counts are compared with their mean in integers, so the comparison is exact.
 
     Args:
         bias: added to the scores for the choice only.
@@ -180,18 +181,18 @@ def sinkhorn(
 ) -> Float[Tensor, "T E"]:
     """Scale exp(logits) until tokens and experts have equal sums; no gradient.
 
-    All-reduces column sums over ``axis`` in every round, and waits for the device to learn
-    whether the factors have converged.
+    All-reduces column sums over ``axis`` in every round; the host waits in every round for
+    the change of the factors.
 
     Args:
         logits: of the router.
         axis: ranks that share the micro-batch (tp x cp).
-        tolerance: mean change of the columns' factors below which it stops.
+        tolerance: mean change of the columns' factors below which the rounds end.
         mask: true for tokens that count; left out: all do.
 
     Returns:
-        Rows that sum to 1/T, T of tokens that count, and zeros for others; columns that sum to
-        nearly 1/E.
+        A matrix whose rows sum to 1/T for the T tokens that count, and to 0 for others; its
+        columns sum to nearly 1/E.
 
     Reference:
         Sinkhorn 1967; Clark et al. 2022, section 3.3. arXiv:2202.01169.

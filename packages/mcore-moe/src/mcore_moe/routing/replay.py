@@ -1,8 +1,8 @@
-"""Recording which experts tokens went to, and sending the same tokens there again.
+"""Recording the experts that routers choose, and replaying the choices.
 
-Reinforcement learning trains on tokens that an engine has generated: routers of both disagree
-where scores are close, and a replay gives training the engine's choices. The weights of the
-choices are always the router's own, so it keeps its gradient.
+Reinforcement learning trains on tokens that an engine has generated. Where scores are close,
+the routers of engine and training choose differently; a replay gives training the engine's
+choices. The weights of the choices are always computed by the router, which keeps its gradient.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,30 +14,35 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 RecordedRouting = Mapping[str, Sequence[Tensor]]
-"""For each router, by path, the experts ``[T, k]`` of each forward in turn."""
+"""The chosen experts ``[T, k]`` of each forward in order, by the path of the router."""
 
 
 class RoutingTape:
-    """What one router chose in each forward, or shall choose."""
+    """The choices of one router in each forward: recorded, or to be replayed."""
 
     def __init__(self, ids: Sequence[Tensor] = (), *, is_given: bool = False) -> None:
-        """Begin at the first forward.
+        """Start at the first forward.
 
         Args:
             ids: choices of each forward.
-            is_given: whether the router takes them; else it adds its own.
+            is_given: whether the router replays ``ids``; else it records its own choices.
         """
         self.ids, self.is_given = list(ids), is_given
-        # Recomputed forwards come in the order of the forwards, some time after them.
+        # Number of the next forward, and of the next recomputed forward: backward recomputes
+        # forwards in their order, but later.
         self._next = {False: 0, True: 0}
 
     def note(self, ids: Int[Tensor, "T k"], is_recomputed: bool) -> None:
-        """Add the choices of a forward, unless they are given or it is recomputed."""
+        """Record the choices of a forward, unless it replays or is recomputed."""
         if not self.is_given and not is_recomputed:
             self.ids.append(ids.detach())
 
     def next_ids(self, num_tokens: int, topk: int, is_recomputed: bool) -> Int[Tensor, "T k"]:
-        """Return the choices of the next forward, of so many tokens and experts of each."""
+        """Return the recorded choices of the next forward.
+
+        Raises:
+            ValueError: if there are no more, or the shape is not ``[num_tokens, topk]``.
+        """
         at = self._next[is_recomputed]
         if at >= len(self.ids):
             raise ValueError(f"the recorded routing ends after {at} forwards: record as many.")
@@ -69,16 +74,16 @@ def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 @contextmanager
 def replay_routing(model: nn.Module, recorded: RecordedRouting) -> Iterator[None]:
-    """Let all routers of a model choose as recorded; no communication.
+    """Make all routers of a model replay recorded choices; no communication.
 
     Args:
         model: or a part of it, with the routers of the recording.
-        recorded: of ``record_routing``, or any integers on the model's device.
+        recorded: result of ``record_routing``, or other integers on the model's device.
 
     Raises:
-        ValueError: if the routers are others, a token names an expert that there is not, or one
-            twice, or the recording does not fit a forward. Reads three numbers a router on the
-            host.
+        ValueError: if the routers' paths differ, an expert does not exist, a token names an
+            expert twice, or the recording does not fit a forward. The host waits once for each
+            router.
     """
     routers = _routers(model)
     paths = set(routers)
@@ -105,8 +110,8 @@ def _check_experts(path: str, ids: Sequence[Tensor], num_experts: int) -> None:
     low, high, twice = torch.stack([low.min(), high.max(), twice.sum()]).tolist()
     if low < 0 or high >= num_experts:
         raise ValueError(
-            f"the recorded routing of {path} names expert {low if low < 0 else high}, and it "
-            f"has {num_experts}: replay into the model of the recording."
+            f"the recorded routing of {path} names expert {low if low < 0 else high} of "
+            f"{num_experts}: replay into the model of the recording."
         )
     if twice:
         raise ValueError(

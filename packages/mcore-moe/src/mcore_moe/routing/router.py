@@ -1,6 +1,6 @@
-"""The router: owner of a gate's weight, the expert bias and the counts of a step.
+"""The router: a module with the gate's weight, the expert bias and the counts of a step.
 
-What it computes is in ``topk`` and ``load_balancing``, as pure functions.
+Its computations are pure functions in ``topk`` and ``load_balancing``.
 """
 
 from collections.abc import Callable
@@ -45,19 +45,19 @@ class Router(nn.Module):
     """The gate of a mixture of experts: a linear map, top-k choice and balancing losses.
 
     Attributes:
-        weight: ``[E, D]``, the same on all tensor ranks; each sees its own tokens, so its
+        weight: ``[E, D]``, the same on all tensor ranks; each routes its own tokens, so the
             gradients are partial sums over ``tp``.
-        bias: ``[E]``, likewise; None without ``moe_router_bias``.
+        bias: ``[E]``, replicated like the weight; None without ``moe_router_bias``.
         expert_bias: ``[E]`` float32 parameter without gradient, moved by ``finish_step``; None
             without ``moe_router_enable_expert_bias``. Stays float32 when the model is cast.
         step_counts: ``[E]`` int64 buffer: choices of this rank's tokens since the last step.
-        step_scored_counts: ``[E]`` int64 buffer: the same by the plain top-k of the scores,
+        step_scored_counts: ``[E]`` int64 buffer: choices by the plain top-k of the scores,
             for the global loss.
-        step_dropped: int64 buffer: choices of real tokens that no expert had room for.
+        step_dropped: int64 buffer: choices of real tokens beyond their experts' capacity.
         step_losses: ``[3]`` float64 buffer, sums over this rank's forward passes: its share of
             the load-balancing loss and of the z-loss, without coefficients, times the ranks
             that share a micro-batch; and the number of passes.
-        tape: records choices, or gives recorded ones; see ``replay``.
+        tape: records choices, or replays recorded ones; see ``replay``.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Router(nn.Module):
 
         Args:
             hidden_size: D.
-            config: everything about routing and balance.
-            tp: ranks that hold the weight and see different tokens.
+            config: options of routing and balance.
+            tp: ranks that hold the weight and have different tokens.
             cp_tp: ranks that share a micro-batch.
             dp_cp_tp: ranks that share a step's batch.
             streams: source of jitter, different on every rank; None: torch's default
@@ -137,7 +137,7 @@ class Router(nn.Module):
         return layouts
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        # In bf16 a step of the bias would be rounded away: move it between devices, never cast.
+        # bf16 would round a step of the bias to nothing: move it between devices, never cast.
         before = None if self.expert_bias is None else self.expert_bias.detach()
         super()._apply(fn, recurse)
         self.step_losses = self.step_losses.double()
@@ -159,10 +159,11 @@ class Router(nn.Module):
         if a loss needs them.
 
         Args:
-            x: this rank's tokens; may be none.
-            sequences: of each token, for the loss by sequence; left out: all of one.
+            x: this rank's tokens; T may be 0.
+            sequences: sequence of each token, for the loss by sequence; left out: all tokens
+                are of one sequence.
             num_sequences: in the micro-batch.
-            mask: true for real tokens; no expert computes padding, and statistics leave it out.
+            mask: true for real tokens; padding gets no expert and is in no statistic.
 
         Returns:
             The routing, and this rank's share of all losses times their coefficients.
@@ -198,7 +199,7 @@ class Router(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         eps = self.config.moe_input_jitter_eps
         if self.training and eps:
-            # Every rank routes tokens of its own, so no two may see the same noise.
+            # Each rank routes different tokens: its noise comes from a stream of its own.
             stream = self.streams.fork("tensor_parallel") if self.streams else nullcontext()
             with stream:
                 x = x * torch.empty_like(x).uniform_(1 - eps, 1 + eps)
@@ -210,7 +211,7 @@ class Router(nn.Module):
         return F.linear(x.to(dtype), self.weight.to(dtype), bias)
 
     def _given_ids(self, x: Tensor) -> Tensor | None:
-        """Return experts that do not follow from the scores: recorded or balanced ones."""
+        """Return recorded or balanced experts in place of those by score, or None."""
         if self.tape is not None and self.tape.is_given:
             return self.tape.next_ids(x.shape[0], self.config.moe_router_topk, is_replayed())
         if self.config.moe_router_force_load_balancing:
@@ -268,7 +269,8 @@ class Router(nn.Module):
         num_sequences: int,
         mask: Tensor | None,
     ) -> Tensor:
-        # The plain top-k of the scores: bias, groups and capacity must not hide an imbalance.
+        # Counts are by the plain top-k of the scores: the loss must see the imbalance that
+        # bias, groups and capacity correct.
         topk, kind = self.config.moe_router_topk, self.config.moe_router_load_balancing_type
         scores = expert_scores(logits, self.config.moe_router_score_function)
         if self.config.moe_router_score_function != "softmax":
@@ -305,10 +307,10 @@ def _is_narrow(x: Tensor) -> bool:
 
 
 class _WideLinear(OnceDifferentiable):
-    """A linear of bfloat16 factors with float32 results, without float32 copies of either.
+    """A linear of bfloat16 factors with a float32 result; makes no float32 copies.
 
-    Forward adds exact products in float32, as the GEMM of float32 copies does. In backward the
-    float32 gradient enters as the sum of two bfloat16 numbers, 16 bits of it.
+    Forward adds exact products in float32, as the GEMM of float32 copies does. Backward splits
+    the float32 gradient into a sum of two bfloat16 numbers, which keep 16 of its bits.
     """
 
     @staticmethod

@@ -1,8 +1,7 @@
 """Statistics of a model's routers, and their update at the end of a step.
 
-Routers count choices in every forward. Once a step, after gradients are final, ``finish_step``
-sums the counts of all routers in one all-reduce, moves the expert biases and clears the
-counts.
+Routers count choices in every forward. Once a step, after backward, ``finish_step`` sums the
+counts of all routers in one all-reduce, moves the expert biases and clears the counts.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
 LOAD_PERCENTILES = (10, 50, 90)
-"""Of the experts, by load."""
+"""Percentiles of the experts' loads in ``SUMMARY``."""
 
 SUMMARY = (
     "imbalance",
@@ -31,19 +30,19 @@ SUMMARY = (
     "load_balancing_loss",
     "z_loss",
 )
-"""What ``summarize`` returns, in order."""
+"""Names of the columns of ``summarize``, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterStats:
-    """What one router did in one step, all ranks together; on the model's device."""
+    """Counts and bias of one router in one step, over all ranks; on the model's device."""
 
     counts: Int[Tensor, " E"]
-    """Choices of real tokens, before any were dropped."""
+    """Choices of real tokens, dropped ones included."""
     num_dropped: Int[Tensor, ""]
-    """Choices for which their expert had no room."""
+    """Choices beyond their expert's capacity."""
     expert_bias: Float[Tensor, " E"] | None = None
-    """After its update; None without."""
+    """Expert bias after its update; None without ``moe_router_enable_expert_bias``."""
     losses: Float[Tensor, " 2"] | None = None
     """Load-balancing loss and z-loss, means over the step's micro-batches without
     coefficients; 0 where the coefficient is. None: not known."""
@@ -60,14 +59,15 @@ class RouterStats:
 
 
 def summarize(stats: Sequence[RouterStats]) -> Float[Tensor, "L n"]:
-    """Return for each router the numbers that ``SUMMARY`` names; does not wait for the device.
+    """Return the numbers of ``SUMMARY`` for each router; does not wait for the device.
 
-    Loads are counts over their mean. The entropy of their shares is 1 for equal ones and 0
-    when one expert gets all. The range of the bias is its largest less its smallest; 0 without.
-    Losses have no coefficients, and are 0 where they are not computed.
+    Loads are counts over their mean. The entropy of the experts' shares is 1 for equal shares
+    and 0 if one expert gets all choices. The range of the bias is its largest entry less its
+    smallest; 0 without a bias. Losses have no coefficients, and are 0 where they are not
+    computed.
 
     Args:
-        stats: at least one; all of as many experts.
+        stats: of one router or more, all with equally many experts.
     """
     counts = torch.stack([router.counts for router in stats])
     total = counts.sum(1, keepdim=True).clamp(min=1)
@@ -90,18 +90,18 @@ def summarize(stats: Sequence[RouterStats]) -> Float[Tensor, "L n"]:
 
 
 def routers(model: nn.Module) -> dict[str, Router]:
-    """Find the routers of a model by path."""
+    """Return the routers of a model by path."""
     return {name: m for name, m in model.named_modules() if isinstance(m, Router)}
 
 
 def finish_step(model: nn.Module, axis: Axis = SINGLE) -> dict[str, RouterStats]:
     """Close a step for all routers: move expert biases in place, clear the counts.
 
-    One all-reduce over ``axis``; all its ranks call this once a step. A model without routers
-    does not communicate.
+    One all-reduce over ``axis``; all ranks of ``axis`` call this function once a step. Without
+    routers there is no communication.
 
     Args:
-        model: or a part of it; pipeline stages may have different numbers of routers.
+        model: a model or a part of it; pipeline stages may have different numbers of routers.
         axis: all ranks that share a step's batch (tp x cp x dp).
 
     Returns:

@@ -1,7 +1,7 @@
 """Routing as pure functions: from logits to k experts and their weights for each token.
 
-All score maths is float32 (float64 where the logits are); the weights stay in that precision.
-Where scores are equal the expert with the lower number wins, on every device.
+Scores and weights are float32, or float64 if the logits are. Of equal scores the expert with
+the lower number is chosen, on every device.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ class Routing:
     ids: Int[Tensor, "T k"]
     probs: Float[Tensor, "T k"]
     keep: Bool[Tensor, "T k"] | None = None
-    """Choices that an expert computes; None: all. The others add nothing to their token."""
+    """Choices that an expert computes; None: all. The others are dropped: they add nothing."""
 
 
 def expert_scores(logits: Float[Tensor, "T E"], score_function: str) -> Float[Tensor, "T E"]:
@@ -54,9 +54,9 @@ def route(
     Args:
         logits: of the router.
         config: score function, top-k, groups and scaling.
-        expert_bias: added to the scores for the choice, those of softmax over all experts,
-            never to the weights.
-        ids: experts chosen otherwise; their weights are made all the same.
+        expert_bias: added to the scores for the choice (with softmax, to its shares of all
+            experts), never to the weights.
+        ids: experts chosen by other means; None: choose by score.
 
     Reference:
         Softmax after the choice: Jiang et al. 2024, Mixtral, arXiv:2401.04088. Sigmoid, bias
@@ -91,10 +91,10 @@ def scaled(probs: Float[Tensor, "T k"], config: MoEConfig) -> Float[Tensor, "T k
 def balanced_ids(
     num_tokens: int, config: MoEConfig, device: torch.device
 ) -> Int[Tensor, "T k"]:
-    """Return choices that give every expert as many tokens, whatever the tokens are.
+    """Return choices that give every expert equally many tokens, without reading the tokens.
 
-    Experts come in the order of ``balanced_stride``, so that those of a token lie on as many
-    ranks as experts that were chosen at random, and more.
+    Consecutive choices are ``balanced_stride`` experts apart, so that the experts of a token
+    are on at least as many ranks as random choices would be.
     """
     topk, num_experts = config.moe_router_topk, config.num_experts
     choices = torch.arange(num_tokens * topk, device=device).view(num_tokens, topk)
@@ -102,9 +102,9 @@ def balanced_ids(
 
 
 def balanced_stride(num_experts: int) -> int:
-    """Return the stride nearest to the golden section that reaches all experts.
+    """Return the stride nearest to the golden section that visits all experts.
 
-    Not one to a neighbour, except with 2, 3, 4 or 6 experts, which no other reaches.
+    The stride is not 1 or -1, except with 2, 3, 4 or 6 experts, where no other visits all.
     """
     near = round(0.618 * num_experts)
     around = (near + step * side for step in range(num_experts) for side in (1, -1))
@@ -115,14 +115,14 @@ def balanced_stride(num_experts: int) -> int:
 def limited(
     routing: Routing, config: MoEConfig, mask: Bool[Tensor, " T"] | None = None
 ) -> Routing:
-    """Say which choices experts compute: of real tokens, within each expert's capacity.
+    """Return the routing with ``keep``: choices of real tokens within each expert's capacity.
 
-    Every rank limits its own tokens, before any communication.
+    Every rank limits its own tokens; no communication.
 
     Args:
         routing: with all choices.
         config: capacity and drop policy.
-        mask: true for real tokens; left out: all are.
+        mask: true for real tokens; left out: all tokens are real.
     """
     factor, ids = config.moe_expert_capacity_factor, routing.ids
     keep = None if mask is None else mask[:, None].expand_as(ids)
@@ -170,7 +170,8 @@ def _choose(scores: Tensor, config: MoEConfig) -> Tensor:
     topk, kept = config.moe_router_topk, config.moe_router_group_topk
     if not kept:
         return top_experts(scores, topk)
-    # A group is worth the sum of its best experts: as many as it may give by default.
+    # The score of a group is the sum over its best experts: by default over as many as each
+    # kept group contributes.
     scored = config.moe_router_group_score_topk or topk // kept
     grouped = scores.detach().unflatten(1, (config.moe_router_num_groups, -1))
     worth = grouped.topk(scored, dim=-1).values.sum(-1)

@@ -34,11 +34,12 @@ class Turns:
         self._thread = ThreadPoolExecutor(1, "backward")
 
     def serve(self, *modules: nn.Module) -> None:
-        """Let layers that have a method ``take_turns`` call ``change`` in their exchanges."""
+        """Pass ``change`` to every layer that has a method ``set_overlap_callback``."""
         for module in modules:
             for layer in module.modules():
-                if (take := getattr(layer, "take_turns", None)) is not None:
-                    take(self.change)
+                setter = getattr(layer, "set_overlap_callback", None)
+                if setter is not None:
+                    setter(self.change)
 
     def change(self) -> None:
         """Let the other side continue; returns at this one's next turn, at once if alone."""

@@ -5,7 +5,7 @@ run whose base came from no checkpoint (random weights) saves everything.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,13 @@ from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER
 from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_models.config import config_to_dict
+from mcore_models.layer_config import layers_skip
 from mcore_models.peft.attaching import start_magnitudes
 from mcore_models.peft.config import is_adapter
 from mcore_models.peft.quantized_base import quantize_base
 from mcore_parallel.field_checks import flag
+from mcore_parallel.layer_patterns import without_stage_marks
+from mcore_parallel.logical_tensors import moe_layers
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint
@@ -30,7 +33,7 @@ _FREE = ("lora_dropout", "peft_base_bits")
 FREE = frozenset(
     (
         *("hidden_dropout", "attention_dropout"),
-        *("max_position_embeddings", "make_vocab_size_divisible_by"),
+        *("max_position_embeddings", "make_vocab_size_divisible_by", "mamba_chunk_size"),
         *("init_method_std", "embedding_init_method_std"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
         *("moe_input_jitter_eps", "moe_router_load_balancing_type", "moe_router_dtype"),
@@ -87,11 +90,11 @@ def load_base(run: Run, folder: Path | None) -> bool:
         )
     check_model(extra["model"], run.plan, base)
     has_adapters = config.peft.peft != "none"
-    shards = {n: s for n, s in model_shards(run).items() if not is_adapter(n)}
-    load_weights(run, base, shards)
+    weights = model_shards(run)
+    load_weights(run, base, {n: s for n, s in weights.items() if not is_adapter(n)})
     if has_adapters:
         for chunk in run.chunks:
-            start_magnitudes(chunk)
+            start_magnitudes(chunk, {n.removeprefix("model."): weights[n] for n in weights})
         run.base = str(base if is_store(base) else base.resolve())
     run.optimizer.refresh(from_parameters=True)
     return True
@@ -188,13 +191,16 @@ def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
     # Fields of a part that is off change nothing, whatever was saved of them.
     idle = {n for s in SWITCHES if not s.is_on(plan.config) for n in s.options}
     different = []
+    has_same_depth = saved["config"].get("num_layers") == plan.config.model.num_layers
     for part, owner in (("config", plan.config.model), ("moe", plan.config.experts)):
         # What a description leaves out has its default, of which data knows lists alone.
         defaults = {f.name: f.default for f in fields(owner)}
         for name, value in here[part].items():
             default = defaults[name]
             there = saved[part].get(name, list(default) if type(default) is tuple else default)
-            if there != value and name not in FREE | idle:
+            if name in FREE | idle or there == value:
+                continue
+            if not (has_same_depth and _is_same_layers(name, there, value, plan)):
                 different.append(f"{name}: {there} there, {value} here")
     if saved["vocab_size"] != here["vocab_size"]:
         different.append(f"vocab_size: {saved['vocab_size']} there, {here['vocab_size']} here")
@@ -205,11 +211,36 @@ def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
         )
 
 
+def _is_same_layers(name: str, there: str, here: str, plan: Plan) -> bool:
+    """Whether two spellings of a field name the same layers; stage marks are layout."""
+    num_layers = plan.config.model.num_layers
+    if name == "hybrid_override_pattern":
+        return without_stage_marks(there) == without_stage_marks(here)
+    if name == "moe_layer_freq":
+        return (
+            len(
+                {
+                    moe_layers(replace(plan.config.experts, moe_layer_freq=text), num_layers)
+                    for text in (there, here)
+                }
+            )
+            == 1
+        )
+    if name in ("window_attn_skip_freq", "rope_skip_freq"):
+        ones = name == "rope_skip_freq"
+        return (
+            len({layers_skip(text, num_layers, name, ones=ones) for text in (there, here)}) == 1
+        )
+    return False
+
+
 def model_description(plan: Plan) -> dict[str, Any]:
-    """Describe a plan's model as plain data, enough to build it again."""
+    """Describe a plan's model as plain data, enough to build it again under any layout."""
+    pattern = plan.config.model.hybrid_override_pattern
+    marks = {"hybrid_override_pattern": without_stage_marks(pattern)}
     return {
         "family": plan.family.name,
         "vocab_size": plan.vocab_size,
-        "config": config_to_dict(plan.config.model),
+        "config": config_to_dict(plan.config.model) | marks,
         "moe": config_to_dict(plan.config.experts),
     }

@@ -5,11 +5,12 @@ is loaded.
 """
 
 import dataclasses
+import json
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from mcore_ckpt.storage.index import ADAPTER, read_index
 from mcore_ckpt.storage.paths import (
@@ -23,6 +24,7 @@ from mcore_ckpt.storage.paths import (
 from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_parallel.layer_patterns import without_stage_marks
 from mcore_train.composition import TrainConfig
 from mcore_train.config import LoadConfig
 from mcore_train.options.recipe import Value
@@ -122,6 +124,16 @@ def starting_point(config: TrainConfig) -> LoadConfig:
     return dataclasses.replace(loading, load=save, ckpt_step=0, finetune=False)
 
 
+def start_kind(config: TrainConfig) -> Literal["", "weights", "run"]:
+    """Return what a run begins with: nothing, a model's weights, or all of a run's state."""
+    loading = starting_point(config)
+    folder = find_checkpoint(loading.load, loading.ckpt_step) if loading.load else None
+    if folder is None:
+        return "weights" if loading.pretrained_checkpoint else ""
+    has_state = "iteration" in checkpoint_extra(folder)
+    return "run" if has_state and not loading.finetune else "weights"
+
+
 def loads_from_save(config: TrainConfig) -> bool:
     """Whether a run starts from the run folder in ``--save`` or one of its steps."""
     load = starting_point(config).load
@@ -161,6 +173,8 @@ def checkpoint_fields(
         return {}
     extra = checkpoint_extra(folder)
     table = model_fields(extra.get("model", {}), config_type)
+    if is_hf_folder(folder) and not _has_balancing_loss(folder):
+        table.pop("moe_aux_loss_coeff", None)
     if adapter := dict(extra.get(ADAPTER, {})):
         base = adapter.pop("base")
         table |= adapter | ({"pretrained_checkpoint": base} if base else {})
@@ -170,6 +184,37 @@ def checkpoint_fields(
     if (folder / "tokenizer").is_dir() and not is_store(folder):
         table["tokenizer_model"] = str(folder / "tokenizer")
     return table
+
+
+def _has_balancing_loss(folder: Path) -> bool:
+    """Whether transformers adds a mixture's balancing loss to the loss of a folder's model."""
+    return bool(json.loads((folder / "config.json").read_text()).get("output_router_logits"))
+
+
+def describe_balancing_loss(config: TrainConfig, words: Sequence[str], source: str) -> str:
+    """Describe which balancing loss a loaded mixture trains with, and where it comes from.
+
+    Args:
+        config: of the run.
+        words: of its command line and recipes.
+        source: folder that brings the model.
+    """
+    experts, option = config.experts, "--moe-aux-loss-coeff"
+    kind, weight = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
+    if weight and kind not in ("none", "sinkhorn"):
+        origin = "the command line" if option in words else source
+        return f"balancing loss of experts: {kind} x {weight:g}, from {origin}"
+    folder = find_checkpoint(source)
+    coefficient = 0.0
+    if folder is not None and is_hf_folder(folder):
+        moe = checkpoint_extra(folder)["model"].get("moe", {})
+        coefficient = moe.get("moe_aux_loss_coeff", 0.0)
+    if not coefficient or option in words:
+        return "balancing loss of experts: none"
+    return (
+        f"balancing loss of experts: none, as in transformers, which adds that of {source} "
+        f"({coefficient:g}) only with output_router_logits; {option} {coefficient:g} adds it"
+    )
 
 
 def model_fields(
@@ -184,6 +229,8 @@ def model_fields(
         for field in dataclasses.fields(parts[part]):
             default = list(field.default) if isinstance(field.default, tuple) else field.default
             value = description[values].get(field.name, default)
+            if field.name == "hybrid_override_pattern":
+                value = without_stage_marks(value)  # older checkpoints kept them
             if value != default:
                 table[field.name] = value
     table["vocab_size"] = description["vocab_size"]

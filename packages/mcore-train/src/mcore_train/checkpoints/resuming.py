@@ -403,9 +403,16 @@ def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:
     # A checkpoint knows lists alone, and nothing of options that came after it.
     before = asdict(ParallelConfig()) | extra["parallel"]
     fits = json.dumps(before, sort_keys=True) == json.dumps(here, sort_keys=True)
-    model = plan.config.model
-    if not fits and (model.hidden_dropout or model.attention_dropout):
-        log.warning("another layout than the checkpoint's: dropout begins new random streams")
+    model, experts = plan.config.model, plan.config.experts
+    noise = {
+        "--hidden-dropout": model.hidden_dropout,
+        "--attention-dropout": model.attention_dropout,
+        "--lora-dropout": plan.config.peft.lora_dropout,
+        "--moe-input-jitter-eps": experts.num_experts and experts.moe_input_jitter_eps,
+    }
+    if drawn := [name for name, strength in noise.items() if strength and not fits]:
+        names = " and ".join(drawn)
+        log.warning("another layout than the checkpoint's: new random streams for %s", names)
     return fits
 
 

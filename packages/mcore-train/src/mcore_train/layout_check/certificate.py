@@ -16,6 +16,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from mcore_models.peft.lora import MAGNITUDE_NAME
 from mcore_parallel.testing.layout_comparison import EXACT, LEAST_SCALE, tensor_errors
 from mcore_train.layout_check.trial import Trial
 
@@ -65,6 +66,8 @@ class Certificate:
     lines: tuple[Line, ...]
     unchecked: tuple[str, ...]
     seconds: float
+    shared: str = ""
+    """What the one rank computes by the same options as the layout."""
     stopped: str = ""
     """Why the comparison did not come to its end; empty if it did."""
 
@@ -82,7 +85,7 @@ class Certificate:
 def compare(trial: Trial, oracle: Trial, tolerance: float = EXACT) -> list[Line]:
     """Hold a trial to one rank's in float64: every quantity and every tensor."""
     lines = [
-        _bitwise("initial weights", _different(trial.initial, oracle.initial)),
+        *_initial_lines(trial, oracle, tolerance),
         *_tensor_lines("logits", trial.logits, oracle.logits, tolerance),
         _number("loss", trial.losses, oracle.losses, tolerance),
         _number("expert loss", [trial.aux_loss], [oracle.aux_loss], tolerance),
@@ -101,9 +104,7 @@ def compare(trial: Trial, oracle: Trial, tolerance: float = EXACT) -> list[Line]
             _number(f"{what}: {name}", [found.get(name, nan)], [number], tolerance)
             for name, number in expected.items()
         ]
-    if trial.saved:
-        lines.append(_bitwise("continued run", trial.resumed != trial.final))
-    return lines
+    return [*lines, *_continued(trial)]
 
 
 def compare_rounded(
@@ -136,7 +137,12 @@ def compare_rounded(
         lines += _over_all("logits", trial.logits, [a.logits for a in alone], oracle.logits)
         gradients = [lone.gradients for lone in alone]
         lines += _over_all("gradient", trial.gradients, gradients, oracle.gradients)
-    return [replace(line, tolerance=max(band, line.tolerance)) for line in lines]
+    lines = [replace(line, tolerance=max(band, line.tolerance)) for line in lines]
+    return [*lines, *_continued(trial)]
+
+
+def _continued(trial: Trial) -> list[Line]:
+    return [_bitwise("continued run", trial.resumed != trial.final)] if trial.saved else []
 
 
 def _rounded(trial: Trial, oracle: Trial, band: float) -> list[Line]:
@@ -159,6 +165,16 @@ def vanishing(gradients: Mapping[str, Tensor]) -> frozenset[str]:
 def tensor_class(name: str) -> str:
     """Return the class of a logical tensor: its name without layer and expert numbers."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _initial_lines(trial: Trial, oracle: Trial, tolerance: float) -> list[Line]:
+    """Compare the bits of initial weights, but of the lengths of rows, which are sums."""
+    sums = {n: w for n, w in oracle.initial.items() if n.endswith(MAGNITUDE_NAME)}
+    exact = {n: w for n, w in oracle.initial.items() if n not in sums}
+    lines = [_bitwise("initial weights", _different(trial.initial, exact))]
+    return lines + _tensor_lines(
+        "initial weights", {n: trial.initial[n] for n in sums}, sums, tolerance
+    )
 
 
 def _tensor_lines(
@@ -279,11 +295,12 @@ def draw(certificate: Certificate, *, quiet: bool = False) -> str:
         table = [line for line in table if "FAILED" in line]
     verdict = "computes what one rank computes" if certificate.passed else "is WRONG"
     layout = f"{certificate.layout}, {certificate.dtype}"
+    shared = ["", f"shared by the one rank: {certificate.shared}"] if certificate.shared else []
     unchecked = ["", "not checked here:", *(f"  - {n}" for n in certificate.unchecked), ""]
     return "\n".join(
         [
             *(row.rstrip() for row in table),
-            *([] if quiet else unchecked),
+            *([] if quiet else shared + unchecked),
             f"This layout ({layout}) {verdict} ({certificate.seconds:.0f} s).",
         ]
     )

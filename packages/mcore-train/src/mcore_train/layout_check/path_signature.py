@@ -38,6 +38,7 @@ _PARTS = (
     "precision",
     "fp8",
     "optimizer",
+    "qk_clipping",
     "adam",
     "main_weights",
 )
@@ -74,7 +75,7 @@ def path_signature(plan: Plan) -> dict[str, str]:
         What is decided, in words, to how. Two plans with the same table take the same ways.
     """
     return {
-        **dict(_switches(plan.config)),
+        **dict(switches(plan.config)),
         **dict(_degrees(plan)),
         **dict(_heads(plan)),
         **dict(_recurrent(plan)),
@@ -97,7 +98,8 @@ def differences(real: Plan, small: Plan) -> dict[str, tuple[str, str]]:
     }
 
 
-def _switches(config: TrainConfig) -> Iterator[tuple[str, str]]:
+def switches(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Name every option that changes what a step computes, and whether or how it is on."""
     for part in _PARTS:
         owner = getattr(config, part)
         if part == "experts" and not owner.num_experts:
@@ -339,6 +341,11 @@ def optimizer_shards(plan: Plan) -> int:
     parallel = plan.config.parallelism
     sharing = plan.data_parallel_size * parallel.context_parallel_size
     return sharing // parallel.num_distributed_optimizer_instances
+
+
+def has_flat_shards(plan: Plan) -> bool:
+    """Whether ranks share the optimizer by flat ranges, which end anywhere (ZeRO-1)."""
+    return optimizer_shards(plan) > 1 and not plan.config.data_parallelism.is_fully_sharded
 
 
 def cuts_vectors(plan: Plan) -> bool:

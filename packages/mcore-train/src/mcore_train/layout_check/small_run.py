@@ -6,8 +6,8 @@ eight ranks train it on two CPU cores in seconds. Pure: no torch.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from mcore_ckpt.config import LocalConfig, RetentionConfig
 from mcore_data.config import DataConfig, TokenizerConfig
@@ -17,6 +17,7 @@ from mcore_models.families import Family
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.stages import Stage
+from mcore_train.checkpoints.origin import start_kind
 from mcore_train.composition import TrainConfig
 from mcore_train.config import (
     BatchConfig,
@@ -67,6 +68,10 @@ class SmallRun:
     world_size: int
     notes: tuple[str, ...]
     """What therefore is not checked, one line each."""
+    start: Literal["", "weights", "run"] = ""
+    """What is loaded before the first step, see ``start_kind``: a small run's own files."""
+    loading: LoadConfig = field(default_factory=LoadConfig)
+    """How the real run loads it."""
 
 
 def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
@@ -138,6 +143,8 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
         noisy=_add_noise(shrunk, config),
         world_size=world_size,
         notes=tuple(_notes(plan, small)),
+        start=start_kind(config),
+        loading=config.loading,
     )
 
 
@@ -384,6 +391,8 @@ def _notes(plan: Plan, small: Plan) -> Iterator[str]:
     before, parallel = plan.config.parallelism, small.config.parallelism
     yield "sizes: the small run is small; overflow, memory and speed at full size"
     yield "your data, tokenizer and learning-rate schedule: made-up rows, a constant rate"
+    if start_kind(plan.config):
+        yield "the files that --load names: made-up weights of one rank stand in for them"
     if small.world_size != plan.world_size or parallel != before:
         yield (
             f"degrees: {describe_layout(before, plan.world_size)} shrank to "

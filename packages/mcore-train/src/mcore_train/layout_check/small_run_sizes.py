@@ -20,6 +20,7 @@ from mcore_parallel.precision.config import Fp8Config
 from mcore_train.composition import TrainConfig
 from mcore_train.layout_check.path_signature import (
     cuts_vectors,
+    has_flat_shards,
     has_shared_keys,
     head_relations,
     mamba_relations,
@@ -59,6 +60,9 @@ def shrink_model(
     channels = fp8_multiple(fp8) if is_fp8 else HEAD_DIM
     if shards > 1 and cuts_vectors(plan):
         channels *= -(-(vector_length(shards) + 1) // (channels * heads))
+    is_flat = shards > 1 and has_flat_shards(plan)
+    if is_flat and heads * channels & (heads * channels - 1) == 0:
+        channels += channels // 2  # a border falls inside no row whose width is a power of two
     pairs = int(channels * model.rotary_percent) // 2
     return replace(
         model,
@@ -67,7 +71,8 @@ def shrink_model(
         num_query_groups=groups if model.num_query_groups else 0,
         kv_channels=channels if model.kv_channels else 0,
         hidden_size=heads * channels + (16 if own_head_dim else 0),
-        ffn_hidden_size=(channels if is_fp8 else 12) * parallel.tensor_model_parallel_size,
+        ffn_hidden_size=((3 * channels if is_flat else channels) if is_fp8 else 12)
+        * parallel.tensor_model_parallel_size,
         max_position_embeddings=length if model.max_position_embeddings else 0,
         mtp_num_layers=mtp_layers(model),
         q_lora_rank=channels if model.q_lora_rank else 0,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_models.peft.config import is_adapter
+from mcore_models.peft.config import PeftConfig, is_adapter
 from mcore_models.peft.lora import MAGNITUDE_NAME
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.collectives import all_gather
@@ -27,6 +27,7 @@ from mcore_train.assembly import Run, Tables, assemble
 from mcore_train.batches import train_batches, valid_batches
 from mcore_train.checkpoints.adapter_bases import model_shards
 from mcore_train.checkpoints.resuming import load_run, optimizer_shards, save_run
+from mcore_train.checkpoints.side_state import fp8_shards, rng_shards
 from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.datasets import Datasets
 from mcore_train.evaluation import evaluate
@@ -65,14 +66,12 @@ class Trial:
     """What the log says of all steps, by name."""
     validation: dict[str, float] = field(default_factory=dict)
     """Loss and tokens after the last step; empty where the run does not validate."""
-    cuts_vectors: bool = False
-    """Whether a border of optimizer shards lies in a vector."""
     saved: str = ""
-    """Fingerprint of weights and optimizer as saved; empty where nothing was."""
+    """Fingerprint of what any layout loads, as saved; empty where nothing was."""
     final: str = ""
-    """Fingerprint after all steps in one go."""
+    """Fingerprint of all state after all steps in one go."""
     resumed: str = ""
-    """Fingerprint after all steps, stopped and continued on the way."""
+    """Fingerprint of all state after all steps, stopped and continued on the way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +198,13 @@ def _nudge(weights: Tensor, seed: int, dtype: torch.dtype) -> None:
     weights.copy_(weights.double() * (1 + share * signs.sign()))
 
 
+def _nudge_loaded(run: Run, seed: int) -> None:
+    for shard in run.data_parallel.weight_shards().values():
+        for piece in shard.pieces:
+            _nudge(piece.data, seed, run.dtype)
+    run.optimizer.refresh(from_parameters=True)
+
+
 def run_trial(
     plan: Plan,
     ctx: ParallelContext,
@@ -208,6 +214,7 @@ def run_trial(
     folder: Path | None = None,
     saved_step: int = 0,
     nudge_seed: int = 0,
+    start: LoadConfig | None = None,
 ) -> Trial:
     """Train to the end of the plan; all ranks of the context call it together.
 
@@ -220,12 +227,17 @@ def run_trial(
         saved_step: whose weights are compared, and after which is saved; 0: the last.
         nudge_seed: moves each weight of one rank up or down by a last bit of ``dtype``, or by
             ``LEAST_NUDGE``, so that other numbers are rounded; 0: none.
+        start: what the run loads before its first step; None: nothing.
     """
     saved_step = saved_step or plan.train_iters
     if folder is not None:
         saving = SaveConfig(save=str(folder))
         plan = replace(plan, config=replace(plan.config, saving=saving))
     run = build_run(plan, ctx, rows, dtype=dtype, nudge_seed=nudge_seed)
+    if start is not None:
+        load_start(run, start)
+        if nudge_seed:
+            _nudge_loaded(run, nudge_seed)
     with run.recorder or nullcontext():
         trial = _observe(run, folder, saved_step)
     if folder is not None:
@@ -252,15 +264,15 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     result = one_step(run, iter([first]), look)
     interval.add(result)
     each = [_mean_loss(run, result)]
-    each += [train_one(run, next(batches), interval) for _ in range(saved_step - 1)]
+    while run.iteration < saved_step:
+        each.append(train_one(run, next(batches), interval))
     after = whole_weights(run)
     saved = ""
     if folder is not None:
+        save_run(run)  # which gathers weights in full that were gathered in fp8
         saved = fingerprint(run)
-        save_run(run)
-    each += [
-        train_one(run, next(batches), interval) for _ in range(plan.train_iters - saved_step)
-    ]
+    while run.iteration < plan.train_iters:
+        each.append(train_one(run, next(batches), interval))
     return Trial(
         losses=each,
         aux_loss=sum_over(result.aux_loss, ctx),
@@ -271,9 +283,8 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
         initial=initial,
         reported=_reported(interval),
         validation=_validation(run),
-        cuts_vectors=_cuts_vectors(run),
         saved=saved,
-        final=fingerprint(run) if folder is not None else "",
+        final=fingerprint(run, with_streams=True) if folder is not None else "",
     )
 
 
@@ -295,7 +306,8 @@ def is_continued(run: Run, rows: AnyRows, folder: Path) -> bool:
         settle(run)
         save_run(run)
         train_one(run, next(batches))
-    return _continue(run.plan, run.ctx, rows, run.dtype, folder) == fingerprint(run)
+    resumed = _continue(run.plan, run.ctx, rows, run.dtype, folder)
+    return resumed == fingerprint(run, with_streams=True)
 
 
 def _continue(
@@ -303,14 +315,16 @@ def _continue(
 ) -> str:
     """Begin anew with other weights, load, train to the end; return the fingerprint."""
     other = replace(plan.config.run, seed=plan.config.run.seed + 7)
-    plan = replace(plan, config=replace(plan.config, run=other))
-    run = build_run(plan, ctx, rows, dtype=dtype)
+    run = build_run(
+        replace(plan, config=replace(plan.config, run=other)), ctx, rows, dtype=dtype
+    )
+    run.plan = plan
     load_folder(run, folder)
     batches = train_batches(run)
     with run.recorder or nullcontext():
         while run.iteration < plan.train_iters:
             train_one(run, next(batches))
-    return fingerprint(run)
+    return fingerprint(run, with_streams=True)
 
 
 def _reported(interval: Interval) -> dict[str, float]:
@@ -324,16 +338,6 @@ def _validation(run: Run) -> dict[str, float]:
         return {}
     score = evaluate(run, *valid_batches(run, run.datasets.valid))
     return {"loss": score.loss, "tokens": float(score.num_tokens)}
-
-
-def _cuts_vectors(run: Run) -> bool:
-    cuts = [
-        owned.stop - owned.first < owned.named.parameter.numel()
-        for unit in run.data_parallel.units
-        for owned in unit.owned_ranges()
-        if all(len(part.shape) == 1 for part in owned.named.layout.parts)
-    ]
-    return bool(sum_over(torch.tensor(any(cuts)), run.ctx))
 
 
 def train_one(
@@ -364,20 +368,68 @@ def whole_weights(run: Run) -> dict[str, Tensor]:
     return gather_logical(found, run.ctx.world)
 
 
-def fingerprint(run: Run) -> str:
-    """Hash every bit of weights and optimizer, whatever the layout."""
+def fingerprint(run: Run, *, with_streams: bool = False) -> str:
+    """Hash every bit of what a run continues with, equal under any layout; all ranks call it.
+
+    Weights, main weights and moments, fp8 histories, the loss scale, and the counts of steps,
+    samples and updates.
+
+    Args:
+        run: whose steps are all done.
+        with_streams: hash the random streams too, which only the same layout continues.
+    """
     settle(run)
-    state = gather_logical(model_shards(run) | optimizer_shards(run), run.ctx.world)
-    digest = hashlib.sha256()
+    shards = model_shards(run) | optimizer_shards(run) | fp8_shards(run)
+    state = gather_logical(shards | (rng_shards(run) if with_streams else {}), run.ctx.world)
+    scaler = {} if run.loss_scaler is None else run.loss_scaler.state()
+    counts = (run.iteration, run.consumed_train_samples, run.schedule_samples)
+    digest = hashlib.sha256(repr((scaler, counts, run.optimizer.num_steps)).encode())
     for name in sorted(state):
         digest.update(name.encode())
         digest.update(state[name].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
+def save_start(
+    plan: Plan, ctx: ParallelContext, rows: AnyRows, dtype: torch.dtype, folder: Path, kind: str
+) -> LoadConfig:
+    """Save what a small run begins with, by a run of other seeds, and say how to load it.
+
+    Args:
+        plan: of a small run.
+        ctx: the layout that saves.
+        rows: for its step.
+        dtype: of parameters.
+        folder: for the files.
+        kind: ``weights``: a model without adapters; ``run``: all state after one step, of
+            adapters beside such a model.
+    """
+    config = plan.config
+    run = replace(config.run, seed=config.run.seed + 11)
+    base, steps = (SaveConfig(save=str(folder / name)) for name in ("base", "steps"))
+    start = LoadConfig(load=base.save, finetune=True)
+    if kind == "weights" or config.peft.peft != "none":
+        plain = replace(config, peft=PeftConfig(), run=run, saving=base)
+        save_run(build_run(replace(plan, config=plain), ctx, rows, dtype=dtype))
+    if kind == "weights":
+        return start
+    other = replace(plan, config=replace(config, run=run))
+    trained = build_run(other, ctx, rows, dtype=dtype)
+    trained.plan = replace(plan, config=replace(config, saving=steps))
+    if config.peft.peft != "none":
+        load_start(trained, start)
+    train_one(trained, next(train_batches(trained)))
+    save_run(trained)
+    return LoadConfig(load=steps.save)
+
+
 def load_folder(run: Run, folder: Path) -> None:
     """Load the latest checkpoint of a folder into a run, whatever layout saved it."""
-    config = replace(run.plan.config, loading=LoadConfig(load=str(folder)))
-    run.plan = replace(run.plan, config=config)
+    load_start(run, LoadConfig(load=str(folder)))
+
+
+def load_start(run: Run, start: LoadConfig) -> None:
+    """Load what the options of a run name, whatever layout saved it."""
+    run.plan = replace(run.plan, config=replace(run.plan.config, loading=start))
     if not load_run(run):
-        raise RuntimeError(f"{folder} holds no checkpoint")
+        raise RuntimeError(f"{start.load or start.pretrained_checkpoint} holds no checkpoint")

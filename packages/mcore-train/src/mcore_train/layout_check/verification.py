@@ -9,14 +9,16 @@ import logging
 import tempfile
 import time
 import warnings
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_ckpt.storage.destinations import check_file
+from mcore_models.config import RecomputeConfig
 from mcore_models.families import Family
+from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
@@ -27,6 +29,7 @@ from mcore_parallel.testing.worker_pool import Pool
 from mcore_train.assembly import Run
 from mcore_train.batches import train_batches
 from mcore_train.composition import FAMILY_COMMANDS, Command, TrainConfig, Verified
+from mcore_train.config import LoadConfig
 from mcore_train.layout_check.certificate import (
     BANDS,
     Certificate,
@@ -36,7 +39,8 @@ from mcore_train.layout_check.certificate import (
     draw,
 )
 from mcore_train.layout_check.dropout_streams import noise_faults
-from mcore_train.layout_check.path_signature import cuts_vectors
+from mcore_train.layout_check.path_signature import cuts_vectors, has_flat_shards, switches
+from mcore_train.layout_check.shard_borders import choose_bucket_size
 from mcore_train.layout_check.small_run import SmallRun, build_small_run
 from mcore_train.layout_check.small_run_degrees import describe_layout, smallest_world
 from mcore_train.layout_check.trial import (
@@ -48,6 +52,7 @@ from mcore_train.layout_check.trial import (
     is_continued,
     load_folder,
     run_trial,
+    save_start,
     train_one,
 )
 from mcore_train.precision import torch_dtype, with_device_precision
@@ -213,16 +218,33 @@ def verify_on_rank(small: SmallRun, quiet: bool = False) -> Certificate | None:
 
 
 def alone(plan: Plan) -> Plan:
-    """Return the plan of the same training on one rank: same batches, no axis split.
+    """Return the plan of the same training on one rank, computed plainly: no axis is split.
 
-    Micro-batches stay, since experts balance over each one.
+    Nothing is recomputed, offloaded, overlapped, recorded as a graph or cut in parts, so that
+    a fault of these is the layout's alone. Micro-batches stay, since experts balance over each
+    one; ``shared_options`` names what else does.
     """
+    config = plan.config
+    experts = config.experts
+    if experts.num_experts:
+        experts = replace(
+            experts,
+            moe_token_dispatcher_type="alltoall",
+            moe_shared_expert_overlap=False,
+            moe_split_batch_overlap=False,
+            moe_wgrad_micro_batches=1,
+            moe_expert_rows_limit=0.0,
+            # Rows in fp8 are multiplied by that GEMM alone.
+            moe_grouped_gemm=bool(experts.moe_experts_dtype),
+        )
     config = replace(
-        plan.config,
+        config,
         parallelism=ParallelConfig(),
         pipeline=PipelineConfig(),
         data_parallelism=replace(
-            plan.config.data_parallelism,
+            config.data_parallelism,
+            ddp_bucket_size=0,
+            ddp_pad_buckets_for_high_nccl_busbw=False,
             data_parallel_sharding_strategy="",
             use_distributed_optimizer=False,
             use_torch_fsdp2=False,
@@ -230,18 +252,29 @@ def alone(plan: Plan) -> Plan:
             overlap_grad_reduce=False,
             overlap_param_gather=False,
         ),
-        recomputation=replace(plan.config.recomputation, distribute_saved_activations=False),
+        recomputation=RecomputeConfig(),
         offloading=OffloadConfig(),
-        experts=replace(
-            plan.config.experts,
-            moe_token_dispatcher_type="alltoall",
-            moe_shared_expert_overlap=False,
-            moe_split_batch_overlap=False,
-            moe_wgrad_micro_batches=1,
-        ),
-        batch=replace(plan.config.batch, global_batch_size=plan.global_batch_size),
+        kernels=replace(config.kernels, transformer_impl="local"),
+        experts=experts,
+        batch=replace(config.batch, global_batch_size=plan.global_batch_size),
+        run=replace(config.run, cuda_graph_impl="none", cuda_graph_warmup_steps=3),
     )
-    return resolve(config, 1, tokenizer_vocab_size=plan.vocab_size, family=plan.family)
+    lone = resolve(config, 1, tokenizer_vocab_size=plan.vocab_size, family=plan.family)
+    return replace(lone, train_iters=plan.train_iters)
+
+
+def shared_options(plan: Plan) -> str:
+    """List what a run's one rank has in common with its layout, in one line."""
+    config = alone(plan).config
+    number, topk = config.experts.num_experts, config.experts.moe_router_topk
+    experts = MoEConfig(num_experts=number, moe_router_topk=topk) if number else MoEConfig()
+    usual = dict(switches(type(config)(model=config.model, experts=experts)))
+    options = [
+        name if way == "on" else f"{name} {way}"
+        for name, way in switches(config)
+        if way not in ("off", usual[name])
+    ]
+    return ", ".join(("the model and its code", "micro-batches", "rows", *options))
 
 
 def _verify(small: SmallRun, plan: Plan, ctx: ParallelContext) -> Certificate | None:
@@ -255,11 +288,19 @@ def _compare(
     started_s = time.monotonic()
     dtype = torch_dtype(plan.dtype)
     rows = build_rows(plan)
+    if small.start == "run":
+        plan = replace(plan, train_iters=plan.train_iters + 1)
+        rows = build_rows(plan)
     saved_step = plan.train_iters - 1
+    plan, whole = _with_cut_rows(plan, ctx, rows)
     exact_plan = _in_float64(plan)
     plan = plan if ctx.device.type == "cuda" else _with_any_kernels(plan)
-    exact = run_trial(exact_plan, ctx, rows, folder=folder, saved_step=saved_step)
-    rounded = run_trial(replace(plan, train_iters=1), ctx, rows, dtype=dtype)
+    trials, starts = [], []
+    for each, kind, name in ((exact_plan, torch.float64, "exact"), (plan, dtype, "rounded")):
+        starts.append(_save_start(small, each, ctx, rows, kind, folder / f"before {name}"))
+        options = {"folder": folder / name, "saved_step": saved_step, "start": starts[-1]}
+        trials.append(run_trial(each, ctx, rows, dtype=kind, **options))
+    exact, rounded = trials
     noise = _try_noise(small, ctx, rows, folder / "noisy")
     noise += _try_fp8_gathers(plan, ctx, rows, dtype)
     noise += try_post_validation(exact_plan, ctx, rows)
@@ -267,24 +308,32 @@ def _compare(
     certificate = None
     if is_first:
         log.info("the layout is done after %.0f s; now one rank", time.monotonic() - started_s)
-        oracle_plan, single = alone(exact_plan), ParallelContext.single(ctx.device)
-        oracle = run_trial(oracle_plan, single, rows, saved_step=saved_step)
+        oracle_plan, single = (
+            _by_plain_torch(alone(exact_plan)),
+            ParallelContext.single(ctx.device),
+        )
+        oracle = run_trial(oracle_plan, single, rows, saved_step=saved_step, start=starts[0])
         lines = [*compare(exact, oracle, EXACT), *noise]
-        lines.append(_reread(exact, oracle_plan, single, folder))
+        lines.append(_reread(exact, oracle_plan, single, folder / "exact", torch.float64))
         few_bits = bool(plan.config.fp8.fp8_format or plan.config.experts.moe_dispatch_dtype)
-        lone_plan = replace(alone(plan), train_iters=1)
-        lone = [run_trial(lone_plan, single, rows, dtype=dtype)]
+        lone_plan = replace(alone(plan), train_iters=1 + (small.start == "run"))
+        lone = [run_trial(lone_plan, single, rows, dtype=dtype, start=starts[1])]
         # One rank may be lucky: few numbers near the middle of two, no token near two experts.
         for seed in range(1, 1 + NUM_NUDGED * few_bits):
-            lone.append(run_trial(lone_plan, single, rows, dtype=dtype, nudge_seed=seed))
+            nudged = run_trial(
+                lone_plan, single, rows, dtype=dtype, nudge_seed=seed, start=starts[1]
+            )
+            lone.append(nudged)
         own = compare_rounded(rounded, lone, oracle, BANDS[dtype], few_bits=few_bits)
+        own.append(_reread(rounded, alone(plan), single, folder / "rounded", dtype))
         lines += [replace(line, what=f"{line.what} in {plan.dtype}") for line in own]
         certificate = Certificate(
             layout=describe_layout(small.config.parallelism, small.world_size),
             dtype=f"float64 and {plan.dtype}",
             lines=tuple(lines),
-            unchecked=(*small.notes, *_of_shards(exact, plan), *_of_device(ctx.device)),
+            unchecked=(*small.notes, *whole, *_of_device(ctx.device)),
             seconds=time.monotonic() - started_s,
+            shared=shared_options(plan),
         )
     _of_first("", ctx)  # The folder must outlive the reading of it.
     return certificate
@@ -369,10 +418,45 @@ def _exact_line(what: str, differs: bool, worst: str = "") -> Line:
     return Line(what=what, tensor="", worst=worst, error=float(differs), tolerance=0.0)
 
 
-def _of_shards(exact: Trial, plan: Plan) -> tuple[str, ...]:
-    if exact.cuts_vectors or not cuts_vectors(plan):
-        return ()
-    return ("vectors cut by shard borders: none is in the small run",)
+def _save_start(
+    small: SmallRun,
+    plan: Plan,
+    ctx: ParallelContext,
+    rows: AnyRows,
+    dtype: torch.dtype,
+    folder: Path,
+) -> LoadConfig | None:
+    """Save on one rank what the run begins with; None: it begins from nothing."""
+    if not small.start:
+        return None
+    start = None
+    if ctx.global_rank == 0:
+        single = ParallelContext.single(ctx.device)
+        start = asdict(save_start(alone(plan), single, rows, dtype, folder, small.start))
+    loading, start = small.loading, LoadConfig(**gather_json(start, ctx.world)[0])
+    if loading.pretrained_checkpoint and small.start == "weights":
+        start = LoadConfig(pretrained_checkpoint=start.load)
+    return replace(start, load_optim=loading.load_optim, load_rng=loading.load_rng)
+
+
+def _with_cut_rows(
+    plan: Plan, ctx: ParallelContext, rows: AnyRows
+) -> tuple[Plan, tuple[str, ...]]:
+    """Choose buckets whose shard borders cut rows; name the tensors that none of them cuts."""
+    if not has_flat_shards(plan):
+        is_whole = plan.config.data_parallelism.is_fully_sharded
+        note = "shard borders inside a row: there are none, in the run neither (whole rows)"
+        return plan, (note,) if is_whole else ()
+    run = build_run(_in_float64(plan), ctx, rows, dtype=torch.float64)
+    size, cuts = choose_bucket_size(run)
+    data_parallelism = replace(plan.config.data_parallelism, ddp_bucket_size=size)
+    plan = replace(plan, config=replace(plan.config, data_parallelism=data_parallelism))
+    notes = []
+    if whole := [name for name, is_cut in cuts["rows"].items() if not is_cut]:
+        notes.append(f"shard borders inside rows of {', '.join(whole)}: none in the small run")
+    if cuts_vectors(plan) and not any(cuts["vectors"].values()):
+        notes.append("vectors cut by shard borders: none is in the small run")
+    return plan, tuple(notes)
 
 
 def _in_float64(plan: Plan) -> Plan:
@@ -382,17 +466,24 @@ def _in_float64(plan: Plan) -> Plan:
     return replace(plan, config=replace(plan.config, experts=experts))
 
 
+def _by_plain_torch(plan: Plan) -> Plan:
+    kernels = replace(plan.config.kernels, attention_backend="local")
+    return replace(plan, config=replace(plan.config, kernels=kernels))
+
+
 def _with_any_kernels(plan: Plan) -> Plan:
     """Name no backend: those that have a name take neither float64 nor a CPU's tensors."""
     kernels = replace(plan.config.kernels, attention_backend="auto")
     return replace(plan, config=replace(plan.config, kernels=kernels))
 
 
-def _reread(exact: Trial, plan: Plan, single: ParallelContext, folder: Path) -> Line:
-    """Load the layout's checkpoint on one rank: every bit of weights and optimizer."""
-    run = build_run(plan, single, build_rows(plan), dtype=torch.float64)
+def _reread(
+    trial: Trial, plan: Plan, single: ParallelContext, folder: Path, dtype: torch.dtype
+) -> Line:
+    """Load the layout's checkpoint on one rank: every bit that any layout continues with."""
+    run = build_run(plan, single, build_rows(plan), dtype=dtype)
     load_folder(run, folder)
-    return _exact_line("checkpoint on one rank", fingerprint(run) != exact.saved)
+    return _exact_line("checkpoint on one rank", fingerprint(run) != trial.saved)
 
 
 def _of_device(device: torch.device) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import TypeVar, get_type_hints
 
 from mcore_ckpt.storage.stores import as_path
 from mcore_models.families import FAMILIES
-from mcore_models.hybrid_config import sizes_of_pattern
+from mcore_models.hybrid_config import sizes_of_pattern, stages_of_pattern
 from mcore_models.presets import find_preset
 from mcore_parallel.command_line import (
     HELP_FLAGS,
@@ -27,8 +27,12 @@ from mcore_parallel.command_line import (
 from mcore_parallel.command_line import parse as parse_options
 from mcore_parallel.entry_point import is_first_rank
 from mcore_parallel.field_checks import flag
-from mcore_parallel.layer_patterns import pattern_layers
-from mcore_train.checkpoints.origin import checkpoint_fields, find_checkpoint
+from mcore_parallel.layer_patterns import without_stage_marks
+from mcore_train.checkpoints.origin import (
+    checkpoint_fields,
+    describe_balancing_loss,
+    find_checkpoint,
+)
 from mcore_train.composition import TrainConfig, field_types, flag_names
 from mcore_train.options.idle_options import without_idle_options
 from mcore_train.options.megatron_defaults import defaults_not_taken, describe
@@ -141,7 +145,11 @@ def parse(
     if recipes:
         given += ["--recipe", *recipes]
     build = read_options(
-        config_type, program, [*before, *given], faults, placeholders=_PLACEHOLDERS
+        config_type,
+        program,
+        _without_marks([*before, *given]),
+        faults,
+        placeholders=_PLACEHOLDERS,
     )
     if build is None:
         faults.raise_all()
@@ -162,6 +170,10 @@ def parse(
     if faults.lines and check is not None:
         faults.attempt(check, config)
     faults.raise_all()
+    if config.experts.num_experts and is_first_rank():
+        folders = (sources.folders[name] for name in ("--load", "--pretrained-checkpoint"))
+        if source := next((each for each in folders if each and find_checkpoint(each)), ""):
+            log.info("%s", describe_balancing_loss(config, given, source))
     return config
 
 
@@ -292,11 +304,18 @@ def _pattern_flags(args: list[str]) -> list[str]:
     """Return what follows from a hybrid pattern; flags further right win over it."""
     pattern = _last_value(args, PATTERN)
     found = to_flags(sizes_of_pattern(pattern))
-    stages = pattern.split("|")
-    if len(stages) > 1 and _last_value(args, "--pipeline-model-parallel-size") not in ("", "1"):
-        layout = "E" + "|".join("t" * len(pattern_layers(stage)) for stage in stages) + "L"
-        found += ["--pipeline-model-parallel-layout", layout]
+    if _last_value(args, "--pipeline-model-parallel-size") not in ("", "1"):
+        found += to_flags(stages_of_pattern(pattern))
     return found
+
+
+def _without_marks(args: list[str]) -> list[str]:
+    """Take the | out of hybrid patterns: they are layout, and a model is the same without."""
+    before = ["", *args]
+    return [
+        without_stage_marks(word) if flag == PATTERN else word
+        for flag, word in zip(before, args, strict=False)
+    ]
 
 
 def _checked_recipe(recipe: str, config_type: type[TrainConfig]) -> dict[str, Value]:

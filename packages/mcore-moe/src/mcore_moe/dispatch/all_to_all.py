@@ -1,0 +1,320 @@
+"""Dispatch and combine by an all-to-all of rows, in parts where a rank would get too many.
+
+Routing decides how many rows a rank gets: at worst all tokens of all ranks choose its experts.
+With ``moe_expert_rows_limit`` every rank computes at most a given number of rows at once. If
+one rank would get more, all ranks exchange and compute in as many parts as needed, and backward
+computes each part again. So the worst routing costs time, never memory, and even routing
+costs nothing. What a rank sends and gets back is bounded by its own tokens. Where no rank gets
+too many rows, ``moe_split_batch_overlap`` cuts the rows in two: the exchange of one half runs
+during the GEMMs of the other, forward and backward.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mcore_moe.config import MoEConfig
+from mcore_moe.dispatch.local import plan_choices
+from mcore_moe.dispatch.permutation import (
+    RowPlan,
+    permute,
+    permute_probs,
+    plan_rows,
+    trimmed,
+    unpermute,
+)
+from mcore_moe.dispatch.protocol import (
+    DEFAULT_OPTIONS,
+    Dispatched,
+    Dispatcher,
+    DispatchOptions,
+    Overlap,
+    RunExperts,
+)
+from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
+from mcore_moe.experts.fp8_rows import exchange_narrow, wire_casts
+from mcore_moe.routing.topk import Routing
+from mcore_parallel.async_collectives import OverlapCallback, begin_all_to_all
+from mcore_parallel.collectives import all_gather, all_to_all
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.recomputing import recompute
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAllSplits:
+    """Row counts of one exchange, in the direction of dispatch; combine swaps both."""
+
+    send: list[int]
+    """Rows that this rank sends to each rank of ``ep``."""
+    receive: list[list[int]]
+    """Rows from each rank of ``ep``, as each rank of ``expert_tp`` receives them."""
+    by_source: Int[Tensor, "n e"]
+    """Rows for each of this rank's experts, by source rank: ``expert_tp`` x ``ep``."""
+
+    @property
+    def gathered(self) -> list[int]:
+        """Rows that each rank of ``expert_tp`` receives."""
+        return [sum(rows) for rows in self.receive]
+
+    def part(self, part: int, num_parts: int) -> "AllToAllSplits":
+        """Return the counts of one part: the same share of what each rank sends to each."""
+
+        def size(num_rows: int) -> int:
+            cut = _segment(num_rows, part, num_parts)
+            return cut.stop - cut.start
+
+        # A source's rows are sorted by expert: expert e has the rows from ends[e - 1] to
+        # ends[e], and the part those from low to high. Each expert keeps the overlap.
+        ends = self.by_source.cumsum(1)
+        total = ends[:, -1:]
+        low, high = total * part // num_parts, total * (part + 1) // num_parts
+        by_source = ends.clamp(low, high) - (ends - self.by_source).clamp(low, high)
+        return AllToAllSplits(
+            [size(rows) for rows in self.send],
+            [[size(rows) for rows in sources] for sources in self.receive],
+            by_source,
+        )
+
+
+class AllToAllDispatcher(Dispatcher):
+    """Sends each row to the rank of its expert and back, by all-to-all."""
+
+    def __init__(self, config: MoEConfig, ep: Axis, expert_tp: Axis = SINGLE) -> None:
+        """Keep the config and the axes of the expert grid."""
+        self.config, self.ep, self.expert_tp = config, ep, expert_tp
+        self.overlap_callback: OverlapCallback = None
+
+    def set_overlap_callback(self, callback: OverlapCallback) -> None:
+        """Set the function that is called while rows, sums or their gradients are exchanged."""
+        self.overlap_callback = callback
+
+    def run(
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        experts: RunExperts,
+        options: DispatchOptions = DEFAULT_OPTIONS,
+    ) -> Float[Tensor, "T D"]:
+        """Dispatch, compute and combine, in as many parts as the limit of rows needs.
+
+        Exchanges over ``ep`` and ``expert_tp`` once for each part. Rows are cut in the order of
+        their experts, so most experts have all their rows in one part. A part may exceed the
+        limit by one row for each rank that sends, by rounding. ``options.overlap`` is called
+        if there is one part, or two that overlap.
+        """
+        limit, splits_batch = (
+            self.config.moe_expert_rows_limit,
+            self.config.moe_split_batch_overlap,
+        )
+        if not limit and not splits_batch:
+            return super().run(x, routing, experts, options)
+        plan = plan_choices(routing, self.config)
+        splits, totals = self.exchange_counts(plan.counts)
+        plan = trimmed(plan, sum(splits.send))
+        rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
+        mean = max(1.0, sum(totals) / len(totals))
+        num_parts = max(1, ceil(max(totals) / (limit * mean))) if limit else 1
+        if num_parts == 1 and not splits_batch:
+            return unpermute(
+                self._run_rows(experts, splits, rows, probs, options.overlap), plan
+            )
+
+        # Two parts that overlap, or parts that backward computes again.
+        overlaps = num_parts == 1
+        num_parts = 2 if overlaps else num_parts
+        part_splits = [splits.part(part, num_parts) for part in range(num_parts)]
+        row_parts, prob_parts = (_cut(x, splits.send, num_parts) for x in (rows, probs))
+        parts = list(zip(part_splits, row_parts, prob_parts, strict=True))
+        if overlaps:
+            outputs = self._run_overlapped(experts, parts, options.overlap)
+        else:
+            outputs = [recompute(partial(self._run_rows, experts), *part) for part in parts]
+        # Outputs are sorted by part, then by destination; rows by destination, then by part.
+        blocks = [y.split(part.send) for y, part in zip(outputs, part_splits, strict=True)]
+        y = torch.cat([rows for block in zip(*blocks, strict=True) for rows in block])
+        return unpermute(y, plan)
+
+    def dispatch(
+        self,
+        x: Float[Tensor, "T D"],
+        routing: Routing,
+        options: DispatchOptions = DEFAULT_OPTIONS,
+    ) -> Dispatched:
+        """Exchange counts, then rows and weights, over ``ep``; gather them over ``expert_tp``.
+
+        The host waits once for the counts of all ranks.
+        """
+        plan = plan_choices(routing, self.config)
+        splits, _ = self.exchange_counts(plan.counts)
+        plan = trimmed(plan, sum(splits.send))
+        rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
+        sent = self.dispatch_rows(rows, probs, splits, options.overlap)
+        return replace(sent, handle=(plan, splits))
+
+    def combine(
+        self, y: Float[Tensor, "M D"], handle: tuple[RowPlan, AllToAllSplits]
+    ) -> Float[Tensor, "T D"]:
+        """Reverse dispatch: sum over ``expert_tp``, all-to-all over ``ep``, sum by token."""
+        plan, splits = handle
+        return unpermute(self.combine_rows(y, splits), plan)
+
+    def exchange_counts(self, counts: Int[Tensor, " E"]) -> tuple[AllToAllSplits, list[int]]:
+        """Exchange counts over ``ep`` and ``expert_tp``; the host waits for the result.
+
+        Args:
+            counts: rows of this rank for each expert.
+
+        Returns:
+            The counts of this rank's exchange, and the rows that each rank of ``ep`` computes.
+        """
+        ep = self.ep
+        num_local = counts.numel() // ep.size
+        by_ep = all_gather(counts[None], ep)  # [ep, E]
+        by_rank = all_gather(by_ep[None], self.expert_tp)  # [expert_tp, ep, E]
+        by_source = by_rank.narrow(2, ep.rank * num_local, num_local)
+        send = counts.view(ep.size, -1).sum(1)
+        totals = by_rank.sum((0, 1)).view(ep.size, -1).sum(1)
+        # One copy to the host for all three: each copy is a wait.
+        host = torch.cat([send, totals, by_source.sum(-1).reshape(-1)]).tolist()
+        rest = host[2 * ep.size :]
+        receive = [rest[i : i + ep.size] for i in range(0, len(rest), ep.size)]
+        splits = AllToAllSplits(host[: ep.size], receive, by_source.flatten(0, 1))
+        return splits, host[ep.size : 2 * ep.size]
+
+    def dispatch_rows(
+        self,
+        rows: Float[Tensor, "R D"],
+        probs: Float[Tensor, " R"],
+        splits: AllToAllSplits,
+        overlap: Overlap | None = None,
+    ) -> Dispatched:
+        """Send rows, sorted by expert, to the ranks of their experts.
+
+        Args:
+            rows: of this rank's tokens.
+            probs: weight of each row.
+            splits: row counts of the exchange.
+            overlap: called during the exchange if it is asynchronous.
+        """
+        wait = self.begin_dispatch_rows(rows, probs, splits)
+        if overlap is not None and self._is_async():
+            overlap()
+        return wait()
+
+    def begin_dispatch_rows(
+        self, rows: Float[Tensor, "R D"], probs: Float[Tensor, " R"], splits: AllToAllSplits
+    ) -> Callable[[], Dispatched]:
+        """Begin ``dispatch_rows``; the returned function waits for the rows."""
+        probs = self._exchange(probs, splits)
+        wait = self.begin_exchange(rows, splits)
+        experts = _experts_of_rows(splits.by_source, sum(splits.gathered))
+        plan = plan_rows(experts, splits.by_source.shape[1])
+        return lambda: Dispatched(wait(), probs[:, None], plan, splits)
+
+    def begin_exchange(
+        self, rows: Float[Tensor, "R D"], splits: AllToAllSplits
+    ) -> Callable[[], Tensor]:
+        """Begin to send rows without weights, in the format of ``moe_dispatch_dtype``.
+
+        The returned function waits for the received rows.
+        """
+        if self._is_async():
+            sizes = splits.send, splits.receive[0]
+            casts = wire_casts(self.config, rows)
+            return begin_all_to_all(rows, self.ep, *sizes, self.overlap_callback, **casts).wait
+        exchange = partial(self._exchange, splits=splits)
+        if self.config.moe_dispatch_dtype:
+            received = exchange_narrow(
+                rows, exchange, lambda grad: self.combine_rows(grad, splits)
+            )
+        else:
+            received = exchange(rows)
+        return lambda: received
+
+    def _exchange(self, x: Tensor, splits: AllToAllSplits) -> Tensor:
+        x = all_to_all(x, self.ep, splits.send, splits.receive[self.expert_tp.rank])
+        return gather_uneven(x, self.expert_tp, splits.gathered)
+
+    def _is_async(self) -> bool:
+        """Whether the host launches other work during the exchange."""
+        return self.expert_tp.size == 1 and not torch.compiler.is_compiling()
+
+    def combine_rows(
+        self, y: Float[Tensor, "M D"], splits: AllToAllSplits
+    ) -> Float[Tensor, "R D"]:
+        """Return the experts' outputs to the ranks that sent the rows, in the rows' order."""
+        y = reduce_scatter_uneven(y, self.expert_tp, splits.gathered)
+        sizes = splits.receive[self.expert_tp.rank], splits.send
+        if self.overlap_callback is None or self.ep.size == 1:
+            return all_to_all(y, self.ep, *sizes)
+        return begin_all_to_all(y, self.ep, *sizes, self.overlap_callback).wait()
+
+    def begin_combine_rows(
+        self, y: Float[Tensor, "M D"], splits: AllToAllSplits
+    ) -> Callable[[], Tensor]:
+        """Begin ``combine_rows``; the returned function waits for the outputs."""
+        if not self._is_async():
+            outputs = self.combine_rows(y, splits)
+            return lambda: outputs
+        sizes = splits.receive[0], splits.send
+        return begin_all_to_all(y, self.ep, *sizes, self.overlap_callback).wait
+
+    def _run_rows(
+        self,
+        experts: RunExperts,
+        splits: AllToAllSplits,
+        rows: Tensor,
+        probs: Tensor,
+        overlap: Overlap | None = None,
+    ) -> Tensor:
+        """Dispatch rows, run the experts and return the outputs in the rows' order."""
+        sent = self.dispatch_rows(rows, probs, splits, overlap)
+        return self.combine_rows(experts(sent.x, sent.probs, sent.plan), splits)
+
+    def _run_overlapped(
+        self,
+        experts: RunExperts,
+        parts: list[tuple[AllToAllSplits, Tensor, Tensor]],
+        overlap: Overlap | None,
+    ) -> list[Tensor]:
+        """Compute one part while the others are exchanged.
+
+        Backward does the same, last part first.
+        """
+        received = [
+            self.begin_dispatch_rows(rows, probs, splits) for splits, rows, probs in parts
+        ]
+        if overlap is not None:
+            overlap()
+        returned = []
+        for wait in received:
+            sent = wait()
+            y = experts(sent.x, sent.probs, sent.plan)
+            returned.append(self.begin_combine_rows(y, sent.handle))
+        return [wait() for wait in returned]
+
+
+def _experts_of_rows(by_source: Int[Tensor, "n e"], num_rows: int) -> Int[Tensor, "R 1"]:
+    """Return the expert of each row, of rows sorted by source and then by expert."""
+    experts = torch.arange(by_source.shape[1], device=by_source.device)
+    experts = experts.repeat(by_source.shape[0])
+    # The output size is passed: repeat_interleave would wait for the device to learn it.
+    return experts.repeat_interleave(by_source.reshape(-1), output_size=num_rows)[:, None]
+
+
+def _cut(x: Tensor, sizes: list[int], num_parts: int) -> list[Tensor]:
+    """Return parts, each with its segment of every block."""
+    blocks = x.split(sizes)
+    return [
+        torch.cat([block[_segment(len(block), part, num_parts)] for block in blocks])
+        for part in range(num_parts)
+    ]
+
+
+def _segment(size: int, part: int, num_parts: int) -> slice:
+    return slice(size * part // num_parts, size * (part + 1) // num_parts)
