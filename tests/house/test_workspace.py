@@ -182,7 +182,7 @@ def test_nothing_that_a_wheel_needs_is_compiled_at_install():
         n
         for n in base
         if "editable" not in lock[n][0]["source"] and not lock[n][0].get("wheels")
-    ] == []
+    ] == ["flash-attn"]  # of an extra that says so: its project publishes no wheels
 
 
 def test_the_import_rule_sees_statements_and_strings():
