@@ -267,7 +267,7 @@ def load_from(
         with no_pickle():
             load_folder(run, Path(folder) / source)
         assert run.iteration == SAVED_STEP
-        found[source] = (fingerprint(run), train_rest(run))
+        found[source] = (fingerprint(run, with_loss_scale=False), train_rest(run))
     return found
 
 

@@ -179,10 +179,13 @@ def test_workers_are_as_many_as_wanted_up_to_a_multiple_of_the_cores(monkeypatch
 
 
 def test_as_many_processes_encode_as_workers_are_asked_for(corpus, tmp_path):
-    processes = set()
+    def children():
+        return {child.pid for child in multiprocessing.active_children()}
+
+    before, processes = children(), set()  # other tests of this process may have some
 
     def look(_progress):
-        processes.update(child.pid for child in multiprocessing.active_children())
+        processes.update(children() - before)
 
     run(tmp_path / "out", corpus, workers=8, on_progress=look)
     assert len(processes) == 8

@@ -1,13 +1,16 @@
 """No request holds the streams of others up."""
 
 import json
+import os
 import threading
 import time
 
 import pytest
 
-MOST_S = 0.1
-"""Between two events of another stream, besides what ordinary texts take on a busy host."""
+MOST_S, MOST_BESIDE_OTHER_TESTS_S = 0.1, 1.0
+"""Between two events of another stream, besides what ordinary texts take. The suite runs files
+side by side on few cores, where 100 ms prove nothing; the bodies that this test was written for
+delayed streams by 10 s. Run alone, this file holds every body to 100 ms."""
 USUAL = {"prompt": "a" * 480, "n": 16, "max_tokens": 9}
 VICTIM = {"prompt": "In the", "max_tokens": 400, "ignore_eos": True, "stream": True}
 USER = {"role": "user", "content": "a"}
@@ -158,4 +161,5 @@ def test_no_request_delays_another_stream(client, name):
         delays.append((gap - usual, gap))
         if gap - usual < MOST_S:
             break
-    assert min(delays)[0] < MOST_S, delays
+    most = MOST_BESIDE_OTHER_TESTS_S if "PYTEST_XDIST_WORKER" in os.environ else MOST_S
+    assert min(delays)[0] < most, delays

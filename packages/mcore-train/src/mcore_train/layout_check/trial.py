@@ -270,7 +270,7 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     saved = ""
     if folder is not None:
         save_run(run)  # which gathers weights in full that were gathered in fp8
-        saved = fingerprint(run)
+        saved = fingerprint(run, with_loss_scale=False)
     while run.iteration < plan.train_iters:
         each.append(train_one(run, next(batches), interval))
     return Trial(
@@ -368,7 +368,7 @@ def whole_weights(run: Run) -> dict[str, Tensor]:
     return gather_logical(found, run.ctx.world)
 
 
-def fingerprint(run: Run, *, with_streams: bool = False) -> str:
+def fingerprint(run: Run, *, with_streams: bool = False, with_loss_scale: bool = True) -> str:
     """Hash every bit of what a run continues with, equal under any layout; all ranks call it.
 
     Weights, main weights and moments, fp8 histories, the loss scale, and the counts of steps,
@@ -377,11 +377,12 @@ def fingerprint(run: Run, *, with_streams: bool = False) -> str:
     Args:
         run: whose steps are all done.
         with_streams: hash the random streams too, which only the same layout continues.
+        with_loss_scale: hash the loss scale, which only another fp16 run continues.
     """
     settle(run)
     shards = model_shards(run) | optimizer_shards(run) | fp8_shards(run)
     state = gather_logical(shards | (rng_shards(run) if with_streams else {}), run.ctx.world)
-    scaler = {} if run.loss_scaler is None else run.loss_scaler.state()
+    scaler = run.loss_scaler.state() if run.loss_scaler and with_loss_scale else {}
     counts = (run.iteration, run.consumed_train_samples, run.schedule_samples)
     digest = hashlib.sha256(repr((scaler, counts, run.optimizer.num_steps)).encode())
     for name in sorted(state):
