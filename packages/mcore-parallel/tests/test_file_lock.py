@@ -87,6 +87,15 @@ def test_a_holder_in_the_same_namespace_is_looked_up_without_waiting(tmp_path):
     assert replace(Holder.current(), started="1").is_alive() is False
 
 
+def test_what_a_kill_within_taking_a_lock_left_goes_when_the_lock_is_taken_again(tmp_path):
+    dead = replace(Holder.current(), started="1")  # this number, of an earlier process
+    for name, holder in (("lock.dead", dead), ("lock.other", CONTAINER), ("lock2.dead", dead)):
+        write(tmp_path / name, holder)
+    with FileLock(tmp_path / "lock"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"lock.other", "lock2.dead"}
+
+
 def acquire_again(path):
     with pytest.raises(LockHeldError):
         FileLock(path).acquire()

@@ -10,6 +10,7 @@ sibling, has this file as a link.
 
 import contextlib
 import errno
+import glob
 import json
 import logging
 import os
@@ -116,6 +117,7 @@ class FileLock:
             if self._create(json.dumps(asdict(Holder.current()))):
                 self._stop = threading.Event()
                 threading.Thread(target=self._beat, args=(self._stop,), daemon=True).start()
+                self._remove_leftovers()
                 return
             holder = self._dead_holder()
             if holder is None:
@@ -206,6 +208,13 @@ class FileLock:
             with contextlib.suppress(FileExistsError):
                 os.link(aside, self.path)
         aside.unlink()
+
+    def _remove_leftovers(self) -> None:
+        """Remove files beside the lock that processes killed within ``acquire`` have left."""
+        for path in self.path.parent.glob(f"{glob.escape(self.path.name)}.*"):
+            with contextlib.suppress(OSError):  # its process has removed it
+                if Holder.parse(path.read_text()).is_alive() is False:
+                    path.unlink()
 
     def _dead_holder(self) -> Holder | None:
         """Return the holder, dead or this process; None if the lock is gone meanwhile."""
