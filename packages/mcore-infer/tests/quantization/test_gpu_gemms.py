@@ -83,8 +83,7 @@ def test_recorded_steps_of_a_packed_model_score_tokens_as_unrecorded_ones_do(alg
     assert len(recorded) == len(unrecorded) == 29
     for got, want in zip(recorded, unrecorded, strict=True):
         error = (got.double() - want.double()).norm(dim=-1)
-        # Each of the two is within 1.6e-2 of exact sums, as bfloat16 is everywhere here.
-        assert (error < 2 * 1.6e-2 * want.double().norm(dim=-1)).all()
+        assert (error < 0.02 * want.double().norm(dim=-1)).all()
 
 
 def scores_of_steps(engine, chosen):
