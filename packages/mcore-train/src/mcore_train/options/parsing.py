@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeVar, get_type_hints
 
 from mcore_ckpt.storage.stores import as_path
+from mcore_models.config import sizes_of_pattern, stages_of_pattern
 from mcore_models.families import FAMILIES
-from mcore_models.hybrid_config import sizes_of_pattern, stages_of_pattern
 from mcore_models.presets import find_preset
 from mcore_parallel.command_line import (
     HELP_FLAGS,
