@@ -1,4 +1,4 @@
-"""The seven packages as packages: metadata, ranges, extras, and what the lock holds."""
+"""The eight packages as packages: metadata, ranges, extras, and what the lock holds."""
 
 import ast
 import pkgutil
@@ -265,15 +265,6 @@ def test_what_exists_only_as_source_is_locked_without_a_build():
 def test_the_markers_of_the_field_are_known(pytestconfig):
     known = {line.split(":")[0] for line in pytestconfig.getini("markers")}
     assert known >= {"internal", "flaky", "experimental", "gpu", "slow"}
-
-
-@pytest.mark.parametrize(
-    "file", ["command_line.py", "entry_point.py", "file_lock.py", "lazy_front.py"]
-)
-def test_the_room_that_mcore_data_shares_has_one_source(file):
-    link = ROOT / f"packages/mcore-data/src/mcore_data/{file}"
-    assert link.is_symlink()
-    assert link.resolve() == ROOT / f"packages/mcore-parallel/src/mcore_parallel/{file}"
 
 
 def test_nothing_comes_from_a_git_source():

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from mcore_parallel.field_checks import check_above_zero, check_at_least, check_field, flag
+from mcore_base.field_checks import check_above_zero, check_at_least, check_field, flag
 from mcore_parallel.layer_patterns import further_letters, pattern_layers, read_pattern
 from mcore_parallel.logical_tensors import head_dim, is_gated
 

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from mcore_parallel.entry_point import run_program
+from mcore_base.entry_point import run_program
 
 
 def bad():
