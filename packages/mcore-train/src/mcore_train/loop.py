@@ -18,6 +18,7 @@ from mcore_parallel.logical_tensors import further_mixers, layer_mixers
 from mcore_train.assembly import Run
 from mcore_train.batches import final_batches, train_batches, valid_batches
 from mcore_train.checkpoints.checkpointing import Checkpoints
+from mcore_train.composition import TrainConfig
 from mcore_train.evaluation import Score, evaluate
 from mcore_train.guards.deadline import Deadline
 from mcore_train.guards.gc_control import GCControl
@@ -25,7 +26,6 @@ from mcore_train.guards.nan_guard import FiniteGradients
 from mcore_train.guards.replica_guard import WeightCopies
 from mcore_train.guards.signals import Stopped, StopRequest
 from mcore_train.lr_schedule import learning_rate, weight_decay
-from mcore_train.options.option_conflicts import looking_intervals
 from mcore_train.reporting.hardware import peak_flops
 from mcore_train.reporting.header import pace_line
 from mcore_train.reporting.log import Reporter, StepReport
@@ -257,9 +257,23 @@ def _is_quiet(run: Run) -> bool:
     """Whether nothing looks at numbers or weights after the step that comes."""
     step = run.iteration + 1
     is_looked_at = step == run.plan.train_iters or any(
-        _divides(interval, step) for interval in looking_intervals(run.plan.config).values()
+        _divides(interval, step) for interval in _sync_intervals(run.plan.config)
     )
     return "train" in run.warmed_up and not is_looked_at
+
+
+def _sync_intervals(config: TrainConfig) -> tuple[int, ...]:
+    """Return the steps between each kind of look at norms or weights; 0: never."""
+    run = config.run
+    return (
+        config.logging.log_interval,
+        config.evaluation.interval,
+        config.saving.save_interval,
+        config.local_saving.non_persistent_save_interval,
+        config.samples.sample_interval,
+        run.check_weight_hash_across_dp_replicas_interval,
+        run.exit_interval,
+    )
 
 
 def _divides(interval: int, iteration: int) -> bool:

@@ -83,9 +83,9 @@ def test_validated_afterwards_a_step_has_the_bits_of_one_that_waits():
         ({"pipeline_model_parallel_size": 1}, "no effect with --pipeline-model"),
         ({"log_interval": 1}, "no effect with --log-interval 1"),
         ({"exit_interval": 1}, "no effect with --exit-interval 1"),
-        ({"num_experts": 2}, "go with --num-experts"),
-        ({"fp8_format": "hybrid", "fp8_recipe": "delayed"}, "go with --fp8-recipe delayed"),
-        ({"use_torch_fsdp2": True}, "go with --use-torch-fsdp2"),
+        ({"num_experts": 2}, "and --num-experts 2 exclude"),
+        ({"fp8_format": "hybrid", "fp8_recipe": "delayed"}, "and --fp8-recipe delayed exclude"),
+        ({"use_torch_fsdp2": True}, "--data-parallel-sharding-strategy optim_grads or"),
     ],
 )
 def test_what_a_step_validated_afterwards_cannot_do_is_refused(flags, expected):

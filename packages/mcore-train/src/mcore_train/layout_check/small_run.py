@@ -18,7 +18,7 @@ from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_train.checkpoints.origin import start_kind
-from mcore_train.composition import TrainConfig
+from mcore_train.composition import TrainConfig, without_idle_options
 from mcore_train.config import (
     BatchConfig,
     EvalConfig,
@@ -46,7 +46,6 @@ from mcore_train.layout_check.small_run_sizes import (
     shrink_skip_freq,
     vocab_size,
 )
-from mcore_train.options.idle_options import without_idle_options
 from mcore_train.resolution import Plan, resolve
 
 NUM_STEPS = 3
