@@ -5,7 +5,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_moe import MoEConfig, MoELayer, grouped_linear, sequential_linear
-from mcore_moe.dispatch.permutation import expert_offsets
 from mcore_moe.experts.grouped_gemm import accumulating_linear
 from mcore_moe.experts.weight_gradient import (
     Factors,
@@ -13,6 +12,7 @@ from mcore_moe.experts.weight_gradient import (
     merge_parts,
     rows_by_expert,
 )
+from mcore_moe.kernels.rows import expert_offsets
 from mcore_parallel.grad_slot import grad_slot
 
 OFFSETS = [

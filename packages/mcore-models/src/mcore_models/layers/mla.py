@@ -27,11 +27,11 @@ from mcore_models.checks.layouts import cp_comm_type
 from mcore_models.config import TransformerConfig
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
+from mcore_models.kernels.rope import RotaryTables, rotate
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import RMSNorm
 from mcore_models.layers.replicated_linear import ReplicatedLinear
-from mcore_models.layers.rope import RotaryTables, rotate
 from mcore_models.peft.lora import full_weight
 from mcore_models.protocol import LayerState
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores

@@ -12,8 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_moe.dispatch.permutation import RowPlan
-from mcore_moe.experts.fp8_rows import cast_rows, multiply_rows, weight_casts
+from mcore_moe.experts.fp8_rows import multiply_rows, weight_casts
 from mcore_moe.experts.weight_gradient import Factors, take_weight_gradient
+from mcore_moe.kernels.fp8_rows import cast_rows
 from mcore_moe.kernels.quack_gemm import multiply
 from mcore_moe.kernels.rows import sum_rows
 from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor

@@ -32,11 +32,11 @@ from mcore_parallel.data_parallel.optimizer_segments import (
     share_out,
 )
 from mcore_parallel.data_parallel.row_scaling import NO_FACTORS, RowFactors, scale_rows
+from mcore_parallel.kernels.rounding import round_stochastically_
 from mcore_parallel.offloading.host_updates import CudaQueues, HostUpdates
 from mcore_parallel.offloading.state_memory import allocate_state, allocate_state_file
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
-from mcore_parallel.optimizers.rounding import round_stochastically_
 from mcore_parallel.optimizers.update_rule import UpdateRule
 from mcore_parallel.sharding import NamedParameter, Shard
 

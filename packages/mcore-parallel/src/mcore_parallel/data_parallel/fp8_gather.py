@@ -16,10 +16,10 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from mcore_parallel.collectives import all_reduce
+from mcore_parallel.kernels.fp8_cast import cast_flat, dequantize_flat, largest_magnitude
 from mcore_parallel.launch.call_checks import agree
 from mcore_parallel.mesh import Axis
 from mcore_parallel.precision.fp8 import FORWARD_DTYPE, Fp8Gemm
-from mcore_parallel.precision.fp8_cast import cast_flat, dequantize_flat, largest_magnitude
 from mcore_parallel.precision.fp8_recipes import Tensorwise
 
 if TYPE_CHECKING:

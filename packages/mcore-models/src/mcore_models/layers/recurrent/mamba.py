@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from mcore_models.kernels.conv import conv_silu
+from mcore_models.kernels.ssd import ssd
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
-from mcore_models.layers.recurrent.causal_conv import CausalConv, conv_silu, document_starts
+from mcore_models.layers.recurrent.causal_conv import CausalConv, document_starts
 from mcore_models.layers.recurrent.gated_norm import GatedNorm
-from mcore_models.layers.recurrent.ssd import ssd
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
