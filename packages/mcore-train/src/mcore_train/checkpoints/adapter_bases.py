@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_base.field_checks import flag
+from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER
-from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_models.config import config_to_dict
 from mcore_models.layer_config import layers_skip
 from mcore_models.peft.attaching import start_magnitudes

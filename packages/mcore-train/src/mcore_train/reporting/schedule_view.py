@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mcore_base.command_line import FaultCollector, canonical, is_flag
-from mcore_ckpt.storage.destinations import check_file
+from mcore_base.destinations import check_file
 from mcore_parallel.pipeline_parallel.actions import DURATIONS, Action
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
