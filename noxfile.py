@@ -21,7 +21,7 @@ nox.options.sessions = ["lint", "types", "contracts", "tests"]
 nox.options.default_venv_backend = "none"
 
 ROOT = Path(__file__).parent
-PACKAGES = ("parallel", "moe", "models", "data", "ckpt", "infer", "train")
+PACKAGES = ("base", "parallel", "moe", "models", "data", "ckpt", "infer", "train")
 EXTRAS = {
     "s3": ("import flask_cors, moto, s3fs", ["packages/mcore-data/tests/indexed/test_s3.py"]),
     "resiliency": (
