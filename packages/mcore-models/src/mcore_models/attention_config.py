@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mcore_base.field_checks import check_above_zero, check_at_least, flag
 from mcore_models.hybrid_config import HybridConfig
-from mcore_parallel.field_checks import check_above_zero, check_at_least, flag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

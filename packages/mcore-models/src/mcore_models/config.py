@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
+from mcore_base.field_checks import check_at_least, check_field, flag
 from mcore_models.attention_config import check_latent
 from mcore_models.layer_config import LayerConfig, layers_skip
-from mcore_parallel.field_checks import check_at_least, check_field, flag
 from mcore_parallel.logical_tensors import head_dim, is_gated
 
 PositionEmbedding = Literal["rope", "learned_absolute", "alibi", "none"]

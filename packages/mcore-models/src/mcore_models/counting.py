@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mcore_base.command_line import HELP_FLAGS, canonical, is_flag, list_options, parse
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.description import ModelDescription
 from mcore_models.encoder_config import BertConfig, T5Config
@@ -22,7 +23,6 @@ from mcore_models.peft.config import PeftConfig, adapter_shapes
 from mcore_models.peft.memory import Shapes, trained_bytes
 from mcore_models.presets import find_preset
 from mcore_moe.config import MoEConfig
-from mcore_parallel.command_line import HELP_FLAGS, canonical, is_flag, list_options, parse
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig

@@ -7,7 +7,7 @@ only.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mcore_parallel.field_checks import check_at_least
+from mcore_base.field_checks import check_at_least
 from mcore_parallel.layer_patterns import further_letters, pattern_layers
 
 

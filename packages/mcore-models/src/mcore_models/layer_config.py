@@ -7,8 +7,8 @@ only.
 from dataclasses import dataclass
 from typing import Literal
 
+from mcore_base.field_checks import check_above_zero, check_at_least, flag
 from mcore_models.attention_config import AttentionConfig
-from mcore_parallel.field_checks import check_above_zero, check_at_least, flag
 from mcore_parallel.layer_patterns import read_pattern
 
 NormPlacement = Literal["pre", "output", "sandwich"]
