@@ -25,7 +25,7 @@ Reference:
     Yang et al. 2024, arXiv:2406.06484, section 3.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, no_type_check
 
 import torch
@@ -481,10 +481,11 @@ def gated_delta_rule(
     """
     widths = kernel_widths(k.shape[-1], v.shape[-1])
     assert widths is not None
-    return in_widths(widths, q, k, v, g, beta, starts=starts, state=state)
+    return in_widths(launch_widths, widths, q, k, v, g, beta, starts=starts, state=state)
 
 
 def in_widths(
+    rule: Callable[..., tuple[Tensor, Tensor]],
     widths: tuple[int, int],
     q: Float[Tensor, "S B G K"],
     k: Float[Tensor, "S B G K"],
@@ -495,7 +496,7 @@ def in_widths(
     starts: Bool[Tensor, "S B"] | None = None,
     state: Float[Tensor, "B N K H"] | None = None,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
-    """Compute ``gated_delta_rule`` by kernels for keys and values of other widths.
+    """Compute ``gated_delta_rule`` by a rule for keys and values of other widths.
 
     Zeros behind a key or a value change nothing. The columns of a state are independent: a
     value that is wider is cut into several heads that share decay, share and key.
@@ -505,14 +506,14 @@ def in_widths(
     blocks = -(-channels // width)
     more = widths[0] - numbers, blocks * width - channels
     if (blocks, *more) == (1, 0, 0):
-        return launch_widths(q, k, v, g, beta, starts=starts, state=state)
+        return rule(q, k, v, g, beta, starts=starts, state=state)
     q, k = (F.pad(x, (0, more[0])) for x in (q, k))
     v = F.pad(v, (0, more[1])).view(*v.shape[:2], heads * blocks, width)
     g, beta = (x.repeat_interleave(blocks, 2) for x in (g, beta))
     if state is not None:
         state = F.pad(state, (0, more[1], 0, more[0])).unflatten(3, (blocks, width))
         state = state.movedim(3, 2).flatten(1, 2)  # [B, N blocks, K, H of a block]
-    y, end = launch_widths(q, k, v, g, beta, starts=starts, state=state)
+    y, end = rule(q, k, v, g, beta, starts=starts, state=state)
     end = end.unflatten(1, (heads, blocks)).movedim(2, 3).flatten(3)
     return (
         y.reshape(*y.shape[:2], heads, blocks * width)[..., :channels],

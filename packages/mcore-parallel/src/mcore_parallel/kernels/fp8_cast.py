@@ -146,7 +146,7 @@ def dequantized(
     return fp8.to(scale_inv.dtype) * scale_inv
 
 
-def _largest_plain(x: Float[Tensor, "T D"]) -> Float[Tensor, " 1"]:
+def _largest_plain(x: Float[Tensor, "..."]) -> Float[Tensor, " 1"]:
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.abs().amax().to(wide).view(1)  # NaN stays
 
@@ -216,8 +216,8 @@ def _fp8_samples(device: torch.device, dtype: torch.dtype = torch.float32) -> It
 @optional_kernel(
     "largest magnitudes for fp8", reference=_largest_plain, kind=_kind, samples=_largest_samples
 )
-def largest_magnitude(x: Float[Tensor, "T D"]) -> Float[Tensor, " 1"]:
-    """Return the largest magnitude of a contiguous matrix; NaN if the matrix has one.
+def largest_magnitude(x: Float[Tensor, "..."]) -> Float[Tensor, " 1"]:
+    """Return the largest magnitude of a contiguous tensor; NaN if the tensor has one.
 
     In float32, or float64 for a float64 matrix.
     """
