@@ -41,6 +41,7 @@ def effects_of_importing(modules: list[str]) -> dict[str, int | bool]:
 
 PURE = (
     "mcore_base.field_checks",
+    "mcore_base.options",
     "mcore_parallel.layer_patterns",
     "mcore_parallel.logical_tensors",
 )

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_models.attention_config import yarn_magnitude
-from mcore_models.config import TransformerConfig, rotary_size
+from mcore_models.config import TransformerConfig, rotary_size, yarn_magnitude
 from mcore_models.kernels.qk_norm_rope import norm_rotary_split
 from mcore_models.kernels.rope import RotaryTables, rotary_split
 from mcore_parallel.logical_tensors import head_dim
