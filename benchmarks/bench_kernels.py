@@ -22,7 +22,7 @@ from mcore_models.kernels.attention_backends import attend
 from mcore_models.kernels.rope import rotary_split
 from mcore_models.layers.norm import RMSNorm
 from mcore_moe.kernels.gate import gated as gate_and_multiply
-from mcore_parallel.grad_slot import accumulate_matmul, grad_slot
+from mcore_parallel.autograd.grad_slot import accumulate_matmul, grad_slot
 from mcore_parallel.kernels.adam import adamw_update
 from mcore_parallel.kernels.embedding import add_rows_
 from mcore_parallel.kernels.fp8_cast import cast_by, largest_magnitude

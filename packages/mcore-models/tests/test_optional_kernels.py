@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mcore_models.config import KernelConfig, TransformerConfig
-from mcore_models.kernel_choice import optional_kernels
+from mcore_models.kernels.choice import optional_kernels
 from mcore_models.kernels import availability
 from mcore_models.kernels.attention_backends import attend
 from mcore_models.kernels.flash4_attention import flash4_attention

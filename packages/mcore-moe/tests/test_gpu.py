@@ -33,7 +33,7 @@ from mcore_moe.kernels import quack_gemm
 from mcore_moe.kernels.gate import weighted_gated
 from mcore_moe.kernels.rows import expert_offsets, plan_choices
 from mcore_moe.kernels.topk import top_experts
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.optional_kernels import package_versions
 from mcore_parallel.testing.ranks import run_ranks
 

@@ -13,16 +13,16 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from mcore_models.checks.inputs import check_inputs
+from mcore_models.building.inputs import check_inputs
 from mcore_models.layers.block import build_block
 from mcore_models.layers.block_inputs import BlockInputs, build_inputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mtp import PredictionLayer
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.residual import Residual, stream_norm
-from mcore_models.mtp_model import MTP_TOKENS, MTPLanguageModel
+from mcore_models.building.mtp_model import MTP_TOKENS, MTPLanguageModel
 from mcore_models.protocol import MicroBatch, ModelState
-from mcore_models.stage_model import StageModel
+from mcore_models.building.stage_model import StageModel
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.logical_tensors import further_mixers
 from mcore_parallel.mesh import SINGLE, ParallelContext

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from mcore_models.checks.encoders import t5_layout_problems
-from mcore_models.checks.inputs import check_inputs
+from mcore_models.building.encoder_layouts import t5_layout_problems
+from mcore_models.building.inputs import check_inputs
 from mcore_models.encoder_config import T5Config, encoder_layers, num_stack_layers
 from mcore_models.layers.encoder_decoder_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.heads import OutputBias
@@ -32,7 +32,7 @@ from mcore_models.layers.relative_bias import (
 )
 from mcore_models.layers.residual import Residual, stream_norm
 from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch, ModelState
-from mcore_models.stage_model import StageModel
+from mcore_models.building.stage_model import StageModel
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy

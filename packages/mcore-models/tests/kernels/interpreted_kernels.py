@@ -28,7 +28,7 @@ from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_moe.dispatch.permutation import RowPlan, permute_reference, unpermute_reference
 from mcore_moe.kernels import gate, topk
 from mcore_moe.kernels import rows as expert_rows
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.kernels import adam, embedding, fp8_cast, fp8_fine_cast, loss, rounding
 from mcore_parallel.optional_kernels import Sample
 

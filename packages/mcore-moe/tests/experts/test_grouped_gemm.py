@@ -13,7 +13,7 @@ from mcore_moe.experts.weight_gradient import (
     rows_by_expert,
 )
 from mcore_moe.kernels.rows import expert_offsets
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.autograd.grad_slot import grad_slot
 
 OFFSETS = [
     expert_offsets(torch.tensor(c)) for c in ([2, 0, 3], [0, 0, 5], [5, 0, 0], [0, 0, 0])

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.collectives import (
     start_all_gather,
     start_all_to_all,

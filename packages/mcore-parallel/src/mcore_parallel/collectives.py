@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.launch.call_checks import agree
 from mcore_parallel.mesh import Axis
 

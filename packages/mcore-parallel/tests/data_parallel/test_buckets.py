@@ -15,7 +15,7 @@ from mcore_parallel.data_parallel.buckets import (
     plan_buckets,
     shard_ranges,
 )
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import NamedParameter, whole
 

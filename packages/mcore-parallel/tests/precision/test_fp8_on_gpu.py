@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.kernels.fp8_cast import (
     cast_by,
     cast_plain,

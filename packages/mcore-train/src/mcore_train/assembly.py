@@ -13,12 +13,12 @@ from torch import nn
 
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
-from mcore_models.kernel_choice import optional_kernels
+from mcore_models.kernels.choice import optional_kernels
 from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
-from mcore_models.stage_model import StageModel
+from mcore_models.building.stage_model import StageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.optional_kernels import (
     Sample,
     optional_kernel,

@@ -41,7 +41,7 @@ from mcore_models.kernels.delta_backward import (
 )
 from mcore_models.kernels.ssd import NARROW
 from mcore_models.kernels.ssd_chunks import inside_chunk, of_group, of_head, running_of
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 CHUNK = 64

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mcore_models.kernels import availability
 from mcore_models.kernels.availability import without_compiler_noise
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.optional_kernels import (
     Sample,
     kernel_failure,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import (

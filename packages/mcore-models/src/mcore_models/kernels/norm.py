@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
-from mcore_parallel.grad_slot import slot_of
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.autograd.grad_slot import slot_of
 from mcore_parallel.optional_kernels import (
     Sample,
     optional_kernel,

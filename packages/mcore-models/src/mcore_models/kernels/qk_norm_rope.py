@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_models.kernels.rope import kind_of_heads, rotate
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.optional_kernels import (
     Sample,
     optional_kernel,

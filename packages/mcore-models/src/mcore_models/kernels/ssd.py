@@ -33,7 +33,7 @@ from torch import Tensor
 
 from mcore_models.kernels.ssd_backward import group_gradients, input_gradients, state_gradients
 from mcore_models.kernels.ssd_chunks import decays, inside_chunk, of_group
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 WIDTHS = (16, 32, 64, 128)

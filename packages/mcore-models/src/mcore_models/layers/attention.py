@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.checks.layouts import cannot_be_cut, cp_comm_type
+from mcore_models.building.layouts import cannot_be_cut, cp_comm_type
 from mcore_models.config import chunk, is_local, is_rotated, window
 from mcore_models.kernels.alibi import alibi_slopes
 from mcore_models.kernels.attention_backends import attend, check_backend
@@ -40,7 +40,7 @@ from mcore_parallel.logical_tensors import (
 )
 from mcore_parallel.mesh import Axis
 from mcore_parallel.mup import score_scale
-from mcore_parallel.recomputing import recompute
+from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,

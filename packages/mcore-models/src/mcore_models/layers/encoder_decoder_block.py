@@ -23,7 +23,7 @@ from mcore_models.layers.residual import (
 )
 from mcore_models.protocol import ModelState
 from mcore_parallel.logical_tensors import ffn_size
-from mcore_parallel.recomputing import recompute
+from mcore_parallel.autograd.recomputing import recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.checks.layouts import cp_comm_type
+from mcore_models.building.layouts import cp_comm_type
 from mcore_models.config import TransformerConfig, yarn_magnitude
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
@@ -44,7 +44,7 @@ from mcore_parallel.context_parallel.ring_attention import (
 from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.mup import score_scale
-from mcore_parallel.recomputing import recompute
+from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 LATENT_EPSILON = 1e-6

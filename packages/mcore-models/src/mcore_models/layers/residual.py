@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mcore_models.config import TransformerConfig
 from mcore_models.layers.norm import LayerNorm, RMSNorm, build_norm
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
-from mcore_parallel.recomputing import recompute, recompute_between
+from mcore_parallel.autograd.recomputing import recompute, recompute_between
 from mcore_parallel.rng import RngStreams, StreamDropout
 
 Norm = RMSNorm | LayerNorm | nn.Identity

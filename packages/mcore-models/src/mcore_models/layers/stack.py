@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from mcore_models.config import RecomputeConfig
 from mcore_models.layers.residual import Residual
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.recomputing import recompute
+from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.rng import RngStreams
 
 

@@ -33,7 +33,7 @@ from mcore_parallel.async_collectives import (
 )
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.recomputing import recompute
+from mcore_parallel.autograd.recomputing import recompute
 
 
 class AllGatherDispatcher(Dispatcher):

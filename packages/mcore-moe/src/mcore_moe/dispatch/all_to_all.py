@@ -42,7 +42,7 @@ from mcore_moe.routing.topk import Routing
 from mcore_parallel.async_collectives import OverlapCallback, begin_all_to_all
 from mcore_parallel.collectives import all_gather, all_to_all
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.recomputing import recompute
+from mcore_parallel.autograd.recomputing import recompute
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from mcore_moe.kernels.rows import (
     sum_rows,
     take_rows,
 )
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 
 
 @dataclass(frozen=True, slots=True)

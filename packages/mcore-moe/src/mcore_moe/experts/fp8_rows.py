@@ -24,8 +24,8 @@ from mcore_moe.config import MoEConfig
 from mcore_moe.experts.grouped_gemm import sequential_linear
 from mcore_moe.experts.weight_gradient import Factors, take_weight_gradient
 from mcore_moe.kernels.fp8_rows import FP8, Fp8Rows, cast_rows
-from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
-from mcore_parallel.grad_slot import slot_of
+from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor
+from mcore_parallel.autograd.grad_slot import slot_of
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_parallel.precision.fp8_cast import cast_lines
 

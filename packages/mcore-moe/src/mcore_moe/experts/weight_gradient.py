@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_moe.kernels import quack_gemm
 from mcore_moe.kernels.rows import put_rows
-from mcore_parallel.grad_slot import GradSlot, accumulate_matmul
+from mcore_parallel.autograd.grad_slot import GradSlot, accumulate_matmul
 
 
 class Factors(NamedTuple):

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_moe.activations import activation_function
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.optional_kernels import (
     Sample,
     optional_kernel,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.fp8_gather import Fp8Gather
 from mcore_parallel.data_parallel.gradient_sync import Copy, OwnedRange
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.launch.call_checks import agree
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.sharding import NamedParameter

@@ -25,7 +25,7 @@ from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.data_parallel.grads import sum_partial_gradients, sum_tied_gradients
 from mcore_parallel.data_parallel.param_gather import ParameterGathering
 from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import (
     NamedParameter,

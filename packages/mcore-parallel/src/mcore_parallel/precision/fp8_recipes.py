@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import without_autocast
-from mcore_parallel.grad_slot import GradSlot
+from mcore_parallel.autograd.functions import without_autocast
+from mcore_parallel.autograd.grad_slot import GradSlot
 from mcore_parallel.kernels.fp8_cast import Fp8, dequantized
 from mcore_parallel.kernels.fp8_fine_cast import (
     BLOCK,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.grad_slot import GradSlot
+from mcore_parallel.autograd.grad_slot import GradSlot
 
 Operands = tuple[Tensor, ...]
 """Tensors that one GEMM passes to a later one, in a form of the object's choice."""

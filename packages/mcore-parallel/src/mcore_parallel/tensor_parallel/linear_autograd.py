@@ -15,7 +15,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
+from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor
 from mcore_parallel.collectives import (
     reduce_from,
     reduce_scatter_to,
@@ -24,7 +24,7 @@ from mcore_parallel.collectives import (
     start_reduce_scatter,
     wait,
 )
-from mcore_parallel.grad_slot import GradSlot, slot_of
+from mcore_parallel.autograd.grad_slot import GradSlot, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import Fp8Gemm
 from mcore_parallel.precision.fp8_cast import DeferredMatrix

@@ -27,10 +27,10 @@ from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.residual import Residual
 from mcore_models.layers.stack import block_groups
 from mcore_models.protocol import MicroBatch
-from mcore_models.stage_model import StageModel
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_models.building.stage_model import StageModel
+from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
-from mcore_parallel.grad_slot import slot_of
+from mcore_parallel.autograd.grad_slot import slot_of
 from mcore_parallel.layer_stacks import layer_stacks
 from mcore_parallel.precision.fp8 import WeightCasts
 from mcore_train.graphs.layer_parts import LayerParts, layer_parts

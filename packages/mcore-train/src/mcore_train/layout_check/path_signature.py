@@ -11,7 +11,7 @@ from math import lcm
 from typing import Any
 
 from mcore_base.field_checks import flag
-from mcore_models.checks.layouts import cannot_be_cut, cp_comm_type
+from mcore_models.building.layouts import cannot_be_cut, cp_comm_type
 from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_models.encoder_config import BertConfig, T5Config, encoder_layers
 from mcore_parallel.config import ParallelConfig

@@ -1,6 +1,6 @@
 """What one forward pass of a model cannot run: refused before anything is computed."""
 
-from mcore_models.checks.layouts import check_length
+from mcore_models.building.layouts import check_length
 from mcore_models.config import TransformerConfig
 from mcore_models.protocol import ModelState
 from mcore_parallel.context_parallel.packed_sequences import Documents

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_models.checks.encoders import encoder_layout_problems, t5_layout_problems
-from mcore_models.checks.layouts import check_layout, layout_problems
+from mcore_models.building.encoder_layouts import encoder_layout_problems, t5_layout_problems
+from mcore_models.building.layouts import check_layout, layout_problems
 from mcore_models.config import TransformerConfig
 from mcore_models.encoder_config import BertConfig, T5Config
 from mcore_models.layers.attention import cp_comm_type

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from mcore_parallel.autograd_functions import same_autocast
+from mcore_parallel.autograd.functions import same_autocast
 from mcore_parallel.collectives import all_gather, own_slice
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import RngStreams

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_parallel import ColumnParallelLinear
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 
 
 class _Square(OnceDifferentiable):

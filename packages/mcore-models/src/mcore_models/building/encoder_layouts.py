@@ -5,7 +5,7 @@ Pure questions about configs; no torch here.
 
 from dataclasses import fields, replace
 
-from mcore_models.checks.layouts import layout_problems
+from mcore_models.building.layouts import layout_problems
 from mcore_models.config import TransformerConfig
 from mcore_models.encoder_config import T5Config, num_stack_layers
 from mcore_moe.config import MoEConfig

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_models.checks.layouts import layout_problems
+from mcore_models.building.layouts import layout_problems
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.residual import Residual, stream_cuts, stream_dropout
