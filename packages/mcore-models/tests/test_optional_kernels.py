@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mcore_models.config import KernelConfig, TransformerConfig
-from mcore_models.kernels.choice import optional_kernels
 from mcore_models.kernels import availability
 from mcore_models.kernels.attention_backends import attend
+from mcore_models.kernels.choice import optional_kernels
 from mcore_models.kernels.flash4_attention import flash4_attention
 from mcore_models.kernels.norm import add_and_norm, norm
 from mcore_models.kernels.qk_norm_rope import norm_rotary_split

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
-from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.kernels.adam import adamw_update
 from mcore_parallel.kernels.embedding import add_rows_
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_

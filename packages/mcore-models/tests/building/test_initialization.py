@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from mcore_models.building.initialization import initial_std
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
-from mcore_models.building.initialization import initial_std
 from mcore_moe.config import MoEConfig
 from mcore_parallel import (
     ParallelConfig,

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mcore_parallel.autograd.recomputing import recompute, recompute_between
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.autograd.recomputing import recompute, recompute_between
 from mcore_parallel.rng import RngStreams, StreamDropout
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.testing.ranks import run_ranks

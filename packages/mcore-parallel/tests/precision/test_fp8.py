@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import (
     ParallelConfig,
 )
-from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.kernels.fp8_cast import cast_plain, dequantized
 from mcore_parallel.kernels.fp8_fine_cast import cast_blocks, dequantized_lines
 from mcore_parallel.mesh import ParallelContext

@@ -13,17 +13,16 @@ from torch import nn
 
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
+from mcore_models.building.stage_model import StageModel
 from mcore_models.kernels.choice import optional_kernels
 from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
-from mcore_models.building.stage_model import StageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
-from mcore_parallel.layer_stacks import layer_stacks
 from mcore_parallel.logical_tensors import head_dim
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.activations import ActivationOffload
@@ -44,7 +43,7 @@ from mcore_parallel.precision.fp8 import (
 from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
-from mcore_parallel.sharding import Shard
+from mcore_parallel.sharding import Shard, layer_stacks
 from mcore_train.checkpoints.past import continue_plan
 from mcore_train.composition import TrainConfig
 from mcore_train.datasets import Datasets, load_datasets

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from mcore_infer.config import Drafts, InferenceConfig
 from mcore_infer.engine.step_plans import Scales
 from mcore_infer.writing import ScoreRequest, Writing
-from mcore_models.config import TransformerConfig
 from mcore_models.building.mtp_model import MTPLanguageModel
+from mcore_models.config import TransformerConfig
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 

@@ -5,7 +5,7 @@ recompute, calls ``build_parts``, which is where models differ, and fills the we
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_models.building.layouts import layout_problems
+from mcore_models.building.layouts import check_length, layout_problems
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
 from mcore_models.layers.residual import Residual, stream_cuts, stream_dropout
-from mcore_models.layers.stack import run_blocks
-from mcore_models.protocol import TrainableModel
+from mcore_models.protocol import ModelState, TrainableModel
 from mcore_moe.config import MoEConfig
+from mcore_parallel.autograd.recomputing import recompute
+from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import zigzag_positions
+from mcore_parallel.data_parallel.fully_sharded import MatricesOnMeta
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
-from mcore_parallel.meta_matrices import MatricesOnMeta
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
 from mcore_parallel.rng import RngStreams
@@ -34,10 +35,6 @@ _KEEP_ALL = RecomputeConfig()
 
 BlockCaller = Callable[[nn.Module, Residual, Any], Residual]
 """Called with a block, the residual stream and the inputs that all blocks share."""
-
-
-def _call_block(block: nn.Module, stream: Residual, inputs: Any) -> Residual:
-    return block(stream, inputs)
 
 
 _ANY_KERNELS = KernelConfig()
@@ -123,7 +120,7 @@ class StageModel(TrainableModel):
         self.sequence_parallel = self.cuts.size > 1
         is_shared = recomputing.distribute_saved_activations and not self.sequence_parallel
         self.recomputing, self.saved_by = recomputing, ctx.tp if is_shared else SINGLE
-        self.call_block: BlockCaller = _call_block
+        self.call_block: BlockCaller = nn.Module.__call__
         self.streams = streams or RngStreams(seed, ctx)
         self.dropout = stream_dropout(config, ctx, self.streams)
         self.padded_vocab_size = padded_vocab(
@@ -177,20 +174,111 @@ class StageModel(TrainableModel):
         return {"axis": self.tp, "sequence_parallel": self.sequence_parallel}
 
     def run_blocks(
-        self, blocks: Sequence[nn.Module], stream: Residual, inputs: Any, is_trained: bool
+        self, blocks: Sequence[nn.Module], x: Tensor, inputs: Any, is_trained: bool
     ) -> Residual:
-        """Run blocks; in training, recomputed as ``recomputing`` says."""
-        return run_blocks(
-            blocks,
-            stream,
-            lambda block, x: self.call_block(block, x, inputs),
-            self.recomputing if is_trained else _KEEP_ALL,
-            streams=self.streams,
-            saved_by=self.saved_by,
-        )
+        """Run blocks on the residual stream; communicates as they do.
+
+        Args:
+            blocks: in order.
+            x: the stream before the first block.
+            inputs: of all blocks.
+            is_trained: whether backward recomputes what ``recomputing`` names.
+        """
+        stream = Residual.begin(x)
+        recomputing = self.recomputing if is_trained else _KEEP_ALL
+        for group, is_recomputed in block_groups(blocks, recomputing):
+            if is_recomputed:
+                begin = stream.total()  # so that one tensor is kept, not two
+                stream = recompute(
+                    self._run_group,
+                    begin,
+                    stream.aux,
+                    group,
+                    inputs,
+                    streams=self.streams,
+                    shared_by=self.saved_by,
+                )
+                continue
+            for block in group:
+                stream = self.call_block(block, stream, inputs)
+        return stream
+
+    def _run_group(
+        self, x: Tensor, aux: Tensor, group: Sequence[nn.Module], inputs: Any
+    ) -> Residual:
+        stream = Residual(x, None, aux)
+        for block in group:
+            stream = self.call_block(block, stream, inputs)
+        return stream
 
     def places(self, num_tokens: int, device: torch.device) -> Tensor:
         """Count the positions of this context rank's tokens, in the zigzag order of ``cp``."""
         if self.cp.size == 1:
             return torch.arange(num_tokens, device=device)
         return zigzag_positions(num_tokens * self.cp.size, self.cp, device)
+
+
+def check_inputs(
+    size: tuple[int, int],
+    state: ModelState | None = None,
+    documents: Documents | None = None,
+    *,
+    config: TransformerConfig,
+    axes: tuple[Axis, Axis],
+    is_counted: bool = True,
+    flag: str = "--seq-length",
+) -> int:
+    """Compare a pass's inputs with the model and its layout; no communication.
+
+    Args:
+        size: rows, and tokens of this context rank's part of each.
+        state: what the layers remember of earlier tokens.
+        documents: packed in the rows.
+        config: of the model.
+        axes: ranks that cut the sequence, and those that cut a rank's part again, one rank
+            without sequence parallelism.
+        is_counted: whether positions go on from the state's length; else they are given.
+        flag: option that says how long sequences are.
+
+    Returns:
+        Tokens of the whole sequence, those of the state among them.
+
+    Raises:
+        ValueError: if the sequence is too long or cannot be cut, a state is given under context
+            parallelism or with documents, or the documents are of other rows.
+    """
+    (num_rows, num_tokens), (cp, tp) = size, axes
+    if state is not None and cp.size > 1:
+        raise ValueError(
+            f"a cache cannot be cut over --context-parallel-size {cp.size}: generate with 1."
+        )
+    remembered = 0 if state is None else state.length
+    if is_counted:
+        check_length(config, num_tokens * cp.size, remembered, flag)
+    if num_tokens % tp.size:
+        raise ValueError(
+            f"--sequence-parallel cannot cut {num_tokens} tokens over "
+            f"--tensor-model-parallel-size {tp.size}: use a {flag} that is a multiple."
+        )
+    if documents is not None:
+        if state is not None:
+            raise ValueError("a cache holds one document a row: generate without packing.")
+        documents.check(num_rows, num_tokens * cp.size)
+    return num_tokens * cp.size + remembered
+
+
+def block_groups(
+    blocks: Sequence[nn.Module], recomputing: RecomputeConfig
+) -> Iterator[tuple[Sequence[nn.Module], bool]]:
+    """Cut a stage's blocks into runs, and say which are recomputed as one."""
+    if recomputing.recompute_granularity != "full":
+        yield blocks, False
+        return
+    count = recomputing.recompute_num_layers
+    if recomputing.recompute_method == "block":
+        for block in blocks[:count]:
+            yield [block], True
+        yield blocks[count:], False
+        return
+    for begin in range(0, len(blocks), count):
+        yield blocks[begin : begin + count], True

@@ -34,6 +34,7 @@ from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.peft.lora import full_weight
 from mcore_models.protocol import LayerState
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
+from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.collectives import copy_to, gather_partial_from
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
@@ -44,7 +45,6 @@ from mcore_parallel.context_parallel.ring_attention import (
 from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.mup import score_scale
-from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 LATENT_EPSILON = 1e-6

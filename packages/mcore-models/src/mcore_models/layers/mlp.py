@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mcore_moe.activations import activation_function
 from mcore_moe.kernels.gate import gated
+from mcore_parallel.autograd.recomputing import recompute_between
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
-from mcore_parallel.autograd.recomputing import recompute_between
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
     Output,

@@ -33,9 +33,9 @@ from mcore_moe.dispatch.protocol import (
 )
 from mcore_moe.routing.topk import Routing
 from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.mesh import Axis
-from mcore_parallel.autograd.recomputing import recompute
 
 
 @dataclass(frozen=True, slots=True)

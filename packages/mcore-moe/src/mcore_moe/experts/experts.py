@@ -31,9 +31,9 @@ from mcore_moe.kernels import quack_gemm
 from mcore_moe.kernels.gate import weighted_gated
 from mcore_parallel.autograd.functions import cast_factor
 from mcore_parallel.autograd.grad_slot import grad_slot, overwrites, slot_of
+from mcore_parallel.autograd.recomputing import recompute_between
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import WeightCasts
-from mcore_parallel.autograd.recomputing import recompute_between
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import ParamLayout, Part, named_parameters
 

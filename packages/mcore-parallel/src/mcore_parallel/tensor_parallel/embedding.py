@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mcore_parallel.autograd.functions import OnceDifferentiable
-from mcore_parallel.collectives import reduce_from, reduce_scatter_to
 from mcore_parallel.autograd.grad_slot import overwrites, slot_of
+from mcore_parallel.collectives import reduce_from, reduce_scatter_to
 from mcore_parallel.kernels.embedding import add_rows_
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_

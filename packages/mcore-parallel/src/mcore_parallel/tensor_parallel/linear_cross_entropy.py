@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor, without_autocast
-from mcore_parallel.collectives import all_reduce, copy_to, gather_partial_from
 from mcore_parallel.autograd.grad_slot import accumulate_matmul, slot_of
+from mcore_parallel.collectives import all_reduce, copy_to, gather_partial_from
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
 from mcore_parallel.mesh import SINGLE, Axis
 
