@@ -5,8 +5,8 @@ operation that can add to it directly (a GEMM in its epilogue, an embedding row 
 tensor of the parameter's size, its sum and its cast; it then returns None as the parameter's
 gradient. The parameter's hook still runs at the end of backward and counts it.
 
-A layer whose operations all write by ``GradSlot.add_matmul``, or call ``take_stale`` first,
-says so with ``overwrites``: then ``zero_grad`` leaves the memory as it is, and the first GEMM
+A layer whose operations all call ``take_stale`` before they add declares so by ``overwrites``:
+then ``zero_grad`` leaves the memory as it is, and the first GEMM
 of a step is written over it instead of being added. Neither zeros are written nor read.
 
 Where reading and writing the main gradient takes longer than a micro-batch's GEMM, the slot
@@ -73,12 +73,6 @@ class GradSlot:
         """Whether ``main`` is to be written over; from now on it is not."""
         was_stale, self.is_stale = self.is_stale, False
         return was_stale
-
-    def add_matmul(self, a: Float[Tensor, "F T"], b: Float[Tensor, "T D"]) -> None:
-        """Add the matmul a·b to ``main``, or overwrite it if stale; then call ``ready``."""
-        assert self.main is not None
-        accumulate_matmul(self.main, a, b, overwrite=self.take_stale())
-        self.ready()
 
     def add(self, gradient: Shaped[Tensor, "*F"]) -> None:
         """Add a finished gradient to ``main``, or write it over a stale one."""
