@@ -13,8 +13,7 @@ from mcore_base.field_checks import flag
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER
-from mcore_models.config import config_to_dict
-from mcore_models.layer_config import layers_skip
+from mcore_models.config import config_to_dict, layers_skip
 from mcore_models.peft.attaching import start_magnitudes
 from mcore_models.peft.config import is_adapter
 from mcore_models.peft.quantized_base import quantize_base
