@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mcore_data.tracing.data_plan import Stretch
+from mcore_models.logical_tensors import further_mixers, layer_mixers
 from mcore_models.protocol import MicroBatch
 from mcore_moe.routing.router_stats import SUMMARY
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.logical_tensors import further_mixers, layer_mixers
 from mcore_train.assembly import Run
 from mcore_train.batches import final_batches, train_batches, valid_batches
 from mcore_train.checkpoints.checkpointing import Checkpoints

@@ -31,7 +31,7 @@ from mcore_ckpt.storage.checksums import sealed
 from mcore_ckpt.storage.files import DTYPES, Item
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
 from mcore_ckpt.storage.paths import RELEASE, commit, resolve_folder
-from mcore_parallel.logical_tensors import moe_layers
+from mcore_models.logical_tensors import moe_layers
 
 log = logging.getLogger(__name__)
 

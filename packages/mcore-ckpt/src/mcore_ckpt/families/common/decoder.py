@@ -19,8 +19,8 @@ from mcore_ckpt.families.common.experts import WHOLE_TOKENS, no_experts, require
 from mcore_ckpt.families.common.fields import Fields, require, require_family, setting, settings
 from mcore_ckpt.families.common.rope import one_rope_table, read_rope, write_rope
 from mcore_ckpt.mapping.rules import Table
-from mcore_parallel.layer_patterns import pattern_layers
-from mcore_parallel.logical_tensors import ffn_size, head_dim, num_kv_heads
+from mcore_models.layer_patterns import pattern_layers
+from mcore_models.logical_tensors import ffn_size, head_dim, num_kv_heads
 
 Description = Mapping[str, Any]
 """Of a model, in our fields."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mcore_ckpt.families.common.fields import require_value, setting, settings
-from mcore_parallel.logical_tensors import expert_size, moe_layers
+from mcore_models.logical_tensors import expert_size, moe_layers
 
 MOE_DEFAULTS: dict[str, Any] = {
     "num_experts": 0,

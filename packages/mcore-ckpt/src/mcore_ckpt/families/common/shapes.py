@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_ckpt.families.common.experts import expert_settings
 from mcore_ckpt.families.common.fields import settings
-from mcore_parallel.logical_tensors import tensor_shapes
+from mcore_models.logical_tensors import tensor_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 """By name without number of layer or expert and without ``.weight``; of a bias, the first

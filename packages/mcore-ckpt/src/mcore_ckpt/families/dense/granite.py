@@ -14,7 +14,7 @@ from mcore_ckpt.families.common.decoder import (
 )
 from mcore_ckpt.families.common.defaults import MUP
 from mcore_ckpt.families.common.fields import Fields, setting, settings
-from mcore_parallel.mup import embedding_factor, logits_factor, score_scale
+from mcore_models.mup import embedding_factor, logits_factor, score_scale
 
 FACTORS = {
     "softmax_scale": "attention_multiplier",

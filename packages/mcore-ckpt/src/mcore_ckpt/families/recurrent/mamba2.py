@@ -25,7 +25,7 @@ from mcore_ckpt.families.recurrent.mamba_parts import (
     write_limit,
 )
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.logical_tensors import mamba_sizes
+from mcore_models.logical_tensors import mamba_sizes
 
 PAIRS = (
     ("num_layers", "num_hidden_layers", REQUIRED),

@@ -16,8 +16,8 @@ from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import expert_setting
 from mcore_ckpt.families.common.fields import Fields, read_pairs, setting, settings
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.layer_patterns import pattern_layers
-from mcore_parallel.logical_tensors import mamba_sizes
+from mcore_models.layer_patterns import pattern_layers
+from mcore_models.logical_tensors import mamba_sizes
 
 MAMBA_PAIRS = (
     ("norm_epsilon", "layer_norm_epsilon", 1e-5),

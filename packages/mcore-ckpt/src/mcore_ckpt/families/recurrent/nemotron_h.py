@@ -17,8 +17,8 @@ from mcore_ckpt.families.common.fields import (
 )
 from mcore_ckpt.families.recurrent.mamba_parts import MAMBA_PAIRS, below_backbone, mamba_rules
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.layer_patterns import pattern_layers
-from mcore_parallel.logical_tensors import head_dim, mamba_sizes, num_kv_heads
+from mcore_models.layer_patterns import pattern_layers
+from mcore_models.logical_tensors import head_dim, mamba_sizes, num_kv_heads
 
 PAIRS = (
     ("hidden_size", "hidden_size", REQUIRED),

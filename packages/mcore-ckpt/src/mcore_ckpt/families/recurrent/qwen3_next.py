@@ -21,8 +21,8 @@ from mcore_ckpt.families.common.defaults import DELTA_NET, HYBRID
 from mcore_ckpt.families.common.experts import PLAIN_ROUTING, expert_setting, require_routing
 from mcore_ckpt.families.common.fields import Fields, setting, settings
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.layer_patterns import join_layers, pattern_layers
-from mcore_parallel.logical_tensors import delta_sizes
+from mcore_models.layer_patterns import join_layers, pattern_layers
+from mcore_models.logical_tensors import delta_sizes
 
 _WORDS = {"linear_attention": "G", "full_attention": "*"}
 _EXPERTS = {

@@ -13,8 +13,8 @@ from mcore_ckpt.families.common.defaults import DEFAULTS, VARIANTS
 from mcore_ckpt.families.common.experts import MOE_DEFAULTS, expert_layers, expert_setting
 from mcore_ckpt.families.common.fields import refuse_variants, setting, settings
 from mcore_ckpt.mapping.rules import Rule, Table, expand, split_index
-from mcore_parallel.layer_patterns import read_pattern
-from mcore_parallel.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
+from mcore_models.layer_patterns import read_pattern
+from mcore_models.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
 
 CHECKPOINT_VERSION = 3.0
 """Version of the order of rows that is written here and read without a change."""

@@ -12,7 +12,7 @@ with those of mcore-moe's ``MoEConfig``; 0 means "derive it" or "none".
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mcore_parallel.layer_patterns import (
+from mcore_models.layer_patterns import (
     PATTERN_MIXERS,
     further_letters,
     pattern_layers,
