@@ -23,7 +23,11 @@ LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command
             "import mcore_ckpt",
             "mcore-models imports mcore-base, mcore-parallel and mcore-moe",
         ),
-        ("ckpt", "import mcore_data", "mcore-ckpt imports shape tables, no model class"),
+        (
+            "ckpt",
+            "import mcore_data",
+            "mcore-ckpt imports configs and shape tables, no model class",
+        ),
         (
             "ckpt",
             "import mcore_parallel",

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import checked_layers
-from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import (
     REQUIRED,
@@ -17,6 +16,7 @@ from mcore_ckpt.families.common.fields import (
     settings,
 )
 from mcore_ckpt.families.recurrent.mamba_parts import (
+    HYBRID,
     MAMBA_PAIRS,
     below_backbone,
     expansion,
