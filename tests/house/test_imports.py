@@ -42,6 +42,7 @@ def effects_of_importing(modules: list[str]) -> dict[str, int | bool]:
 
 PURE = (
     "mcore_base.field_checks",
+    "mcore_base.options",
     "mcore_models.encoder_shapes",
     "mcore_models.layer_patterns",
     "mcore_models.logical_tensors",

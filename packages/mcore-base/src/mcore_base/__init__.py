@@ -9,7 +9,10 @@ _EXPORTS: dict[str, str] = {
     "FaultCollector": "command_line",
     "FileLock": "file_lock",
     "LockHeldError": "file_lock",
-    "OptionsError": "command_line",
+    "Options": "options",
+    "OptionsError": "options",
+    "Rule": "options",
+    "option": "options",
     "parse": "command_line",
     "run_program": "entry_point",
 }

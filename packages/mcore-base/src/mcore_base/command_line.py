@@ -21,6 +21,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from mcore_base.options import OptionsError, describe_rules, rules_of
+
 Result = TypeVar("Result")
 HELP_FLAGS = ("-h", "--help", "--help-all")
 NUMBERS = {int: "a whole number", float: "a number"}
@@ -31,15 +33,6 @@ LAYER_LETTERS = frozenset("M*-EGP[]|/")
 """Of ``--hybrid-override-pattern``: what they spell alone is no option, as in ``--M*``."""
 TYPO = 0.85
 """Share from which on it is offered before names that have all words of the unknown one."""
-
-
-class OptionsError(ValueError):
-    """Every fault of the options of one command, a line each."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        self.lines = tuple(lines)
-        many = f"{len(lines)} things to change:\n  - " if len(lines) > 1 else ""
-        super().__init__(many + "\n  - ".join(lines))
 
 
 class FaultCollector:
@@ -506,6 +499,8 @@ def _option_texts(options: Iterable[Option]) -> dict[tuple[Any, str], str]:
         if is_dataclass(owner):
             bases = [base for base in owner.__mro__ if is_dataclass(base)]  # pyrefly: ignore
             found = {name: text for base in bases for name, text in _field_texts(base).items()}
+            for name, rules in rules_of(owner).items():
+                found[name] = f"{found.get(name, '')} {describe_rules(rules)}".rstrip()
         for name, text in found.items():
             texts[owner, name] = " ".join(text.replace("``", "").split())
     return texts
