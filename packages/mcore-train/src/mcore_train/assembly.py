@@ -51,7 +51,6 @@ from mcore_train.datasets import Datasets, load_datasets
 from mcore_train.graphs.layers import LayerRecorder
 from mcore_train.graphs.recorders import CudaRecorder
 from mcore_train.graphs.whole_step import BackwardRecorder
-from mcore_train.guards.post_validation import PostValidation
 from mcore_train.loss_scaling import LossScaler
 from mcore_train.optimizers import OPTIMIZERS, BuildRule, build_optimizer
 from mcore_train.options.expert_conflicts import expert_graph_conflicts
@@ -100,8 +99,6 @@ class Run:
     """Where linears put their weight gradients off; None where backward is whole."""
     turns: Turns | None = None
     """By which forwards and backwards of pairs take turns; None where there are none."""
-    post_validation: PostValidation | None = None
-    """The step that is validated by the next one; None where each waits for its norm."""
     recorder: BackwardRecorder | LayerRecorder | None = None
     """What makes CUDA graphs of forward and backward; None where they are launched singly."""
     warmed_up: set[str] = field(default_factory=set)
@@ -220,9 +217,6 @@ def assemble(
         recorder = _build_recorder(plan, chunks, data_parallel, streams, casts)
     optimizer = build_optimizer(config, ctx, data_parallel, tables.optimizers)
     scaler = LossScaler(config.precision, ctx.device) if config.precision.fp16 else None
-    post_validation = None
-    if config.pipeline.enable_optimizer_post_validation:
-        post_validation = PostValidation(optimizer, config.optimizer.clip_grad, scaler)
     return Run(
         plan=plan,
         ctx=ctx,
@@ -238,7 +232,6 @@ def assemble(
         loss_scaler=scaler,
         weight_queue=weight_queue,
         turns=turns,
-        post_validation=post_validation,
         recorder=recorder,
     )
 

@@ -25,7 +25,6 @@ from mcore_train.guards.nan_guard import FiniteGradients
 from mcore_train.guards.replica_guard import WeightCopies
 from mcore_train.guards.signals import Stopped, StopRequest
 from mcore_train.lr_schedule import learning_rate, weight_decay
-from mcore_train.options.option_conflicts import looking_intervals
 from mcore_train.reporting.hardware import peak_flops
 from mcore_train.reporting.header import pace_line
 from mcore_train.reporting.log import Reporter, StepReport
@@ -108,7 +107,7 @@ def train(
                     copies.check(run.iteration)
             is_last = run.iteration == last or _divides(config.run.exit_interval, run.iteration)
             if is_last:
-                settle(run, gradients)
+                gradients.check()
             if _divides(config.saving.save_interval, run.iteration) or (
                 is_last and config.saving.save
             ):
@@ -131,7 +130,7 @@ def train(
             if is_last and run.iteration < last:
                 log.info("stopping after iteration %d", run.iteration)
                 break
-        settle(run, gradients)
+        gradients.check()
         checkpoints.finish()
         if run.iteration >= run.plan.train_iters and not stop.is_agreed:
             _test(run, reporter, stop)
@@ -214,10 +213,7 @@ def one_step(
     """
     schedule = run.plan.schedule
     size = run.plan.ramp.size_at(run.consumed_train_samples)
-    if run.post_validation is not None:
-        run.post_validation.is_due = _is_quiet(run)
     losses = backward(run, next(batches))
-    _uncount_skipped(run)
     if not run.stretches or run.stretches[-1].batch_size != size:
         run.stretches.append(Stretch(run.iteration + 1, run.consumed_train_samples, size))
     result = update(
@@ -236,30 +232,6 @@ def one_step(
 
 def _is_due(run: Run, interval: int, last: int) -> bool:
     return run.iteration % interval == 0 or run.iteration == last
-
-
-def settle(run: Run, gradients: FiniteGradients | None = None) -> None:
-    """Make weights and numbers those of the steps done; waits for all ranks if need be."""
-    if run.post_validation is not None:
-        run.post_validation.settle()
-        _uncount_skipped(run)
-    if gradients is not None:
-        gradients.check()
-
-
-def _uncount_skipped(run: Run) -> None:
-    """Take the step before out of the schedule, if validation found that it overflowed."""
-    if run.post_validation is not None and run.post_validation.take_skipped():
-        run.schedule_samples -= run.stretches[-1].batch_size
-
-
-def _is_quiet(run: Run) -> bool:
-    """Whether nothing looks at numbers or weights after the step that comes."""
-    step = run.iteration + 1
-    is_looked_at = step == run.plan.train_iters or any(
-        _divides(interval, step) for interval in looking_intervals(run.plan.config).values()
-    )
-    return "train" in run.warmed_up and not is_looked_at
 
 
 def _divides(interval: int, iteration: int) -> bool:
@@ -334,7 +306,6 @@ class Interval:
     def report(self) -> StepReport:
         """Average over the steps, restart; waits for the device and sums over the world."""
         run, plan = self.run, self.run.plan
-        settle(run)
         self._close_step()
         assert self._last is not None
         (loss, *others), aux_loss = self._reduced()

@@ -94,7 +94,6 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
             device,
             compare_calls=True,
             embedding_stages=plan.embedding_stages,
-            with_background=config.pipeline.enable_optimizer_post_validation,
         )
         stack.callback(ctx.destroy)
         stack.enter_context(Watch.of_world(ctx.world.rank, ctx.world.size, timeout_minutes))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from mcore_models.protocol import MicroBatch
@@ -24,7 +24,6 @@ from mcore_parallel.pipeline_parallel.runner import (
     run_schedule,
 )
 from mcore_train.assembly import Run
-from mcore_train.guards.post_validation import PostValidation
 from mcore_train.losses import StepLosses, count_valid, loss_weights
 
 
@@ -38,16 +37,14 @@ class StepResult:
     aux_loss: Float[Tensor, ""]
     """This rank's part of what experts add to the loss: the sum over the world is it."""
     grad_norm: Float[Tensor, ""]
-    """Of all gradients, before clipping; equal on all ranks. NaN until the step is validated,
-    where that is afterwards."""
+    """Of all gradients, before clipping; equal on all ranks."""
     lr: float
     """Learning rate of the update; not applied where the step is skipped."""
     balance: Float[Tensor, "L n"] | None = None
     """How this rank's layers shared tokens out among experts: what ``mcore_moe.SUMMARY`` names;
     0 for layers of other stages and without experts."""
-    is_skipped: bool | Bool[Tensor, ""] = False
-    """Whether weights stayed as they are, since scaled gradients overflowed. A tensor on the
-    host, false until the step is validated, where that is afterwards."""
+    is_skipped: bool = False
+    """Whether weights stayed as they are, since scaled gradients overflowed."""
 
     @property
     def loss(self) -> Float[Tensor, ""]:
@@ -90,10 +87,6 @@ def update(
         weight_decay: see there.
         before_update: see there.
     """
-    validation = run.post_validation
-    if validation is not None and validation.is_due:
-        norm, is_skipped = validation.propose(lr, weight_decay, before_update)
-        return StepResult(losses.named, losses.aux_loss, norm, lr, is_skipped=is_skipped)
     factors = _clipped_rows(run)
     norm = run.optimizer.grad_norm()
     scaler, unscale = run.loss_scaler, 1.0
@@ -145,33 +138,14 @@ def _finish_routers(run: Run) -> Float[Tensor, "L n"]:
 def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     """Compute the gradients of one global batch: summed over all ranks, not clipped.
 
-    With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded. Validates the
-    step before, where that is pending, and begins anew if it was clipped.
+    With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded.
     """
-    if run.post_validation is not None and run.post_validation.is_pending:
-        streams = run.streams.state()
-        losses = _backward(run, batches, run.post_validation)
-        if not run.post_validation.is_pending:
-            return losses
-        run.post_validation.redo()
-        run.streams.set_state(streams)
     compute = partial(_backward, run)
     return compute(batches) if run.recorder is None else run.recorder(compute, batches)
 
 
-def _backward(
-    run: Run, batches: Sequence[MicroBatch], pending: PostValidation | None = None
-) -> StepLosses:
-    """Compute gradients, which are of no use if a pending step stays so."""
-
-    def is_refuted() -> bool:
-        if pending is None or not pending.accept():
-            return True
-        run.data_parallel.zero_grad()
-        return False
-
-    if pending is None:
-        run.data_parallel.zero_grad()
+def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
+    run.data_parallel.zero_grad()
     # Ranks that sum the count are of one stage: all of them need it, or none does.
     last = run.chunks[-1]
     num_valid = count_valid(last, batches, run.ctx) if last.stage.has_loss else {}
@@ -188,7 +162,6 @@ def _backward(
             device=run.ctx.device,
             before_last_backward=run.data_parallel.start_sync,
             before_last_weights=run.data_parallel.start_weight_sync,
-            give_up=None if pending is None else is_refuted,
             weight_queue=run.weight_queue,
             turns=run.turns,
             v_shaped=run.plan.config.pipeline.v_shaped,
@@ -197,8 +170,7 @@ def _backward(
             batched=run.plan.config.pipeline.batch_p2p_communication,
         )
     run.warmed_up.add("train")
-    if pending is None or not pending.is_pending:
-        run.data_parallel.finish()
+    run.data_parallel.finish()
     return losses
 
 

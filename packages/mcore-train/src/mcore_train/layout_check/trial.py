@@ -33,7 +33,7 @@ from mcore_train.datasets import Datasets
 from mcore_train.evaluation import evaluate
 from mcore_train.layout_check.family_rows import BertRows, T5Rows
 from mcore_train.layout_check.logits import logit_shards
-from mcore_train.loop import Interval, one_step, settle
+from mcore_train.loop import Interval, one_step
 from mcore_train.resolution import Plan
 from mcore_train.step import StepResult, backward
 
@@ -303,7 +303,6 @@ def is_continued(run: Run, rows: AnyRows, folder: Path) -> bool:
     batches = train_batches(run)
     with run.recorder or nullcontext():
         train_one(run, next(batches))
-        settle(run)
         save_run(run)
         train_one(run, next(batches))
     resumed = _continue(run.plan, run.ctx, rows, run.dtype, folder)
@@ -362,7 +361,6 @@ def sum_over(number: Tensor, ctx: ParallelContext) -> float:
 
 def whole_weights(run: Run) -> dict[str, Tensor]:
     """Gather the whole model, by logical name."""
-    settle(run)
     found = run.data_parallel.weight_shards()
     run.data_parallel.wait_params()
     return gather_logical(found, run.ctx.world)
@@ -379,7 +377,6 @@ def fingerprint(run: Run, *, with_streams: bool = False, with_loss_scale: bool =
         with_streams: hash the random streams too, which only the same layout continues.
         with_loss_scale: hash the loss scale, which only another fp16 run continues.
     """
-    settle(run)
     shards = model_shards(run) | optimizer_shards(run) | fp8_shards(run)
     state = gather_logical(shards | (rng_shards(run) if with_streams else {}), run.ctx.world)
     scaler = run.loss_scaler.state() if run.loss_scaler and with_loss_scale else {}
