@@ -433,8 +433,7 @@ def _reread(
     trial: Trial, plan: Plan, single: ParallelContext, folder: Path, dtype: torch.dtype
 ) -> Line:
     """Load the layout's checkpoint on one rank: every bit that any layout continues with."""
-    run = build_run(plan, single, build_rows(plan), dtype=dtype)
-    load_folder(run, folder)
+    run = load_folder(build_run(plan, single, build_rows(plan), dtype=dtype), folder)
     return _exact_line(
         "checkpoint on one rank", fingerprint(run, with_loss_scale=False) != trial.saved
     )

@@ -124,7 +124,7 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trainin
     Returns:
         None if a signal stopped it before.
     """
-    run = assemble(plan, ctx)
+    run = load_run(assemble(plan, ctx))
     log.info(
         "A GPT of %.2f million parameters, %d steps of %d tokens, on %d x %s:",
         num_parameters(plan.config.model, plan.vocab_size) / 1e6,
@@ -134,8 +134,8 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trainin
         ctx.device.type,
     )
     before = plan.train_iters - RESUMED_STEPS
-    if load_run(run):
-        log.info("  continuing after step %d", run.iteration)
+    if run.origin.checkpoint:
+        log.info("  continuing after step %d", run.progress.iteration)
 
     def log_step(report: StepReport) -> None:
         log.info(
@@ -146,10 +146,10 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trainin
         )
 
     with build_reporter(
-        plan, console, with_lines=False, continues_from=run.iteration
+        plan, console, with_lines=False, continues_from=run.progress.iteration
     ) as reporter:
         for until in (before, plan.train_iters):
-            if run.iteration < until and not train(
+            if run.progress.iteration < until and not train(
                 run, reporter, until=until, on_report=log_step
             ):
                 return None
@@ -173,8 +173,7 @@ def _again(plan: Plan, ctx: ParallelContext, step: int) -> Run | None:
         loading=LoadConfig(load=plan.config.saving.save, ckpt_step=step),
         saving=SaveConfig(),
     )
-    run = assemble(replace(plan, config=config), ctx)
-    load_run(run)
+    run = load_run(assemble(replace(plan, config=config), ctx))
     return run if train(run, Reporter(None)) else None
 
 
