@@ -140,7 +140,7 @@ def spoil_checkpoint() -> None:
     trained()
     files = sorted(Path("run").rglob("*.safetensors"), key=lambda f: -f.stat().st_size)
     with files[0].open("r+b") as file:
-        file.seek(-200, 2)
+        file.seek(files[0].stat().st_size * 3 // 5)
         file.write(b"\xff" * 100)
 
 

@@ -162,7 +162,7 @@ def is_right(case: Case, verdict: Verdict) -> bool:
 
 
 def wrong(world: int, folder: Path) -> tuple[list[str], list[str]]:
-    """Judge all cases over ``world`` ranks; return the wrong ones, and users that are blamed."""
+    """Judge all cases over ``world`` ranks; return the wrong ones and blamed users."""
     rng = random.Random(world)
     found, blamed = [], []
     for number, case in enumerate(CASES):
