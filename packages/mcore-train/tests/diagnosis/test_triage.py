@@ -215,6 +215,35 @@ def test_the_command_ends_with_the_code_of_the_class_and_writes_json(tmp_path):
     assert "does not exist" in missing.stderr
 
 
+def test_the_commands_of_the_page_on_troubles(tmp_path):
+    page = (HERE.parents[3] / "docs/troubleshooting.md").read_text()
+    _, files = _memory_case()
+    write(files, tmp_path / "logs")
+    block = page.split("test_the_commands_of_the_page_on_troubles -->\n```bash\n")[1]
+    commands = block.split("```")[0].splitlines()
+    assert len(commands) == 2
+    for command in commands:
+        done = run_command("mcore_train", *command.split()[1:], cwd=tmp_path)
+        assert done.returncode == FAULTS["out_of_memory"].exit_code, done.stderr
+    for name, fault in FAULTS.items():
+        assert f"| `{name}` | {fault.exit_code} | {fault.summary}" in page
+
+
+def test_the_first_of_two_errors_is_the_root_unless_it_is_a_reaction(tmp_path):
+    def log(second: int, message: str, rank: int) -> str:
+        stamp = f"[rank{rank}]:[W1127 03:22:{second}.204518790 Utils.cpp:1] bye\n"
+        return f"[rank{rank}]: {message}\n{stamp}"
+
+    files = {
+        "rank_0.err": log(40, "KeyError: 'late'", 0),
+        "rank_1.err": log(20, "RuntimeError: Connection closed by peer [10.0.0.7]:2211", 1),
+        "rank_2.err": log(30, "IndexError: first", 2),
+    }
+    verdict = triage(write(files, tmp_path))
+    assert (verdict.root_ranks, verdict.message) == ((2,), "IndexError: first")
+    assert verdict.num_cascade == 1
+
+
 def test_exit_codes_are_distinct_and_tell_retry():
     codes = [fault.exit_code for fault in FAULTS.values()]
     assert len(set(codes)) == len(codes)
