@@ -142,6 +142,13 @@ def schedule(words: Sequence[str]) -> int:
     return 0
 
 
+def triage(words: Sequence[str]) -> int:
+    """Read the logs of a run that ended and print why it did."""
+    from mcore_train.diagnosis.cli import triage_logs
+
+    return parse_options(triage_logs, "mcore-train triage", words)
+
+
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
     """Start ``nproc`` ranks of this same command on this host and wait for them."""
     from mcore_parallel.launch.launcher import launch_local, python_command
@@ -191,4 +198,5 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         verify,
     ),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
+    "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
 }
