@@ -83,6 +83,7 @@ def train(
             stack.callback(writer.close)
 
         def between_batches() -> None:
+            reporter.beat()
             checkpoints.poll()
             stop.check()
 
