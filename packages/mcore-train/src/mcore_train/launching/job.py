@@ -244,8 +244,8 @@ def host_script(job: Job, preamble: Sequence[str] = (), *, retry_code: int = 0) 
         job: what to start.
         preamble: lines that set the variables named in the module's docstring.
         retry_code: for schedulers that restart by exit code: the code after a failure that
-            may pass or a stop before the last step; options or data that must change give 2.
-            0: torchrun's own code.
+            may pass or a stop before the last step; others end with their class's code in
+            ``FAULTS``. 0: torchrun's own code.
     """
     config = job.config
     lines = [

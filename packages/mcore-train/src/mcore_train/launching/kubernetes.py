@@ -8,11 +8,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mcore_train.diagnosis.rules import FAULTS
 from mcore_train.launching.config import ContainerConfig, JobConfig, KubernetesConfig
 from mcore_train.launching.job import Job, host_script
 
 FILE = "job.yaml"
-USER_ERROR = 2
+PREFLIGHT_CODE = 2
+"""Exit code where hosts differ in what they must share."""
 _RESTART_LABEL = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 
 Resource = dict[str, Any]
@@ -185,7 +187,7 @@ def _job_set_spec(
                                     "onExitCodes": {
                                         "containerName": container_name,
                                         "operator": "In",
-                                        "values": [USER_ERROR],
+                                        "values": _codes_to_stop(),
                                     },
                                 }
                             ]
@@ -196,6 +198,14 @@ def _job_set_spec(
             }
         ],
     }
+
+
+def _codes_to_stop() -> list[int]:
+    """List the exit codes of the host script after which a restart does not help."""
+    return [
+        PREFLIGHT_CODE,
+        *sorted({f.exit_code for f in FAULTS.values() if not f.retry} - {0}),
+    ]
 
 
 def _pod_command(job: Job, preamble: Sequence[str], retry_code: int) -> list[str]:

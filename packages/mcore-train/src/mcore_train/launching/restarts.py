@@ -8,35 +8,24 @@ rules hold over requeued jobs too. Without torch.
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mcore_ckpt.storage.paths import newest_step
+from mcore_train.diagnosis.rules import FAULTS
+from mcore_train.diagnosis.triage import triage
 
 log = logging.getLogger(__name__)
 
 HISTORY = "attempts.jsonl"
 """In a job's log folder: one line an attempt."""
 LONGEST_PAUSE_S = 600.0
-USER_ERROR = 2
-"""Exit code of errors in options or data, as of ``mcore-train`` itself."""
+DETERMINISTIC = ("crash", "replicas", "unknown")
+"""Classes of ``FAULTS`` that may pass, and do not if one step ends in them twice."""
 
 Word = Literal["finished", "retry", "requeue", "stop"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """How an attempt failed."""
-
-    category: str
-    """Class of the failure, as triage names it."""
-    may_pass: bool
-    """Whether the same command may run when it is started again."""
-    is_user_error: bool
-    """Whether the options or the data must change first."""
-    summary: str
-    """The first error, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +36,17 @@ class Attempt:
     """Exit code of the attempt."""
     step: int
     """Newest saved step when it ended; -1: none."""
-    category: str = ""
-    summary: str = ""
+    fault: str = ""
+    """Class of the failure, of ``FAULTS``; empty: none."""
+    logged_step: int = -1
+    """Last step in the logs; -1: none."""
+    message: str = ""
     word: Word = "stop"
+
+    def is_like(self, other: "Attempt") -> bool:
+        """Whether both failed alike after one step, which was logged."""
+        same_step = self.logged_step == other.logged_step >= 0
+        return same_step and self.fault == other.fault and self.message == other.message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,49 +60,46 @@ class Next:
 
 
 def decide(
-    failure: Failure | None,
-    status: int,
-    step: int,
-    last_step: int,
+    attempt: Attempt,
     before: Sequence[Attempt],
+    last_step: int,
     max_restarts: int,
     backoff_s: float,
 ) -> Next:
     """Decide what follows an attempt.
 
     Args:
-        failure: of the attempt; None: it ended with 0.
-        status: its exit code.
-        step: newest saved step; -1: none.
+        attempt: the latest one.
+        before: earlier attempts of the job, in order.
         last_step: after which the run is finished; 0: unknown.
-        before: earlier attempts of the job, the latest last.
         max_restarts: restarts in a row without a newly saved step.
         backoff_s: pause before the first of these.
     """
-    if failure is None:
-        if last_step and 0 <= step < last_step:
-            return Next(
-                word="requeue", number=0, reason=f"stopped at step {step} of {last_step}"
-            )
+    if not attempt.status:
+        if last_step and 0 <= attempt.step < last_step:
+            reason = f"stopped at step {attempt.step} of {last_step}"
+            return Next(word="requeue", number=0, reason=reason)
         return Next(word="finished", number=0, reason="all steps are done")
-    if failure.is_user_error:
-        reason = "options or data must change first"
-        return Next(word="stop", number=USER_ERROR, reason=reason)
+    fault = FAULTS[attempt.fault]
+    stop = partial(Next, word="stop", number=attempt.status)
+    if not fault.retry:
+        return Next(word="stop", number=fault.exit_code, reason=fault.summary)
     if not max_restarts:
-        return Next(word="stop", number=status, reason="--max-restarts is 0")
+        return stop(reason=f"{fault.summary}, and --max-restarts is 0")
     fruitless: list[Attempt] = []
-    for attempt in reversed(before):
-        if attempt.step != step or not attempt.status:
+    for earlier in reversed(before):
+        if earlier.step != attempt.step or not earlier.status:
             break
-        fruitless.append(attempt)
-    if not failure.may_pass and fruitless and fruitless[0].category == failure.category:
-        reason = f"{failure.category} again after step {step}: a restart does not help"
-        return Next(word="stop", number=status, reason=reason)
+        fruitless.append(earlier)
+    if fruitless and attempt.fault in DETERMINISTIC and attempt.is_like(fruitless[0]):
+        reason = f"{fault.summary}, twice after step {attempt.logged_step}"
+        return stop(reason=reason)
     if len(fruitless) >= max_restarts:
-        reason = f"{len(fruitless)} restarts saved no step (--max-restarts {max_restarts})"
-        return Next(word="stop", number=status, reason=reason)
+        count = f"{len(fruitless)} restarts saved no step (--max-restarts {max_restarts})"
+        return stop(reason=f"{fault.summary}, and {count}")
     pause_s = min(backoff_s * 2 ** len(fruitless), LONGEST_PAUSE_S)
-    return Next(word="retry", number=pause_s, reason=f"{failure.category} after step {step}")
+    reason = f"{fault.summary}, after saved step {attempt.step}"
+    return Next(word="retry", number=pause_s, reason=reason)
 
 
 def after_attempt(
@@ -130,25 +124,33 @@ def after_attempt(
         record: False: neither read nor write the history, where the scheduler counts restarts.
     """
     history = logs.parent / HISTORY
-    failure = find_failure(logs, status) if status else None
     newest = newest_step(save) if save else None
     step = newest if isinstance(newest, int) else -1
+    attempt = Attempt(status=status, step=step)
+    if status:
+        attempt = replace(attempt, **_failure(logs))
     before = read_history(history) if record else []
-    answer = decide(failure, status, step, last_step, before, max_restarts, backoff_s)
-    attempt = Attempt(
-        status=status,
-        step=step,
-        category=failure.category if failure else "",
-        summary=failure.summary if failure else "",
-        word=answer.word,
-    )
+    answer = decide(attempt, before, last_step, max_restarts, backoff_s)
+    attempt = replace(attempt, word=answer.word)
     if record:
         history.parent.mkdir(parents=True, exist_ok=True)
         with history.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"attempt": logs.name, **asdict(attempt)}) + "\n")
-    told = f" ({failure.summary})" if failure and failure.summary else ""
-    log.info("%s ended with %d%s: %s, %s", logs.name, status, told, answer.word, answer.reason)
+    log.info("%s ended with %d: %s, %s", logs.name, status, answer.word, answer.reason)
+    if attempt.message:
+        log.info("%s", attempt.message)
     return answer
+
+
+def _failure(logs: Path) -> dict[str, Any]:
+    """Return what triage finds in an attempt's logs, as fields of ``Attempt``."""
+    try:
+        verdict = triage(logs)
+    except (ValueError, FileNotFoundError):  # no rank has come as far as a log
+        return {"fault": "unknown"}
+    fault = "unknown" if verdict.fault == "finished" else verdict.fault
+    step = -1 if verdict.step is None else verdict.step
+    return {"fault": fault, "logged_step": step, "message": verdict.message}
 
 
 def read_history(file: Path) -> list[Attempt]:
@@ -162,17 +164,3 @@ def read_history(file: Path) -> list[Attempt]:
         row.pop("attempt", None)
         found.append(Attempt(**row))
     return found
-
-
-def find_failure(logs: Path, status: int) -> Failure:
-    """Classify the failure of an attempt by its logs."""
-    for file in sorted(logs.rglob("std*.log")):
-        for line in file.read_text(errors="replace").splitlines():
-            if "mcore-train: error:" in line:
-                summary = line.strip()
-                return Failure(
-                    category="options", may_pass=False, is_user_error=True, summary=summary
-                )
-    return Failure(
-        category="unknown", may_pass=True, is_user_error=False, summary=f"exit code {status}"
-    )
