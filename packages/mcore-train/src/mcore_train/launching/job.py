@@ -262,7 +262,8 @@ def host_script(job: Job, preamble: Sequence[str] = (), *, retry_code: int = 0) 
             "# Ends with 2 before a rank starts if hosts differ in what they must share.",
             f'{job.python} -m mcore_train launch preflight --logs "$MCORE_LOGS" \\',
             f"    --num-ranks {config.nproc_per_node} {gpus}{save} \\",
-            f"    --timeout-s {config.preflight_timeout_s:g}",
+            f"    --timeout-s {config.preflight_timeout_s:g} 2>&1 \\",
+            '    | tee "$MCORE_LOGS/host-$NODE_RANK/preflight.log"',
         ]
     lines += [
         "",
@@ -275,7 +276,8 @@ def host_script(job: Job, preamble: Sequence[str] = (), *, retry_code: int = 0) 
         '    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \\',
         '    --log-dir "$MCORE_LOGS/host-$NODE_RANK" --redirects 3 --tee 3 \\',
         "    --local-ranks-filter 0 \\",
-        f"    -m mcore_train {quoted_command(job.command)} &",
+        f"    -m mcore_train {quoted_command(job.command)} \\",
+        '    2> >(tee "$MCORE_LOGS/host-$NODE_RANK/torchrun.log" >&2) &',
         "agent=$!",
         _WAIT.strip("\n"),
     ]

@@ -132,7 +132,9 @@ class HealthServer:
         self.port = self._server.server_address[1]
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="health", daemon=True
+        ).start()
         return self
 
     def __exit__(
