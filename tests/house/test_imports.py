@@ -39,8 +39,11 @@ def effects_of_importing(modules: list[str]) -> dict[str, int | bool]:
     return json.loads(done.stdout)
 
 
-PURE = tuple(
-    f"mcore_parallel.{n}" for n in ("field_checks", "layer_patterns", "logical_tensors")
+PURE = (
+    "mcore_base.field_checks",
+    "mcore_base.options",
+    "mcore_parallel.layer_patterns",
+    "mcore_parallel.logical_tensors",
 )
 """What config files may import beside each other: derivations that several wheels share."""
 

@@ -7,6 +7,8 @@ import fsspec
 import pytest
 import torch
 
+from mcore_base.file_lock import Holder
+from mcore_base.stores import as_path
 from mcore_ckpt.cli import main
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.conversion.inspection import check, describe
@@ -15,8 +17,6 @@ from mcore_ckpt.save_load.loading import load, read_tensor
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.folder_lock import LOCK, FolderLock
 from mcore_ckpt.storage.paths import complete_steps, latest_step, resolve_folder, step_folder
-from mcore_ckpt.storage.stores import as_path
-from mcore_parallel.file_lock import Holder
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.sharding import Piece, Shard
 

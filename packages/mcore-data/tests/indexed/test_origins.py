@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore_base.atomic_files import replace_json
 from mcore_data.config import PreprocessConfig, TokenizerConfig
-from mcore_data.indexed.atomic_files import replace_json
 from mcore_data.indexed.index_format import CorruptDatasetError, origins_path
 from mcore_data.indexed.inspection import verify_pair
 from mcore_data.indexed.manifest import manifest_path, read_manifest

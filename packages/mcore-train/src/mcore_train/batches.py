@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_base.field_checks import flag
 from mcore_data.loading.loader import build_loader
 from mcore_data.preprocessing.workers import most_workers
 from mcore_models.protocol import MicroBatch
-from mcore_parallel.field_checks import flag
 from mcore_parallel.launch.launcher import num_cores
 from mcore_train.assembly import Run
 from mcore_train.datasets import Dataset

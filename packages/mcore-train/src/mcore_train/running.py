@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from mcore_base.field_checks import flag
+from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.rank_agreement import gather_json
-from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_models.families import GPT_FAMILY, Family
-from mcore_parallel.field_checks import flag
 from mcore_parallel.launch import launcher
 from mcore_parallel.launch.watchdog import Watch
 from mcore_parallel.mesh import ParallelContext

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_base.stores import as_path
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES
 from mcore_ckpt.mapping.row_streams import (
@@ -32,7 +33,6 @@ from mcore_ckpt.storage.index import DTYPE_BYTES, Index, StoredBox, TensorEntry,
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
 from mcore_ckpt.storage.paths import INDEX, RELEASE, commit, copy_durably
 from mcore_ckpt.storage.shard_plans import listed, name_problems
-from mcore_ckpt.storage.stores import as_path
 
 
 def write_whole(

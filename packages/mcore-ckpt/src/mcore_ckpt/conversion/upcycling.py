@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_base.stores import as_path
 from mcore_ckpt.conversion.options import UpcycleOptions
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.targets import write_small_files
@@ -30,7 +31,6 @@ from mcore_ckpt.storage.checksums import sealed
 from mcore_ckpt.storage.files import DTYPES, Item
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
 from mcore_ckpt.storage.paths import RELEASE, commit, resolve_folder
-from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.logical_tensors import moe_layers
 
 log = logging.getLogger(__name__)

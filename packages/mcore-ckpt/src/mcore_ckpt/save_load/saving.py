@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_base.stores import as_path
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.attachments import Attachments
@@ -46,7 +47,6 @@ from mcore_ckpt.storage.paths import (
     write_durably,
 )
 from mcore_ckpt.storage.shard_plans import Claim, PlannedTensor, Write
-from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
 

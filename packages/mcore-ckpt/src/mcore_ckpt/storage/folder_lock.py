@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from mcore_base.file_lock import SILENT_S, FileLock, Holder, LockHeldError
+from mcore_base.stores import StorePath, as_path
 from mcore_ckpt.errors import CheckpointError, write_error
-from mcore_ckpt.storage.stores import StorePath, as_path
-from mcore_parallel.file_lock import SILENT_S, FileLock, Holder, LockHeldError
 
 LOCK = ".writer.lock"
 """Name of the lock file in a run folder."""

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mcore_base.destinations import check_folder
+from mcore_base.sizes import size_text
+from mcore_base.stores import is_store
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.recognition import folder_format
-from mcore_ckpt.storage.destinations import check_folder
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.paths import (
     RELEASE,
@@ -21,8 +23,6 @@ from mcore_ckpt.storage.paths import (
     step_folder,
     sync_folder,
 )
-from mcore_ckpt.storage.sizes import size_text
-from mcore_ckpt.storage.stores import is_store
 
 log = logging.getLogger(__name__)
 

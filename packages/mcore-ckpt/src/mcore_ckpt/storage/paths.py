@@ -12,8 +12,8 @@ import shutil
 import uuid
 from pathlib import Path
 
+from mcore_base.stores import StorePath, as_path, is_store
 from mcore_ckpt.errors import CheckpointError, write_error
-from mcore_ckpt.storage.stores import StorePath, as_path, is_store
 
 INDEX = "index.json"
 """Name of the file that makes a folder a checkpoint."""

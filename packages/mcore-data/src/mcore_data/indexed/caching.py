@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.indexed.atomic_files import replace_file
+from mcore_base.atomic_files import replace_file
 
 
 def cached_arrays(

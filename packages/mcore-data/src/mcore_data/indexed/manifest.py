@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_data.indexed.atomic_files import DIGEST, parse_json, replace_json
+from mcore_base.atomic_files import DIGEST, parse_json, replace_json
 from mcore_data.indexed.index_format import (
     CorruptDatasetError,
     bin_path,

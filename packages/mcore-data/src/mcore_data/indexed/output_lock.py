@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mcore_data.file_lock import FileLock, LockHeldError
+from mcore_base.file_lock import FileLock, LockHeldError
 from mcore_data.indexed.index_format import bin_path
 from mcore_data.indexed.manifest import manifest_path, read_manifest
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_data.indexed.atomic_files import DIGEST, parse_json, replace_json
+from mcore_base.atomic_files import DIGEST, parse_json, replace_json
 from mcore_data.indexed.index_format import CorruptDatasetError
 
 log = logging.getLogger(__name__)

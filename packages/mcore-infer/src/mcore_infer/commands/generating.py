@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from mcore_base.command_line import file_text
 from mcore_infer.commands.opening import ModelOptions, opened
 from mcore_infer.config import InferenceConfig, SamplingConfig, check_seed
-from mcore_parallel.command_line import file_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.attention_config import yarn_magnitude
 from mcore_models.checks.layouts import cp_comm_type
-from mcore_models.config import TransformerConfig
+from mcore_models.config import TransformerConfig, yarn_magnitude
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.block_inputs import BlockInputs

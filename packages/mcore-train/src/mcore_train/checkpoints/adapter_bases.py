@@ -9,15 +9,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_base.field_checks import flag
+from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER
-from mcore_ckpt.storage.stores import as_path, is_store
-from mcore_models.config import config_to_dict
-from mcore_models.layer_config import layers_skip
+from mcore_models.config import config_to_dict, layers_skip
 from mcore_models.peft.attaching import start_magnitudes
 from mcore_models.peft.config import is_adapter
 from mcore_models.peft.quantized_base import quantize_base
-from mcore_parallel.field_checks import flag
 from mcore_parallel.layer_patterns import without_stage_marks
 from mcore_parallel.logical_tensors import moe_layers
 from mcore_parallel.sharding import Shard

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.async_saving import AsyncSaver
 from mcore_ckpt.save_load.hf_saving import hf_view
 from mcore_ckpt.save_load.local_saving import LocalSaver
@@ -22,7 +23,6 @@ from mcore_ckpt.save_load.rank_agreement import agreed
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.paths import latest_step, remove_steps
-from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from mcore_base.destinations import check_file
 from mcore_ckpt.save_load.rank_agreement import gather_json
-from mcore_ckpt.storage.destinations import check_file
 from mcore_models.config import RecomputeConfig
 from mcore_models.families import Family
 from mcore_moe.config import MoEConfig

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
 
-from mcore_parallel.command_line import FaultCollector, canonical, flags_in, is_flag, nearest
-from mcore_parallel.command_line import unknown as unknown_option
+from mcore_base.command_line import FaultCollector, canonical, flags_in, is_flag, nearest
+from mcore_base.command_line import unknown as unknown_option
 from mcore_train.composition import TrainConfig
 
 

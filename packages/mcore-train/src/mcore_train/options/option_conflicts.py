@@ -7,9 +7,9 @@ like ``resolution``, which adds these lines to its own.
 from collections.abc import Iterator, Sequence
 from math import isfinite
 
+from mcore_base.field_checks import flag
 from mcore_data.config import DataConfig
 from mcore_models.config import TransformerConfig
-from mcore_parallel.field_checks import flag
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_parallel.precision.config import Fp8Config
 from mcore_train.composition import TrainConfig, flat

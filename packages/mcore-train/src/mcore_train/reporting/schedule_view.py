@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mcore_ckpt.storage.destinations import check_file
-from mcore_parallel.command_line import FaultCollector, canonical, is_flag
+from mcore_base.command_line import FaultCollector, canonical, is_flag
+from mcore_base.destinations import check_file
 from mcore_parallel.pipeline_parallel.actions import DURATIONS, Action
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import build_schedule

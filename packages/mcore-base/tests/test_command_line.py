@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from mcore_parallel.command_line import OptionsError, parse, unknown
+from mcore_base.command_line import OptionsError, parse, unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,8 +4,7 @@ Two containers may share host name and process number, and the clock of a file s
 minutes off. So a holder is a random token, and it counts as dead once its file has not changed
 for two minutes of the waiting process's own monotonic clock. A holder in the same kernel and
 process namespace is looked up there instead, without waiting. Not an flock: those are not seen
-across hosts on every shared file system. Standard library only; mcore-data, which imports no
-sibling, has this file as a link.
+across hosts on every shared file system.
 """
 
 import contextlib

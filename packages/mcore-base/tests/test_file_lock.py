@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 import pytest
 from forks import exit_code, fork, kill
 
-from mcore_parallel import file_lock
-from mcore_parallel.file_lock import FileLock, Holder, LockHeldError
+from mcore_base import file_lock
+from mcore_base.file_lock import FileLock, Holder, LockHeldError
 
 CONTAINER = replace(Holder.current(), token="another", namespace="kernel/pid:[2]")
 """Same host name and process number as this process, in another container."""

@@ -3,8 +3,7 @@
 A field or parameter is a flag of the same name; its type says what is accepted, its docstring
 is the help text, and the parameter that holds its dataclass is its topic in the help.
 Positional-only parameters take the words without a flag. All faults of a command line are
-collected and reported together. Standard library only, so that help answers at once.
-mcore-data, which imports no sibling, has this file as a link.
+collected and reported together. Nothing heavy is imported, so that help answers at once.
 """
 
 import ast
@@ -22,6 +21,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from mcore_base.options import OptionsError, describe_rules, rules_of
+
 Result = TypeVar("Result")
 HELP_FLAGS = ("-h", "--help", "--help-all")
 NUMBERS = {int: "a whole number", float: "a number"}
@@ -32,15 +33,6 @@ LAYER_LETTERS = frozenset("M*-EGP[]|/")
 """Of ``--hybrid-override-pattern``: what they spell alone is no option, as in ``--M*``."""
 TYPO = 0.85
 """Share from which on it is offered before names that have all words of the unknown one."""
-
-
-class OptionsError(ValueError):
-    """Every fault of the options of one command, a line each."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        self.lines = tuple(lines)
-        many = f"{len(lines)} things to change:\n  - " if len(lines) > 1 else ""
-        super().__init__(many + "\n  - ".join(lines))
 
 
 class FaultCollector:
@@ -507,6 +499,8 @@ def _option_texts(options: Iterable[Option]) -> dict[tuple[Any, str], str]:
         if is_dataclass(owner):
             bases = [base for base in owner.__mro__ if is_dataclass(base)]  # pyrefly: ignore
             found = {name: text for base in bases for name, text in _field_texts(base).items()}
+            for name, rules in rules_of(owner).items():
+                found[name] = f"{found.get(name, '')} {describe_rules(rules)}".rstrip()
         for name, text in found.items():
             texts[owner, name] = " ".join(text.replace("``", "").split())
     return texts

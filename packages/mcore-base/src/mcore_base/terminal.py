@@ -3,17 +3,13 @@
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from mcore_ckpt.storage.sizes import size_text
-
-if TYPE_CHECKING:
-    from mcore_ckpt.mapping.row_streams import Progress
+from mcore_base.sizes import size_text
 
 
-def progress_line() -> "Progress | None":
+def progress_line() -> Callable[[int, int, str], None] | None:
     """Draw a line of progress on standard error, if that is a terminal.
 
     Returns:
