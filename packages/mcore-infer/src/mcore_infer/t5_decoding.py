@@ -5,6 +5,7 @@ batch have equal lengths and share a ``StaticCache``.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -14,12 +15,11 @@ from mcore_infer.kv_cache import StaticCache
 from mcore_infer.sampling import choose, token_log_probs
 from mcore_infer.stages import agreed, last_stage_logits
 from mcore_infer.writing import NewToken, Writing
-from mcore_models.t5 import T5
 
 
 @torch.no_grad()
 def answer_texts(
-    model: T5,
+    model: Any,
     texts: Sequence[Sequence[int]],
     sampling: SamplingConfig,
     *,
@@ -33,7 +33,7 @@ def answer_texts(
     Communicates over ``tp`` as the model does; all its ranks call it with equal arguments.
 
     Args:
-        model: a whole T5 in eval mode.
+        model: a whole ``T5`` in eval mode.
         texts: token ids of the encoder, at least one each.
         sampling: how tokens are chosen, and how many.
         start: first token of the decoder.

@@ -105,8 +105,8 @@ def _written(
                 f"a T5 has no engine, by which {loaded.data.size} replicas share texts: start "
                 "only the ranks of one."
             )
-        t5: Any = loaded.model
-        return answer_texts(t5, prompts, sampling, start=loaded.start, seed=seed, **ends)
+        start = loaded.start
+        return answer_texts(loaded.model, prompts, sampling, start=start, seed=seed, **ends)
     return stream_texts(
         loaded.model,
         prompts,

@@ -144,10 +144,10 @@ class Decoder:
             tokens: of the rows, ``[R]``, where the host does not know them yet.
         """
         num_rows = step.num_tokens
-        size = max(1, num_rows)  # on a CPU no row is padding
+        fitting = [max(1, num_rows)]  # on a CPU no row is padding
         if self.is_recorded or self.device.type == "cuda":
             fitting = [size for size in self.sizes if size >= num_rows]
-            size = fitting[0]
+        size = fitting[0]
         if self.is_recorded:
             self._num_steps[size] += 1
             size = size_to_run(fitting, self._runs, self._num_steps[size])

@@ -378,8 +378,8 @@ def _decode_on_cpu(
         if begin:
             seen = [view[begin:] for view in seen]
         return attend(q[None], *seen, window=window, **scores)[0]
-    given = [(pages, x) for pages, x in zip(memory, new, strict=True) if x is not None]
-    write_to_pages(*zip(*given, strict=True), step.places, kv_scales)
+    written = [x for x in new if x is not None]
+    write_to_pages(memory[: len(written)], written, step.places, kv_scales)
     where = *memory, step.seen_tables, step.lengths
     options: dict[str, Any] = {"window": window, "kv_scales": kv_scales, **scores}
     token_bytes = sum(pages.stride(1) * pages.element_size() for pages in memory)
