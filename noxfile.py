@@ -70,6 +70,12 @@ def mutations(session: nox.Session) -> None:
 
 
 @nox.session
+def frozen(session: nox.Session) -> None:
+    """Compare certificates, losses and saved bytes of tiny runs with the recorded ones."""
+    _in_workspace(session, "pytest", "tests/frozen", "-m", "", *session.posargs)
+
+
+@nox.session
 def crash(session: nox.Session) -> None:
     """Run every kill, power-cut and full-disk test."""
     _in_workspace(session, "pytest", "-m", "crash", *session.posargs)

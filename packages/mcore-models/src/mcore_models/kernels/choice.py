@@ -13,6 +13,7 @@ from mcore_models.kernels.gated_norm import gated_norm
 from mcore_models.kernels.norm import NARROWEST, WIDEST, add_and_norm, norm
 from mcore_models.kernels.ssd import NARROW, is_kernel_width, ssd
 from mcore_models.layers.rope import rotary_kernel
+from mcore_models.logical_tensors import head_dim, is_gated, num_kv_heads, value_dim
 from mcore_moe.config import MoEConfig
 from mcore_moe.kernels import quack_gemm, rows
 from mcore_moe.kernels.gate import KINDS, gated, weighted_gated
@@ -21,7 +22,6 @@ from mcore_parallel.kernels import fp8_cast, fp8_fine_cast, loss
 from mcore_parallel.kernels.adam import adamw_update
 from mcore_parallel.kernels.embedding import add_rows_
 from mcore_parallel.kernels.rounding import round_by_salt_
-from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads, value_dim
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel
 from mcore_parallel.precision.config import Fp8Config

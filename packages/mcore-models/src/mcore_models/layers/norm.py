@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
 from mcore_models.kernels import norm as kernels
+from mcore_models.logical_tensors import head_dim
 from mcore_parallel.collectives import copy_to, reduce_from
-from mcore_parallel.logical_tensors import head_dim
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.sharding import ParamLayout, sliced, whole
 

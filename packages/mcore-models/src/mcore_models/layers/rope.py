@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_models.config import TransformerConfig, rotary_size, yarn_magnitude
 from mcore_models.kernels.qk_norm_rope import norm_rotary_split
 from mcore_models.kernels.rope import RotaryTables, rotary_split
-from mcore_parallel.logical_tensors import head_dim
+from mcore_models.logical_tensors import head_dim
 from mcore_parallel.optional_kernels import KernelFunction
 
 

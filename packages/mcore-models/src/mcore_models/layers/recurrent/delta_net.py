@@ -23,10 +23,10 @@ from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import RMSNorm
 from mcore_models.layers.recurrent.causal_conv import CausalConv, document_starts
+from mcore_models.logical_tensors import delta_sizes
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
-from mcore_parallel.logical_tensors import delta_sizes
 from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
