@@ -123,7 +123,7 @@ def verify(words: Sequence[str]) -> int:
         needs=command.needs,
         check=check,
     )
-    from mcore_train.layout_check.small_run_degrees import smallest_world
+    from mcore_train.layout_check.small_layout import smallest_world
     from mcore_train.layout_check.verification import run_verification
 
     if config.run.device == "cuda" and not is_launched():

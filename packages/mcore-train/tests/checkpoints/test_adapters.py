@@ -22,7 +22,8 @@ from mcore_train.checkpoints.origin import checkpoint_fields
 from mcore_train.checkpoints.resuming import load_run, save_run
 from mcore_train.composition import compose
 from mcore_train.datasets import Datasets
-from mcore_train.layout_check.trial import Rows, fingerprint, whole_weights
+from mcore_train.layout_check.rows import Rows
+from mcore_train.layout_check.trial import fingerprint, whole_weights
 from mcore_train.loop import train
 from mcore_train.options.parsing import parse
 from mcore_train.reporting.log import Reporter
