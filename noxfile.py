@@ -70,6 +70,12 @@ def mutations(session: nox.Session) -> None:
 
 
 @nox.session
+def frozen(session: nox.Session) -> None:
+    """Compare certificates, losses and saved bytes of tiny runs with the recorded ones."""
+    _in_workspace(session, "pytest", "tests/frozen", "-m", "", *session.posargs)
+
+
+@nox.session
 def crash(session: nox.Session) -> None:
     """Run every kill, power-cut and full-disk test."""
     _in_workspace(session, "pytest", "-m", "crash", *session.posargs)
@@ -147,9 +153,10 @@ def megatron(session: nox.Session) -> None:
 
 
 def _editables(group: str) -> list[str]:
-    extras = {"data": "[torch,sentencepiece,fast,zstd,arrow,punkt,remote]"}
-    packages = [f"./packages/mcore-{name}{extras.get(name, '')}" for name in PACKAGES]
-    return [word for p in packages for word in ("-e", p)] + ["--group", group]
+    """Return the arguments that install each package in place, with the workspace's extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = [f"./packages/{name}" for name in project["dependencies"]]
+    return [word for package in packages for word in ("-e", package)] + ["--group", group]
 
 
 @nox.session

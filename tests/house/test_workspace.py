@@ -17,7 +17,7 @@ EXTRAS = {
     "flash4": ({"models"}, "flash-attn-4"),
     "resiliency": ({"ckpt", "train"}, r"(nvidia-resiliency-ext|mcore-ckpt\[resiliency\])"),
     "tensorboard": ({"train"}, "tensorboard"),
-    "s3": ({"ckpt", "data"}, "s3fs"),
+    "s3": ({"base", "ckpt", "data"}, r"(s3fs|mcore-base\[s3\])"),
     "check": ({"ckpt"}, "transformers"),
 }
 # Each group with what shows that it is that one.
@@ -106,7 +106,7 @@ def test_siblings_are_asked_for_by_compatible_ranges(package):
     optional = project.get("optional-dependencies", {}).values()
     for line in [*project["dependencies"], *(line for extra in optional for line in extra)]:
         if line.startswith("mcore-"):
-            assert re.fullmatch(r"mcore-[a-z]+(\[[a-z,]+\])?>=0\.\d+,<0\.\d+", line), line
+            assert re.fullmatch(r"mcore-[a-z]+(\[[a-z0-9,]+\])?>=0\.\d+,<0\.\d+", line), line
         if line.startswith("torch"):
             assert line == "torch>=2.11,<3"
 

@@ -31,12 +31,12 @@ COMMANDS = {
     "talk": ("prints much", talk),
 }
 LIST = "The commands are add, bad, broken, stopped, talk."
-ABOUT = "Show how programs end.\n\nexamples:\n  mcore-parallel talk"
+ABOUT = "Show how programs end.\n\nexamples:\n  mcore-base talk"
 
 
 def run(*words):
     return run_program(
-        "mcore-parallel",
+        "mcore-base",
         ABOUT,
         COMMANDS,
         words,
@@ -49,15 +49,15 @@ def test_usage_names_the_commands_and_comes_without_words_too(capsys):
     for words in ([], ["--help"], ["-h"]):
         assert run(*words) == 0
         usage = capsys.readouterr().out
-        assert usage.startswith("usage: mcore-parallel COMMAND ...\n\nShow how programs end.\n")
+        assert usage.startswith("usage: mcore-base COMMAND ...\n\nShow how programs end.\n")
         assert "  talk     prints much\n" in usage
-        assert "examples:\n  mcore-parallel talk\n" in usage
+        assert "examples:\n  mcore-base talk\n" in usage
 
 
 def test_the_version_is_that_of_the_package(capsys):
     assert run("--version") == 0
     program, version = capsys.readouterr().out.split()
-    assert program == "mcore-parallel"
+    assert program == "mcore-base"
     assert version[0].isdigit()
 
 
@@ -72,7 +72,7 @@ def test_the_version_is_that_of_the_package(capsys):
 )
 def test_what_a_user_can_mend_is_one_line(capsys, word, code, line):
     assert run(word) == code
-    assert capsys.readouterr().err == f"mcore-parallel: error: {line}\n"
+    assert capsys.readouterr().err == f"mcore-base: error: {line}\n"
 
 
 def test_an_option_that_is_given_again_with_other_values_is_named_once_a_job(

@@ -3,8 +3,7 @@
 A field or parameter is a flag of the same name; its type says what is accepted, its docstring
 is the help text, and the parameter that holds its dataclass is its topic in the help.
 Positional-only parameters take the words without a flag. All faults of a command line are
-collected and reported together. Standard library only, so that help answers at once.
-mcore-data, which imports no sibling, has this file as a link.
+collected and reported together. Nothing heavy is imported, so that help answers at once.
 """
 
 import ast

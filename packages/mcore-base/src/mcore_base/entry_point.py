@@ -1,8 +1,7 @@
 """The ``main`` of a program with several commands: its usage, its version, its errors.
 
 Every error that a user can mend is one line, and a reader of the output that has seen enough,
-such as ``head``, ends the program quietly. Standard library only. mcore-data, which imports no
-sibling, has this file as a link.
+such as ``head``, ends the program quietly.
 """
 
 import difflib

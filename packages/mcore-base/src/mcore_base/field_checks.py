@@ -1,7 +1,4 @@
-"""Checks of single fields of configuration records, in the words of their flags.
-
-The standard library only, so that config files may import it.
-"""
+"""Checks of single fields of configuration records, in the words of their flags."""
 
 from typing import Literal, get_args, get_origin, get_type_hints
 

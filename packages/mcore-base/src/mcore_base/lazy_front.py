@@ -1,7 +1,4 @@
-"""Fronts of packages that import no room until a name of it is used (PEP 562).
-
-Standard library only. mcore-data, which imports no sibling, has this file as a link.
-"""
+"""Package fronts that import a module when a public name of it is first used (PEP 562)."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module

@@ -1,7 +1,7 @@
 """What a decoder-only transformer is: plain frozen data, and what follows from it alone.
 
 Field names are Megatron's flags with underscores; each field's docstring is its help text.
-0 means "derive it" or "off": ``mcore_parallel.logical_tensors`` and the functions below derive
+0 means "derive it" or "off": ``mcore_models.logical_tensors`` and the functions below derive
 it, and no one writes a derived number back. The standard library only.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from mcore_base.options import ON, Because, Options, Rule, When, flag, listed, option, rules
-from mcore_parallel.layer_patterns import further_letters, pattern_layers, read_pattern
-from mcore_parallel.logical_tensors import head_dim, is_gated
+from mcore_models.layer_patterns import further_letters, pattern_layers, read_pattern
+from mcore_models.logical_tensors import expert_size, head_dim, is_gated
 
 PositionEmbedding = Literal["rope", "learned_absolute", "alibi", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
@@ -21,6 +21,15 @@ NormPlacement = Literal["pre", "output", "sandwich"]
 ParallelResidual = Literal["off", "two_norms", "one_norm"]
 AttentionBackend = Literal["auto", "flash4", "fused", "flash", "unfused", "local"]
 Config = TypeVar("Config")
+
+
+def expert_sizes(values: Any) -> tuple[int, int]:
+    """Return the widths of an expert's input and of its inside.
+
+    Args:
+        values: options of a model with experts, as ``Values``.
+    """
+    return values.moe_latent_size or values.hidden_size, expert_size(values, values)
 
 
 def _letters_of(pattern: str) -> set[str]:
@@ -567,6 +576,17 @@ class TransformerConfig(Options):
     """Tokens, its own among them, that the convolution of a gated delta net mixes."""
 
     rules = (
+        Rule(
+            ("moe_experts_dtype", "hidden_size", "moe_latent_size"),
+            lambda v: (
+                v.moe_experts_dtype
+                and any(size % 16 for size in expert_sizes(v))
+                and (
+                    f"--moe-experts-dtype {v.moe_experts_dtype} needs experts whose sizes are "
+                    f"multiples of 16, and theirs are {expert_sizes(v)}."
+                )
+            ),
+        ),
         Rule(("hidden_size", "num_attention_heads", "kv_channels"), _wrong_heads),
         Rule(
             ("num_attention_heads", "num_query_groups"),

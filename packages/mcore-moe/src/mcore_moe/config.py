@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 
 from mcore_base.options import ON, Because, Options, Rule, flag, option
 from mcore_parallel.config import fully_sharded
-from mcore_parallel.logical_tensors import expert_size
 
 _GIVEN_KERNELS = {
     "moe_token_dispatcher_type": Because(
@@ -24,15 +23,6 @@ _NO_MAIN_GRADS = "as there are no main gradients in float32"
 def _has_whole_experts(values: Any) -> bool:
     """Whether experts are spread over several ranks, and none is split."""
     return values.expert_model_parallel_size > 1 and values.expert_tensor_size == 1
-
-
-def expert_sizes(values: Any) -> tuple[int, int]:
-    """Return the widths of an expert's input and of its inside.
-
-    Args:
-        values: options of a model with experts, as ``Values``.
-    """
-    return values.moe_latent_size or values.hidden_size, expert_size(values, values)
 
 
 def _wrong_groups(values: Any) -> str:
@@ -342,17 +332,6 @@ class MoEConfig(Options):
             lambda v: v.moe_experts_dtype and not v.fp8_format,
             "--moe-experts-dtype {moe_experts_dtype} needs --fp8-format, as other linears do: "
             "give it, or leave it out.",
-        ),
-        Rule(
-            ("moe_experts_dtype", "hidden_size", "moe_latent_size"),
-            lambda v: (
-                v.moe_experts_dtype
-                and any(size % 16 for size in expert_sizes(v))
-                and (
-                    f"--moe-experts-dtype {v.moe_experts_dtype} needs experts whose sizes are "
-                    f"multiples of 16, and theirs are {expert_sizes(v)}."
-                )
-            ),
         ),
         Rule(
             ("moe_experts_dtype", "expert_tensor_size"),

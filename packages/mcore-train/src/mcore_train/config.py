@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mcore_base.options import ON, Because, Options, Rule, flag, option
-from mcore_moe.config import expert_sizes
+from mcore_models.config import expert_sizes
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -244,6 +244,9 @@ class LogConfig(Options):
     """JSON lines of the same numbers; empty: metrics.jsonl below --save."""
     tensorboard: bool = option(False, part_of={"save": ON})
     """Write TensorBoard scalars to tensorboard/ below --save."""
+    health_port: int = option(0, minimum=0)
+    """Port on which the first rank of each host answers /health and /metrics over HTTP; 0: no
+    such endpoint."""
 
     rules = (
         Rule(

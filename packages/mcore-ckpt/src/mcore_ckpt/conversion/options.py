@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_base.options import Because, Options, Rule, option
-from mcore_ckpt.storage.sizes import parse_size
+from mcore_base.terminal import parse_size
 
 DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
     "bf16": "BF16",

@@ -13,11 +13,6 @@ V_SHAPED = ("zb-v", "dualpipev")
 SPLIT_BACKWARD = ("zb-h1", *V_SHAPED)
 """Those that compute weight gradients apart from those of inputs."""
 _SPREAD_EXPERTS = "experts that --expert-model-parallel-size 2 or more spreads"
-_LOOKS = (
-    *("log_interval", "eval_interval", "save_interval", "non_persistent_save_interval"),
-    *("sample_interval", "check_weight_hash_across_dp_replicas_interval", "exit_interval"),
-)
-"""Steps between looks at norms or weights."""
 
 
 def _wrong_num_stages(values: Any) -> str:
@@ -121,31 +116,6 @@ class PipelineConfig(Options):
     """Run each forward beside the backward of another micro-batch, so that the exchanges of
     experts travel under the computation of the other. More micro-batches are held: 2 on one
     pipeline rank, up to twice as many in 1f1b, one chunk more in interleaved."""
-
-    enable_optimizer_post_validation: bool = option(
-        False,
-        idle_with={
-            "pipeline_model_parallel_size": 1,
-            **dict.fromkeys(_LOOKS, Because("which waits for each step", 1)),
-        },
-        excludes={
-            "num_experts": Because("since routers count every forward"),
-            "mtp_num_layers": Because("since its losses come before the last"),
-            "qk_clip": Because("since scores are noted in every forward"),
-            "fp8_recipe": Because("since magnitudes are noted there", "delayed"),
-            "cuda_graph_impl": Because("since a graph cannot stop", "full_iteration", "local"),
-            "optimizer_cpu_offload": Because("since state is far away"),
-            "main_params_dtype": Because(
-                "since what is rounded at random cannot be taken back", "bf16"
-            ),
-            "is_fully_sharded": fully_sharded("since weights are gathered layer by layer"),
-            "fp8_param_gather": Because("since weights are rounded twice"),
-        },
-    )
-    """Update weights before the norm of all gradients is known, as if nothing were clipped, so
-    that no stage waits for the others between steps; a step that should have been clipped is
-    taken back and done again, one in fp16 that overflowed is skipped, and the forwards begun
-    with it are done again. The same bits, for one more pass of the optimizer over its state."""
 
     pipeline_model_parallel_layout: str = ""
     """Stages spelled out, such as ``Et*3|(tt|)*2,L``: E embedding, t layer, m

@@ -25,11 +25,11 @@ from mcore_base.command_line import (
 from mcore_base.command_line import parse as parse_options
 from mcore_base.entry_point import is_first_rank
 from mcore_base.options import idle_options
-from mcore_ckpt.storage.stores import as_path
+from mcore_base.stores import as_path
 from mcore_models.config import sizes_of_pattern, stages_of_pattern
 from mcore_models.families import FAMILIES
+from mcore_models.layer_patterns import without_stage_marks
 from mcore_models.presets import find_preset
-from mcore_parallel.layer_patterns import without_stage_marks
 from mcore_train.checkpoints.origin import (
     checkpoint_fields,
     describe_balancing_loss,
