@@ -1,10 +1,9 @@
 """Options of a small run: sizes that the layout divides as it divides the real ones.
 
-Most sizes are constants: a number of ``SHRINKS_TO``, or so many channels for each rank. The
-others are the smallest with the same ``relations`` as the real ones. No torch.
+Most sizes are constants: the ``shrinks_to`` of an option, or so many channels for each rank.
+The others are the smallest with the same ``relations`` as the real ones. No torch.
 """
 
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import lcm
 from tempfile import gettempdir
@@ -48,31 +47,6 @@ MOST_GAIN = 0.8
 """Of a matrix on random numbers: with more, wide models multiply every rounding by layers."""
 MOST_LOSS_SCALE = 1024.0
 """With which the gradients of a small run fit float16; a real run's scale sinks there."""
-
-SHRINKS_TO: Mapping[str, Any] = {
-    # Noise, which layouts by design do not draw alike; ``_noise`` puts it back.
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "lora_dropout": 0.0,
-    "moe_input_jitter_eps": 0.0,
-    "moe_expert_capacity_factor": 0.0,
-    "moe_pad_expert_input_to_capacity": False,
-    # Sizes that no layout divides.
-    "mamba_head_dim": 4,
-    "mamba_state_dim": 6,
-    "mamba_chunk_size": 4,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 6,
-    "moe_latent_size": 12,
-    "mup_base_hidden_size": 4,
-    "peft_base_bits": 0,
-    # So that weights move in three steps, and gradients and scores are clipped.
-    "lr": 1e-2,
-    "weight_decay": 0.1,
-    "clip_grad": 0.05,
-    "cuda_graph_warmup_steps": 1,  # so that a graph is recorded, and launched again
-}
-"""Values of options that are on in the real run."""
 
 _AT_DEFAULTS = (
     *(ScheduleConfig, TokenizerConfig, DataConfig, EvalConfig, SampleConfig, SaveConfig),

@@ -9,17 +9,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from mcore_base.field_checks import flag
+from mcore_base.options import flag, rules_of
 from mcore_models.families import Family
 from mcore_train.checkpoints.origin import start_kind
-from mcore_train.composition import TrainConfig, compose, flat, without_idle_options
+from mcore_train.composition import TrainConfig, compose, flat, parts, without_idle_options
 from mcore_train.config import (
     LoadConfig,
 )
 from mcore_train.layout_check.relations import (
     compare_relations,
 )
-from mcore_train.layout_check.shrinking import SHRINKS_TO, Shrinking
+from mcore_train.layout_check.shrinking import Shrinking
 from mcore_train.layout_check.small_layout import describe_layout, shrink_layout
 from mcore_train.resolution import Plan, resolve
 
@@ -62,7 +62,12 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
     # What ``compare_relations`` compares: these options say the same in other words.
     related = {f.name: getattr(layout, f.name) for f in fields(layout)}
     related |= small.layers() | small.stages() | small.vocabulary()
-    sizes = {name: value for name, value in SHRINKS_TO.items() if real[name]}
+    sizes = {
+        name: own.shrinks_to
+        for part in parts(config)
+        for name, own in rules_of(type(part)).items()
+        if own.shrinks_to is not ... and real[name]
+    }
     sizes |= small.heads_and_widths() | small.recurrent_heads() | small.experts()
     sizes |= small.batch() | small.buckets() | small.shares_of_layers() | small.thresholds()
     chosen = small.data_and_rates() | related | sizes
