@@ -15,6 +15,7 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
+from mcore_models.logical_tensors import head_dim
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
@@ -24,7 +25,6 @@ from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimi
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.layer_stacks import layer_stacks
-from mcore_parallel.logical_tensors import head_dim
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.activations import ActivationOffload
 from mcore_parallel.optional_kernels import agree_on_kernels

@@ -142,6 +142,20 @@ def schedule(words: Sequence[str]) -> int:
     return 0
 
 
+def launch(words: Sequence[str]) -> int:
+    """Render, submit and follow jobs on several hosts."""
+    from mcore_train.launching.cli import launch as run_verb
+
+    return run_verb(words)
+
+
+def triage(words: Sequence[str]) -> int:
+    """Read the logs of a run that ended and print why it did."""
+    from mcore_train.diagnosis.cli import triage_logs
+
+    return parse_options(triage_logs, "mcore-train triage", words)
+
+
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
     """Start ``nproc`` ranks of this same command on this host and wait for them."""
     from mcore_parallel.launch.launcher import launch_local, python_command
@@ -190,5 +204,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "verify gpt FLAGS (bert, t5): does this layout compute what one rank does?",
         verify,
     ),
+    "launch": ("start a run on several hosts: Slurm, Kubernetes, Ray, SkyPilot, here", launch),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
+    "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
 }

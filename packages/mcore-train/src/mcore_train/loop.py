@@ -69,6 +69,7 @@ def train(
             stack.callback(writer.close)
 
         def between_batches() -> None:
+            reporter.beat()
             checkpoints.poll()
             stop.check()
 

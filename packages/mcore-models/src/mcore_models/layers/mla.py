@@ -31,6 +31,7 @@ from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import RMSNorm
 from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.layers.rope import RotaryTables, rotate
+from mcore_models.mup import score_scale
 from mcore_models.peft.lora import full_weight
 from mcore_models.protocol import LayerState
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
@@ -43,7 +44,6 @@ from mcore_parallel.context_parallel.ring_attention import (
 )
 from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
 from mcore_parallel.mesh import SINGLE
-from mcore_parallel.mup import score_scale
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 

@@ -14,11 +14,11 @@ from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER
 from mcore_models.config import config_to_dict, layers_skip
+from mcore_models.layer_patterns import without_stage_marks
+from mcore_models.logical_tensors import moe_layers
 from mcore_models.peft.attaching import start_magnitudes
 from mcore_models.peft.config import is_adapter
 from mcore_models.peft.quantized_base import quantize_base
-from mcore_parallel.layer_patterns import without_stage_marks
-from mcore_parallel.logical_tensors import moe_layers
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Origin, Run
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint

@@ -207,6 +207,7 @@ class Checkpoints:
         seconds = time.perf_counter() - self._requested_s
         self.longest_save_s = max(self.longest_save_s, seconds)
         self._reporter.record("save_durable", self._saved_step, {"after_s": seconds})
+        self._reporter.saved(self._saved_step)
 
     def _save_now(self) -> None:
         started_s = time.perf_counter()
@@ -226,6 +227,7 @@ class Checkpoints:
         )
         self._saved_step = self._run.progress.iteration
         self.longest_save_s = max(self.longest_save_s, time.perf_counter() - started_s)
+        self._reporter.saved(self._saved_step)
 
     def _snapshot(self) -> Snapshot:
         folder = None if self._tokenizer is None else Path(self._tokenizer.name)

@@ -8,9 +8,9 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from mcore_models.logical_tensors import further_mixers, layer_mixers
 from mcore_moe.routing.router_stats import SUMMARY
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.logical_tensors import further_mixers, layer_mixers
 from mcore_train.assembly import Run
 from mcore_train.reporting.hardware import peak_flops
 from mcore_train.reporting.log import StepReport

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mcore_parallel.logical_tensors import moe_layers
+from mcore_models.logical_tensors import moe_layers
 
 
 def experts(frequency, num_experts=4):

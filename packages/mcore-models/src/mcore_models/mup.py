@@ -8,7 +8,7 @@ at every width, and a learning rate found at the base width is good at the real 
 
 Yang et al. 2022, Tensor Programs V, arXiv:2203.03466, table 8. Weight decay of a step stays
 the same at every width: Wang and Aitchison 2024, arXiv:2405.13698. ``config`` is any object
-with the fields of mcore-models' ``TransformerConfig``. The standard library only.
+with the fields of ``TransformerConfig``. The standard library only.
 """
 
 from collections.abc import Iterable

@@ -2,17 +2,16 @@
 
 The one owner of what the settings leave to be derived (widths, heads, which layers have
 experts) and of the list of tensors that follows. Models are built, counted, checkpointed and
-converted by it. It lives here because mcore-models and mcore-ckpt both stand on mcore-parallel
-and neither imports the other. The standard library only, so that config files may import it.
+converted by it. The standard library only: config files and mcore-ckpt import it.
 
-``config`` is any object with the fields of mcore-models' ``TransformerConfig``, ``moe`` any
-with those of mcore-moe's ``MoEConfig``; 0 means "derive it" or "none".
+``config`` is any object with the fields of ``TransformerConfig``, ``moe`` any with those of
+mcore-moe's ``MoEConfig``; 0 means "derive it" or "none".
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mcore_parallel.layer_patterns import (
+from mcore_models.layer_patterns import (
     PATTERN_MIXERS,
     further_letters,
     pattern_layers,
