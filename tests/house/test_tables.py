@@ -16,7 +16,7 @@ from mcore_ckpt.families import MODEL_TYPES, find_family
 from mcore_parallel.optimizers import config as optimizer_options
 from mcore_train.composition import TrainConfig
 from mcore_train.config import OptimizerConfig
-from mcore_train.optimizers import OPTIMIZERS
+from mcore_train.updating.optimizers import OPTIMIZERS
 
 NO_RULE = {"MainWeightsConfig"}
 """Options of optimizers/config.py that every rule shares."""
@@ -48,7 +48,8 @@ def optimizer_faults(
         parts: class of each part of ``TrainConfig``.
     """
     found = [
-        f"--optimizer {name} has no rule: add it to OPTIMIZERS in mcore_train/optimizers.py."
+        f"--optimizer {name} has no rule: add it to OPTIMIZERS in "
+        "mcore_train/updating/optimizers.py."
         for name in sorted(set(choices) - set(rules))
     ]
     found += [

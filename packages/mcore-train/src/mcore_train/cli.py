@@ -86,7 +86,7 @@ def _train(name: str, words: Sequence[str], *, is_megatron_script: bool = False)
 
 def quickstart(words: Sequence[str]) -> int:
     """Train on the shipped book, from its text to a paragraph."""
-    from mcore_train.quickstart.options import QuickstartConfig
+    from mcore_train.quickstart.plan import QuickstartConfig
 
     config = parse_options(QuickstartConfig, "mcore-train quickstart", words)
     if config.tour.nproc:

@@ -12,7 +12,7 @@ from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.pipeline_parallel.runner import Payload, StageFunction, StageOutput
 from mcore_train.assembly import Run
-from mcore_train.batches import final_batches, place_for, valid_batches
+from mcore_train.batches.micro_batches import final_batches, place_for, valid_batches
 from mcore_train.reporting.log import Reporter
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from mcore_parallel.pipeline_parallel.search import (
     search_schedules,
     search_table,
 )
-from mcore_train.batch_ramp import build_ramp
+from mcore_train.batches.batch_ramp import build_ramp
 from mcore_train.composition import TrainConfig
 from mcore_train.options.option_conflicts import find_option_conflicts
 

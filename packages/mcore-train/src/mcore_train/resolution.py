@@ -20,9 +20,8 @@ from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
 from mcore_parallel.pipeline_parallel.stages import Stage, build_stages, stages_of_rank
 from mcore_parallel.rank_grid import build_grids
-from mcore_train.batch_ramp import BatchRamp, build_ramp
+from mcore_train.batches.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig
-from mcore_train.lr_schedule import LRSchedule, build_lr_schedule
 from mcore_train.options.adapter_conflicts import find_adapter_conflicts
 from mcore_train.options.expert_conflicts import idle_gradient_sums
 from mcore_train.options.option_conflicts import (
@@ -36,6 +35,7 @@ from mcore_train.options.option_conflicts import (
     misplaced_predictions,
 )
 from mcore_train.pipeline_choice import choose_schedule
+from mcore_train.updating.lr_schedule import LRSchedule, build_lr_schedule
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 

@@ -17,11 +17,11 @@ from mcore_moe.experts.experts import Experts
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
+from mcore_train.batches.datasets import Datasets
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.checkpoints.origin import checkpoint_fields
 from mcore_train.checkpoints.resuming import load_run, save_run
 from mcore_train.composition import compose
-from mcore_train.datasets import Datasets
 from mcore_train.layout_check.rows import Rows
 from mcore_train.layout_check.trial import fingerprint, whole_weights
 from mcore_train.loop import train

@@ -33,7 +33,8 @@ from mcore_data.tracing.data_plan import (
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
-from mcore_train.batch_ramp import BatchRamp
+from mcore_train.batches.batch_ramp import BatchRamp
+from mcore_train.batches.datasets import num_samples
 from mcore_train.checkpoints.adapter_bases import (
     check_adapter,
     check_model,
@@ -46,12 +47,12 @@ from mcore_train.checkpoints.adapter_bases import (
     saved_weights,
 )
 from mcore_train.checkpoints.origin import (
+    batch_sizes,
     carried_files,
     checkpoint_extra,
     find_checkpoint,
     starting_point,
 )
-from mcore_train.checkpoints.past import batch_sizes
 from mcore_train.checkpoints.side_state import (
     fp8_shards,
     hf_words,
@@ -63,10 +64,14 @@ from mcore_train.checkpoints.side_state import (
     wanted_fp8_shards,
 )
 from mcore_train.config import RunConfig
-from mcore_train.datasets import num_samples
-from mcore_train.lr_schedule import LRSchedule, learning_rate, parse_schedule, reconcile
 from mcore_train.options.recipe import changed_options, write_recipe
 from mcore_train.resolution import Plan
+from mcore_train.updating.lr_schedule import (
+    LRSchedule,
+    learning_rate,
+    parse_schedule,
+    reconcile,
+)
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_parallel.rng import RngStreams, StreamDropout
 from mcore_train.assembly import Run
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.evaluation import forward_pass
 
 NUM_DRAWS = 64

@@ -16,21 +16,22 @@ from torch import Tensor
 
 from mcore_models.peft.config import PeftConfig, is_adapter
 from mcore_models.peft.lora import MAGNITUDE_NAME
-from mcore_models.protocol import MicroBatch
+from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_gather
+from mcore_parallel.context_parallel.zigzag import zigzag_positions
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_parallel.rng import fill_normal_
-from mcore_parallel.sharding import Shard
+from mcore_parallel.sharding import Piece, Shard
 from mcore_parallel.testing.ranks import gather_logical
 from mcore_train.assembly import Run, Tables, assemble
-from mcore_train.batches import train_batches, valid_batches
+from mcore_train.batches.datasets import Datasets
+from mcore_train.batches.micro_batches import train_batches, valid_batches
 from mcore_train.checkpoints.adapter_bases import model_shards
 from mcore_train.checkpoints.resuming import load_run, optimizer_shards, save_run
 from mcore_train.checkpoints.side_state import fp8_shards, rng_shards
 from mcore_train.config import LoadConfig, SaveConfig
-from mcore_train.datasets import Datasets
-from mcore_train.evaluation import evaluate
-from mcore_train.layout_check.logits import logit_shards
+from mcore_train.evaluation import evaluate, forward_pass
 from mcore_train.layout_check.rows import AnyRows
 from mcore_train.loop import one_step
 from mcore_train.reporting.interval import Interval
@@ -371,3 +372,48 @@ def load_start(run: Run, start: LoadConfig) -> Run:
     if not run.origin.checkpoint:
         raise RuntimeError(f"{start.load or start.pretrained_checkpoint} holds no checkpoint")
     return run
+
+
+def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
+    """Compute this rank's part of a step's logits: ``rows.<n>.logits``, each ``[S, V]``.
+
+    All ranks call it together; those without the last stage hold none of it.
+    """
+    ctx, V = run.ctx, run.plan.vocab_size
+    shards: dict[str, Shard] = {}
+
+    def keep(model: TrainableModel, output: Payload, microbatch: int) -> None:
+        logits = model.stage_logits(output)
+        v = logits.shape[-1]
+        begin, width = ctx.tp.rank * v, max(0, min(v, V - ctx.tp.rank * v))
+        num_tokens, num_rows = logits.shape[:2]
+        places = zigzag_positions(num_tokens * ctx.cp.size, ctx.cp).tolist()
+        first_row = (microbatch * ctx.dp.size + ctx.dp.rank) * num_rows
+        for row in range(num_rows):
+            pieces, at = [], 0
+            for start, length in _runs_of(places):
+                part = logits[at : at + length, row, :width].clone()
+                pieces.append(Piece((start, begin), (length, width), part))
+                at += length
+            shape = (num_tokens * ctx.cp.size, V)
+            held = tuple(pieces) if width else ()
+            shards[f"rows.{first_row + row}.logits"] = Shard(shape, run.dtype, held)
+
+    for chunk in run.chunks:
+        chunk.eval()
+    with torch.no_grad():
+        forward_pass(run, batches, keep)
+    for chunk in run.chunks:
+        chunk.train()
+    return shards
+
+
+def _runs_of(places: list[int]) -> list[tuple[int, int]]:
+    """Cut places into runs of neighbours: first place and length of each."""
+    runs: list[tuple[int, int]] = []
+    for number in places:
+        if runs and number == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((number, 1))
+    return runs

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from mcore_train.batch_ramp import BatchRamp
+from mcore_train.batches.batch_ramp import BatchRamp
 from mcore_train.config import (
     BatchConfig,
     DecayStyle,

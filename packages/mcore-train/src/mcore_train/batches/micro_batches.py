@@ -18,7 +18,7 @@ from mcore_data.preprocessing.workers import most_workers
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.launch.launcher import num_cores
 from mcore_train.assembly import Run
-from mcore_train.datasets import Dataset
+from mcore_train.batches.datasets import Dataset
 from mcore_train.losses import place
 
 log = logging.getLogger(__name__)
