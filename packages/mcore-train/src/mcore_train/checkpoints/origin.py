@@ -56,7 +56,7 @@ def find_checkpoint(load: str, step: int = 0) -> Path | None:
 
 
 def checkpoint_extra(folder: Path) -> Mapping[str, Any]:
-    """Return what a checkpoint says beside its tensors: the model, and how far a run was.
+    """Return the numbers of a checkpoint: its model, and the progress of its run.
 
     Args:
         folder: from ``find_checkpoint``; of a Hugging Face folder, the model alone is known.
@@ -76,7 +76,7 @@ def carried_files(config: TrainConfig, tokenizer: Tokenizer | None) -> dict[str,
         tokenizer: the run's; None where it has none.
 
     Returns:
-        ``generation_config.json``, which says by numbers of tokens how texts end; nothing if
+        ``generation_config.json``, which holds the ids of tokens that end a text; nothing if
         there is none, or if it is of another tokenizer.
     """
     from mcore_ckpt.formats.hf_folder import GENERATION  # imports torch

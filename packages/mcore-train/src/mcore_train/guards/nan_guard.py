@@ -54,10 +54,10 @@ class FiniteGradients:
         grad_norm: Float[Tensor, ""],
         is_skipped: bool = False,
     ) -> None:
-        """Look at the norm of the step before, and take this step's.
+        """Check the norm of the step before, and keep this step's.
 
-        Call it before a background save moves on: what was requested after the step before is
-        then given up, and never was a checkpoint.
+        Call it before ``Checkpoints.poll``: a background save of a step with a bad norm is then
+        abandoned before it becomes a checkpoint.
 
         Args:
             iteration: of this step.
@@ -79,7 +79,7 @@ class FiniteGradients:
             self._copied.record()
 
     def check(self) -> None:
-        """Look at the last norm taken, waiting for it: before a save in the foreground.
+        """Check the last norm, waiting for the device: before a save in the foreground.
 
         Raises:
             NonFiniteError: on all ranks, if it is not finite.
@@ -105,8 +105,8 @@ class WeightCopies:
         """Compare after a step; all ranks call it, and wait for their devices.
 
         Raises:
-            UnlikeWeightsError: on all ranks, if copies differ: says which, and which
-                checkpoints hold none of it.
+            UnlikeWeightsError: on all ranks, if copies differ, with the tensor and the last
+                step at which copies were equal.
         """
         try:
             self._data_parallel.check_weights()

@@ -1,4 +1,4 @@
-"""Which ranks share random numbers: dropout masks and streams of a layout, held to the rule.
+"""Checks which ranks share random numbers: dropout masks and streams of a layout.
 
 Tensor ranks that hold the same activations drop the same elements; every other pair of ranks
 draws other numbers. Masks differ between layouts by design, so this rule is what can be
