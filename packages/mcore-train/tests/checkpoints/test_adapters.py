@@ -287,7 +287,7 @@ def test_other_adapters_than_the_checkpoints_and_lost_bases_are_refused(folders,
         load_run(build(load=str(folders / "run"), **{**DORA, "lora_dim": 5}))
     with pytest.raises(ValueError, match="holds an adapter: give --peft dora"):
         load_run(build(load=str(folders / "run")))
-    with pytest.raises(ValueError, match="stands beside as --pretrained-checkpoint"):
+    with pytest.raises(ValueError, match="adapts as "):
         load_run(build(pretrained_checkpoint=str(folders / "run"), **DORA))
     with pytest.raises(ValueError, match="holds no checkpoint"):
         load_run(build(pretrained_checkpoint=str(tmp_path), **DORA))
