@@ -142,6 +142,14 @@ def schedule(words: Sequence[str]) -> int:
     return 0
 
 
+def plan(words: Sequence[str]) -> int:
+    """Search the layouts of a model on a cluster."""
+    from mcore_train.planning.command import run_plan
+
+    print(run_plan(words))
+    return 0
+
+
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
     """Start ``nproc`` ranks of this same command on this host and wait for them."""
     from mcore_parallel.launch.launcher import launch_local, python_command
@@ -190,5 +198,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "verify gpt FLAGS (bert, t5): does this layout compute what one rank does?",
         verify,
     ),
+    "plan": ("from a model and a cluster to the fastest layouts that fit", plan),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
 }
