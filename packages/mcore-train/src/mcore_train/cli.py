@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from mcore_parallel.command_line import HELP_FLAGS
-from mcore_parallel.command_line import parse as parse_options
-from mcore_parallel.entry_point import Commands, run_program
+from mcore_base.command_line import HELP_FLAGS
+from mcore_base.command_line import parse as parse_options
+from mcore_base.entry_point import Commands, run_program
 from mcore_train.composition import FAMILY_COMMANDS, TrainConfig, Verified
 
 ABOUT = """Train large language models: one program from a laptop CPU to a cluster.

@@ -9,7 +9,7 @@ own packages; ``composition.TrainConfig`` puts all of them together.
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_parallel.field_checks import check_at_least, flag
+from mcore_base.field_checks import check_at_least, flag
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]

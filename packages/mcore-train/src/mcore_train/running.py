@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from mcore_base.field_checks import flag
+from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.rank_agreement import gather_json
-from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_models.families import GPT_FAMILY, Family
-from mcore_parallel.field_checks import flag
 from mcore_parallel.launch import launcher
 from mcore_parallel.launch.watchdog import Watch
 from mcore_parallel.mesh import ParallelContext
@@ -53,19 +53,19 @@ def run_training(
     config = with_device_precision(config, world.local_rank)
     plan = build_checked_plan(config, world.world_size, family, is_reporter=world.rank == 0)
     with served_health(plan, world) as health, joined_world(plan) as ctx:
-        run = assemble(plan, ctx, tables=tables)
-        if load_run(run):
+        run = load_run(assemble(plan, ctx, tables=tables))
+        if run.origin.checkpoint:
             load = starting_point(config).load
-            log.info("continuing at iteration %d from %s", run.iteration, load)
+            log.info("continuing at iteration %d from %s", run.progress.iteration, load)
         if config.saving.overwrite:
             clear_run_folder(config.saving.save, ctx)
         with build_reporter(
             plan,
             console if world.rank == 0 else None,
-            continues_from=run.iteration,
+            continues_from=run.progress.iteration,
             health=health,
         ) as reporter:
-            reporter.report_header(run.iteration, build_header(run))
+            reporter.report_header(run.progress.iteration, build_header(run))
             train(run, reporter)
     return 0
 
@@ -98,7 +98,6 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
             device,
             compare_calls=True,
             embedding_stages=plan.embedding_stages,
-            with_background=config.pipeline.enable_optimizer_post_validation,
         )
         stack.callback(ctx.destroy)
         stack.enter_context(Watch.of_world(ctx.world.rank, ctx.world.size, timeout_minutes))

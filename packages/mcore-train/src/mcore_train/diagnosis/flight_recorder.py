@@ -86,8 +86,9 @@ def first_divergence(dumps: Mapping[int, Mapping[str, Any]]) -> AbsentRanks | No
                 calls[group].setdefault(rank, {})[entry["collective_seq_id"]] = entry
     found: list[tuple[int, AbsentRanks]] = []
     for group, by_rank in calls.items():
-        expected = (members[group] & set(dumps)) or set(by_rank)
-        for absent in _of_group(group, by_rank, expected):
+        is_world = any(e["process_group"][1:] == ("default_pg",) for e in _last(by_rank))
+        expected = members[group] or (set(dumps) | members[""] if is_world else set(by_rank))
+        for absent in _of_group(group, by_rank, expected & set(dumps), expected):
             began_ns = min(
                 entries[absent.number].get("time_created_ns", 0)
                 for entries in by_rank.values()
@@ -97,10 +98,22 @@ def first_divergence(dumps: Mapping[int, Mapping[str, Any]]) -> AbsentRanks | No
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
+def _last(by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
+    """Return the last call of each rank."""
+    return [entries[max(entries)] for entries in by_rank.values()]
+
+
 def _of_group(
-    group: str, by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]], expected: set[int]
+    group: str,
+    by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]],
+    dumped: set[int],
+    expected: set[int],
 ) -> Iterable[AbsentRanks]:
-    """Yield the first call of a group that its ranks did not all make alike."""
+    """Yield the first call of a group that its ranks did not all make alike.
+
+    Where all ranks that wrote a dump agree and their last call is not over, those of
+    ``expected`` that wrote none are absent.
+    """
     # A ring buffer forgets old calls: compare from where every rank still has some.
     first = max((min(entries) for entries in by_rank.values()), default=0)
     last = max((max(entries) for entries in by_rank.values()), default=-1)
@@ -110,7 +123,9 @@ def _of_group(
         for rank, entry in made.items():
             signatures[_signature(entry)].append(rank)
         usual = max(signatures, key=lambda s: len(signatures[s])) if signatures else ""
-        missing = expected - set(made)
+        missing = dumped - set(made)
+        if number == last and not missing and not made[min(made)].get("retired"):
+            missing = expected - dumped
         odd = set(made) - set(signatures.get(usual, ()))
         if not (missing or odd):
             continue

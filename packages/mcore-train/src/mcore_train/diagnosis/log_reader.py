@@ -6,8 +6,7 @@ with ``[rank3]:``, ``[default3]:`` or Slurm's ``3:``; logs of launchers, Slurm a
 Of torchrun's attempts the last is read.
 
 A gigabyte takes seconds: numpy looks for pairs of letters that error messages have and progress
-lines have not, and regular expressions see only the lines around them. The first and last part
-of each file is always seen.
+lines have not, and regular expressions see only the lines around them and the end of each file.
 """
 
 import mmap
@@ -26,13 +25,13 @@ from mcore_train.diagnosis.rules import Rule, recognize
 
 CHUNK_BYTES = 1 << 18
 """Bytes that are compared at once; they stay in the processor's cache."""
-EDGE_BYTES = 1 << 15
-"""First and last part of a file in which every line is compared with the rules."""
+EDGE_BYTES = 1 << 13
+"""Last part of a file, in which words are looked for that have none of ``_PAIRS``."""
 LONGEST_LINE = 4096
 """Bytes of a line that are read."""
 LOOKAHEAD_BYTES = 1 << 18
 """Bytes after a finding in which further steps show that the run went on."""
-MOST_ALIKE = 20
+MOST_ALIKE = 8
 """Lines of one file that differ only in their digits and are compared with the rules."""
 BINARY = {".bin", ".idx", ".safetensors", ".pt", ".pth", ".svg", ".png", ".gz", ".xz", ".zst",
           ".pickle", ".pkl", ".npy", ".json", ".jsonl", ".toml", ".pyc"}  # fmt: skip
@@ -42,14 +41,15 @@ _PAIRS = (b"rr", b"RR", b"Xi", b"WA", b"xc", b"Ki")
 """Of error and KeyboardInterrupt, ERROR, Xid, WARN, exception and exceeded, Killed."""
 _SUSPECT = re.compile(
     rb"rror|RROR|Xid|WARN|WATCH|xce|Kill|nterrupt|atchdog|CANCEL| ends[ :]|ended (?:by|with)|"
-    rb"is gone|not come|sent nothing|[Tt]ime(?:d |)?out|Signal|signal|fault|bort|ailed|ailure|"
-    rb"oom|OOM|preempt|Preempt|fallen|DUE TO|disagree|mismatch|refused|refusing|link|"
+    rb"is gone|not come|sent nothing|imed out|imeout|ime out|Signal|signal|fault|bort|ailed|"
+    rb"ailure|oom|OOM|preempt|Preempt|fallen|DUE TO|disagree|mismatch|refused|refusing|link|"
     rb"Fatal|exitcode|NVRM|GPU is lost|usage: |not responding|No such|closed by|not moved|"
     rb"terminate called"
 )
 _PREFIX = re.compile(
     r"^(?:\[[\w-]*?(?P<role>\d+)\]:|(?P<task>\d{1,5}): )?\s?(?:\[rank(?P<rank>\d+)\]:)?\s?"
 )
+_DIGITS = re.compile(rb"\d+")
 _PROGRESS = re.compile(rb"iteration +(\d+)/ *\d+")
 _RANK_OF_FILE = (
     re.compile(r"(?:^|[^a-z])(?:global_?)?(?:rank|task|proc)[-_.]?(\d+)(?!\d)"),
@@ -69,6 +69,7 @@ _FAILED = re.compile(
     r"(?:\. The others: (?P<others>.*))?$", re.S)  # fmt: skip
 _LAUNCHERS = re.compile(rb"torch/distributed/elastic|slurmstepd:|srun:|; ending the others")
 _SUMMARY = re.compile(r"^\s*exitcode +: (-?\d+) \(pid")
+_ELSEWHERE = re.compile(r"ranks? (\d+)[\d, .]* at ")
 _SILENT = re.compile(r"ranks? (\d+)[\d, .]* SILENT, last")
 
 
@@ -121,7 +122,8 @@ def read_logs(folder: Path) -> list[LogFile]:
     attempts = [_attempt(path, folder) for path in paths]
     newest = max((a for a in attempts if a is not None), default=None)
     kept = [p for p, attempt in zip(paths, attempts, strict=True) if attempt in (None, newest)]
-    files = [read for path in kept if (read := _read_file(path, folder)) is not None]
+    ordinary: set[bytes] = set()
+    files = [read for path in kept if (read := _read_file(path, folder, ordinary)) is not None]
     if not files:
         raise ValueError(f"{folder} holds no log: give the folder of the ranks' output.")
     return files
@@ -134,32 +136,50 @@ def _attempt(path: Path, folder: Path) -> int | None:
     return None
 
 
-def _read_file(path: Path, folder: Path) -> LogFile | None:
-    """Read one file; None if it is empty or no text."""
+def _read_file(path: Path, folder: Path, ordinary: set[bytes]) -> LogFile | None:
+    """Read one file; None if it is no text.
+
+    Args:
+        path: of the file.
+        folder: that triage was given.
+        ordinary: lines without their digits that no rule recognized; grows.
+    """
     size = path.stat().st_size
     if size == 0:
         return LogFile(path, _rank_of_path(path, folder), _host_of_path(path, folder))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if b"\0" in data[:1024]:
+        if b"\0" in data[:1024] or data[:1] == b"\x80":  # the second one begins a pickle
             return None
         # A prefix is the rank in the world; torchrun's folders count within a host.
         rank = _rank_of_content(data)
         rank = _rank_of_path(path, folder) if rank is None else rank
         log = LogFile(path, rank, _host_of_path(path, folder))
         modified_s = path.stat().st_mtime
-        for start, end in _suspicious_lines(data):
-            line = data[start : min(end, start + LONGEST_LINE)].decode(errors="replace")
-            if (finding := _finding(line, data, start, end, log, modified_s)) is not None:
+        for start, end, alike in _suspicious_lines(data, ordinary):
+            finding = _finding(data, start, end, log, modified_s)
+            if finding is None:
+                ordinary.add(alike)
+            else:
                 log.findings.append(finding)
-        tail = data[max(0, size - 4 * EDGE_BYTES) :]
-        if steps := _PROGRESS.findall(tail):
-            log.last_step = int(steps[-1])
+        log.last_step = _last_step(data)
         _drop_recovered(log, data)
     return log
 
 
-def _suspicious_lines(data: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of lines that may report a failure, in the order of the file."""
+def _last_step(data: mmap.mmap) -> int | None:
+    """Return the number of the last progress line near the end of a file."""
+    end, first = len(data), max(0, len(data) - 16 * EDGE_BYTES)
+    while (place := data.rfind(b"iteration ", first, end)) >= 0:
+        if step := _PROGRESS.match(data, place):
+            return int(step[1])
+        end = place
+    return None
+
+
+def _suspicious_lines(
+    data: mmap.mmap, ordinary: set[bytes]
+) -> Iterator[tuple[int, int, bytes]]:
+    """Yield begin, end and digitless text of lines that may report a failure, in order."""
     size = len(data)
     seen: Counter[bytes] = Counter()
     done = 0  # end of the last line looked at
@@ -174,20 +194,22 @@ def _suspicious_lines(data: mmap.mmap) -> Iterator[tuple[int, int]]:
         line = data[start:end]
         if _SUSPECT.search(line) is None:
             continue
-        alike = re.sub(rb"\d+", b"", line[:200])
+        alike = _DIGITS.sub(b"", line[:300])
+        if alike in ordinary:
+            continue
         seen[alike] += 1
         if seen[alike] <= MOST_ALIKE:
-            yield start, end
+            yield start, end, alike
 
 
 def _suspicious_places(data: mmap.mmap) -> Iterator[int]:
-    """Yield a place in every line of the edges, and places of pairs of letters between them."""
+    """Yield places of pairs of letters, and of suspicious words at the end of the file."""
     size = len(data)
-    first, last = min(EDGE_BYTES, size), max(min(EDGE_BYTES, size), size - EDGE_BYTES)
-    yield from _line_starts(data, 0, first)
-    for begin in range(first, last, CHUNK_BYTES):
+    last = max(0, size - EDGE_BYTES)
+    for begin in range(0, last, CHUNK_BYTES):
         yield from _pair_places(data, begin, min(last, begin + CHUNK_BYTES))
-    yield from _line_starts(data, last, size)
+    for found in _SUSPECT.finditer(data[last:]):
+        yield last + found.start()
 
 
 def _pair_places(data: mmap.mmap, begin: int, end: int) -> list[int]:
@@ -202,36 +224,31 @@ def _pair_places(data: mmap.mmap, begin: int, end: int) -> list[int]:
     return (begin + np.flatnonzero(hits)).tolist() if hits.any() else []
 
 
-def _line_starts(data: mmap.mmap, begin: int, end: int) -> Iterator[int]:
-    position = begin
-    while 0 <= position < end:
-        yield position
-        position = data.find(b"\n", position, end) + 1 or -1
-
-
 def _finding(
-    line: str, data: mmap.mmap, start: int, end: int, log: LogFile, modified_s: float
+    data: mmap.mmap, start: int, end: int, log: LogFile, modified_s: float
 ) -> Finding | None:
     """Read one line; None if it reports no failure."""
+    line = data[start : min(end, start + LONGEST_LINE)].decode(errors="replace")
     text, writer = _without_prefix(line, log)
     if text.startswith("mcore-train: error:"):
         text += _following_items(data, end)
-    time_s = _time_near(line, data, start, end, modified_s)
-    host = log.host
-    if found := _HOST_OF_LINE.search(line):
-        host = next(value for value in found.groups() if value)
-    if found := _watch_finding(text):
-        rule, rank, place, said = found
-        return Finding(rule, said, rank, time_s, host, log.path, start, True, place)
     if code := _SUMMARY.match(text):  # torchrun's table of failed ranks, one line a column
         ranks = re.findall(r"rank +: (\d+) \(local", data[max(0, start - 400) : start].decode())
         text = _exit_message(ranks[-1] if ranks else "", int(code[1]))
-    match = recognize(text)
-    if match is None:
+    place, is_named = "", False
+    if found := _watch_finding(text):
+        rule, rank, place, text = found
+        is_named = True
+    elif match := recognize(text):
+        rule, is_named = match.rule, match.rank is not None
+        rank = match.rank if is_named else writer
+    else:
         return None
-    rank = writer if match.rank is None else match.rank
-    is_named = match.rank is not None
-    return Finding(match.rule, text.strip(), rank, time_s, host, log.path, start, is_named)
+    host = log.host
+    if found := _HOST_OF_LINE.search(line):
+        host = next(value for value in found.groups() if value)
+    time_s = _time_near(line, data, start, end, modified_s)
+    return Finding(rule, text.strip(), rank, time_s, host, log.path, start, is_named, place)
 
 
 def _exit_message(rank: str, code: int) -> str:
@@ -253,11 +270,15 @@ def _watch_finding(text: str) -> tuple[Rule, int | None, str, str] | None:
         return None
     rank, rule = int(failed["rank"]), match.rule
     # A rank that failed in a collective may have missed another one, which is silent.
+    others = failed["others"] or ""
     is_reaction = rule.role != "root" or failed["place"].startswith("in ")
-    if is_reaction and (silent := _SILENT.search(failed["others"] or "")):
-        absent = recognize(f"rank {silent[1]} is gone: silent for")
-        assert absent is not None
-        return absent.rule, int(silent[1]), failed["place"], fault
+    absent = _SILENT.search(others) if is_reaction else None
+    if absent is None and rule.fault == "collective_timeout":
+        absent = _ELSEWHERE.search(others)  # not in a collective, as all others are
+    if absent is not None:
+        match = recognize(f"rank {absent[1]} is gone: silent for")
+        assert match is not None
+        return match.rule, int(absent[1]), failed["place"], fault
     return rule, rank, failed["place"], fault
 
 
@@ -320,12 +341,19 @@ def _time_of(text: str, year: int, *, last: bool = False) -> float | None:
 
 def _drop_recovered(log: LogFile, data: mmap.mmap) -> None:
     """Drop findings after which the same file reports four more steps: the run went on."""
-    log.findings = [
-        finding
-        for finding in log.findings
-        if finding.rule.outside
-        or len(_PROGRESS.findall(data[finding.offset : finding.offset + LOOKAHEAD_BYTES])) < 4
-    ]
+
+    def goes_on(place: int) -> bool:
+        end = place + LOOKAHEAD_BYTES
+        for _ in range(4):
+            while True:
+                place = data.find(b"iteration ", place + 1, end)
+                if place < 0:
+                    return False
+                if _PROGRESS.match(data, place):
+                    break
+        return True
+
+    log.findings = [f for f in log.findings if f.rule.outside or not goes_on(f.offset)]
 
 
 def _rank_of_path(path: Path, folder: Path) -> int | None:
@@ -342,7 +370,7 @@ def _rank_of_path(path: Path, folder: Path) -> int | None:
 
 def _rank_of_content(data: mmap.mmap) -> int | None:
     """Return the one rank whose prefix lines at the edges have; None in a launcher's log."""
-    edges = data[:EDGE_BYTES] + data[-EDGE_BYTES:]
+    edges = data[: 4 * EDGE_BYTES] + data[-4 * EDGE_BYTES :]
     if _LAUNCHERS.search(edges):
         return None
     ranks = set(re.findall(rb"\[rank(\d+)\]:", edges))

@@ -180,6 +180,33 @@ RULES: tuple[Rule, ...] = (
         r"ibv_\w+ failed|link (?:is )?down\b|NETDEV WATCHDOG|mlx5_core.*(?:failed|error)",
         "Start again; leave a host out that is named twice, and look at its ibstat and cable.",
     ),
+    # -- Ranks that did not find each other.
+    _root(
+        "download",
+        "network",
+        r"HTTPSConnectionPool|Max retries exceeded|50[234] Server Error|429 Client Error|"
+        r"ReadTimeoutError|ConnectTimeout|LocalEntryNotFoundError",
+        "Start again, or download to a local folder first and name that.",
+    ),
+    _root(
+        "port taken",
+        "rendezvous",
+        r"EADDRINUSE|[Aa]ddress already in use",
+        "Start again with another MASTER_PORT, or with --nproc, which takes a free one.",
+    ),
+    _root(
+        "master not found",
+        "rendezvous",
+        r"Name or service not known|[Tt]emporary failure in name resolution|"
+        r"ai_family not supported|"
+        r"RendezvousTimeoutError|RendezvousConnectionError|RendezvousClosedError|"
+        r"client socket has (?:failed|timed out)|"
+        r"Timed out after \d+ seconds waiting for clients|"
+        r"No route to host|Network is unreachable|getaddrinfo|"
+        r"Bootstrap : no socket interface found",
+        "MASTER_ADDR and MASTER_PORT must be the same on all hosts and reachable from each "
+        "(mcore-train doctor tries it); all hosts need one command.",
+    ),
     # -- Reactions to another rank's failure.
     _cascade(
         "collective timed out",
@@ -238,7 +265,7 @@ RULES: tuple[Rule, ...] = (
     _root(
         "unlike weights",
         "replicas",
-        r"UnlikeWeightsError|do not have the same weights any more",
+        r"UnlikeWeightsError|The copies were equal after|do not have the same weights any more",
         "Start again from the checkpoint that the line names, or one before. A host named "
         "twice has a broken GPU: leave it out.",
     ),
@@ -264,31 +291,12 @@ RULES: tuple[Rule, ...] = (
         "Fewer --num-workers or ranks on a host, no --async-save, a larger /dev/shm, or more "
         "memory for the job.",
     ),
-    # -- Ranks that did not find each other.
-    _root(
-        "port taken",
-        "rendezvous",
-        r"EADDRINUSE|[Aa]ddress already in use",
-        "Start again with another MASTER_PORT, or with --nproc, which takes a free one.",
-    ),
-    _root(
-        "master not found",
-        "rendezvous",
-        r"Name or service not known|[Tt]emporary failure in name resolution|"
-        r"ai_family not supported|"
-        r"RendezvousTimeoutError|RendezvousConnectionError|RendezvousClosedError|"
-        r"client socket has (?:failed|timed out)|"
-        r"Timed out after \d+ seconds waiting for clients|"
-        r"No route to host|Network is unreachable|getaddrinfo|"
-        r"Bootstrap : no socket interface found",
-        "MASTER_ADDR and MASTER_PORT must be the same on all hosts and reachable from each "
-        "(mcore-train doctor tries it); all hosts need one command.",
-    ),
     # -- Files.
     _root(
         "drive full",
         "storage_full",
-        r"No space left on device|Disk quota exceeded|Errno (?:28|122)\]|File too large",
+        r"No space left on device|the disk takes no more|Disk quota exceeded|Errno (?:28|"
+        r"122)\]|File too large",
         "Free space where --save points, or keep fewer checkpoints.",
     ),
     _root(
@@ -310,24 +318,13 @@ RULES: tuple[Rule, ...] = (
         "Start from the last checkpoint with a lower --lr, a longer warm-up or --clip-grad "
         "1.0, and look at the samples of the step (mcore-data explain --run DIR --step N).",
     ),
-    # -- Checkpoints, before shapes: a checkpoint's shapes are not the layout's.
-    _root(
-        "checkpoint",
-        "checkpoint",
-        r"Error\(s\) in loading state_dict|size mismatch for|Missing key\(s\) in state_dict|"
-        r"Unexpected key\(s\) in|CheckpointError|CheckpointException|has not the checksum|"
-        r"holds no checkpoint|was saved under another layout|SafetensorError|"
-        r"InvalidHeaderDeserialization|PytorchStreamReader failed|invalid magic number|"
-        r"weight shapes do not match|the checkpoint (?:holds|has|was|needs|in)|"
-        r"checkpoint .{0,80}(?:damaged|cut off|incomplete|truncated|another model)|"
-        r"Invalid access of peer .* checkpoint|unpickling stack underflow",
-        "Load the step before (--ckpt-step N), or give the model that the checkpoint holds.",
-    ),
     # -- Data.
     _root(
         "data",
         "data",
-        r"CorruptDatasetError|srcIndex < srcSelectDimSize|index out of range in self|"
+        r"CorruptDatasetError|BadRecordError|Write the dataset again|[Tt]he index is damaged|"
+        r"its manifest|training data end within|is damaged \(\d|holds id \d|"
+        r"does not fit its header|srcIndex < srcSelectDimSize|index out of range in self|"
         r"`?t >= 0 && t < n_classes|idx_dim >= 0 && idx_dim < index_size|"
         r"index \d+ is out of bounds for dimension|token ids? .{0,60}(?:vocabulary|vocab)|"
         r"beyond the vocabulary|JSONDecodeError|UnicodeDecodeError|"
@@ -337,6 +334,23 @@ RULES: tuple[Rule, ...] = (
         r"Caught \w+ in DataLoader worker|DataLoader worker \(pid\(s\) [\d, ]+\) exited",
         "mcore-data inspect checks the files; the tokenizer of --tokenizer-type must be the "
         "one that made them.",
+    ),
+    # -- Checkpoints, before shapes: a checkpoint's shapes are not the layout's.
+    _root(
+        "checkpoint",
+        "checkpoint",
+        r"is damaged|was cut short|is no sound|no safetensors file|names it\b|proof failed|"
+        r"no file of torch\.save|\.safetensors\b|Error\(s\) in loading state_dict|"
+        r"size mismatch for|Missing key\(s\) in state_dict|"
+        r"Unexpected key\(s\) in|CheckpointError|CheckpointException|has not the checksum|"
+        r"was saved under another layout|SafetensorError|"
+        r"InvalidHeaderDeserialization|PytorchStreamReader failed|invalid magic number|"
+        r"weight shapes do not match|holds another model|the checkpoint\'s |"
+        r"bytes, not the \d+ written|"
+        r"the checkpoint (?:holds|has|was|needs|in)|"
+        r"checkpoint .{0,80}(?:damaged|cut off|incomplete|truncated|another model)|"
+        r"Invalid access of peer .* checkpoint|unpickling stack underflow",
+        "Load the step before (--ckpt-step N), or give the model that the checkpoint holds.",
     ),
     # -- Packages.
     _root(
@@ -369,7 +383,8 @@ RULES: tuple[Rule, ...] = (
     _root(
         "missing path",
         "missing_path",
-        r"FileNotFoundError|No such file or directory|NotADirectoryError|does not exist|"
+        r"FileNotFoundError|holds no checkpoint|No such file or directory|"
+        r"NotADirectoryError|does not exist|"
         r"can't open file|there is no (?:file|folder|dataset)|404 (?:Client Error|Not Found)|"
         r"found no (?:file|dataset)|NoSuchKey|NoSuchBucket",
         "Give a path that exists on every host; a local disk is not shared.",
@@ -412,6 +427,12 @@ RULES: tuple[Rule, ...] = (
         "cancelled",
         r"JOB \S+ ON \S+ CANCELLED AT \S+ \*|^KeyboardInterrupt|error: interrupted$|"
         r"scancel|CANCELLED by \d+",
+    ),
+    _root(
+        "no such device",
+        "config",
+        r"invalid device ordinal|this host shows \d+\. Start|No CUDA GPUs are available",
+        "Start as many ranks on each host as nvidia-smi -L lists there.",
     ),
     # -- Refused options, and what no row before recognized.
     _root(

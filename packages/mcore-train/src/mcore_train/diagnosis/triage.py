@@ -27,7 +27,7 @@ SAME_MOMENT_S = 120.0
 """An exception so much earlier than the end by scheduler or kernel is a cause itself."""
 _ENDS = ("preemption", "time_limit", "host_memory")
 _DIED = ("killed", "crash", "cancelled")
-_APART = ("network", "collective_timeout")
+_APART = ("network", "collective_timeout", "rendezvous")
 _WORK = re.compile(r"[Ll]ast enqueued (?:NCCL )?work: (\d+)")
 _SEQUENCE = re.compile(r"SeqNum=(\d+), OpType=(\w+)")
 _GROUP = re.compile(r"PG GUID (\w+)")
@@ -130,7 +130,16 @@ def triage(folder: str | Path) -> Verdict:
 
 def _cause(findings: Sequence[Finding]) -> Finding | None:
     """Return the first of the causes by the order of this module's docstring."""
-    roots = [finding for finding in findings if finding.rule.role == "root"]
+    reacting = {f.rank for f in findings if f.rule.role == "cascade" and not f.place}
+    roots = [
+        finding
+        for finding in findings
+        if finding.rule.role == "root"
+        # A rank that ended after it reported another rank's failure is no cause.
+        and not (
+            finding.rule.name in ("native crash", "exit code") and finding.rank in reacting
+        )
+    ]
     by_tier: dict[int, list[Finding]] = {}
     for finding in roots:
         by_tier.setdefault(_tier(finding), []).append(finding)
@@ -212,9 +221,9 @@ def _without_cause(
 ) -> Verdict:
     """Judge logs in which no rank reports a cause: reactions, the job's end, or nothing."""
     cascade = [finding for finding in findings if finding.rule.role == "cascade"]
-    if absent is not None and cascade:
-        text = absent.describe()
-        return _verdict(folder, logs, _first(cascade), absent.fault, absent.ranks, text)
+    if absent is not None:
+        first = _first(cascade) if cascade else None
+        return _verdict(folder, logs, first, absent.fault, absent.ranks, absent.describe())
     if cascade:
         timeouts = [f for f in cascade if f.rule.fault == "collective_timeout"]
         first = _first(timeouts or cascade)

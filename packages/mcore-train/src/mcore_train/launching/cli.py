@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_parallel.command_line import HELP_FLAGS, FaultCollector, read_options
-from mcore_parallel.command_line import parse as parse_options
+from mcore_base.command_line import HELP_FLAGS, FaultCollector, read_options
+from mcore_base.command_line import parse as parse_options
 from mcore_train.launching.config import (
     ContainerConfig,
     JobConfig,

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_parallel.field_checks import check_at_least
+from mcore_base.field_checks import check_at_least
 
 KubernetesKind = Literal["jobset", "trainjob", "pytorchjob"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from mcore_ckpt.storage.stores import as_path, is_store
-from mcore_parallel.command_line import FaultCollector, OptionsError
+from mcore_base.command_line import FaultCollector, OptionsError
+from mcore_base.stores import as_path, is_store
 from mcore_train.composition import FAMILY_COMMANDS, TrainConfig
 from mcore_train.launching.config import ContainerConfig, JobConfig, RestartConfig
 from mcore_train.options.output_checks import build_checked_plan

@@ -17,8 +17,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.storage.stores import as_path, is_store
-from mcore_parallel.command_line import OptionsError
+from mcore_base.command_line import OptionsError
+from mcore_base.stores import as_path, is_store
 
 FOLDER = "preflight"
 """Below the attempt's log folder: one file a host."""
