@@ -214,3 +214,12 @@ def test_status_logs_and_cancel_ask_slurm(tmp_path, monkeypatch):
     assert launch("cancel", 42).returncode == 0
     assert "cancel 42" in (tmp_path / "asked").read_text()
     assert "'x' is no job" in launch("status", "x").stderr
+
+
+def test_a_job_is_rendered_again_where_its_run_has_saved_steps(tmp_path):
+    step = tmp_path / "run/iter_0000002"
+    step.mkdir(parents=True)
+    (step / "index.json").write_text("{}")
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("2")
+    done = launch("slurm", "--", *RUN, "--save", "run", "--no-auto-resume", cwd=tmp_path)
+    assert "holds step 2 of an earlier run" in done.stderr
