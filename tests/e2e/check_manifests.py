@@ -52,7 +52,7 @@ def scripts(value: Any) -> Iterator[str]:
 def check_script(text: str) -> None:
     """Run shellcheck over a script."""
     shebang = "" if text.startswith("#!") else "#!/usr/bin/env bash\n"
-        # SC2013: the words of one line of /proc are children. SC2329: a trap calls the function.
+    # SC2013: the words of one line of /proc are children. SC2329: a trap calls the function.
     command = ["shellcheck", "--exclude=SC2013,SC2016,SC2329", "-"]
     subprocess.run(command, input=shebang + text, text=True, check=True)
 
