@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 from functools import lru_cache
 
+from mcore_base.options import find_faults
 from mcore_models.config import TransformerConfig
 from mcore_models.counting import GPU_GIB, USABLE
 from mcore_models.families import Family
@@ -26,8 +27,7 @@ from mcore_parallel.pipeline_parallel.search import (
     search_table,
 )
 from mcore_train.batch_ramp import build_ramp
-from mcore_train.composition import TrainConfig
-from mcore_train.options.option_conflicts import find_option_conflicts
+from mcore_train.composition import TrainConfig, parts
 
 FLOPS = 500e12
 """Of a GPU in a second, as an H200 reaches in bf16 layers."""
@@ -187,7 +187,7 @@ def _problem(config: TrainConfig, pipeline: PipelineConfig, num_microbatches: in
         pp = config.parallelism.pipeline_model_parallel_size
         for size in build_ramp(ramp, final).sizes():
             check_schedule(pipeline, pp, max(1, size * num_microbatches // final))
-    return next(find_option_conflicts(replace(config, pipeline=pipeline)), "")
+    return next(iter(find_faults(*parts(replace(config, pipeline=pipeline)))), "")
 
 
 def _cap_bytes(text: str) -> float:
