@@ -13,9 +13,9 @@ from mcore_parallel.data_parallel.engines import ENGINES
 from mcore_parallel.data_parallel.gradient_sync import Copy, GradientSync, OwnedRange
 from mcore_parallel.data_parallel.grads import sum_views
 from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
+from mcore_parallel.kernels.fp8_fine_cast import FineFp8
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.fp8 import RECIPES
-from mcore_parallel.precision.fp8_fine_cast import FineFp8
 from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.sharding import named_parameters, shards_of
 from mcore_parallel.testing.ranks import run_ranks

@@ -86,7 +86,7 @@ def _train(name: str, words: Sequence[str], *, is_megatron_script: bool = False)
 
 def quickstart(words: Sequence[str]) -> int:
     """Train on the shipped book, from its text to a paragraph."""
-    from mcore_train.quickstart.plan import QuickstartConfig
+    from mcore_train.quickstart.options import QuickstartConfig
 
     config = parse_options(QuickstartConfig, "mcore-train quickstart", words)
     if config.tour.nproc:
@@ -156,6 +156,14 @@ def triage(words: Sequence[str]) -> int:
     return parse_options(triage_logs, "mcore-train triage", words)
 
 
+def plan(words: Sequence[str]) -> int:
+    """Search the layouts of a model on a cluster."""
+    from mcore_train.planning.command import run_plan
+
+    print(run_plan(words))
+    return 0
+
+
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
     """Start ``nproc`` ranks of this same command on this host and wait for them."""
     from mcore_parallel.launch.launcher import launch_local, python_command
@@ -205,6 +213,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         verify,
     ),
     "launch": ("start a run on several hosts: Slurm, Kubernetes, Ray, SkyPilot, here", launch),
+    "plan": ("from a model and a cluster to the fastest layouts that fit", plan),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
 }

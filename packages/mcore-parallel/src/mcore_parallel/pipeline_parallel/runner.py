@@ -7,7 +7,7 @@ graph, not the memory. On one rank a schedule has no messages.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
@@ -22,7 +22,6 @@ from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.pipeline_parallel.actions import Action, Kind, action_units, message_peer
 from mcore_parallel.pipeline_parallel.forward_backward_overlap import ForwardBackwardOverlap
 from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post_by_way
-from mcore_parallel.pipeline_parallel.run_checks import check_run
 from mcore_parallel.pipeline_parallel.stages import Placement
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue, Work, make_weights
 
@@ -113,7 +112,7 @@ def run_schedule(
         TypeError: if actions are those of all ranks, or a stage returns no ``StageOutput``.
     """
     places = Placement(axis.size, len(chunks), v_shaped)
-    check_run(actions, chunks, axis, places, has_queue=weight_queue is not None)
+    _check_run(actions, chunks, axis, places, has_queue=weight_queue is not None)
     runner = _Runner(actions, chunks, (axis, back or axis), shape, dtype, device)
     runner.places = places
     if weight_queue is not None:
@@ -361,3 +360,50 @@ def _listed(names: Iterable[str]) -> str:
 def _wait(pending: list[PendingMessages]) -> None:
     for messages in pending:
         messages.wait()
+
+
+def _check_run(
+    actions: Sequence[Action],
+    chunks: Collection[int],
+    axis: Axis,
+    places: Placement,
+    *,
+    has_queue: bool,
+) -> None:
+    """Refuse actions that are not this rank's, or need what is not given; see the runner.
+
+    Args:
+        actions: of a schedule.
+        chunks: numbers of this rank's stages.
+        axis: pipeline ranks.
+        places: of stages on them.
+        has_queue: whether weight gradients can be put off.
+    """
+    if not all(isinstance(action, Action) for action in actions):
+        raise TypeError(
+            "run_schedule takes the actions of this rank: schedule[axis.rank], not the schedule"
+        )
+    named = {action.chunk for action in actions}
+    if named != set(chunks):
+        raise ValueError(
+            f"the schedule runs chunks {sorted(named)}, but functions are given for "
+            f"{sorted(chunks)}"
+        )
+    kinds = {(action.kind, action.chunk) for action in actions}
+    for chunk in chunks:
+        stage = places.stage(axis.rank, chunk)
+        ends = (Kind.RECEIVE_FORWARD, stage - 1), (Kind.SEND_FORWARD, stage + 1)
+        if any(
+            ((kind, chunk) in kinds) != (places.has(other) and places.rank(other) != axis.rank)
+            for kind, other in ends
+        ):
+            raise ValueError(
+                f"these actions of chunk {chunk} are not those of rank {axis.rank} of "
+                f"{axis.size}: build the schedule for {axis.size} pipeline ranks and take "
+                "schedule[axis.rank]"
+            )
+    if not has_queue and any(a.kind is Kind.BACKWARD_WEIGHT for a in actions):
+        raise ValueError(
+            "a schedule that splits backward (zb-h1, zb-v, dualpipev) needs a weight_queue, "
+            "which linears put weight gradients into: give one, or use 1f1b or interleaved."
+        )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mcore_base.field_checks import flag
 from mcore_models.families import Family
 from mcore_train.checkpoints.origin import start_kind
-from mcore_train.composition import TrainConfig, compose, flat
+from mcore_train.composition import TrainConfig, compose, flat, without_idle_options
 from mcore_train.config import (
     LoadConfig,
 )
@@ -21,7 +21,6 @@ from mcore_train.layout_check.relations import (
 )
 from mcore_train.layout_check.shrinking import SHRINKS_TO, Shrinking
 from mcore_train.layout_check.small_layout import describe_layout, shrink_layout
-from mcore_train.options.idle_options import without_idle_options
 from mcore_train.resolution import Plan, resolve
 
 
