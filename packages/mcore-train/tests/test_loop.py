@@ -25,7 +25,7 @@ from mcore_train.composition import compose
 from mcore_train.config import OptimizerConfig
 from mcore_train.evaluation import validate
 from mcore_train.guards.deadline import process_age_s
-from mcore_train.layout_check.trial import Rows
+from mcore_train.layout_check.rows import Rows
 from mcore_train.loop import train
 from mcore_train.lr_schedule import learning_rate
 from mcore_train.optimizers import OPTIMIZERS

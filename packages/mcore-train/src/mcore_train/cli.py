@@ -123,7 +123,7 @@ def verify(words: Sequence[str]) -> int:
         needs=command.needs,
         check=check,
     )
-    from mcore_train.layout_check.small_run_degrees import smallest_world
+    from mcore_train.layout_check.small_layout import smallest_world
     from mcore_train.layout_check.verification import run_verification
 
     if config.run.device == "cuda" and not is_launched():
@@ -154,6 +154,14 @@ def triage(words: Sequence[str]) -> int:
     from mcore_train.diagnosis.cli import triage_logs
 
     return parse_options(triage_logs, "mcore-train triage", words)
+
+
+def plan(words: Sequence[str]) -> int:
+    """Search the layouts of a model on a cluster."""
+    from mcore_train.planning.command import run_plan
+
+    print(run_plan(words))
+    return 0
 
 
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
@@ -205,6 +213,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         verify,
     ),
     "launch": ("start a run on several hosts: Slurm, Kubernetes, Ray, SkyPilot, here", launch),
+    "plan": ("from a model and a cluster to the fastest layouts that fit", plan),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
 }

@@ -22,7 +22,8 @@ from mcore_train.checkpoints.origin import checkpoint_fields
 from mcore_train.checkpoints.resuming import load_run, save_run
 from mcore_train.composition import compose
 from mcore_train.datasets import Datasets
-from mcore_train.layout_check.trial import Rows, fingerprint, whole_weights
+from mcore_train.layout_check.rows import Rows
+from mcore_train.layout_check.trial import fingerprint, whole_weights
 from mcore_train.loop import train
 from mcore_train.options.parsing import parse
 from mcore_train.reporting.log import Reporter
@@ -259,10 +260,13 @@ def test_dora_begins_beside_a_loaded_base_however_data_ranks_share_it(tmp_path, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"lora_dim": 4}, "--lora-dim has no effect without --peft"),
+        ({"lora_dim": 4}, "--lora-dim 4 has no effect without --peft"),
         ({**DORA, "lora_target_modules": ("qq",)}, "--lora-target-modules qq means no linear"),
         ({**LORA, **EXPERTS, "peft": "dora"}, "--peft dora has no routed experts"),
-        ({**DORA, "save": "x", "save_hf": True}, "--save-hf writes whole models"),
+        (
+            {**DORA, "save": "x", "save_hf": True},
+            "which writes whole models: convert a",
+        ),
         ({**DORA, "peft_base_bits": 8, "use_torch_fsdp2": True}, "no rows to gather by layers"),
         (
             {

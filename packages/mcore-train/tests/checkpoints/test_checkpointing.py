@@ -24,7 +24,7 @@ from mcore_train.checkpoints.origin import carried_files
 from mcore_train.checkpoints.resuming import _streams_fit, load_run, save_run, take_snapshot
 from mcore_train.composition import compose
 from mcore_train.datasets import Datasets
-from mcore_train.layout_check.trial import Rows
+from mcore_train.layout_check.rows import Rows
 from mcore_train.loop import train
 from mcore_train.options.parsing import parse
 from mcore_train.reporting.log import Reporter

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_base.field_checks import flag
+from mcore_base.options import idle_options
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER
@@ -22,8 +23,7 @@ from mcore_models.peft.quantized_base import quantize_base
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Origin, Run
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint
-from mcore_train.composition import TrainConfig
-from mcore_train.options.idle_options import SWITCHES
+from mcore_train.composition import TrainConfig, flat, parts
 from mcore_train.resolution import Plan
 
 _FREE = ("lora_dropout", "peft_base_bits")
@@ -193,7 +193,7 @@ def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
             "--num-experts out."
         )
     # Fields of a part that is off change nothing, whatever was saved of them.
-    idle = {n for s in SWITCHES if not s.is_on(plan.config) for n in s.options}
+    idle = idle_options(flat(plan.config), map(type, parts(plan.config)))
     different = []
     has_same_depth = saved["config"].get("num_layers") == plan.config.model.num_layers
     for part, owner in (("config", plan.config.model), ("moe", plan.config.experts)):

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,8 +30,8 @@ from mcore_train.checkpoints.side_state import fp8_shards, rng_shards
 from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.datasets import Datasets
 from mcore_train.evaluation import evaluate
-from mcore_train.layout_check.family_rows import BertRows, T5Rows
 from mcore_train.layout_check.logits import logit_shards
+from mcore_train.layout_check.rows import AnyRows
 from mcore_train.loop import one_step
 from mcore_train.reporting.interval import Interval
 from mcore_train.resolution import Plan
@@ -73,77 +72,6 @@ class Trial:
     """Fingerprint of all state after all steps in one go."""
     resumed: str = ""
     """Fingerprint of all state after all steps, stopped and continued on the way."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
-    """Sequences by number: random tokens, and masks that differ from row to row.
-
-    A stretch of rows of every step has no valid token at all.
-    """
-
-    seq_length: int
-    vocab_size: int
-    global_batch_size: int
-    num_steps: int
-    masked: range = field(default_factory=lambda: range(0))
-    """Places in a step's batch whose rows count nothing."""
-    is_packed: bool = False
-    """Whether the documents of a row do not see each other; their positions begin anew where
-    the plan has it."""
-
-    def __len__(self) -> int:
-        return self.global_batch_size * self.num_steps
-
-    def __getitem__(self, sample: int) -> dict[str, np.ndarray]:
-        S = self.seq_length
-        text = np.random.default_rng(sample).integers(0, self.vocab_size, S + 1)
-        place = np.arange(S)
-        mask = (place < S - 3 * (sample % 4)) & ((5 * place + sample) % 7 != 0)
-        if sample % self.global_batch_size in self.masked:
-            mask[:] = False
-        borders = self.borders(sample)
-        row = {
-            "tokens": text[:-1],
-            "labels": text[1:],
-            "loss_mask": mask.astype(np.float32),
-            "position_ids": np.concatenate([np.arange(n) for n in np.diff(borders)]),
-        }
-        packed = {"cu_seqlens": np.array(borders, np.int32)}
-        return row | packed if self.is_packed else row
-
-    def borders(self, sample: int) -> list[int]:
-        """List where the documents of a row begin, five in 16 tokens, filled up with its end.
-
-        Two borders lie inside the last chunk that a context rank holds.
-        """
-        S, begin = self.seq_length, 3 + 2 * (sample % 3)
-        inner = sorted({b for b in (begin, begin + 2, S - 3, S - 2) if 0 < b < S})
-        return [0, *inner] + [S] * (5 - len(inner))
-
-
-AnyRows = Rows | BertRows | T5Rows
-"""Rows of any family."""
-
-
-def build_rows(plan: Plan) -> AnyRows:
-    """Make rows for every step of a plan, a micro-batch without valid tokens among them."""
-    batch, data = plan.config.batch, plan.config.data
-    has_room = plan.global_batch_size > batch.micro_batch_size
-    masked = range(batch.micro_batch_size, 2 * batch.micro_batch_size)
-    rows = Rows(
-        seq_length=batch.seq_length,
-        vocab_size=plan.vocab_size,
-        global_batch_size=plan.global_batch_size,
-        num_steps=plan.train_iters,
-        masked=masked if has_room else range(0),
-        is_packed=data.reset_attention_mask or data.dataloader_inter_document_masking,
-    )
-    if plan.family.dataset == "bert":
-        return BertRows(rows)
-    if plan.family.dataset == "t5":
-        return T5Rows(rows, getattr(batch, "decoder_seq_length"))  # noqa: B009
-    return rows
 
 
 def build_run(

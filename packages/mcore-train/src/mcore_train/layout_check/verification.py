@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from mcore_base.destinations import check_file
+from mcore_base.field_checks import flag
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_models.config import RecomputeConfig
 from mcore_models.families import Family
@@ -26,7 +27,7 @@ from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.testing.layout_comparison import EXACT
 from mcore_parallel.testing.worker_pool import Pool
-from mcore_train.composition import FAMILY_COMMANDS, Command, TrainConfig, Verified
+from mcore_train.composition import FAMILY_COMMANDS, Command, TrainConfig, Verified, flat
 from mcore_train.config import LoadConfig
 from mcore_train.layout_check.certificate import (
     BANDS,
@@ -37,14 +38,13 @@ from mcore_train.layout_check.certificate import (
     draw,
 )
 from mcore_train.layout_check.dropout_streams import noise_faults
-from mcore_train.layout_check.path_signature import cuts_vectors, has_flat_shards, switches
+from mcore_train.layout_check.relations import cuts_vectors, has_flat_shards
+from mcore_train.layout_check.rows import AnyRows, build_rows
 from mcore_train.layout_check.shard_borders import choose_bucket_size
+from mcore_train.layout_check.small_layout import describe_layout, smallest_world
 from mcore_train.layout_check.small_run import SmallRun, build_small_run
-from mcore_train.layout_check.small_run_degrees import describe_layout, smallest_world
 from mcore_train.layout_check.trial import (
-    AnyRows,
     Trial,
-    build_rows,
     build_run,
     fingerprint,
     is_continued,
@@ -256,16 +256,16 @@ def alone(plan: Plan) -> Plan:
     return replace(lone, train_iters=plan.train_iters)
 
 
-def shared_options(plan: Plan) -> str:
-    """List what a run's one rank has in common with its layout, in one line."""
+def shared_options(plan: Plan, small: SmallRun) -> str:
+    """List what the one rank computes by the same options as the layout, in one line."""
     config = alone(plan).config
     number, topk = config.experts.num_experts, config.experts.moe_router_topk
     experts = MoEConfig(num_experts=number, moe_router_topk=topk) if number else MoEConfig()
-    usual = dict(switches(type(config)(model=config.model, experts=experts)))
+    usual = flat(type(config)(model=config.model, experts=experts))
     options = [
-        name if way == "on" else f"{name} {way}"
-        for name, way in switches(config)
-        if way not in ("off", usual[name])
+        flag(name) if not isinstance(value, str) else f"{flag(name)} {value}"
+        for name, value in flat(config).items()
+        if value and value != usual[name] and name not in small.chosen
     ]
     return ", ".join(("the model and its code", "micro-batches", "rows", *options))
 
@@ -325,7 +325,7 @@ def _compare(
             lines=tuple(lines),
             unchecked=(*small.notes, *whole, *_of_device(ctx.device)),
             seconds=time.monotonic() - started_s,
-            shared=shared_options(plan),
+            shared=shared_options(plan, small),
         )
     _of_first("", ctx)  # The folder must outlive the reading of it.
     return certificate

@@ -1,15 +1,16 @@
-"""Ways through the code, in words; a small run takes those of the real one or says so."""
+"""Relations of numbers that decide branches: a small run keeps them, or reports them."""
 
 import pytest
 
 from mcore_parallel import random_tiles
 from mcore_parallel.data_parallel import buckets
 from mcore_parallel.tensor_parallel import linear_cross_entropy
-from mcore_train.composition import compose
-from mcore_train.layout_check import path_signature
-from mcore_train.layout_check.path_signature import differences, head_relations
-from mcore_train.layout_check.small_run import SLOT_MULTIPLE, build_small_run
-from mcore_train.layout_check.trial import build_rows
+from mcore_train.composition import compose, flat
+from mcore_train.layout_check import relations
+from mcore_train.layout_check.relations import head_relations
+from mcore_train.layout_check.rows import build_rows
+from mcore_train.layout_check.shrinking import SLOT_MULTIPLE
+from mcore_train.layout_check.small_run import build_small_run
 from mcore_train.resolution import resolve
 
 REAL = {
@@ -62,45 +63,44 @@ FLAGS = {
 def plans(flags, world_size, max_ranks=8):
     plan = resolve(compose(REAL | flags), world_size)
     small_run = build_small_run(plan, max_ranks)
-    return plan, resolve(small_run.config, small_run.world_size), small_run.notes
+    return small_run, resolve(small_run.config, small_run.world_size)
 
 
 @pytest.mark.parametrize("name", list(FLAGS))
-def test_a_small_run_takes_the_ways_of_the_real_one(name):
-    plan, small, notes = plans(*FLAGS[name])
-    assert set(differences(plan, small)) <= SIZES
-    assert not any("in the small run" in note for note in notes if "tiles" not in note)
+def test_a_small_run_takes_the_branches_of_the_real_one(name):
+    small_run, _ = plans(*FLAGS[name])
+    assert set(small_run.uncovered) <= SIZES
+    assert not any("in the small run" in n for n in small_run.notes if "tiles" not in n)
 
 
-def test_a_way_that_a_smaller_layout_cannot_take_is_said():
+def test_a_branch_that_a_smaller_layout_cannot_take_is_reported():
     flags = {"context_parallel_size": 4, "num_query_groups": 2}
-    _, small, notes = plans(flags, 8, 4)
+    small_run, small = plans(flags, 8, 4)
+    notes = small_run.notes
     assert small.config.parallelism.context_parallel_size == 2
     way = "each for several in the run"
     assert any(note.startswith("key/value heads over context ranks: " + way) for note in notes)
     assert "context ranks: more than 2 in the run, 2 in the small run" in notes
 
 
-def test_numbers_that_are_off_by_default_are_switches():
-    before, after = (
-        path_signature.path_signature(resolve(compose(REAL | changes), 1))
-        for changes in ({}, {"logits_multiplier": 2.0, "softmax_scale": 0.1, "clip_grad": 0.0})
-    )
-    assert {name for name, way in after.items() if before[name] != way} == {
-        "--logits-multiplier",
-        "--softmax-scale",
-        "--clip-grad",
-    }
+def test_options_that_no_size_depends_on_are_those_of_the_real_run():
+    flags = {"logits_multiplier": 2.0, "softmax_scale": 0.1, "clip_grad": 0.0}
+    small_run, small = plans(flags, 1)
+    real, found = flat(compose(REAL | flags)), flat(small.config)
+    differing = {name for name in real if found[name] != real[name]}
+    assert differing <= small_run.chosen
+    assert not set(flags) & differing
+    assert not {f"--{name.replace('_', '-')}" for name in flags} & set(small_run.uncovered)
 
 
 def test_dropped_attention_weights_take_the_same_way_over_context_ranks():
-    plan, small, _ = plans(CP2 | {"attention_dropout": 0.1}, 2)
-    assert set(differences(plan, small)) <= SIZES | {"--attention-dropout"}
+    small_run, small = plans(CP2 | {"attention_dropout": 0.1}, 2)
+    assert set(small_run.uncovered) <= SIZES | {"--attention-dropout"}
     assert small.config.model.window_size[0] >= small.config.batch.seq_length
 
 
 def test_rows_pack_three_documents_or_more_with_two_borders_in_a_chunk():
-    _, small, _ = plans(CP2 | {"dataloader_inter_document_masking": True, **CP2}, 2)
+    _, small = plans(CP2 | {"dataloader_inter_document_masking": True, **CP2}, 2)
     rows = build_rows(small)
     borders = rows[0]["cu_seqlens"].tolist()
     chunk = small.config.batch.seq_length // 4
@@ -118,9 +118,9 @@ def test_heads_divide_over_tensor_and_context_ranks_in_words():
     }
 
 
-def test_the_numbers_that_change_a_way_are_those_of_the_code():
-    assert path_signature.HEAD_CHUNK_TOKENS == linear_cross_entropy.CHUNK_TOKENS
-    assert path_signature.TILE_COLUMNS == random_tiles.TILE_COLUMNS
-    assert path_signature.TILE_ROWS * random_tiles.TILE_COLUMNS == random_tiles.TILE_ELEMENTS
-    assert path_signature.BUCKET_MULTIPLE == buckets.END_MULTIPLE
+def test_the_numbers_that_change_a_branch_are_those_of_the_code():
+    assert relations.HEAD_CHUNK_TOKENS == linear_cross_entropy.CHUNK_TOKENS
+    assert relations.TILE_COLUMNS == random_tiles.TILE_COLUMNS
+    assert relations.TILE_ROWS * random_tiles.TILE_COLUMNS == random_tiles.TILE_ELEMENTS
+    assert relations.BUCKET_MULTIPLE == buckets.END_MULTIPLE
     assert SLOT_MULTIPLE == buckets.ALIGNMENT

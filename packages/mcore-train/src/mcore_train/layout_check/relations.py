@@ -1,16 +1,13 @@
-"""What selects a way through the code: one pure function of a plan, in words.
+"""Relations between the numbers of a plan that decide branches of the code, in words.
 
-Two runs with equal signatures pass the same branches: switches that are on, numbers of ranks
-that are one, two or more, and which numbers divide which. ``mcore-train verify`` compares the
-signature of the real run with that of the small run and says every difference. Pure: no torch.
+Which numbers are one, two or more, and which divide which: heads by tensor ranks, experts by
+expert ranks, layers by stages. ``mcore-train verify`` chooses the sizes of a small run that
+keep them, and reports those that it could not keep. No torch.
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
 from math import lcm
-from typing import Any
 
-from mcore_base.field_checks import flag
 from mcore_models.building.layouts import cannot_be_cut, cp_comm_type
 from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_models.encoder_config import BertConfig, T5Config, encoder_layers
@@ -26,56 +23,15 @@ TILE_ROWS, TILE_COLUMNS = 64, 512
 BUCKET_MULTIPLE = 128
 """Elements to whose multiples the end of a bucket is rounded up."""
 
-_PARTS = (
-    "model",
-    "experts",
-    "peft",
-    "parallelism",
-    "data_parallelism",
-    "pipeline",
-    "recomputation",
-    "offloading",
-    "precision",
-    "fp8",
-    "optimizer",
-    "qk_clipping",
-    "adam",
-    "main_weights",
-)
-"""Parts of a config whose switches change what a step computes."""
-_SPELLED_BELOW = {
-    "hybrid_override_pattern",
-    "moe_layer_freq",
-    "window_attn_skip_freq",
-    "rope_skip_freq",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "nccl_communicator_config_path",
-    "hierarchical_context_parallel_sizes",
-    "weight_decay_incr_style",
-    "optimizer_offload_dir",
-}
-"""Switches that say the same in several ways; what they amount to is compared instead."""
-_SIZES = {
-    *("num_query_groups", "kv_channels", "ffn_hidden_size", "mamba_num_heads"),
-    *("encoder_num_layers", "decoder_num_layers", "num_experts", "moe_ffn_hidden_size"),
-    *("embedding_init_method_std", "lr", "min_lr", "expert_tensor_parallel_size"),
-    *("ddp_bucket_size", "microbatch_group_size_per_virtual_pipeline_stage"),
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("cpu_offloading_num_layers", "optimizer_offload_fraction"),
-}
-"""Numbers whose 0 or 1 is a size like any other; what they divide is compared below."""
 
-
-def path_signature(plan: Plan) -> dict[str, str]:
-    """Describe the ways through the code that a plan takes.
+def relations(plan: Plan) -> dict[str, str]:
+    """Describe which numbers of a plan divide which, and which of them are one.
 
     Returns:
-        What is decided, in words, to how. Two plans with the same table take the same ways.
+        What is related, in words, to how. Two plans with the same switches and the same table
+        take the same branches.
     """
     return {
-        **dict(switches(plan.config)),
         **dict(_degrees(plan)),
         **dict(_heads(plan)),
         **dict(_recurrent(plan)),
@@ -88,37 +44,14 @@ def path_signature(plan: Plan) -> dict[str, str]:
     }
 
 
-def differences(real: Plan, small: Plan) -> dict[str, tuple[str, str]]:
-    """Say where a small run takes another way than the real one: what, and both ways."""
-    ways, small_ways = path_signature(real), path_signature(small)
+def compare_relations(real: Plan, small: Plan) -> dict[str, tuple[str, str]]:
+    """Return the relations that differ between a real and a small run, with both."""
+    small_relations = relations(small)
     return {
-        what: (way, small_ways.get(what, "off"))
-        for what, way in ways.items()
-        if small_ways.get(what, "off") != way
+        what: (relation, small_relations.get(what, "off"))
+        for what, relation in relations(real).items()
+        if small_relations.get(what, "off") != relation
     }
-
-
-def switches(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Name every option that changes what a step computes, and whether or how it is on."""
-    for part in _PARTS:
-        owner = getattr(config, part)
-        if part == "experts" and not owner.num_experts:
-            continue
-        for field in fields(owner):
-            value = getattr(owner, field.name)
-            if field.name in _SPELLED_BELOW | _SIZES:
-                continue
-            if isinstance(value, bool):
-                yield flag(field.name), _on(value)
-            elif isinstance(value, str) or _is_words(value):
-                yield flag(field.name), " ".join([value] if isinstance(value, str) else value)
-            elif field.default == 0 or field.name in ("weight_decay", "clip_grad"):
-                yield flag(field.name), _on(value)
-            elif isinstance(value, float) and field.default == 1:
-                yield flag(field.name), _on(value != 1)
-    yield "--eval-interval", _on(config.evaluation.interval)
-    yield "--rampup-batch-size", _on(config.batch.rampup_batch_size)
-    yield "--optimizer-offload-dir", _on(config.offloading.optimizer_offload_dir)
 
 
 def _degrees(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -143,30 +76,30 @@ def _exchanging(parallel: ParallelConfig) -> int:
 
 
 def head_relations(num_heads: int, num_groups: int, parallel: ParallelConfig) -> dict[str, str]:
-    """Say how heads and key/value heads divide over tensor and context ranks."""
+    """Describe how heads and key/value heads divide over tensor and context ranks."""
     tp, cp = parallel.tensor_model_parallel_size, _exchanging(parallel)
     on_rank = max(1, num_groups // tp)
-    ways = {
+    found = {
         "query heads of a key/value head": "one" if num_heads == num_groups else "several",
         "key/value heads of a tensor rank": _one(on_rank),
     }
     if num_groups < tp:
-        ways["key/value heads of a tensor rank"] = (
+        found["key/value heads of a tensor rank"] = (
             "one for all ranks" if num_groups == 1 else "one for some ranks"
         )
     if cp > 1:
-        ways["query heads over context ranks"] = (
+        found["query heads over context ranks"] = (
             "divide" if num_heads % (tp * cp) == 0 else "do not divide"
         )
         if on_rank % cp == 0:
-            ways["key/value heads over context ranks"] = "divide"
+            found["key/value heads over context ranks"] = "divide"
         elif on_rank == 1:
-            ways["key/value heads over context ranks"] = "one for all"
+            found["key/value heads over context ranks"] = "one for all"
         elif cp % on_rank == 0:
-            ways["key/value heads over context ranks"] = "each for several"
+            found["key/value heads over context ranks"] = "each for several"
         else:
-            ways["key/value heads over context ranks"] = "neither divides the other"
-    return ways
+            found["key/value heads over context ranks"] = "neither divides the other"
+    return found
 
 
 def _heads(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -180,16 +113,16 @@ def _heads(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def mamba_relations(num_groups: int, parallel: ParallelConfig) -> dict[str, str]:
-    """Say how groups of Mamba heads divide over tensor and context ranks."""
+    """Describe how groups of Mamba heads divide over tensor and context ranks."""
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     on_rank = num_groups // tp
     shared = "one for all ranks" if num_groups == 1 else "one for some ranks"
-    ways = {"Mamba groups of a tensor rank": _one(on_rank) if on_rank else shared}
+    found = {"Mamba groups of a tensor rank": _one(on_rank) if on_rank else shared}
     if cp > 1:
-        ways["Mamba groups over context ranks"] = (
+        found["Mamba groups over context ranks"] = (
             "divide" if max(1, on_rank) % cp == 0 else "each for several"
         )
-    return ways
+    return found
 
 
 def has_shared_keys(model: TransformerConfig) -> bool:
@@ -314,7 +247,7 @@ def _sizes(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def vocabulary_rows(plan: Plan) -> str:
-    """Say whether tensor ranks have full, partly padded and wholly padded shares."""
+    """Describe whether tensor ranks have full, partly padded and wholly padded shares."""
     tp = plan.config.parallelism.tensor_model_parallel_size
     share = plan.padded_vocab_size // tp
     rows = [min(max(plan.vocab_size - rank * share, 0), share) for rank in range(tp)]
@@ -359,14 +292,6 @@ def cuts_vectors(plan: Plan) -> bool:
 def vector_length(shards: int) -> int:
     """Return the elements up to which a vector that has a bucket of its own is never cut."""
     return lcm(BUCKET_MULTIPLE, shards) // shards
-
-
-def _is_words(value: Any) -> bool:
-    return isinstance(value, tuple) and bool(value) and all(isinstance(v, str) for v in value)
-
-
-def _on(value: object) -> str:
-    return "on" if value else "off"
 
 
 def _few(number: int) -> str:
