@@ -1,9 +1,9 @@
-"""A forward and a backward that take turns, so that one's exchanges run under the other.
+"""A forward interleaved with a backward, so that one's exchanges run under the other.
 
 An expert layer exchanges tokens twice, and nothing else of its micro-batch can be computed
-meanwhile. A forward of another micro-batch beside a backward fills these times: each runs on
-the host until an exchange of its own is on its way, then the other continues. What either
-launches is what it launches alone, in the same order, so results are the same bits.
+during an exchange. The forward of another micro-batch fills these times: each of the two runs
+on the host until it has started an exchange, then the other continues. Each launches the same
+operations in the same order as alone, so results are the same bits.
 
 The backward runs on a thread, since autograd cannot be left and entered again. One of the two
 runs at a time, and which one depends on the layers alone: all ranks launch their collectives
@@ -50,7 +50,7 @@ class Turns:
         self._entries[1 - own].release()
         self._entries[own].acquire()
         if self._has_failed:
-            raise RuntimeError("the pass beside this one has failed")
+            raise RuntimeError("the interleaved pass has failed")
 
     def run(
         self,
