@@ -149,6 +149,27 @@ def triage(words: Sequence[str]) -> int:
     return parse_options(triage_logs, "mcore-train triage", words)
 
 
+def memory(words: Sequence[str]) -> int:
+    """Print a snapshot of GPU memory by class of tensors."""
+    from mcore_train.diagnosis.cli import show_snapshot
+
+    return parse_options(show_snapshot, "mcore-train memory", words)
+
+
+def doctor(words: Sequence[str]) -> int:
+    """Check a cluster before a run, or judge the numbers of a run."""
+    from mcore_train.diagnosis.cli import judge_run, report_cluster
+
+    if words and not words[0].startswith("-"):
+        return parse_options(judge_run, "mcore-train doctor RUN", words)
+    from mcore_train.diagnosis.doctor import DoctorConfig
+
+    config = parse_options(DoctorConfig, "mcore-train doctor", words)
+    if config.options.nproc:
+        return start_ranks("doctor", words, config.options.nproc)
+    return report_cluster(config)
+
+
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
     """Start ``nproc`` ranks of this same command on this host and wait for them."""
     from mcore_parallel.launch.launcher import launch_local, python_command
@@ -199,4 +220,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     ),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
+    "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),
+    "doctor": ("is this cluster healthy? doctor RUN: what the numbers of a run tell", doctor),
 }

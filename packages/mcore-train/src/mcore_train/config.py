@@ -276,6 +276,26 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryConfig:
+    """Snapshots of GPU memory."""
+
+    record_memory_history: bool = False
+    """Record which line allocated each tensor, and write torch's snapshot of a rank that runs
+    out of GPU memory; mcore-train memory prints it by class of tensors."""
+    memory_snapshot_path: str = "snapshot.pickle"
+    """File of the snapshot; each rank adds its number, as in snapshot.rank3.pickle."""
+    memory_snapshot_step: int = 0
+    """Step after which each rank writes its snapshot too; 0: only out of memory."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "memory_snapshot_step")
+        if self.memory_snapshot_step and not self.record_memory_history:
+            raise ValueError(
+                "--memory-snapshot-step has no effect without --record-memory-history."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """The process: seed, device, when to stop early."""
 

@@ -18,6 +18,7 @@ from mcore_parallel.logical_tensors import further_mixers, layer_mixers
 from mcore_train.assembly import Run
 from mcore_train.batches import final_batches, train_batches, valid_batches
 from mcore_train.checkpoints.checkpointing import Checkpoints
+from mcore_train.diagnosis.memory import MemoryHistory
 from mcore_train.evaluation import Score, evaluate
 from mcore_train.guards.deadline import Deadline
 from mcore_train.guards.gc_control import GCControl
@@ -69,6 +70,7 @@ def train(
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
     copies = WeightCopies(run.data_parallel, run.iteration)
     recorder = run.recorder or nullcontext()
+    memory = MemoryHistory(run, config.memory)
     deadline = Deadline(config.run)
     stop = StopRequest(
         run.ctx,
@@ -76,7 +78,7 @@ def train(
         lambda: deadline.is_over(checkpoints.longest_save_s),
     )
     with ExitStack() as stack:
-        for context in (recorder, checkpoints, stop, collector):
+        for context in (memory, recorder, checkpoints, stop, collector):
             stack.enter_context(context)
         writer = TextWriter(run) if config.samples.sample_interval else None
         if writer is not None:
@@ -91,6 +93,7 @@ def train(
             interval.add(result)
             gradients.add(run.iteration, result.grad_norm, result.is_skipped)
             collector.after_step(run.iteration)
+            memory.after_step(run.iteration)
             checkpoints.poll()
             reporter.advance(run.iteration, run.plan.train_iters)
             if _is_due(run, config.logging.log_interval, last) or interval.is_first:

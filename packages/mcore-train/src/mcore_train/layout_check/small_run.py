@@ -25,6 +25,7 @@ from mcore_train.config import (
     LaunchConfig,
     LoadConfig,
     LogConfig,
+    MemoryConfig,
     OptimizerConfig,
     SampleConfig,
     SaveConfig,
@@ -126,6 +127,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
         local_saving=LocalConfig(),
         loading=LoadConfig(),
         logging=LogConfig(),
+        memory=MemoryConfig(),
         run=replace(
             config.run,
             check_weight_hash_across_dp_replicas_interval=0,
