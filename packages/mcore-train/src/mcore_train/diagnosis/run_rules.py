@@ -155,13 +155,12 @@ def _capacity_gib(run: RunFacts) -> float:
 
 
 def _not_finite(run: RunFacts) -> Diagnosis | None:
-    values = [row.get("loss") for row in run.reports]
-    if None not in values:
+    bad = [row["iteration"] for row in run.reports if row.get("loss", 0.0) is None]
+    if not bad:
         return None
-    step = run.reports[values.index(None)]["iteration"]
     return Diagnosis(
         "loss not finite",
-        f"at step {step}",
+        f"at step {bad[0]}",
         "--lr",
         "half of it, from the checkpoint before; --clip-grad 1.0 if it is off",
     )
@@ -259,7 +258,7 @@ def _bubble(run: RunFacts) -> Diagnosis | None:
     better = (stages - 1) / (2 * chunks * num + stages - 1)
     gain = 100 * ((1 - better) / (1 - share) - 1)
     why = f"two chunks a stage, or twice the --global-batch-size: {gain:.0f} % faster"
-    return Diagnosis("pipeline bubble", seen, "--num-layers-per-virtual-pipeline-stage", why)
+    return Diagnosis("pipeline bubble", seen, "--num-virtual-stages-per-pipeline-rank", why)
 
 
 def _slow(run: RunFacts) -> Diagnosis | None:
