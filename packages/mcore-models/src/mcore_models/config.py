@@ -1,7 +1,7 @@
 """What a decoder-only transformer is: plain frozen data, and what follows from it alone.
 
 Field names are Megatron's flags with underscores; each field's docstring is its help text.
-0 means "derive it" or "off": ``mcore_parallel.logical_tensors`` and the functions below derive
+0 means "derive it" or "off": ``mcore_models.logical_tensors`` and the functions below derive
 it, and no one writes a derived number back. The standard library only.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 from mcore_base.field_checks import check_above_zero, check_at_least, check_field, flag
-from mcore_parallel.layer_patterns import further_letters, pattern_layers, read_pattern
-from mcore_parallel.logical_tensors import head_dim, is_gated
+from mcore_models.layer_patterns import further_letters, pattern_layers, read_pattern
+from mcore_models.logical_tensors import head_dim, is_gated
 
 PositionEmbedding = Literal["rope", "learned_absolute", "alibi", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.buckets import (
     ALIGNMENT,
@@ -15,7 +16,6 @@ from mcore_parallel.data_parallel.buckets import (
     plan_buckets,
     shard_ranges,
 )
-from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import NamedParameter, whole
 

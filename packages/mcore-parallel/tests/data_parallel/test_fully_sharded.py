@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mcore_parallel.autograd.grad_slot import grad_slot, overwrites
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES
 from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
-from mcore_parallel.grad_slot import grad_slot, overwrites
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig

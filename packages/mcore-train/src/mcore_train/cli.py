@@ -123,7 +123,7 @@ def verify(words: Sequence[str]) -> int:
         needs=command.needs,
         check=check,
     )
-    from mcore_train.layout_check.small_run_degrees import smallest_world
+    from mcore_train.layout_check.small_layout import smallest_world
     from mcore_train.layout_check.verification import run_verification
 
     if config.run.device == "cuda" and not is_launched():
@@ -140,6 +140,13 @@ def schedule(words: Sequence[str]) -> int:
     own = view_words([word for word in words if word != "show"])
     print(draw_schedule(parse_options(ShowConfig, "mcore-train schedule show", own)))
     return 0
+
+
+def launch(words: Sequence[str]) -> int:
+    """Render, submit and follow jobs on several hosts."""
+    from mcore_train.launching.cli import launch as run_verb
+
+    return run_verb(words)
 
 
 def triage(words: Sequence[str]) -> int:
@@ -168,6 +175,14 @@ def doctor(words: Sequence[str]) -> int:
     if config.options.nproc:
         return start_ranks("doctor", words, config.options.nproc)
     return report_cluster(config)
+
+
+def plan(words: Sequence[str]) -> int:
+    """Search the layouts of a model on a cluster."""
+    from mcore_train.planning.command import run_plan
+
+    print(run_plan(words))
+    return 0
 
 
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
@@ -218,6 +233,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "verify gpt FLAGS (bert, t5): does this layout compute what one rank does?",
         verify,
     ),
+    "launch": ("start a run on several hosts: Slurm, Kubernetes, Ray, SkyPilot, here", launch),
+    "plan": ("from a model and a cluster to the fastest layouts that fit", plan),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
     "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),

@@ -270,9 +270,13 @@ class LogConfig:
     """JSON lines of the same numbers; empty: metrics.jsonl below --save."""
     tensorboard: bool = False
     """Write TensorBoard scalars to tensorboard/ below --save."""
+    health_port: int = 0
+    """Port on which the first rank of each host answers /health and /metrics over HTTP; 0: no
+    such endpoint."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "log_interval")
+        check_at_least(self, 0, "health_port")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from mcore_ckpt.storage.paths import (
 )
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_parallel.layer_patterns import without_stage_marks
+from mcore_models.layer_patterns import without_stage_marks
 from mcore_train.composition import TrainConfig
 from mcore_train.config import LoadConfig
 from mcore_train.options.recipe import Value

@@ -232,7 +232,7 @@ def record_of(run: Run, error: BaseException) -> MemoryRecord:
         str(error),
         rank=run.ctx.world.rank,
         phase=phase_of("".join(traceback.format_exception(error))),
-        step=run.iteration + 1,
+        step=run.progress.iteration + 1,
         micro_batch_size=config.batch.micro_batch_size,
         seq_length=config.batch.seq_length,
         layout=layout_degrees(run.plan),

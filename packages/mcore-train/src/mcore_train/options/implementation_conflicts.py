@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mcore_models.checks.layouts import cp_comm_type
+from mcore_models.building.layouts import cp_comm_type
 from mcore_models.families import Family
 from mcore_train.composition import TrainConfig
 

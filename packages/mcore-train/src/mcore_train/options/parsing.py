@@ -26,8 +26,8 @@ from mcore_base.field_checks import flag
 from mcore_base.stores import as_path
 from mcore_models.config import sizes_of_pattern, stages_of_pattern
 from mcore_models.families import FAMILIES
+from mcore_models.layer_patterns import without_stage_marks
 from mcore_models.presets import find_preset
-from mcore_parallel.layer_patterns import without_stage_marks
 from mcore_train.checkpoints.origin import (
     checkpoint_fields,
     describe_balancing_loss,
