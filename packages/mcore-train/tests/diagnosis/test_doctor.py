@@ -2,10 +2,12 @@
 
 import copy
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from mcore_base.command_line import parse as parse_options
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
@@ -354,6 +356,21 @@ def test_the_command_prints_a_page_or_json_and_fails_on_a_fault(tmp_path):
     faults = [c["name"] for c in told["checks"] if c["outcome"] == "FAULT"]
     assert "room for checkpoints" in faults
     assert told["facts"][0]["versions"]["torch"].startswith("2.")
+
+
+def test_the_commands_of_the_page_on_troubles(tmp_path):
+    page_text = (Path(__file__).parents[4] / "docs/troubleshooting.md").read_text()
+    mark = "test_doctor.py::test_the_commands_of_the_page_on_troubles -->\n```bash\n"
+    blocks = [part.split("```")[0] for part in page_text.split(mark)[1:]]
+    alone, under_torchrun, of_run = "".join(blocks).splitlines()
+    done = run_command("mcore_train", *alone.split()[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok       shared folder" in done.stdout
+    launched = under_torchrun.partition("mcore_train ")[2].split()
+    assert parse_options(DoctorConfig, "doctor", launched[1:]).parallelism == LAYOUT
+    (tmp_path / "run/metrics.jsonl").write_text(json.dumps(reports(loss=[4.0])[0]) + "\n")
+    done = run_command("mcore_train", *of_run.split()[1:], cwd=tmp_path)
+    assert (done.returncode, done.stdout.split(":")[0]) == (0, "run")
 
 
 # -- doctor RUN
