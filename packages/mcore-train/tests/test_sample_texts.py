@@ -127,7 +127,7 @@ def test_texts_lose_no_step_to_a_kill_and_are_left_between_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sample_prompts": ("So",)}, "--sample-prompts has no effect without"),
+        ({"sample_prompts": ("So",)}, "--sample-prompts So has no effect without"),
         (
             {"sample_interval": 5, "tokenizer_type": "HuggingFaceTokenizer"},
             "--sample-interval writes text: give --tokenizer-model",

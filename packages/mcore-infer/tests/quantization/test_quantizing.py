@@ -349,7 +349,7 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
     for changed, message in (
         ({}, "exists and is not empty"),
         ({"output": fresh, "exclude_modules": "nothing"}, "fits no module"),
-        ({"output": fresh, "method": "int8"}, "--group-size has no effect"),
+        ({"output": fresh, "method": "int8"}, "--group-size 16 has no effect"),
         ({"output": fresh, "budget": "6"}, "--budget 6 with --method gptq"),
         (
             {"output": fresh, "method": "mixed", "budget": "6", "format": "compressed-tensors"},
