@@ -102,8 +102,8 @@ def run_schedule(
             the first time that stages run on CUDA: loading a kernel waits for the device,
             and a device that already waits for a neighbour's message makes a circle. Waiting
             for each cannot deadlock. Connections are opened first. No effect on CPU.
-        overlap: let messages travel under computation; else wait for each where it is posted.
-        batched: post messages that stand together as one; else one by one, so that a stage
+        overlap: send messages under computation; else wait for each after it is posted.
+        batched: post consecutive messages as one operation; else one by one, so that a stage
             waits for its own input alone. Schedules of ``with_messages`` allow either.
 
     Raises:
@@ -186,7 +186,7 @@ class _Runner:
         torch.cuda.synchronize(self.device)
 
     def exchange(self, actions: Sequence[Action]) -> None:
-        """Post messages that stand together, and let go of old ones."""
+        """Post consecutive messages, after waiting for the oldest beyond ``MAX_POSTED``."""
         while len(self.pending) >= MAX_POSTED:
             _wait(self.pending.popleft())
         messages: list[Message] = []

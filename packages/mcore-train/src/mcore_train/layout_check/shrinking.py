@@ -25,6 +25,7 @@ from mcore_train.config import (
     LaunchConfig,
     LoadConfig,
     LogConfig,
+    MemoryConfig,
     SampleConfig,
     SaveConfig,
     ScheduleConfig,
@@ -53,7 +54,7 @@ MOST_LOSS_SCALE = 1024.0
 
 _AT_DEFAULTS = (
     *(ScheduleConfig, TokenizerConfig, DataConfig, EvalConfig, SampleConfig, SaveConfig),
-    *(RetentionConfig, LocalConfig, LoadConfig, LogConfig, LaunchConfig),
+    *(RetentionConfig, LocalConfig, LoadConfig, LogConfig, MemoryConfig, LaunchConfig),
 )
 """Parts of a small run that are at their defaults: no files, schedule, reports or texts."""
 
