@@ -74,7 +74,7 @@ def test_a_kernel_has_a_reference_of_its_signature_samples_and_a_place_in_the_ch
             list(inspect.signature(f).parameters) for f in (kernel.launch, kernel.reference)
         ]
         is_chosen = CHOSEN_BY.get(name, name) in choice or name in AT_FIRST_USE
-        found += kernel_faults(place, *forms, len(samples), is_chosen)
+        found += kernel_faults(place, own, plain, len(samples), is_chosen)
     assert found == []
 
 
