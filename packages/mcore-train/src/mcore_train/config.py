@@ -303,6 +303,19 @@ def _draws_while_recorded(values: Any) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryConfig(Options):
+    """Snapshots of GPU memory."""
+
+    record_memory_history: bool = False
+    """Record which line allocated each tensor, and write torch's snapshot of a rank that runs
+    out of GPU memory; mcore-train memory prints it by class of tensors."""
+    memory_snapshot_path: str = "snapshot.pickle"
+    """File of the snapshot; each rank adds its number, as in snapshot.rank3.pickle."""
+    memory_snapshot_step: int = option(0, minimum=0, needs={"record_memory_history": ON})
+    """Step after which each rank writes its snapshot too; 0: only out of memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig(Options):
     """The process: seed, device, when to stop early."""
 

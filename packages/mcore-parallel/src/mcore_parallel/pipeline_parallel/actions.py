@@ -43,7 +43,8 @@ class Action:
     chunk: int = 0
     """Which of the rank's own stages."""
     is_paired: bool = field(default=False, compare=False)
-    """Of a forward: the next backward is interleaved with it (``Turns``)."""
+    """Of a forward: it and the next action, a backward, run as a pair
+    (``ForwardBackwardOverlap``)."""
 
     def __str__(self) -> str:
         chunk = f".{self.chunk}" if self.chunk else ""

@@ -82,9 +82,9 @@ def interleaved(
     Micro-batches go in groups: a group passes the first chunk, then the second, and so on,
     before the next group starts. Backward takes the chunks in reverse.
 
-    In pairs, each forward is interleaved with a backward (see ``Turns``), so neither needs the
-    other's result: each rank warms up one forward more. One stage a rank then warms up like
-    several, and its first rank holds 2 PP micro-batches; one rank alone holds 2.
+    In pairs, each forward runs beside a backward (``ForwardBackwardOverlap``), so neither may
+    need a result of the other: each rank warms up one forward more. With one stage a rank, the
+    first rank then holds 2 PP micro-batches; one rank alone holds 2.
 
     Args:
         pp: pipeline ranks, 2 or more when ``vpp`` is.
@@ -179,9 +179,9 @@ def zero_bubble_v(pp: int, num_microbatches: int) -> Schedule:
 def dualpipe_v(pp: int, num_microbatches: int, *, paired: bool = False) -> Schedule:
     """DualPipe's half, in a V: a forward of one chunk next to a backward of the other.
 
-    In the middle of a step backward is whole and next to a forward whose messages it hides, or
-    interleaved with it (see ``Turns``); at both ends it is in halves. Every rank holds at most
-    2 PP + 1 chunks of a micro-batch.
+    In the middle of a step backward is whole and follows a forward whose messages it hides, or
+    runs in pairs with it (``ForwardBackwardOverlap``); at both ends it is in halves. Every rank
+    holds at most 2 PP + 1 chunks of a micro-batch.
 
     Raises:
         ValueError: on one pipeline rank, or with fewer than 2 PP micro-batches.

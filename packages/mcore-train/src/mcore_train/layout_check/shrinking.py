@@ -23,6 +23,7 @@ from mcore_train.config import (
     LaunchConfig,
     LoadConfig,
     LogConfig,
+    MemoryConfig,
     SampleConfig,
     SaveConfig,
     ScheduleConfig,
@@ -76,7 +77,7 @@ SHRINKS_TO: Mapping[str, Any] = {
 
 _AT_DEFAULTS = (
     *(ScheduleConfig, TokenizerConfig, DataConfig, EvalConfig, SampleConfig, SaveConfig),
-    *(RetentionConfig, LocalConfig, LoadConfig, LogConfig, LaunchConfig),
+    *(RetentionConfig, LocalConfig, LoadConfig, LogConfig, MemoryConfig, LaunchConfig),
 )
 """Parts of a small run that are at their defaults: no files, schedule, reports or texts."""
 
