@@ -8,8 +8,8 @@ import tokenizers
 from mcore_data.datasets.chat import CHATML
 from mcore_data.tokenizers.hf import HFTokenizer
 from mcore_data.tokenizers.plain import ByteTokenizer
-from mcore_infer.chat_format import load_chat_format
-from mcore_infer.vocabulary import TokenTexts
+from mcore_infer.writing.chat_format import load_chat_format
+from mcore_infer.writing.token_text import TokenTexts
 
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"

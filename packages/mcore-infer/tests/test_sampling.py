@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_infer import NewToken, SamplingConfig, TokenRules, filtered, sample
-from mcore_infer.sampling import penalized, token_log_probs
-from mcore_infer.writing import Writing
+from mcore_infer.writing.sampling import penalized, token_log_probs
+from mcore_infer.writing.sequence import Writing
 
 # The expected numbers were obtained by running the reference (Megatron-LM, August 2026).
 PROBS = torch.tensor([[0.5, 0.3, 0.15, 0.05]])

@@ -8,9 +8,8 @@ from mcore_base.command_line import parse
 from mcore_base.entry_point import run_program
 from mcore_infer.commands.chatting import chat
 from mcore_infer.commands.evaluating import evaluate
-from mcore_infer.commands.exporting import export
+from mcore_infer.commands.folders import export, quantize
 from mcore_infer.commands.generating import generate
-from mcore_infer.commands.quantizing import quantize
 from mcore_infer.commands.serving import serve
 
 ABOUT = """Write and judge text with a trained model.

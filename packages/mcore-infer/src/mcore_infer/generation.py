@@ -17,13 +17,13 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.building import build_engine
 from mcore_infer.engine.engine import Engine
+from mcore_infer.engine.stages import last_stage_logits, run_stages
 from mcore_infer.engine.step_plans import EngineConfig, Scales
 from mcore_infer.errors import StructureError
-from mcore_infer.grammars import Structure
 from mcore_infer.kv_cache import StaticCache
-from mcore_infer.stages import last_stage_logits, run_stages
-from mcore_infer.structured import Grammars
-from mcore_infer.writing import Generation, NewToken
+from mcore_infer.writing.grammars import Structure
+from mcore_infer.writing.sequence import Generation, NewToken
+from mcore_infer.writing.structured import Grammars
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 

@@ -24,6 +24,7 @@ from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
 from mcore_data.datasets.t5 import decoder_start
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.engine.stages import own_stage
 from mcore_infer.quantization.loading import (
     is_quantized,
     pack_weights_,
@@ -31,7 +32,6 @@ from mcore_infer.quantization.loading import (
     quantized_linears,
     round_inputs_,
 )
-from mcore_infer.stages import own_stage
 from mcore_models.config import config_from_dict
 from mcore_models.description import ModelDescription
 from mcore_models.families import FAMILIES, Family

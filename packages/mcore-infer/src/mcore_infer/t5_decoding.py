@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from mcore_infer.config import SamplingConfig
+from mcore_infer.engine.stages import agreed, last_stage_logits
 from mcore_infer.generation import room
 from mcore_infer.kv_cache import StaticCache
-from mcore_infer.sampling import choose, token_log_probs
-from mcore_infer.stages import agreed, last_stage_logits
-from mcore_infer.writing import NewToken, Writing
+from mcore_infer.writing.sampling import choose, token_log_probs
+from mcore_infer.writing.sequence import NewToken, Writing
 
 
 @torch.no_grad()

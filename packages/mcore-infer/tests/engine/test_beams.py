@@ -12,7 +12,7 @@ from mcore_infer import (
     generate,
 )
 from mcore_infer.engine.beams import BeamSearch
-from mcore_infer.writing import Writing
+from mcore_infer.writing.sequence import Writing
 
 PROMPT = [10, 20, 30, 40, 50]
 

@@ -22,8 +22,8 @@ from mcore_infer import (
 )
 from mcore_infer.generation import next_logits
 from mcore_infer.kv_cache import StaticCache
-from mcore_infer.sampling import choose, token_log_probs
-from mcore_infer.writing import NewToken, Writing
+from mcore_infer.writing.sampling import choose, token_log_probs
+from mcore_infer.writing.sequence import NewToken, Writing
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel.config import ParallelConfig

@@ -12,12 +12,12 @@ import pytest
 import uvicorn
 
 from mcore_infer import InferenceConfig, build_engine, load_model
-from mcore_infer.chat_format import load_chat_format
 from mcore_infer.server.app import Limits, Server
-from mcore_infer.server.front import Front
 from mcore_infer.server.job import ServedModel
+from mcore_infer.server.responses import Front
 from mcore_infer.server.worker import EngineWorker
-from mcore_infer.structured import Grammars
+from mcore_infer.writing.chat_format import load_chat_format
+from mcore_infer.writing.structured import Grammars
 from mcore_parallel.mesh import ParallelContext
 
 TEMPLATE = (

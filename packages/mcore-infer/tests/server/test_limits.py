@@ -10,8 +10,8 @@ import pytest
 
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import Generation, SamplingConfig, generate_text
-from mcore_infer.server.answering import Patience
 from mcore_infer.server.app import Limits
+from mcore_infer.server.responses import Patience
 
 ENDLESS = {"prompt": "In the", "max_tokens": 400, "ignore_eos": True}
 

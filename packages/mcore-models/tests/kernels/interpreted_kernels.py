@@ -16,7 +16,7 @@ from mcore_infer.engine.kernels.latent_attention import latent_decode
 from mcore_infer.engine.kernels.paged_attention import paged_decode
 from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
 from mcore_infer.engine.kernels.skinny_gemm_tiles import Tile
-from mcore_infer.engine.paged_cache import reference_decode
+from mcore_infer.engine.plain_attention import reference_decode
 from mcore_infer.quantization.kernels import widened
 from mcore_models.config import KernelConfig, TransformerConfig
 from mcore_models.kernel_choice import optional_kernels

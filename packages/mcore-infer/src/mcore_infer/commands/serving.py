@@ -55,11 +55,11 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         place as listening,
         opened(model, draft=engine.draft_load, on_fault=on_fault) as (loaded, tokenizer, _),
     ):
-        from mcore_infer.chat_format import load_chat_format
         from mcore_infer.engine.building import build_engine
         from mcore_infer.server.job import ServedModel
         from mcore_infer.server.worker import EngineWorker, follow
-        from mcore_infer.structured import Grammars
+        from mcore_infer.writing.chat_format import load_chat_format
+        from mcore_infer.writing.structured import Grammars
 
         chat = load_chat_format(template, tokenizer)  # on every rank, so that all refuse it
         replicas, in_step = loaded.data, loaded.in_step
@@ -95,7 +95,7 @@ def _run(
     import uvicorn
 
     from mcore_infer.server.app import Server
-    from mcore_infer.server.front import Front
+    from mcore_infer.server.responses import Front
 
     front = Front(worker, config.max_queued_requests)
     http = uvicorn.Server(
@@ -135,8 +135,8 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 def _limits(config: ServerConfig) -> "Limits":
-    from mcore_infer.server.answering import Patience
     from mcore_infer.server.app import Limits
+    from mcore_infer.server.responses import Patience
 
     return Limits(
         api_key=_api_key(config),

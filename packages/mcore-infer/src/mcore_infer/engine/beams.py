@@ -8,7 +8,7 @@ of its last page are computed again.
 from collections.abc import Callable, Iterator, Sequence
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.writing import Beam, Generation, NewToken, ScoreRequest, Top, Writing
+from mcore_infer.writing.sequence import Beam, Generation, NewToken, ScoreRequest, Top, Writing
 
 _ONE_TOKEN = SamplingConfig(num_tokens=1, top_k=1)
 

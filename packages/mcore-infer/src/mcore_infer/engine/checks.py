@@ -1,7 +1,7 @@
 """What an engine refuses: models, draft models and requests."""
 
 from mcore_infer.config import Drafts
-from mcore_infer.writing import ScoreRequest, Writing
+from mcore_infer.writing.sequence import ScoreRequest, Writing
 from mcore_models.config import TransformerConfig
 from mcore_models.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel

@@ -10,28 +10,22 @@ from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_infer.engine.few_rows_gemm import read_few_rows_fast
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.recording import Recorder, unrecorded_reason
+from mcore_infer.engine.stages import last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import DecodeTensors
 from mcore_infer.engine.step_plans import Step
-from mcore_infer.stages import last_stage_logits, run_stages
 from mcore_models.protocol import LanguageModel
-from mcore_parallel.optional_kernels import works
-from mcore_parallel.precision.gemm import Operands, PlainGemm
-from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 if TYPE_CHECKING:
-    from mcore_infer.engine.whole_step import WholeStep
+    from mcore_infer.engine.whole_step.whole_step import WholeStep
 
 Run = Callable[[], tuple[Tensor, Tensor]]
 """Computes the hidden state and scores of a step's inputs."""
-MOST_ROWS = 16
-"""Of a step whose GEMMs the kernel multiplies, the least of tensor cores; with more torch is
-as fast."""
 
 _RARE = 8
 """Steps of a size that a larger graph runs, where there is one: recording takes as long as tens
@@ -54,35 +48,6 @@ def size_to_run(sizes: Sequence[int], recorded: Container[int], num_steps: int) 
     if sizes[0] in recorded or not is_rare(num_steps):
         return sizes[0]
     return next((size for size in sizes if size in recorded), sizes[0])
-
-
-class FewRowsGemm(PlainGemm):
-    """Multiplies few rows by a kernel that reads the weight as fast as memory gives it."""
-
-    def forward(
-        self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
-    ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return y and the input itself."""
-        num_rows = x.numel() // x.shape[-1]
-        if bias is None and num_rows <= MOST_ROWS and not torch.is_grad_enabled():
-            is_narrow = x.dtype in (torch.bfloat16, torch.float16)
-            if x.is_cuda and is_narrow and weight.dtype == x.dtype:
-                from mcore_infer.engine.kernels.skinny_gemm import (
-                    FEW_ROWS_KERNEL,
-                    few_rows_linear,
-                )
-
-                if works(FEW_ROWS_KERNEL, x.device, x.dtype):
-                    return few_rows_linear(x, weight), (x,)
-        return super().forward(x, weight, bias)
-
-
-def read_few_rows_fast(model: LanguageModel) -> None:
-    """Replace every ``PlainGemm`` of the model's linears by a ``FewRowsGemm``, in place."""
-    for module in model.modules():
-        is_linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-        if is_linear and type(module.gemm) is PlainGemm:
-            module.gemm = FewRowsGemm()
 
 
 class Decoder:
@@ -173,7 +138,7 @@ class Decoder:
         inputs.is_recorded = True
         if not self.cache.num_bytes:
             forward()  # takes it
-        from mcore_infer.engine.whole_step import whole_step
+        from mcore_infer.engine.whole_step.whole_step import whole_step
 
         if (whole := whole_step(self.model, self.cache, inputs)) is not None:
             forward = partial(_by_kernel, whole)

@@ -22,22 +22,19 @@ from mcore_infer.engine.checks import (
 )
 from mcore_infer.engine.decoding import Decoder
 from mcore_infer.engine.fp8_cache import check_fp8_cache
-from mcore_infer.engine.mtp_drafts import build_drafter
+from mcore_infer.engine.host_to_device import on_device
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.prefix_pages import PagePool
-from mcore_infer.engine.prompt_scores import PromptScores
-from mcore_infer.engine.prompt_steps import PromptSteps
+from mcore_infer.engine.prompt_steps import PromptScores, PromptSteps
 from mcore_infer.engine.scheduler import Scheduler
 from mcore_infer.engine.sizing import fitting_pages
-from mcore_infer.engine.speculative import SpeculationCounts, decided
+from mcore_infer.engine.speculative import SpeculationCounts, build_drafter, decided
+from mcore_infer.engine.stages import from_last_stage, last_stage_logits
 from mcore_infer.engine.step_layout import rows_to_choose_after
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
-from mcore_infer.grammars import Structure
-from mcore_infer.host_to_device import on_device
-from mcore_infer.sampling import token_log_probs, top_log_probs, tops
-from mcore_infer.stages import from_last_stage, last_stage_logits
-from mcore_infer.structured import Grammars, Matcher
-from mcore_infer.writing import (
+from mcore_infer.writing.grammars import Structure
+from mcore_infer.writing.sampling import token_log_probs, top_log_probs, tops
+from mcore_infer.writing.sequence import (
     Generation,
     NewToken,
     ScoreRequest,
@@ -45,6 +42,7 @@ from mcore_infer.writing import (
     Top,
     Writing,
 )
+from mcore_infer.writing.structured import Grammars, Matcher
 from mcore_models.config import window
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce

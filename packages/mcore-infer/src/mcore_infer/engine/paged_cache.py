@@ -14,15 +14,19 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.fp8_cache import from_codes, to_codes
-from mcore_infer.engine.padded_attention import GATHERED_BYTES, padded_decode
+from mcore_infer.engine.host_to_device import on_device
+from mcore_infer.engine.plain_attention import (
+    decode_on_cpu,
+    padded_decode,
+    rounded_to_codes,
+    wide_pages,
+    write_to_pages,
+)
 from mcore_infer.engine.step_layout import ChunkView, DecodeTensors, FreshPrompts, StepTensors
 from mcore_infer.engine.step_plans import Fp8Cache, Scales
-from mcore_infer.host_to_device import on_device
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels.attention_backends import attend, takes_borders
 from mcore_parallel.optional_kernels import works
@@ -199,7 +203,7 @@ class _PagedLayer:
             if not (q.is_cuda or step.is_recorded):
                 new = (k[:, 0], None if v is None else v[:, 0])
                 memory = (held.keys, values)
-                return _decode_on_cpu(q[:, 0], new, memory, step, **rules).unsqueeze(1)
+                return decode_on_cpu(q[:, 0], new, memory, step, **rules).unsqueeze(1)
         news, memories = ((k,), (held.keys,)) if v is None else ((k, v), (held.keys, values))
         write_to_pages(memories, [new[:, 0] for new in news], step.places, self.scales)
         if isinstance(step, DecodeTensors):
@@ -309,123 +313,3 @@ def _in_one_call(
         return None
     is_small = not q.is_cuda and len(fresh.rows) <= _MASKED_TOKENS
     return fresh if is_small or takes_borders(q, 0.0, backend) else None
-
-
-def write_to_pages(
-    memories: Sequence[Shaped[Tensor, "P Z G _"]],
-    news: Sequence[Float[Tensor, "T G _"]],
-    places: Int[Tensor, " T"],
-    kv_scales: Scales | None = None,
-) -> None:
-    """Write new keys and values to their places: page times tokens of a page, plus offset."""
-    scales = kv_scales or (None,) * len(news)
-    for memory, new, scale in zip(memories, news, scales, strict=True):
-        memory.flatten(0, 1)[places] = new if scale is None else to_codes(new, scale)
-
-
-def wide_pages(
-    memories: Sequence[Shaped[Tensor, "..."]], kv_scales: Scales | None, dtype: torch.dtype
-) -> list[Float[Tensor, "..."]]:
-    """Return the keys and values that parts of the pages hold."""
-    if kv_scales is None:
-        return list(memories)
-    pairs = zip(memories, kv_scales, strict=True)
-    return [from_codes(memory, scale, dtype) for memory, scale in pairs]
-
-
-def rounded_to_codes(
-    news: tuple[Float[Tensor, "..."], Float[Tensor, "..."]], kv_scales: Scales | None
-) -> tuple[Float[Tensor, "..."], ...]:
-    """Return new keys and values as the pages would hold them."""
-    if kv_scales is None:
-        return news
-    pairs = zip(news, kv_scales, strict=True)
-    return tuple(from_codes(to_codes(new, scale), scale, new.dtype) for new, scale in pairs)
-
-
-def _decode_on_cpu(
-    q: Float[Tensor, "R N H"],
-    new: tuple[Float[Tensor, "R G H"], Float[Tensor, "R G J"] | None],
-    memory: tuple[Shaped[Tensor, "P Z G H"], Shaped[Tensor, "P Z G J"]],
-    step: DecodeTensors,
-    *,
-    window: int = -1,
-    kv_scales: Scales | None = None,
-    **scores: Any,
-) -> Float[Tensor, "R N J"]:
-    """Write a new key and value of each request, and let its one query attend to all.
-
-    In one call where rows are alike, else one request after the other.
-
-    Args:
-        q: queries; R requests.
-        new: the last key and value of each; no value where it is a part of the key.
-        memory: keys and values in pages; changed.
-        step: where both are.
-        window: earlier keys that a query sees besides its own; -1: all.
-        kv_scales: multiply codes of an fp8 cache; None: the cache has the dtype of ``q``.
-        scores: see ``attend``.
-    """
-    extent, size = step.extent, memory[0].shape[1]
-    # Pages before every window may be another request's.
-    begin = 0 if window < 0 else max(0, extent.longest - 1 - window) // size * size
-    if extent.is_even and extent.is_in_a_row and kv_scales is None:
-        # Views of whole rows, whose last token is that of the new key and of the query.
-        seen = [extent.view(pages) for pages in memory]  # [K, R, G, .]
-        for view, last in zip(seen, new, strict=True):
-            if last is not None:
-                view[-1] = last
-        if begin:
-            seen = [view[begin:] for view in seen]
-        return attend(q[None], *seen, window=window, **scores)[0]
-    written = [x for x in new if x is not None]
-    write_to_pages(memory[: len(written)], written, step.places, kv_scales)
-    where = *memory, step.seen_tables, step.lengths
-    options: dict[str, Any] = {"window": window, "kv_scales": kv_scales, **scores}
-    token_bytes = sum(pages.stride(1) * pages.element_size() for pages in memory)
-    if extent.is_mostly_padding or len(q) * extent.longest * token_bytes > GATHERED_BYTES:
-        return reference_decode(q, *where, **options)
-    is_plain = window < 0 and not scores.keys() - {"scale"}
-    if not extent.is_even and not is_plain:
-        return padded_decode(q, *where, **options)
-    gathered = [extent.gather(pages)[begin:] for pages in memory]
-    k, v = wide_pages(gathered, kv_scales, q.dtype)  # [K, R, G, .]
-    if extent.is_even:
-        return attend(q[None], k, v, window=window, **scores)[0]
-    # Keys behind a row's end may be another request's NaN, which a mask does not hide.
-    k, v = (x.masked_fill(extent.is_foreign, 0) for x in (k, v))
-    return F.scaled_dot_product_attention(
-        q[:, :, None],  # [R, N, 1, H]
-        k.permute(1, 2, 0, 3),  # [K, R, G, H] -> [R, G, K, H]
-        v.permute(1, 2, 0, 3),
-        attn_mask=extent.is_own,
-        enable_gqa=q.shape[1] != k.shape[2],
-        **scores,
-    )[:, :, 0]
-
-
-def reference_decode(
-    q: Float[Tensor, "R N H"],
-    keys: Shaped[Tensor, "P Z G H"],
-    values: Shaped[Tensor, "P Z G J"],
-    tables: Int[Tensor, "R M"],
-    lengths: Int[Tensor, " R"],
-    *,
-    window: int = -1,
-    kv_scales: Scales | None = None,
-    **scores: Any,
-) -> Float[Tensor, "R N J"]:
-    """Let one query of each request attend to its keys, one request after the other.
-
-    The reference of ``padded_decode``, and with ``write_to_pages`` of ``paged_decode``; takes
-    any arguments of ``attend``; waits for the device.
-    """
-    size, rows = keys.shape[1], []
-    for query, pages, length in zip(q, tables, lengths.tolist(), strict=True):
-        first_page = 0 if window < 0 else max(0, length - 1 - window) // size
-        held = pages[first_page : -(-length // size)]
-        end = length - first_page * size
-        seen = [memory[held].flatten(0, 1)[:end].unsqueeze(1) for memory in (keys, values)]
-        k, v = wide_pages(seen, kv_scales, q.dtype)
-        rows.append(attend(query[None, None], k, v, window=window, **scores)[0, 0])
-    return torch.stack(rows)

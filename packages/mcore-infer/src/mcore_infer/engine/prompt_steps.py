@@ -10,7 +10,8 @@ they come: they keep the device busy for as long as the host needs.
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,11 +20,14 @@ from torch import Tensor
 
 from mcore_infer.engine.checks import has_recurrent_layers
 from mcore_infer.engine.decoding import is_rare, size_to_run
+from mcore_infer.engine.host_to_device import on_device
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.recording import Recorder, unrecorded_reason
+from mcore_infer.engine.stages import from_last_stage, last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import DecodeTensors, step_tensors
 from mcore_infer.engine.step_plans import Chunk, Step
-from mcore_infer.stages import run_stages
+from mcore_infer.writing.sampling import token_log_probs, top_log_probs, tops
+from mcore_infer.writing.sequence import Generation, Top
 from mcore_models.protocol import LanguageModel
 
 log = logging.getLogger(__name__)
@@ -136,3 +140,46 @@ class PromptSteps:
 def _forward(model: LanguageModel, cache: PagedCache, inputs: DecodeTensors) -> torch.Tensor:
     cache.step = inputs
     return run_stages(model, inputs.tokens, inputs.positions, cache)
+
+
+_ROWS = 256
+
+
+class PromptScores:
+    """Log probabilities of one prompt's tokens behind the first."""
+
+    def __init__(self, prompt: Sequence[int], num_top: int) -> None:
+        """Begin with nothing scored.
+
+        Args:
+            prompt: token ids.
+            num_top: likeliest tokens to keep for each place.
+        """
+        self.prompt, self.num_top = prompt, num_top
+        self._log_probs = [float("nan")] * (len(prompt) - 1)
+        self._top: list[Top] = [()] * (len(prompt) - 1)
+
+    def add(self, model: LanguageModel, begin: int, hidden: Float[Tensor, "S 1 D"]) -> None:
+        """Score the tokens behind those of a chunk, as far as the prompt goes.
+
+        All-gathers the vocabulary over ``tp``, all-reduces over ``pp``. Computing a chunk again
+        changes nothing.
+        """
+        end = min(begin + len(hidden), len(self.prompt) - 1)
+        for first in range(begin, end, _ROWS):
+            last = min(first + _ROWS, end)
+            logits = last_stage_logits(model, hidden[first - begin : last - begin])
+            following = on_device(self.prompt[first + 1 : last + 1], logits.device)
+            found = from_last_stage(token_log_probs(logits, following), model.pp)
+            self._log_probs[first:last] = found.tolist()
+            if self.num_top:
+                best = from_last_stage(top_log_probs(logits, self.num_top), model.pp)
+                self._top[first:last] = tops(best)
+
+    def added_to(self, result: Generation) -> Generation:
+        """Return a result with the prompt's scores."""
+        return replace(
+            result,
+            prompt_log_probs=tuple(self._log_probs),
+            prompt_top=tuple(self._top) if self.num_top else (),
+        )

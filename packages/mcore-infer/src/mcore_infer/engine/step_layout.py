@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from mcore_infer.engine.host_to_device import on_device
 from mcore_infer.engine.step_plans import Chunk, Step
-from mcore_infer.host_to_device import on_device
 from mcore_parallel.context_parallel.packed_sequences import Documents
 
 _TABLE_STEP = 16

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from mcore_ckpt.formats.quantized_layouts import QuantLayout, find_layout
 from mcore_infer.quantization.matrices import FusedMatrix
+from mcore_infer.quantization.methods import round_to_nearest
 from mcore_infer.quantization.observing import InputStatistics
-from mcore_infer.quantization.rounding import round_to_nearest
 
 _WIDE_BITS = 16.0
 

@@ -7,10 +7,10 @@ anywhere: wide weights of the same values, inputs rounded as the method says.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, QuantLayout
 from mcore_ckpt.mapping.low_bits import LARGEST, Code, decode, encode, unpack
-from mcore_infer.engine.kernels.skinny_gemm_tiles import tiles_for
-from mcore_infer.quantization.tile_choices import TileChoices
+from mcore_infer.engine.kernels.skinny_gemm_tiles import NUM_COUNTERS, tiles_for
 from mcore_parallel.grad_slot import GradSlot
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.precision.fp8_recipes import Factor, Rowwise, Tensorwise
@@ -34,6 +33,16 @@ of all: about where tensor cores win on an H100. These counts alone decide wheth
 rounded, never a measured time: one model then gives one answer. Powers of two, as recorded
 steps are padded to."""
 _MULTIPLE = 16
+
+
+_RUNS = 5
+_BEYOND_CACHE = 512 * 2**20
+"""Bytes that are cleared before each run: more than the cache."""
+_CLEARED = 4
+"""Times that they are: 0.6 ms on an H200, in which the host launches all kernels of a run."""
+
+Way = Callable[[Tensor], Tensor]
+"""Multiplies rows with a weight."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,60 @@ class RoundedInputs(_Forward):
         if self.rounding.pre_quant_scale is not None:  # the weight has it too
             rounded = rounded / self.rounding.pre_quant_scale.to(x.dtype)
         return PLAIN_GEMM.forward(rounded.view(x.shape), weight, bias)[0], ()
+
+
+@dataclass(eq=False)
+class TileChoices:
+    """The fastest ways so far, for the linears that share this object."""
+
+    found: dict[Any, int] = field(default_factory=dict)
+    """Number of the way, by what it was measured for."""
+    _counters: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def counters(self, device: torch.device) -> Tensor:
+        """Return the zeros that tiles with splits count with, one GEMM after the other."""
+        if device not in self._counters:
+            zeros = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+            self._counters[device] = zeros
+        return self._counters[device]
+
+    def fastest(self, key: tuple[Any, ...], ways: list[Way], x: Tensor) -> Way:
+        """Return the fastest of some ways for inputs like ``x``; waits for the device once.
+
+        Args:
+            key: all that the time depends on but the number of rows.
+            ways: of which the first must work.
+            x: rows.
+        """
+        key = (*key, 1 << (x.shape[0] - 1).bit_length())
+        if key not in self.found:
+            if torch.cuda.is_current_stream_capturing():
+                return ways[0]
+            times = [_milliseconds(way, x) for way in ways]
+            self.found[key] = times.index(min(times))
+        return ways[self.found[key]]
+
+
+def _milliseconds(way: Way, x: Tensor) -> float:
+    """Return the median time of a GEMM whose weight the cache does not hold."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        way(x)
+    except OutOfResources:  # the tile is too large for this GPU
+        return float("inf")
+    scratch = torch.empty(_BEYOND_CACHE, dtype=torch.uint8, device=x.device)
+    times = []
+    for _ in range(_RUNS):
+        for _ in range(_CLEARED):
+            scratch.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        way(x)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[_RUNS // 2]
 
 
 @dataclass(frozen=True)

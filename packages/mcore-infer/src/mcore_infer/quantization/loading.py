@@ -20,8 +20,12 @@ from mcore_ckpt.formats.quantization import MatrixPart
 from mcore_ckpt.formats.quantized_layouts import QuantLayout
 from mcore_ckpt.mapping.low_bits import Code, encode
 from mcore_ckpt.save_load.foreign_loading import QuantizedFolder
-from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm, RoundedInputs
-from mcore_infer.quantization.tile_choices import TileChoices
+from mcore_infer.quantization.gemms import (
+    InputRounding,
+    QuantizedGemm,
+    RoundedInputs,
+    TileChoices,
+)
 from mcore_parallel.sharding import Part, Shard, named_shards
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 

@@ -9,6 +9,7 @@ device.
 import hashlib
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,27 +34,26 @@ from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.outputs import appearing, check_place
 from mcore_ckpt.storage.paths import resolve_folder
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.config import QuantizeConfig, SamplingConfig
+from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.fp8_cache import rounded_cache
-from mcore_infer.engine.step_plans import Fp8Cache
+from mcore_infer.engine.step_plans import EngineConfig, Fp8Cache
 from mcore_infer.evaluation.scoring import TextScore, counted_losses, plan_windows
-from mcore_infer.export.compressed_tensors import write_compressed_tensors
-from mcore_infer.export.folding import layer_before
 from mcore_infer.loading import LoadedModel, load_model
-from mcore_infer.quantization.awq import scale_and_round
 from mcore_infer.quantization.budget import Way, check_budget, ways_within
-from mcore_infer.quantization.gptq import compensate_and_round
+from mcore_infer.quantization.compressed_tensors import layer_before, write_compressed_tensors
 from mcore_infer.quantization.matrices import FusedMatrix, Selection, select
-from mcore_infer.quantization.observing import InputStatistics, largest_keys_and_values, observe
-from mcore_infer.quantization.options import QuantizeConfig
-from mcore_infer.quantization.receipt import MatrixReport, Receipt, write_receipt
-from mcore_infer.quantization.rounding import (
+from mcore_infer.quantization.methods import (
     RoundedMatrix,
+    compensate_and_round,
     input_scale,
     round_to_nearest,
+    scale_and_round,
     smooth_and_round,
 )
-from mcore_infer.quantization.timing import tokens_per_second
-from mcore_infer.quantization.writing import (
+from mcore_infer.quantization.observing import InputStatistics, largest_keys_and_values, observe
+from mcore_infer.quantization.report import MatrixReport, Receipt, write_receipt
+from mcore_infer.quantization.unified_folder import (
     MAX_FILE_BYTES,
     QuantizedTensor,
     excluded,
@@ -434,3 +434,37 @@ _METHODS: Mapping[str, _Method] = {
     "awq": scale_and_round,
     "gptq": compensate_and_round,
 }
+
+
+_FIRST = 8
+"""Tokens before those that are timed: kernels are tried and steps recorded."""
+
+
+def tokens_per_second(
+    model: LanguageModel, num_tokens: int, fp8_cache: Fp8Cache | None = None
+) -> float:
+    """Time the writing of one text on an engine."""
+    length = 1 + _FIRST + num_tokens
+    engine = Engine(
+        model,
+        EngineConfig(
+            max_requests=1,
+            max_sequence_tokens=length,
+            num_pages=-(-length // 64),
+            fp8_cache=fp8_cache,
+        ),
+    )
+    engine.add([0], SamplingConfig(num_tokens=length - 1, top_k=1))
+    for _ in range(_FIRST):
+        engine.step()
+    _wait(engine.device)
+    begin, written = time.perf_counter(), 0
+    for event in engine.run():
+        written += not isinstance(event, tuple)
+    _wait(engine.device)
+    return written / (time.perf_counter() - begin)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

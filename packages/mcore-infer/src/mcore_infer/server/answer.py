@@ -7,9 +7,8 @@ be the beginning of a stop string. A stream and a whole answer are the same piec
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_infer.streaming import TextStream, overlap
-from mcore_infer.vocabulary import TokenTexts, with_drawn
-from mcore_infer.writing import FinishReason, Generation, NewToken, Top
+from mcore_infer.writing.sequence import FinishReason, Generation, NewToken, Top
+from mcore_infer.writing.token_text import TextStream, TokenTexts, overlap, with_drawn
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ from mcore_infer.server.answer import Answer, AnswerPiece
 from mcore_infer.server.job import Job, ServedModel, checked, encode, num_tokens_for, seed_of
 from mcore_infer.server.schemas import ApiBody, RequestError
 from mcore_infer.server.worker import TextRequest
-from mcore_infer.streaming import TextStream
-from mcore_infer.vocabulary import with_drawn
-from mcore_infer.writing import NewToken, ScoreRequest, TokenRules
+from mcore_infer.writing.sequence import NewToken, ScoreRequest, TokenRules
+from mcore_infer.writing.token_text import TextStream, with_drawn
 
 
 def read_api(body: ApiBody, served: ServedModel) -> Job:

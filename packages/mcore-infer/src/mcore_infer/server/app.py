@@ -18,11 +18,10 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mcore_infer.server.answering import JobResponse, Patience, as_json, openai_error
 from mcore_infer.server.description import INTERFACES, Interface, openapi
-from mcore_infer.server.front import Front
 from mcore_infer.server.job import Job, ServedModel
 from mcore_infer.server.metrics import Metrics
+from mcore_infer.server.responses import Front, JobResponse, Patience, as_json, openai_error
 from mcore_infer.server.schemas import RequestError
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_infer.chat_format import ChatFormat
-from mcore_infer.grammars import Structure
 from mcore_infer.server.answer import Answer, AnswerPiece, ScoredToken
 from mcore_infer.server.completions import usage
 from mcore_infer.server.job import (
@@ -32,7 +30,9 @@ from mcore_infer.server.tool_calls import (
     marks_of,
     tool_format,
 )
-from mcore_infer.writing import ScoreRequest
+from mcore_infer.writing.chat_format import ChatFormat
+from mcore_infer.writing.grammars import Structure
+from mcore_infer.writing.sequence import ScoreRequest
 
 _RESERVED = ("messages", "add_generation_prompt", "tools")
 

@@ -17,7 +17,7 @@ from mcore_infer.server.job import (
 )
 from mcore_infer.server.schemas import CompletionBody, RequestError
 from mcore_infer.server.worker import TextRequest
-from mcore_infer.writing import ScoreRequest
+from mcore_infer.writing.sequence import ScoreRequest
 
 
 def read_completion(body: CompletionBody, served: ServedModel) -> Job:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.grammars import Structure, json_rule
 from mcore_infer.server.schemas import Function
-from mcore_infer.streaming import overlap
+from mcore_infer.writing.grammars import Structure, json_rule
+from mcore_infer.writing.token_text import overlap
 
 _MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 """What may be one token."""

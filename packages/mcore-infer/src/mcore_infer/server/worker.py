@@ -22,8 +22,8 @@ from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.engine import Engine
 from mcore_infer.errors import EngineError
-from mcore_infer.grammars import Structure
-from mcore_infer.writing import Beam, Generation, NewToken, ScoreRequest, TokenRules
+from mcore_infer.writing.grammars import Structure
+from mcore_infer.writing.sequence import Beam, Generation, NewToken, ScoreRequest, TokenRules
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 

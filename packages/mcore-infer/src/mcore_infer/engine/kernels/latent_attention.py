@@ -127,7 +127,7 @@ def latent_decode(
 def _trial(
     device: torch.device, dtype: torch.dtype, num_heads: int, width: int, value_dim: int
 ) -> list[tuple[Tensor, Tensor]]:
-    from mcore_infer.engine.paged_cache import reference_decode
+    from mcore_infer.engine.plain_attention import reference_decode
 
     q = wave(3, num_heads, width, device=device, dtype=dtype)
     keys = wave(9, 32, 1, width, device=device, dtype=dtype)

@@ -358,7 +358,7 @@ def _trial(
     decode: Callable[..., Tensor] = paged_decode,
 ) -> list[tuple[Tensor, Tensor]]:
     from mcore_infer.engine.fp8_cache import to_codes
-    from mcore_infer.engine.paged_cache import reference_decode, write_to_pages
+    from mcore_infer.engine.plain_attention import reference_decode, write_to_pages
 
     q = wave(3, 2 * group, head_dim, device=device, dtype=dtype)
     k, v = wave(2, 3, 2, head_dim, device=device, dtype=dtype)

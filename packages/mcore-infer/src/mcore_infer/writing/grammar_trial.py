@@ -19,7 +19,7 @@ from typing import Any
 
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.grammars import (
+from mcore_infer.writing.grammars import (
     Structure,
     Vocabulary,
     build_grammar,

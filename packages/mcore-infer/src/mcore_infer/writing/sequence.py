@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.structured import Matcher
+from mcore_infer.writing.structured import Matcher
 
 Top = tuple[tuple[int, float], ...]
 """The likeliest tokens of one place, best first: ids and log probabilities."""

@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.host_to_device import on_device
-from mcore_infer.structured import allowed_tokens
-from mcore_infer.writing import TokenRules, Top, Writing
+from mcore_infer.engine.host_to_device import on_device
+from mcore_infer.writing.sequence import TokenRules, Top, Writing
+from mcore_infer.writing.structured import allowed_tokens
 
 
 def sample(

@@ -18,9 +18,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_ckpt.formats.quantized_layouts import LAYOUTS
+from mcore_infer.engine.few_rows_gemm import FewRowsGemm, read_few_rows_fast
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.step_layout import DecodeTensors
 from mcore_infer.engine.step_plans import Chunk, Step
+from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.layers.attention import Attention
@@ -271,9 +274,6 @@ def _linears(block: Any) -> list[Any]:
 
 def _kind(linear: Any) -> tuple[str, int] | None:
     """Return a weight's code and outputs that share a scale; None: the kernel has no such."""
-    from mcore_infer.engine.decoding import FewRowsGemm
-    from mcore_infer.quantization.gemms import QuantizedGemm
-
     if type(linear) not in (ColumnParallelLinear, RowParallelLinear):
         return None
     gemm = linear.gemm
@@ -315,8 +315,6 @@ def _trial(
     device: torch.device, H: int, in_codes: bool, tall: int, has_norms: bool, have_drafts: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Run steps of two layers by the kernel and one operation after the other."""
-    from mcore_infer.engine.decoding import read_few_rows_fast
-
     config = TransformerConfig(
         num_layers=2,
         hidden_size=256,
@@ -361,9 +359,7 @@ def _trial(
 
 def _to_codes(model: GPT, tall: int) -> None:
     """Hold the linears of a model in e4m3, in place."""
-    from mcore_ckpt.formats.quantized_layouts import LAYOUTS
     from mcore_infer.engine.kernels.skinny_gemm import in_codes
-    from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm
 
     layout = next(one for one in LAYOUTS.values() if one.code == "e4m3")
     for block in _blocks(model):

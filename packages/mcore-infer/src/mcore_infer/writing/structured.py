@@ -22,8 +22,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.grammar_trial import GrammarTrial
-from mcore_infer.grammars import Structure, Vocabulary, build_grammar, open_vocabulary
+from mcore_infer.writing.grammar_trial import GrammarTrial
+from mcore_infer.writing.grammars import Structure, Vocabulary, build_grammar, open_vocabulary
 
 log = logging.getLogger(__name__)
 
