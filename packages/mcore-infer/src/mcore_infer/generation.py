@@ -1,4 +1,4 @@
-"""Writing text offline: prompts go in together, an engine writes after each of them.
+"""RunningSequence text offline: prompts go in together, an engine writes after each of them.
 
 ``stream`` and ``generate`` build an engine for their prompts alone; ``stream_texts`` takes the
 options of the commands. What a prompt's text is depends on its seed and not on its neighbours.

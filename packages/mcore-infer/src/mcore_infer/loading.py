@@ -259,10 +259,13 @@ def _on_meta(
 def _allocate(model: nn.Module, device: torch.device, packed: frozenset[str]) -> None:
     """Give a model memory of zeros, but not the weights of linears that stay packed."""
     for path, module in model.named_modules():
-        kept = module._parameters.pop("weight") if path in packed else None
+        if path not in packed:
+            module.to_empty(device=device, recurse=False)
+            continue
+        meta_weight = module.get_parameter("weight")
+        module.register_parameter("weight", None)  # to_empty leaves it out
         module.to_empty(device=device, recurse=False)
-        if kept is not None:
-            module.register_parameter("weight", kept)
+        module.register_parameter("weight", meta_weight)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()  # what no logical tensor covers is padding, which is zero

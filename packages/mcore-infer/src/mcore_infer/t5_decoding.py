@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.engine.stages import agreed, last_stage_logits
+from mcore_infer.engine.stages import agree_on_tokens, last_stage_logits
 from mcore_infer.generation import room
 from mcore_infer.kv_cache import StaticCache
 from mcore_infer.writing.sampling import choose, token_log_probs
-from mcore_infer.writing.sequence import NewToken, Writing
+from mcore_infer.writing.sequence import NewToken, RunningSequence
 
 
 @torch.no_grad()
@@ -48,7 +48,9 @@ def answer_texts(
         raise ValueError("generation needs prompts of at least one token each.")
     num_tokens = room(model, sampling.num_tokens, [start], name="an answer's first part")
     rows = [
-        Writing([start], sampling, num_tokens=num_tokens, seed=seed + i, eod=eod, stop=stop)
+        RunningSequence(
+            [start], sampling, num_tokens=num_tokens, seed=seed + i, eod=eod, stop=stop
+        )
         for i in range(len(texts))
     ]
     device, longest = next(model.parameters()).device, max(map(len, texts))
@@ -63,7 +65,7 @@ def answer_texts(
         cache.advance(1)
         logits = last_stage_logits(model, hidden[-1].unsqueeze(1))
         # Rows that are over keep their place in the batch; their tokens are not read.
-        chosen = agreed(choose(logits, rows), model)
+        chosen = agree_on_tokens(choose(logits, rows), model)
         log_probs = token_log_probs(logits, chosen)
         pairs = zip(chosen.tolist(), log_probs.tolist(), strict=True)
         for i, (token, log_prob) in enumerate(pairs):

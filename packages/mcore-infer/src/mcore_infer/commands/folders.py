@@ -1,4 +1,4 @@
-"""The command ``mcore-infer quantize``: a folder of quantized weights, with its receipt."""
+"""The command ``mcore-infer quantize``: a folder of quantized weights, with its report."""
 
 import sys
 from pathlib import Path
@@ -39,7 +39,7 @@ def quantize(
     text = "\n".join(file_text("--calibration-data", file) for file in calibration_data)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    receipt = quantizing.quantize(
+    report = quantizing.quantize(
         load,
         output,
         text,
@@ -49,11 +49,11 @@ def quantize(
         step=ckpt_step,
     )
     print(
-        f"{output}: {receipt.algo} for {', '.join(receipt.engines)} | perplexity "
-        f"{receipt.perplexity_before:.4f} -> {receipt.perplexity_after:.4f} "
-        f"({receipt.perplexity_change:+.3f} %) | "
-        f"{receipt.bytes_before} -> {receipt.bytes_after} bytes | "
-        f"{len(receipt.left)} module(s) left in bf16 | {output / 'receipt.md'}"
+        f"{output}: {report.algo} for {', '.join(report.engines)} | perplexity "
+        f"{report.perplexity_before:.4f} -> {report.perplexity_after:.4f} "
+        f"({report.perplexity_change:+.3f} %) | "
+        f"{report.bytes_before} -> {report.bytes_after} bytes | "
+        f"{len(report.left)} module(s) left in bf16 | {output / 'receipt.md'}"
     )
     return 0
 

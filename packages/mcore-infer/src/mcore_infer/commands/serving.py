@@ -95,9 +95,9 @@ def _run(
     import uvicorn
 
     from mcore_infer.server.app import Server
-    from mcore_infer.server.responses import Front
+    from mcore_infer.server.responses import EngineClient
 
-    front = Front(worker, config.max_queued_requests)
+    front = EngineClient(worker, config.max_queued_requests)
     http = uvicorn.Server(
         uvicorn.Config(
             Server(served, front, limits).app(),
@@ -136,14 +136,14 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 def _limits(config: ServerConfig) -> "Limits":
     from mcore_infer.server.app import Limits
-    from mcore_infer.server.responses import Patience
+    from mcore_infer.server.responses import Timeouts
 
     return Limits(
         api_key=_api_key(config),
         max_body_bytes=int(config.max_body_mib * 2**20),
         origins=config.allowed_origins,
         hosts=_LOOPBACK if config.host in _LOOPBACK else (),
-        patience=Patience(answer_s=config.answer_timeout_s, client_s=config.client_timeout_s),
+        timeouts=Timeouts(answer_s=config.answer_timeout_s, client_s=config.client_timeout_s),
     )
 
 

@@ -8,7 +8,14 @@ of its last page are computed again.
 from collections.abc import Callable, Iterator, Sequence
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.writing.sequence import Beam, Generation, NewToken, ScoreRequest, Top, Writing
+from mcore_infer.writing.sequence import (
+    Beam,
+    Generation,
+    NewToken,
+    RunningSequence,
+    ScoreRequest,
+    Top,
+)
 
 _ONE_TOKEN = SamplingConfig(num_tokens=1, top_k=1)
 
@@ -25,7 +32,7 @@ class BeamSearch:
         over: texts that ended, best first.
     """
 
-    def __init__(self, writing: Writing) -> None:
+    def __init__(self, writing: RunningSequence) -> None:
         """Begin with the empty text.
 
         Args:
@@ -87,7 +94,7 @@ class Beams:
         """Whether a request is a step of a search."""
         return request in self._searching
 
-    def begin(self, number: int, writing: Writing, add: Callable[..., int]) -> None:
+    def begin(self, number: int, writing: RunningSequence, add: Callable[..., int]) -> None:
         """Start a search under a number of its own; ``add`` queues its requests."""
         self._searches[number] = writing.prompt, BeamSearch(writing)
         self._step(number, add)

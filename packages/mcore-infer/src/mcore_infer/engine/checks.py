@@ -1,7 +1,7 @@
 """What an engine refuses: models, draft models and requests."""
 
 from mcore_infer.config import Drafts
-from mcore_infer.writing.sequence import ScoreRequest, Writing
+from mcore_infer.writing.sequence import RunningSequence, ScoreRequest
 from mcore_models.config import TransformerConfig
 from mcore_models.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
@@ -11,7 +11,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 """Ways to stretch rotary positions that depend on how long a text is."""
 
 
-def check_request(model: LanguageModel, writing: Writing, scores: ScoreRequest) -> None:
+def check_request(model: LanguageModel, writing: RunningSequence, scores: ScoreRequest) -> None:
     """Refuse what the model cannot compute, before a step does."""
     limit, vocab_size = model.config.max_position_embeddings, model.vocab_size
     length = len(writing.prompt)
@@ -34,7 +34,7 @@ def check_request(model: LanguageModel, writing: Writing, scores: ScoreRequest) 
         )
 
 
-def check_beams(writing: Writing, scores: ScoreRequest, vocab_size: int) -> None:
+def check_beams(writing: RunningSequence, scores: ScoreRequest, vocab_size: int) -> None:
     """Refuse what beam search cannot keep."""
     if writing.changes_scores or writing.matcher is not None or not writing.num_tokens:
         raise ValueError(

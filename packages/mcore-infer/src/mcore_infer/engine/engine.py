@@ -28,19 +28,19 @@ from mcore_infer.engine.prefix_pages import PagePool
 from mcore_infer.engine.prompt_steps import PromptScores, PromptSteps
 from mcore_infer.engine.scheduler import Scheduler
 from mcore_infer.engine.sizing import fitting_pages
-from mcore_infer.engine.speculative import SpeculationCounts, build_drafter, decided
+from mcore_infer.engine.speculative import SpeculationCounts, build_drafter, choose_on_all_ranks
 from mcore_infer.engine.stages import from_last_stage, last_stage_logits
 from mcore_infer.engine.step_layout import rows_to_choose_after
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
 from mcore_infer.writing.grammars import Structure
-from mcore_infer.writing.sampling import token_log_probs, top_log_probs, tops
+from mcore_infer.writing.sampling import token_log_probs, top_log_probs, top_tokens
 from mcore_infer.writing.sequence import (
     Generation,
     NewToken,
+    RunningSequence,
     ScoreRequest,
     TokenRules,
     Top,
-    Writing,
 )
 from mcore_infer.writing.structured import Grammars, Matcher
 from mcore_models.config import window
@@ -50,7 +50,7 @@ from mcore_parallel.mesh import SINGLE, Axis
 
 
 @dataclass(slots=True)
-class _Flight:
+class _StepInFlight:
     """A step that was started and whose tokens the host has not read."""
 
     step: Step
@@ -62,7 +62,7 @@ class _Flight:
     """The same on their way to the host."""
     log_probs: Tensor | None = None
     """Of them, where any are wanted; so too."""
-    landing: torch.cuda.Event | None = None
+    is_ready: torch.cuda.Event | None = None
     """When they are there."""
     top: tuple[list[int], Tensor] | None = None
     """Rows, and what ``top_log_probs`` found for them, on its way to the host."""
@@ -156,12 +156,12 @@ class Engine:
         self.drafter = build_drafter(model, config, draft, table_pages)
         self.speculation = SpeculationCounts()
         self.grammars: Grammars | None = None
-        self._writings: dict[int, Writing] = {}
+        self._writings: dict[int, RunningSequence] = {}
         self._scores: dict[int, ScoreRequest] = {}
         self._prompt_scores: dict[int, PromptScores] = {}
         self._beams = Beams()
         self._num_requests = 0
-        self._flight: _Flight | None = None  # a step started before its predecessor was read
+        self._flight: _StepInFlight | None = None  # started before its predecessor was read
         is_alone = self.drafter is None and in_step.size == 1
         self.runs_ahead = self.device.type == "cuda" and is_alone
 
@@ -198,7 +198,7 @@ class Engine:
             ValueError: if it could never run.
         """
         request, scores = self._num_requests, scores or ScoreRequest()
-        writing = Writing(
+        writing = RunningSequence(
             prompt,
             sampling,
             num_tokens=sampling.num_tokens if num_tokens < 0 else num_tokens,
@@ -219,7 +219,7 @@ class Engine:
         self._num_requests += 1
         return request
 
-    def _search(self, writing: Writing, scores: ScoreRequest) -> int:
+    def _search(self, writing: RunningSequence, scores: ScoreRequest) -> int:
         check_beams(writing, scores, self.model.vocab_size)
         self.scheduler.check(writing.prompt, writing.num_tokens)
         number, self._num_requests = self._num_requests, self._num_requests + 1
@@ -276,7 +276,7 @@ class Engine:
             return []
         if self.runs_ahead:
             self._flight = self._launch(self._plan_ahead(flight), flight.chosen)
-        new = self._landed(flight)
+        new = self._finished_tokens(flight)
         ids: dict[int, list[int]] = {}
         for token in new:
             ids.setdefault(token.row, []).append(token.id)
@@ -313,7 +313,9 @@ class Engine:
         step = self.scheduler.plan(self.drafter.wanted(ready))
         return None if step is None else self.drafter.filled(step, self._writings)
 
-    def _launch(self, step: Step | None, tokens: Tensor | None = None) -> "_Flight | None":
+    def _launch(
+        self, step: Step | None, tokens: Tensor | None = None
+    ) -> "_StepInFlight | None":
         """Start a step; ``tokens`` are those that the step before it chooses."""
         if step is None:
             return None
@@ -321,14 +323,14 @@ class Engine:
         scored = [chunk for chunk in step.chunks if chunk.wants_token]
         requests = [chunk.request for chunk in scored for _ in range(1 + chunk.num_drafts)]
         if not requests:
-            return _Flight(step, [])
+            return _StepInFlight(step, [])
         places = None
         if self.drafter is not None:
             places = [place for chunk in scored for place in range(1 + chunk.num_drafts)]
         writings = [self._writings[request] for request in requests]
-        chosen = decided(logits, writings, places, self.model)
+        chosen = choose_on_all_ranks(logits, writings, places, self.model)
         wanted = [self._scores[request] for request in requests]
-        flight = _Flight(step, requests, chosen, chosen.to("cpu", non_blocking=True))
+        flight = _StepInFlight(step, requests, chosen, chosen.to("cpu", non_blocking=True))
         if any(scores.log_probs for scores in wanted):
             found = from_last_stage(token_log_probs(logits, chosen).double(), self.model.pp)
             flight.log_probs = found.to("cpu", non_blocking=True)
@@ -338,11 +340,11 @@ class Engine:
             best = from_last_stage(best, self.model.pp)
             flight.top = rows, best.to("cpu", non_blocking=True)
         if chosen.is_cuda:  # the host waits for the device one time a step
-            flight.landing = torch.cuda.Event()
-            flight.landing.record()
+            flight.is_ready = torch.cuda.Event()
+            flight.is_ready.record()
         return flight
 
-    def _plan_ahead(self, flight: "_Flight") -> Step | None:
+    def _plan_ahead(self, flight: "_StepInFlight") -> Step | None:
         """Plan the step after one in flight, where no text can end or needs its last token."""
         step = flight.step
         if not flight.requests or any(chunk.tokens[1:] for chunk in step.chunks):
@@ -372,18 +374,18 @@ class Engine:
         last = on_device(rows_to_choose_after(step), self.device)
         return last_stage_logits(self.model, hidden[last])
 
-    def _landed(self, flight: "_Flight") -> list[NewToken]:
+    def _finished_tokens(self, flight: "_StepInFlight") -> list[NewToken]:
         """Wait for a step's tokens; return those of requests that go on."""
         if flight.ids is None:
             return []
-        if flight.landing is not None:
-            flight.landing.synchronize()
+        if flight.is_ready is not None:
+            flight.is_ready.synchronize()
         ids = flight.ids.tolist()
         log_probs = None if flight.log_probs is None else flight.log_probs.tolist()
         top: dict[int, Top] = {}
         if flight.top is not None:
             rows_with_top, best = flight.top
-            top = dict(zip(rows_with_top, tops(best), strict=True))
+            top = dict(zip(rows_with_top, top_tokens(best), strict=True))
         new, row = [], 0
         for chunk in flight.step.chunks:
             begin, row = row, row + (1 + chunk.num_drafts) * chunk.wants_token

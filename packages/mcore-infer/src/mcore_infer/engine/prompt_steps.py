@@ -26,7 +26,7 @@ from mcore_infer.engine.recording import Recorder, unrecorded_reason
 from mcore_infer.engine.stages import from_last_stage, last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import DecodeTensors, step_tensors
 from mcore_infer.engine.step_plans import Chunk, Step
-from mcore_infer.writing.sampling import token_log_probs, top_log_probs, tops
+from mcore_infer.writing.sampling import token_log_probs, top_log_probs, top_tokens
 from mcore_infer.writing.sequence import Generation, Top
 from mcore_models.protocol import LanguageModel
 
@@ -174,7 +174,7 @@ class PromptScores:
             self._log_probs[first:last] = found.tolist()
             if self.num_top:
                 best = from_last_stage(top_log_probs(logits, self.num_top), model.pp)
-                self._top[first:last] = tops(best)
+                self._top[first:last] = top_tokens(best)
 
     def added_to(self, result: Generation) -> Generation:
         """Return a result with the prompt's scores."""

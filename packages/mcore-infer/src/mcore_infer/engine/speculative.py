@@ -22,11 +22,11 @@ from torch import Tensor
 
 from mcore_infer.engine.decoding import Decoder
 from mcore_infer.engine.paged_cache import PagedCache
-from mcore_infer.engine.stages import agreed, last_stage_logits, run_stages
+from mcore_infer.engine.stages import agree_on_tokens, last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import step_tensors
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
 from mcore_infer.writing.sampling import choose
-from mcore_infer.writing.sequence import Writing
+from mcore_infer.writing.sequence import RunningSequence
 from mcore_models.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
 
@@ -50,10 +50,10 @@ class SpeculationCounts:
 class Drafter(Protocol):
     """Proposes tokens; all ranks of ``tp`` make the same calls."""
 
-    def wanted(self, writings: Mapping[int, Writing]) -> dict[int, Sequence[int]]:
+    def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
         """Return proposals for requests that write, -1 for those that ``filled`` finds."""
 
-    def filled(self, step: Step, writings: Mapping[int, Writing], /) -> Step:
+    def filled(self, step: Step, writings: Mapping[int, RunningSequence], /) -> Step:
         """Return a step with every proposal known; its pages are there."""
 
     def follow(self, step: Step, hidden: Float[Tensor, "T 1 D"]) -> None:
@@ -68,7 +68,7 @@ class Drafter(Protocol):
         """Drop what is known of a request that is over."""
 
 
-def num_wanted(writing: Writing, most: int) -> int:
+def num_drafts_for(writing: RunningSequence, most: int) -> int:
     """Tokens to propose: none where a choice depends on the one before but for the model's."""
     if writing.needs_last_token:
         return 0
@@ -91,18 +91,18 @@ class NgramDrafter:
         self.num_drafts = num_drafts
         self._texts: dict[int, _Ngrams] = {}
 
-    def wanted(self, writings: Mapping[int, Writing]) -> dict[int, Sequence[int]]:
+    def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
         """Look the ends of texts up."""
         found: dict[int, Sequence[int]] = {}
         for request, writing in writings.items():
-            if most := num_wanted(writing, self.num_drafts):
+            if most := num_drafts_for(writing, self.num_drafts):
                 ngrams = self._texts.setdefault(request, _Ngrams(writing.prompt))
                 known = len(ngrams.tokens) - len(writing.prompt)
                 ngrams.extend(writing.ids[known:])
                 found[request] = ngrams.next(most)
         return found
 
-    def filled(self, step: Step, _writings: Mapping[int, Writing], /) -> Step:
+    def filled(self, step: Step, _writings: Mapping[int, RunningSequence], /) -> Step:
         """Return the step as it is."""
         return step
 
@@ -164,12 +164,12 @@ class ModelDrafter:
         self.model, self.num_drafts, self.cache = model, num_drafts, cache
         self.decoder = Decoder(model, cache, max_requests, table_pages, num_drafts=num_drafts)
 
-    def wanted(self, writings: Mapping[int, Writing]) -> dict[int, Sequence[int]]:
+    def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
         """Propose for every request that can have proposals."""
-        most = {r: num_wanted(w, self.num_drafts) for r, w in writings.items()}
+        most = {r: num_drafts_for(w, self.num_drafts) for r, w in writings.items()}
         return {request: (-1,) * count for request, count in most.items() if count}
 
-    def filled(self, step: Step, writings: Mapping[int, Writing], /) -> Step:
+    def filled(self, step: Step, writings: Mapping[int, RunningSequence], /) -> Step:
         """Write on after each text that has proposals, one token a forward."""
         chunks = [chunk for chunk in step.chunks if chunk.num_drafts]
         if not chunks:
@@ -181,7 +181,7 @@ class ModelDrafter:
             # All go on to the longest: what is too much falls on pages of their own, or none.
             single = Step(tuple(_single(chunk, place) for chunk in chunks))
             logits = self.decoder.run(single, tokens)[1]
-            tokens = decided(logits, texts, [place] * len(texts), self.model)
+            tokens = choose_on_all_ranks(logits, texts, [place] * len(texts), self.model)
             found.append(tokens)
         return with_drafts(step, chunks, torch.stack(found, 1).tolist())
 
@@ -220,14 +220,14 @@ def with_drafts(step: Step, chunks: Sequence[Chunk], drafts: Sequence[Sequence[i
     return replace(step, chunks=tuple(known.get(c.request, c) for c in step.chunks))
 
 
-def decided(
+def choose_on_all_ranks(
     logits: Float[Tensor, "R V"],
-    writings: Sequence[Writing],
+    writings: Sequence[RunningSequence],
     places: Sequence[int] | None,
     model: LanguageModel,
 ) -> Int[Tensor, " R"]:
     """Choose tokens on one rank for all, see ``agreed``."""
-    return agreed(choose(logits, writings, places), model)
+    return agree_on_tokens(choose(logits, writings, places), model)
 
 
 class MTPDrafter:
@@ -249,12 +249,12 @@ class MTPDrafter:
         # By request: the position of the first row, and hidden states of its last tokens.
         self._last: dict[int, tuple[int, Float[Tensor, "L 1 D"]]] = {}
 
-    def wanted(self, writings: Mapping[int, Writing]) -> dict[int, Sequence[int]]:
+    def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
         """Propose for every request that can have proposals."""
-        most = {r: num_wanted(w, self.num_drafts) for r, w in writings.items()}
+        most = {r: num_drafts_for(w, self.num_drafts) for r, w in writings.items()}
         return {request: (-1,) * count for request, count in most.items() if count}
 
-    def filled(self, step: Step, writings: Mapping[int, Writing], /) -> Step:
+    def filled(self, step: Step, writings: Mapping[int, RunningSequence], /) -> Step:
         """Go on from the hidden state before each text's last token."""
         chunks = [chunk for chunk in step.chunks if chunk.num_drafts]
         if not chunks:
@@ -275,7 +275,7 @@ class MTPDrafter:
             ]
             hidden = self._run(single, hidden, tokens)
             logits = last_stage_logits(self.model, hidden)
-            tokens = decided(logits, texts, [place] * len(texts), self.model)
+            tokens = choose_on_all_ranks(logits, texts, [place] * len(texts), self.model)
             found.append(tokens)
         return with_drafts(step, chunks, torch.stack(found, 1).tolist())
 

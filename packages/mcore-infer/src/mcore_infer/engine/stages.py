@@ -84,7 +84,7 @@ def from_last_stage(x: Shaped[Tensor, "..."], pp: Axis) -> Shaped[Tensor, "..."]
     return all_reduce(x if pp.rank == pp.size - 1 else torch.zeros_like(x), pp)
 
 
-def agreed(chosen: Int[Tensor, " R"], model: LanguageModel) -> Int[Tensor, " R"]:
+def agree_on_tokens(chosen: Int[Tensor, " R"], model: LanguageModel) -> Int[Tensor, " R"]:
     """Return what one rank chose on all: kernels that round differently must not part them.
 
     All-reduces over ``tp``, then over ``pp``.

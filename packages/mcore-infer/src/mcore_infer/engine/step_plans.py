@@ -24,7 +24,7 @@ class SchedulerConfig:
     size where it exceeds ``max_tokens``."""
 
     prefix_cache: bool = True
-    """Share the pages of equal beginnings. Not for models with a recurrent state."""
+    """MatrixSlice the pages of equal beginnings. Not for models with a recurrent state."""
 
     def __post_init__(self) -> None:
         if self.max_requests < 1:

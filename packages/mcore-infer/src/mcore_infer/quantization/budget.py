@@ -17,7 +17,7 @@ from mcore_infer.quantization.observing import InputStatistics
 _WIDE_BITS = 16.0
 
 
-class Way(NamedTuple):
+class Candidate(NamedTuple):
     """How a matrix is rounded and stored."""
 
     method: str
@@ -31,23 +31,23 @@ def check_budget(matrices: Sequence[FusedMatrix], budget: float, group_size: int
     Args:
         matrices: of the model.
         budget: bits of a weight on average, scales included.
-        group_size: see ``ways_within``.
+        group_size: see ``choose_candidates``.
     """
-    ways, bits = _choices(group_size)
+    candidates, bits = _choices(group_size)
     sizes = [matrix.weight.numel() for matrix in matrices]
     errors = [
-        [*(math.inf if _problem(matrix, way.layout) else 0.0 for way in ways), 0.0]
+        [*(math.inf if _problem(matrix, way.layout) else 0.0 for way in candidates), 0.0]
         for matrix in matrices
     ]
     allocate(errors, sizes, bits, budget)
 
 
-def ways_within(
+def choose_candidates(
     matrices: Sequence[FusedMatrix],
     seen: Mapping[str, InputStatistics],
     budget: float,
     group_size: int = 0,
-) -> dict[str, Way]:
+) -> dict[str, Candidate]:
     """Choose four bits, fp8 or no rounding for each matrix.
 
     Args:
@@ -59,26 +59,29 @@ def ways_within(
     Returns:
         By path; of matrices that stay as they are there is none.
     """
-    ways, bits = _choices(group_size)
+    candidates, bits = _choices(group_size)
     errors = [
-        [*(_error(matrix, way.layout, seen[matrix.path]) for way in ways), 0.0]
+        [*(_error(matrix, way.layout, seen[matrix.path]) for way in candidates), 0.0]
         for matrix in matrices
     ]
     sizes = [matrix.weight.numel() for matrix in matrices]
     chosen = allocate(errors, sizes, bits, budget)
     pairs = zip(matrices, chosen, strict=True)
-    return {matrix.path: ways[one] for matrix, one in pairs if one < len(ways)}
+    return {matrix.path: candidates[one] for matrix, one in pairs if one < len(candidates)}
 
 
-def _choices(group_size: int) -> tuple[list[Way], list[float]]:
-    """Return the ways to round, and the bits of a number by each and by none."""
-    ways = [Way("gptq", find_layout("W4A16_AWQ", group_size)), Way("fp8", find_layout("FP8"))]
-    bits = [4 + 32 / ways[0].layout.group[1], 8.0, _WIDE_BITS]
+def _choices(group_size: int) -> tuple[list[Candidate], list[float]]:
+    """Return the candidates to round, and the bits of a number by each and by none."""
+    candidates = [
+        Candidate("gptq", find_layout("W4A16_AWQ", group_size)),
+        Candidate("fp8", find_layout("FP8")),
+    ]
+    bits = [4 + 32 / candidates[0].layout.group[1], 8.0, _WIDE_BITS]
     if bits[0] >= bits[1]:
         raise ValueError(
             f"--group-size {group_size} makes four bits as many as eight: use 16 or more."
         )
-    return ways, bits
+    return candidates, bits
 
 
 def _problem(matrix: FusedMatrix, layout: QuantLayout) -> bool:

@@ -7,7 +7,7 @@ anywhere: wide weights of the same values, inputs rounded as the method says.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, NoReturn
@@ -41,7 +41,7 @@ _BEYOND_CACHE = 512 * 2**20
 _CLEARED = 4
 """Times that they are: 0.6 ms on an H200, in which the host launches all kernels of a run."""
 
-Way = Callable[[Tensor], Tensor]
+Candidate = Callable[[Tensor], Tensor]
 """Multiplies rows with a weight."""
 
 
@@ -74,6 +74,21 @@ class InputRounding:
         else:
             scale = self.input_scale.to(wide)
         return (decode(encode(wide / scale, self.code), self.code) * scale).to(x.dtype)
+
+
+def spread_scales(
+    scales: Float[Tensor, "f d"], group: tuple[int, int], shape: Sequence[int]
+) -> Float[Tensor, "F D"]:
+    """Repeat each group's scale for all its weights.
+
+    Args:
+        scales: one for each group of outputs and inputs.
+        group: outputs and inputs that share a scale; 0: all.
+        shape: of the weight, ``(F, D)``; the last groups may be cut.
+    """
+    tall, wide = (count or size for count, size in zip(group, shape, strict=True))
+    rows = scales.repeat_interleave(tall, 0)[: shape[0]]
+    return rows.repeat_interleave(wide, 1)[:, : shape[1]]
 
 
 class _Forward(ABC):
@@ -134,10 +149,10 @@ class RoundedInputs(_Forward):
 
 @dataclass(eq=False)
 class TileChoices:
-    """The fastest ways so far, for the linears that share this object."""
+    """The fastest candidates so far, for the linears that share this object."""
 
     found: dict[Any, int] = field(default_factory=dict)
-    """Number of the way, by what it was measured for."""
+    """Number of the candidate, by what it was measured for."""
     _counters: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def counters(self, device: torch.device) -> Tensor:
@@ -147,29 +162,31 @@ class TileChoices:
             self._counters[device] = zeros
         return self._counters[device]
 
-    def fastest(self, key: tuple[Any, ...], ways: list[Way], x: Tensor) -> Way:
-        """Return the fastest of some ways for inputs like ``x``; waits for the device once.
+    def fastest(
+        self, key: tuple[Any, ...], candidates: list[Candidate], x: Tensor
+    ) -> Candidate:
+        """Return the fastest candidate for inputs like ``x``; waits for the device once.
 
         Args:
             key: all that the time depends on but the number of rows.
-            ways: of which the first must work.
+            candidates: of which the first must work.
             x: rows.
         """
         key = (*key, 1 << (x.shape[0] - 1).bit_length())
         if key not in self.found:
             if torch.cuda.is_current_stream_capturing():
-                return ways[0]
-            times = [_milliseconds(way, x) for way in ways]
+                return candidates[0]
+            times = [_milliseconds(candidate, x) for candidate in candidates]
             self.found[key] = times.index(min(times))
-        return ways[self.found[key]]
+        return candidates[self.found[key]]
 
 
-def _milliseconds(way: Way, x: Tensor) -> float:
+def _milliseconds(candidate: Candidate, x: Tensor) -> float:
     """Return the median time of a GEMM whose weight the cache does not hold."""
     from triton.runtime.errors import OutOfResources
 
     try:
-        way(x)
+        candidate(x)
     except OutOfResources:  # the tile is too large for this GPU
         return float("inf")
     scratch = torch.empty(_BEYOND_CACHE, dtype=torch.uint8, device=x.device)
@@ -179,7 +196,7 @@ def _milliseconds(way: Way, x: Tensor) -> float:
             scratch.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        way(x)
+        candidate(x)
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
@@ -226,17 +243,15 @@ class QuantizedGemm(_Forward):
 
             return widened(self.packed, self.scales, self.layout.code, self.group, dtype)
         codes = decode(unpack(self.packed, self.layout.code), self.layout.code)
-        tall, across = (n or s for n, s in zip(self.group, codes.shape, strict=True))
-        scales = self.scales.repeat_interleave(tall, 0)[: codes.shape[0]]
-        return (codes * scales.repeat_interleave(across, 1)[:, : codes.shape[1]]).to(dtype)
+        return (codes * spread_scales(self.scales, self.group, codes.shape)).to(dtype)
 
     def _few(self, x: Tensor) -> Tensor:
-        """Multiply rows that are not rounded, by the fastest of the ways to do that."""
+        """Multiply rows that are not rounded, by the fastest of the candidates to do that."""
         from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
 
         code, group = self.layout.code, self.group
         shape = (self.packed.shape[0], self.packed.shape[1])
-        ways = [
+        candidates = [
             partial(
                 few_rows_linear,
                 weight=self.packed,
@@ -249,9 +264,9 @@ class QuantizedGemm(_Forward):
             for tile in tiles_for(x.shape[0], code, shape, x.element_size())
         ]
         if not self.rounding.code:  # else it would round them
-            ways.append(self._many)
+            candidates.append(self._many)
         key = (x.dtype, code, group, shape, self.rounding.code)
-        return self.choices.fastest(key, ways, x)(x)
+        return self.choices.fastest(key, candidates, x)(x)
 
     def _many(self, x: Tensor) -> Tensor:
         code, (tall, wide) = self.rounding.code, self.group

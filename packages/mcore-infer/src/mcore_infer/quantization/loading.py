@@ -25,6 +25,7 @@ from mcore_infer.quantization.gemms import (
     QuantizedGemm,
     RoundedInputs,
     TileChoices,
+    spread_scales,
 )
 from mcore_parallel.sharding import Part, Shard, named_shards
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -193,9 +194,7 @@ def pack_(linear: Linear, own: RankScales, choices: TileChoices) -> None:
     rounding, scales = _to(own.rounding, device), own.scales.to(device)
     if rounding.pre_quant_scale is not None:
         weight = weight / rounding.pre_quant_scale
-    tall, wide = (n or size for n, size in zip(own.group, weight.shape, strict=True))
-    full = scales.repeat_interleave(tall, 0)[: weight.shape[0]]
-    full = full.repeat_interleave(wide, 1)[:, : weight.shape[1]]
+    full = spread_scales(scales, own.group, weight.shape)
     packed = layout.packed(encode(weight.float() / full, layout.code)).contiguous()
     linear.gemm = QuantizedGemm(layout, packed, scales, own.group, rounding, choices)
     # Of the weight's shape, for callers that read it, without its memory.

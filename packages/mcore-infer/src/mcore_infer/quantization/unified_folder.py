@@ -1,4 +1,4 @@
-"""Writing of quantized weights as a Hugging Face folder in the unified layout."""
+"""RunningSequence of quantized weights as a Hugging Face folder in the unified layout."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -9,7 +9,14 @@ from typing import Any
 
 from mcore_infer.config import SamplingConfig
 from mcore_infer.server.answer import Answer, AnswerPiece
-from mcore_infer.server.job import Job, ServedModel, checked, encode, num_tokens_for, seed_of
+from mcore_infer.server.job import (
+    Job,
+    ServedModel,
+    build_sampling,
+    encode,
+    num_tokens_for,
+    seed_or_random,
+)
 from mcore_infer.server.schemas import ApiBody, RequestError
 from mcore_infer.server.worker import TextRequest
 from mcore_infer.writing.sequence import NewToken, ScoreRequest, TokenRules
@@ -30,7 +37,7 @@ def read_api(body: ApiBody, served: ServedModel) -> Job:
     if (body.stop_token or 0) >= served.vocab_size:
         message = f"stop_token: token ids are from 0 to {served.vocab_size - 1}."
         raise RequestError(400, message, "stop_token")
-    sampling, seed = _sampling(body), seed_of(body.random_seed)
+    sampling, seed = _sampling(body), seed_or_random(body.random_seed)
     end = served.tokenizer.eod if body.stop_token is None else body.stop_token
     stop = ("\n\n",) if body.stop_on_double_eol else ()
     if body.stop_on_eol:
@@ -160,7 +167,7 @@ class ApiReply:
 def _sampling(body: ApiBody) -> SamplingConfig:
     if body.top_p and body.top_k:
         raise RequestError(400, "cannot set both top-k and top-p samplings.", "top_p")
-    return checked(
+    return build_sampling(
         lambda: SamplingConfig(
             temperature=body.temperature,
             top_k=body.top_k,

@@ -21,7 +21,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mcore_infer.server.description import INTERFACES, Interface, openapi
 from mcore_infer.server.job import Job, ServedModel
 from mcore_infer.server.metrics import Metrics
-from mcore_infer.server.responses import Front, JobResponse, Patience, as_json, openai_error
+from mcore_infer.server.responses import (
+    EngineClient,
+    JobResponse,
+    Timeouts,
+    as_json,
+    openai_error,
+)
 from mcore_infer.server.schemas import RequestError
 
 log = logging.getLogger(__name__)
@@ -62,7 +68,7 @@ class Limits:
     hosts: tuple[str, ...] = ()
     """Names in the Host header that are served; empty: all. A web page that has its own name
     point to the loopback address is kept out by it."""
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
 
 class Server:
@@ -75,7 +81,7 @@ class Server:
         metrics: what was done.
     """
 
-    def __init__(self, served: ServedModel, front: Front, limits: Limits) -> None:
+    def __init__(self, served: ServedModel, front: EngineClient, limits: Limits) -> None:
         """Prepare; the engine's thread starts with the application's lifespan."""
         self.served, self.front, self.limits = served, front, limits
         self.metrics = Metrics()
@@ -140,12 +146,12 @@ class Server:
             else:
                 job = interface.job(raw, self.served)
             await self._prepare(job)
-            return JobResponse(job, self.front, self.metrics, self.limits.patience)
+            return JobResponse(job, self.front, self.metrics, self.limits.timeouts)
 
         return write
 
     async def _prepare(self, job: Job) -> None:
-        answer_s = self.limits.patience.answer_s
+        answer_s = self.limits.timeouts.answer_s
         try:
             async with asyncio.timeout(answer_s):
                 await self.front.prepare(job.structures)
@@ -162,16 +168,16 @@ class Server:
         if kind != "application/json" and not is_plain_put:
             raise RequestError(415, "the content-type must be application/json.")
         most, parts, size = self.limits.max_body_bytes, [], 0
-        patience = self.limits.patience.client_s
+        timeouts = self.limits.timeouts.client_s
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeouts):
                 async for part in request.stream():
                     parts.append(part)
                     size += len(part)
                     if size > most:
                         raise RequestError(413, f"the body is longer than {most} bytes.")
         except TimeoutError:
-            raise RequestError(408, f"no body within {patience:g} seconds.") from None
+            raise RequestError(408, f"no body within {timeouts:g} seconds.") from None
         return b"".join(parts)
 
     async def models(self, request: Request) -> Response:

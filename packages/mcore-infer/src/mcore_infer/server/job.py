@@ -145,7 +145,7 @@ def text_requests(
     rules = TokenRules(bias=_bias(body, served.vocab_size))
     if body.min_tokens:
         rules = TokenRules(bias=rules.bias, min_tokens=body.min_tokens, ends=tuple(ends))
-    sampling, seed = _sampling(body, served), seed_of(body.seed)
+    sampling, seed = _sampling(body, served), seed_or_random(body.seed)
     requests, answers = [], []
     for number, (ids, num_tokens) in enumerate(prompts):
         for _ in range(body.n):
@@ -195,12 +195,12 @@ def check_can_hold(field: str) -> None:
         raise RequestError(400, message, field)
 
 
-def seed_of(given: int | None) -> int:
+def seed_or_random(given: int | None) -> int:
     """Return the seed, or a random one."""
     return secrets.randbelow(MAX_SEED) if given is None else given
 
 
-def checked(build: Callable[[], SamplingConfig]) -> SamplingConfig:
+def build_sampling(build: Callable[[], SamplingConfig]) -> SamplingConfig:
     """Build a config; what it refuses is the client's fault."""
     try:
         return build()
@@ -264,7 +264,7 @@ def _sampling(body: TextBody, served: ServedModel) -> SamplingConfig:
         values |= {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
     if values["top_p"] == 1:
         values["top_p"] = 0.0
-    return checked(
+    return build_sampling(
         lambda: SamplingConfig(
             **values,
             presence_penalty=body.presence_penalty,

@@ -38,7 +38,7 @@ _EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Timeouts:
     """How long a server waits, in seconds."""
 
     answer_s: float = 600.0
@@ -48,6 +48,104 @@ class Patience:
     """For a client to send its body, and to read an event."""
 
 
+class EngineClient:
+    """Hands groups to a worker and its events to those who wait for them; one event loop.
+
+    Attributes:
+        worker: runs the engine.
+        on_failure: called when the engine fails.
+        max_queued: most requests that run and wait.
+        num_open: requests of groups that are not closed.
+    """
+
+    def __init__(self, worker: EngineWorker, max_queued: int) -> None:
+        """Prepare; ``start`` starts the engine's thread."""
+        self.worker, self.max_queued = worker, max_queued
+        self.on_failure: Callable[[], None] = lambda: None
+        self.num_open = 0
+        self._running: dict[int, OpenGroup] = {}
+
+    def start(self) -> None:
+        """Start the engine's thread; events come to the running loop."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(events: list[Event]) -> None:
+            loop.call_soon_threadsafe(self._deliver, events)
+
+        self.worker.start(deliver)
+
+    async def prepare(self, structures: Iterable[Structure]) -> None:
+        """Compile what texts are held to, beside the engine's steps.
+
+        Raises:
+            RequestError: with status 400, if no text can be held to one.
+        """
+        for structure in structures:
+            try:
+                await self.worker.prepare(structure)
+            except ValueError as error:
+                raise RequestError(400, str(error), "response_format") from None
+
+    def open(self, requests: Sequence[TextRequest]) -> "OpenGroup":
+        """Queue a group; its owner closes what is returned."""
+        if self.worker.failure is not None:
+            raise RequestError(503, EngineFailure().message)
+        if self.num_open + len(requests) > self.max_queued:
+            raise RequestError(503, "the server is full: try again later.")
+        running = OpenGroup(self, self.worker.submit(requests), len(requests))
+        self._running[running.number] = running
+        self.num_open += len(requests)
+        return running
+
+    def close(self, running: "OpenGroup") -> None:
+        """Forget a group; what still runs of it is cancelled."""
+        if self._running.pop(running.number, None):
+            self.num_open -= running.size
+            if running.num_left:
+                self.worker.cancel(running.number)
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            if event.group < 0:  # of all
+                self.on_failure()
+                for running in self._running.values():
+                    running.events.put_nowait(event)
+            elif event.group in self._running:
+                self._running[event.group].events.put_nowait(event)
+
+
+class OpenGroup:
+    """A group that the engine runs.
+
+    Attributes:
+        number: of the worker.
+        size: requests of the group.
+        num_left: those that are not over.
+        events: what was delivered and not taken.
+    """
+
+    def __init__(self, front: EngineClient, number: int, size: int) -> None:
+        self.front, self.number, self.size, self.num_left = front, number, size, size
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def next(self) -> list[Event]:
+        """Wait for events; return all that are there, which are many for a slow reader."""
+        found = [await self.events.get()]
+        while not self.events.empty():
+            found.append(self.events.get_nowait())
+        return found
+
+    def end(self, index: int, *, cancel: bool = False) -> None:
+        """Count one request as over; with ``cancel`` the engine is to leave it."""
+        self.num_left -= 1
+        if cancel:
+            self.front.worker.cancel(self.number, index)
+
+    def close(self) -> None:
+        """Cancel what is not over; may be called again."""
+        self.front.close(self)
+
+
 class JobResponse:
     """An ASGI response: one job from its queue to its last byte.
 
@@ -55,13 +153,15 @@ class JobResponse:
         status: sent; 499 where the client left before.
     """
 
-    def __init__(self, job: Job, front: Front, metrics: Metrics, patience: Patience) -> None:
+    def __init__(
+        self, job: Job, front: EngineClient, metrics: Metrics, timeouts: Timeouts
+    ) -> None:
         """Queue the job, whose structures are prepared.
 
         Raises:
             RequestError: if it cannot be queued.
         """
-        self.job, self.metrics, self.patience = job, metrics, patience
+        self.job, self.metrics, self.timeouts = job, metrics, timeouts
         self.running = front.open(job.requests)
         self.status = 499
         self._begin = self._last = time.monotonic()
@@ -88,10 +188,10 @@ class JobResponse:
 
     async def _send(self, send: Send) -> None:
         try:
-            async with asyncio.timeout(self.patience.answer_s):
+            async with asyncio.timeout(self.timeouts.answer_s):
                 await (self._send_events(send) if self.job.is_stream else self._send_all(send))
         except TimeoutError:
-            message = f"the answer took more than {self.patience.answer_s:g} seconds."
+            message = f"the answer took more than {self.timeouts.answer_s:g} seconds."
             await self._refuse(send, RequestError(504, message))
         except RequestError as error:
             await self._refuse(send, error)
@@ -123,7 +223,7 @@ class JobResponse:
             return
         body = b"".join(b"data: " + as_json(event) + b"\n\n" for event in events)
         try:
-            async with asyncio.timeout(self.patience.client_s):
+            async with asyncio.timeout(self.timeouts.client_s):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except TimeoutError:
             raise ConnectionError("the client does not read") from None
@@ -158,7 +258,7 @@ class JobResponse:
         self._last = now
 
 
-async def run_job(job: Job, running: RunningGroup) -> AsyncIterator[tuple[int, AnswerPiece]]:
+async def run_job(job: Job, running: OpenGroup) -> AsyncIterator[tuple[int, AnswerPiece]]:
     """Follow the engine; yield each text's new pieces, and a last one with its end.
 
     What waits for a slow reader is joined to one piece a text.
@@ -181,7 +281,7 @@ async def run_job(job: Job, running: RunningGroup) -> AsyncIterator[tuple[int, A
                 yield index, joined
 
 
-def _take(job: Job, running: RunningGroup, event: Event) -> AnswerPiece | None:
+def _take(job: Job, running: OpenGroup, event: Event) -> AnswerPiece | None:
     if isinstance(event.what, RefusedGroup):
         running.num_left = 0
         raise RequestError(400, event.what.message)
@@ -232,101 +332,3 @@ def _finite(value: Any) -> Any:
 async def _until_left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class Front:
-    """Hands groups to a worker and its events to those who wait for them; one event loop.
-
-    Attributes:
-        worker: runs the engine.
-        on_failure: called when the engine fails.
-        max_queued: most requests that run and wait.
-        num_open: requests of groups that are not closed.
-    """
-
-    def __init__(self, worker: EngineWorker, max_queued: int) -> None:
-        """Prepare; ``start`` starts the engine's thread."""
-        self.worker, self.max_queued = worker, max_queued
-        self.on_failure: Callable[[], None] = lambda: None
-        self.num_open = 0
-        self._running: dict[int, RunningGroup] = {}
-
-    def start(self) -> None:
-        """Start the engine's thread; events come to the running loop."""
-        loop = asyncio.get_running_loop()
-
-        def deliver(events: list[Event]) -> None:
-            loop.call_soon_threadsafe(self._deliver, events)
-
-        self.worker.start(deliver)
-
-    async def prepare(self, structures: Iterable[Structure]) -> None:
-        """Compile what texts are held to, beside the engine's steps.
-
-        Raises:
-            RequestError: with status 400, if no text can be held to one.
-        """
-        for structure in structures:
-            try:
-                await self.worker.prepare(structure)
-            except ValueError as error:
-                raise RequestError(400, str(error), "response_format") from None
-
-    def open(self, requests: Sequence[TextRequest]) -> "RunningGroup":
-        """Queue a group; its owner closes what is returned."""
-        if self.worker.failure is not None:
-            raise RequestError(503, EngineFailure().message)
-        if self.num_open + len(requests) > self.max_queued:
-            raise RequestError(503, "the server is full: try again later.")
-        running = RunningGroup(self, self.worker.submit(requests), len(requests))
-        self._running[running.number] = running
-        self.num_open += len(requests)
-        return running
-
-    def close(self, running: "RunningGroup") -> None:
-        """Forget a group; what still runs of it is cancelled."""
-        if self._running.pop(running.number, None):
-            self.num_open -= running.size
-            if running.num_left:
-                self.worker.cancel(running.number)
-
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            if event.group < 0:  # of all
-                self.on_failure()
-                for running in self._running.values():
-                    running.events.put_nowait(event)
-            elif event.group in self._running:
-                self._running[event.group].events.put_nowait(event)
-
-
-class RunningGroup:
-    """A group that the engine runs.
-
-    Attributes:
-        number: of the worker.
-        size: requests of the group.
-        num_left: those that are not over.
-        events: what was delivered and not taken.
-    """
-
-    def __init__(self, front: Front, number: int, size: int) -> None:
-        self.front, self.number, self.size, self.num_left = front, number, size, size
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-
-    async def next(self) -> list[Event]:
-        """Wait for events; return all that are there, which are many for a slow reader."""
-        found = [await self.events.get()]
-        while not self.events.empty():
-            found.append(self.events.get_nowait())
-        return found
-
-    def end(self, index: int, *, cancel: bool = False) -> None:
-        """Count one request as over; with ``cancel`` the engine is to leave it."""
-        self.num_left -= 1
-        if cancel:
-            self.front.worker.cancel(self.number, index)
-
-    def close(self) -> None:
-        """Cancel what is not over; may be called again."""
-        self.front.close(self)

@@ -73,7 +73,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Orders:
+class Commands:
     """What rank 0 sends to all ranks before a step."""
 
     new: list[tuple[int, list[TextRequest]]] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Orders:
     is_last: bool = False
 
 
-_ORDERS = TypeAdapter(Orders)
+_COMMANDS = TypeAdapter(Commands)
 
 
 class Requests:
@@ -111,18 +111,18 @@ class Requests:
         """Groups that are not over."""
         return list(self._groups)
 
-    def step(self, orders: Orders) -> list[Event]:
-        """Follow orders, compute one step and return what happened in all replicas.
+    def step(self, commands: Commands) -> list[Event]:
+        """Follow commands, compute one step and return what happened in all replicas.
 
         Communicates as ``Engine.step``; with several replicas it all-gathers over ``axis`` on
-        the host, as ``share_orders`` does.
+        the host, as ``share_commands`` does.
         """
         if self.engine.grammars is not None:
-            for structure in orders.structures:
+            for structure in commands.structures:
                 self.engine.grammars.prepare(structure, is_tried=False)
-        own = [new for new in orders.new if new[0] % self.replicas.size == self.replicas.rank]
+        own = [new for new in commands.new if new[0] % self.replicas.size == self.replicas.rank]
         events = [event for number, group in own for event in self._add(number, group)]
-        for group, index in orders.cancelled:
+        for group, index in commands.cancelled:
             self._cancel(group, index)
         for found in self.engine.step():
             number, what = (found.row, found) if isinstance(found, NewToken) else found
@@ -199,7 +199,7 @@ class EngineWorker:
         self.requests, self.axis = Requests(engine, axis, replicas), axis
         self.device = engine.device
         self.failure: EngineError | None = None
-        self._inbox: queue.SimpleQueue[Callable[[Orders], Any]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[Commands], Any]] = queue.SimpleQueue()
         self._num_groups = 0
         self._thread: Thread | None = None
         self._deliver: Callable[[list[Event]], None] = lambda _events: None
@@ -218,7 +218,7 @@ class EngineWorker:
         """Queue a group from any one thread; return its number."""
         self._num_groups += 1
         number, group = self._num_groups, list(requests)
-        self._inbox.put(lambda orders: orders.new.append((number, group)))
+        self._inbox.put(lambda commands: commands.new.append((number, group)))
         return number
 
     async def prepare(self, structure: Structure) -> None:
@@ -232,19 +232,19 @@ class EngineWorker:
             raise ValueError("structured output needs an engine with a tokenizer.")
         compiled = await asyncio.shield(asyncio.wrap_future(grammars.prepare(structure)))
         if self.axis.size > 1:
-            self._inbox.put(lambda orders: orders.structures.append(structure))
+            self._inbox.put(lambda commands: commands.structures.append(structure))
             # The others take as long; where one takes longer, a step waits for it.
             await asyncio.sleep(2 * compiled.seconds)
 
     def cancel(self, group: int, index: int = -1) -> None:
         """End one request of a group, or all; one that is over is none."""
-        self._inbox.put(lambda orders: orders.cancelled.append((group, index)))
+        self._inbox.put(lambda commands: commands.cancelled.append((group, index)))
 
     def stop(self) -> None:
         """End the thread and the other ranks after the step that runs; not after a failure."""
 
-        def end(orders: Orders) -> None:
-            orders.is_last = True
+        def end(commands: Commands) -> None:
+            commands.is_last = True
 
         self._inbox.put(end)
         if self._thread and self.failure is None:
@@ -260,25 +260,25 @@ class EngineWorker:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
         try:
-            while not (orders := share_orders(self._orders(), self.axis)).is_last:
-                events = self.requests.step(orders)
+            while not (commands := share_commands(self._collect_commands(), self.axis)).is_last:
+                events = self.requests.step(commands)
                 if events:
                     self._deliver(events)
         except Exception as error:
             log.exception("the engine failed: every request ends")
             self.fail(f"{type(error).__name__}: {error}")
 
-    def _orders(self) -> Orders:
+    def _collect_commands(self) -> Commands:
         """Collect what came in; wait for it where there is nothing to do."""
-        orders = Orders()
+        commands = Commands()
         timeout = HEARTBEAT_S if self.axis.size > 1 else None
         try:
             if not self.requests.has_work:
-                self._inbox.get(timeout=timeout)(orders)
+                self._inbox.get(timeout=timeout)(commands)
             while True:
-                self._inbox.get_nowait()(orders)
+                self._inbox.get_nowait()(commands)
         except queue.Empty:
-            return orders
+            return commands
 
 
 def follow(engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
@@ -289,31 +289,31 @@ def follow(engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
     """
     requests = Requests(engine, axis, replicas)
     try:
-        while not (orders := share_orders(Orders(), axis)).is_last:
-            requests.step(orders)
+        while not (commands := share_commands(Commands(), axis)).is_last:
+            requests.step(commands)
     except Exception as error:
         log.exception("the engine failed")
         raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
 
 
-def share_orders(orders: Orders, axis: Axis) -> Orders:
-    """Return rank 0's orders on every rank.
+def share_commands(commands: Commands, axis: Axis) -> Commands:
+    """Return rank 0's commands on every rank.
 
     All-reduces their length, then their bytes, on the host: a step that the device runs goes on
     meanwhile, and the next may be started behind it.
     """
     if axis.size == 1:
-        return orders
+        return commands
     text = b""
-    if axis.rank == 0 and orders != Orders():
-        text = _ORDERS.dump_json(orders)
+    if axis.rank == 0 and commands != Commands():
+        text = _COMMANDS.dump_json(commands)
     length = int(all_reduce(torch.tensor(len(text)), axis).item())
     if not length:
-        return orders
+        return commands
     written = torch.zeros(length, dtype=torch.uint8)
     if text:
         written = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return _ORDERS.validate_json(bytes(all_reduce(written, axis).tolist()))
+    return _COMMANDS.validate_json(bytes(all_reduce(written, axis).tolist()))
 
 
 def _counts(engine: Engine) -> dict[str, int]:

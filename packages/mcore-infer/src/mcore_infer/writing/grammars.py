@@ -215,7 +215,7 @@ def open_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) 
     sizes = {"n_vocab": vocab_size, "eos_token": list(ends)}
     if isinstance(tokenizer, HFTokenizer):
         return Vocabulary(library.LLTokenizer(tokenizer.text, **sizes))
-    if not isinstance(tokenizer, _KnowsBytes):
+    if not isinstance(tokenizer, _HasTokenBytes):
         raise ValueError(
             f"structured output does not know the bytes of a {type(tokenizer).__name__}'s "
             "tokens: use a Hugging Face or SentencePiece tokenizer."
@@ -225,7 +225,7 @@ def open_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) 
 
 
 @runtime_checkable
-class _KnowsBytes(Protocol):
+class _HasTokenBytes(Protocol):
     """A tokenizer that says what each id stands for; None: no text."""
 
     def token_bytes(self) -> list[bytes | None]: ...
@@ -238,7 +238,7 @@ class _TokenizerView:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: _KnowsBytes, vocab_size: int, end: int) -> None:
+    def __init__(self, tokenizer: _HasTokenBytes, vocab_size: int, end: int) -> None:
         self._tokenizer, self.eos_token_id = tokenizer, end
         found = tokenizer.token_bytes()
         found += [None] * (vocab_size - len(found))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.host_to_device import on_device
-from mcore_infer.writing.sequence import TokenRules, Top, Writing
+from mcore_infer.writing.sequence import RunningSequence, TokenRules, Top
 from mcore_infer.writing.structured import allowed_tokens
 
 
@@ -87,7 +87,7 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
 
 def choose(
     logits: Float[Tensor, "B V"],
-    writings: Sequence[Writing],
+    writings: Sequence[RunningSequence],
     places: Sequence[int] | None = None,
 ) -> Int[Tensor, " B"]:
     """Choose the next token of texts: penalties, rules, what they are held to, ``sample``.
@@ -96,7 +96,7 @@ def choose(
         logits: scores without padding of the vocabulary.
         writings: one a row.
         places: how many tokens further on each row stands than its text; their draws are not
-            taken, see ``Writing.draw_ahead``. None: the next, and takes its draw.
+            taken, see ``RunningSequence.draw_ahead``. None: the next, and takes its draw.
 
     Raises:
         ValueError: if a ``top_k`` exceeds V.
@@ -190,7 +190,7 @@ def top_log_probs(logits: Float[Tensor, "B V"], num_top: int) -> Float[Tensor, "
     return torch.stack([ids.double(), values.double()])
 
 
-def tops(found: Float[Tensor, "2 B k"]) -> list[Top]:
+def top_tokens(found: Float[Tensor, "2 B k"]) -> list[Top]:
     """Return what ``top_log_probs`` found as numbers; waits for a device."""
     rows = zip(found[0].long().tolist(), found[1].tolist(), strict=True)
     return [tuple(zip(ids, values, strict=True)) for ids, values in rows]

@@ -94,7 +94,7 @@ class ScoreRequest:
     """Both for the tokens of the prompt too; its beginning is then not shared."""
 
 
-class Writing:
+class RunningSequence:
     """What is written after one prompt.
 
     Attributes:

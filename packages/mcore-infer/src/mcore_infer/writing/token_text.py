@@ -26,7 +26,7 @@ class TokenTexts:
     def _known(self) -> Sequence[bytes | None]:
         if isinstance(self.tokenizer, HFTokenizer):
             return _hf_token_bytes(self.tokenizer)
-        if isinstance(self.tokenizer, _KnowsBytes):
+        if isinstance(self.tokenizer, _HasTokenBytes):
             return self.tokenizer.token_bytes()
         return ()
 
@@ -74,7 +74,7 @@ def with_drawn(token: NewToken) -> Top:
 
 
 @runtime_checkable
-class _KnowsBytes(Protocol):
+class _HasTokenBytes(Protocol):
     def token_bytes(self) -> list[bytes | None]: ...
 
 
