@@ -227,7 +227,7 @@ def choose_on_all_ranks(
     model: LanguageModel,
 ) -> Int[Tensor, " R"]:
     """Choose tokens on one rank for all, see ``agreed``."""
-    return agree_on_tokens(choose(logits, writings, places), model)
+    return agree_on_tokens(choose(logits, writings, places), model.tp, model.pp)
 
 
 class MTPDrafter:

@@ -84,11 +84,11 @@ def from_last_stage(x: Shaped[Tensor, "..."], pp: Axis) -> Shaped[Tensor, "..."]
     return all_reduce(x if pp.rank == pp.size - 1 else torch.zeros_like(x), pp)
 
 
-def agree_on_tokens(chosen: Int[Tensor, " R"], model: LanguageModel) -> Int[Tensor, " R"]:
-    """Return what one rank chose on all: kernels that round differently must not part them.
+def agree_on_tokens(chosen: Int[Tensor, " R"], tp: Axis, pp: Axis) -> Int[Tensor, " R"]:
+    """Return the tokens of the first ``tp`` rank of the last stage on all ranks.
 
+    Ranks whose kernels round differently would otherwise continue with different texts.
     All-reduces over ``tp``, then over ``pp``.
     """
-    tp = model.tp
     chosen = all_reduce(chosen if tp.rank == 0 else torch.zeros_like(chosen), tp)
-    return from_last_stage(chosen, model.pp)
+    return from_last_stage(chosen, pp)

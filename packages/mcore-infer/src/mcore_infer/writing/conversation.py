@@ -78,7 +78,8 @@ class Conversation:
         # The template writes what begins a text.
         ids = self.tokenizer.encode(self.chat.render(said, True), add_special_tokens=False)
         limit = self.engine.config.max_sequence_tokens
-        wanted = room(self.model, self.sampling.num_tokens, ids, limit, "the conversation")
+        positions = self.model.config.max_position_embeddings
+        wanted = room(positions, self.sampling.num_tokens, ids, limit, "the conversation")
         stop = () if self.sampling.ignore_eod else self.chat.end_texts
         text, pieces = Answer(TokenTexts(self.tokenizer), stop=stop), list[str]()
         tokens = self._tokens(ids, wanted)
