@@ -15,8 +15,8 @@ from pathlib import Path
 from reporting import add_options, keep, versions
 
 from mcore_ckpt.formats.quantized_layouts import METHODS
-from mcore_infer.config import QuantizeConfig
 from mcore_infer.loading import load_model
+from mcore_infer.quantization.options import QuantizeConfig
 from mcore_infer.quantization.quantizing import quantize
 from mcore_parallel.mesh import ParallelContext
 

@@ -1,7 +1,7 @@
 """Text generation and evaluation for mcore models, over one rank or several.
 
-The front is lazy (PEP 562): importing it imports no room, so a command that only
-needs help text never loads torch.
+The front is lazy (PEP 562): importing the package imports none of its modules, so that a
+command which prints help never loads torch.
 """
 
 from mcore_base.lazy_front import lazy_front
@@ -15,7 +15,7 @@ _EXPORTS: dict[str, str] = {
     "InferenceConfig": "config",
     "LoadedModel": "loading",
     "NewToken": "writing.sequence",
-    "QuantizeConfig": "config",
+    "QuantizeConfig": "quantization.options",
     "SamplingConfig": "config",
     "ScoreRequest": "writing.sequence",
     "StaticCache": "kv_cache",

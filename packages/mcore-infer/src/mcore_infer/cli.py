@@ -1,4 +1,4 @@
-"""The command ``mcore-infer``: its commands and exit codes. Help answers without torch."""
+"""The command ``mcore-infer``: its subcommands and exit codes; help loads no torch."""
 
 import logging
 import sys
@@ -40,7 +40,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def _is_outside(error: RuntimeError) -> bool:
-    """Whether files or the device's memory failed, or what was logged, not the program."""
+    """Whether files, the device's memory or a logged engine failed, and not the program."""
     from torch import OutOfMemoryError
 
     from mcore_ckpt.errors import CheckpointError

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_base.field_checks import check_at_least, check_field
+from mcore_base.field_checks import check_field
 
 Drafts = Literal["ngram", "model", "mtp"]
 """What proposes tokens."""
@@ -263,89 +263,3 @@ def check_seed(seed: int) -> None:
     """Refuse a seed that texts cannot draw from."""
     if not -MAX_SEED <= seed <= MAX_SEED:
         raise ValueError(f"--seed {seed} must be from -2^62 to 2^62.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizeConfig:
-    """How a model is quantized."""
-
-    method: Literal[
-        "fp8",
-        "fp8-channel",
-        "fp8-block",
-        "int8",
-        "w8a8",
-        "awq",
-        "gptq",
-        "nvfp4",
-        "mxfp4",
-        "mixed",
-    ]
-    """fp8: weights and inputs, one scale each; fp8-channel: a scale for each output and token;
-    fp8-block: weights by 128x128; int8: weights alone; w8a8: weights and inputs, smoothed;
-    awq, gptq: weights in four bits by groups; nvfp4, mxfp4: four-bit floats by 16 and 32;
-    mixed: four bits, fp8 or none for each matrix."""
-
-    format: Literal["auto", "compressed-tensors", "hf-quant"] = "auto"
-    """Form of the folder. compressed-tensors: vLLM, transformers and mcore-infer load it;
-    hf-quant: the unified layout, which TensorRT-LLM and mcore-infer load, and vLLM where the
-    method is fp8, fp8-channel or nvfp4; auto: compressed-tensors, but hf-quant for mixed."""
-
-    budget: float = 0.0
-    """Bits of a weight on average, of mixed; between its measured errors the matrices share
-    them."""
-
-    group_size: int = 0
-    """Inputs that share a scale, of awq, gptq and mixed; 0: 128."""
-
-    kv_cache_dtype: Literal["bf16", "fp8"] = "bf16"
-    """fp8: also write scales for keys and values, which the engine then keeps in fp8."""
-
-    exclude_modules: tuple[str, ...] = ()
-    """Patterns of modules to leave in bfloat16."""
-
-    calibration_tokens: int = 65536
-    """Tokens to calibrate on, at most half of the text."""
-
-    scored_tokens: int = 65536
-    """Tokens behind them to measure perplexity on, before and after."""
-
-    speed_tokens: int = 0
-    """Tokens of one text to write before and after, for the speed in the receipt; 0: it is not
-    measured."""
-
-    seq_length: int = 0
-    """Tokens of a window; 0: the model's positions, at most 2048."""
-
-    micro_batch_size: int = 4
-    """Windows in one forward pass."""
-
-    @property
-    def form(self) -> Literal["compressed-tensors", "hf-quant"]:
-        """Form of the folder, chosen where ``format`` leaves it open."""
-        if self.format != "auto":
-            return self.format
-        return "hf-quant" if self.method == "mixed" else "compressed-tensors"
-
-    @property
-    def has_fp8_cache(self) -> bool:
-        """Whether scales of an fp8 key/value cache are added."""
-        return self.kv_cache_dtype == "fp8"
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "calibration_tokens", "scored_tokens", "micro_batch_size")
-        check_at_least(self, 0, "group_size", "speed_tokens", "seq_length")
-        if bool(self.budget) != (self.method == "mixed"):
-            raise ValueError(
-                f"--budget {self.budget:g} with --method {self.method}: mixed needs the bits "
-                "of a weight on average (6, say), and others have no budget."
-            )
-        if self.method == "mixed" and self.format == "compressed-tensors":
-            raise ValueError(
-                "--format compressed-tensors stores all modules in one way, and --method mixed "
-                "in several: use --format hf-quant."
-            )
-        if self.group_size and self.method not in ("awq", "gptq", "mixed"):
-            raise ValueError(
-                f"--group-size has no effect on --method {self.method}: leave it out."
-            )

@@ -13,10 +13,10 @@ from mcore_ckpt.save_load.saving import save
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import Engine, EngineConfig, SamplingConfig, load_model
 from mcore_infer.cli import main
-from mcore_infer.config import QuantizeConfig
 from mcore_infer.kv_cache import StaticCache
 from mcore_infer.quantization.gemms import QuantizedGemm
 from mcore_infer.quantization.loading import linears
+from mcore_infer.quantization.options import QuantizeConfig
 from mcore_infer.quantization.quantizing import quantize
 from mcore_models.config import TransformerConfig
 from mcore_models.description import ModelDescription

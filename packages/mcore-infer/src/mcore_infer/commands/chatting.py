@@ -82,14 +82,14 @@ def _answer(conversation: "Conversation", message: str) -> None:
                 print(piece, end="", flush=True)
                 if is_interrupted.is_set():
                     break
-        except ValueError as error:  # too long: the conversation stays as it was
+        except ValueError as error:  # too long: the conversation is unchanged
             print(f"{error} Or begin anew with /reset.", file=sys.stderr)
     print()
 
 
 @contextmanager
 def _interrupted() -> Iterator[Event]:
-    """Let Ctrl-C set an event: a step of the engine is never left half done."""
+    """Within the context, Ctrl-C sets an event and does not interrupt a step."""
     event = Event()
     before = signal.signal(signal.SIGINT, lambda *_: event.set())
     try:

@@ -1,4 +1,4 @@
-"""The command ``mcore-infer quantize``: a folder of quantized weights, with its report."""
+"""The commands ``mcore-infer quantize`` and ``export``, which write a folder in one process."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Literal
 from mcore_base.command_line import file_text
 from mcore_base.terminal import ended_by_sigterm, progress_line
 from mcore_infer.commands.opening import refuse_ranks
-from mcore_infer.config import QuantizeConfig
+from mcore_infer.quantization.options import QuantizeConfig
 
 
 def quantize(

@@ -50,7 +50,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         if worker is not None:
             worker.fail(fault)
 
-    place = _listen(server) if is_first else nullcontext()  # no model is loaded for nothing
+    place = _listen(server) if is_first else nullcontext()  # before the model is loaded
     with (
         place as listening,
         opened(model, draft=engine.draft_load, on_fault=on_fault) as (loaded, tokenizer, _),
@@ -158,7 +158,7 @@ def _api_key(config: ServerConfig) -> str:
 
 @contextmanager
 def _no_exit_on_signals() -> Iterator[None]:
-    """Let rank 0's server decide when all ranks end; at its end it raises signals again."""
+    """Within the context, ignore signals: rank 0's server handles them and ends all ranks."""
     before = {
         number: signal.signal(number, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT)

@@ -10,17 +10,17 @@ from mcore_parallel.precision.gemm import Operands, PlainGemm
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 MOST_ROWS = 16
-"""Of a step whose GEMMs the kernel multiplies, the least of tensor cores; with more torch is
-as fast."""
+"""Most rows of an input for the kernel, the smallest tile of tensor cores. With more rows
+torch's GEMM is as fast."""
 
 
 class FewRowsGemm(PlainGemm):
-    """Multiplies few rows by a kernel that reads the weight as fast as memory gives it."""
+    """Multiplies few rows by a kernel that is limited by reading the weight."""
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return y and the input itself."""
+        """Return the product, and the input for backward."""
         num_rows = x.numel() // x.shape[-1]
         if bias is None and num_rows <= MOST_ROWS and not torch.is_grad_enabled():
             is_narrow = x.dtype in (torch.bfloat16, torch.float16)
@@ -36,7 +36,7 @@ class FewRowsGemm(PlainGemm):
 
 
 def read_few_rows_fast(model: LanguageModel) -> None:
-    """Replace every ``PlainGemm`` of the model's linears by a ``FewRowsGemm``, in place."""
+    """Replace every ``PlainGemm`` of a model's linears by a ``FewRowsGemm``, in place."""
     for module in model.modules():
         is_linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
         if is_linear and type(module.gemm) is PlainGemm:

@@ -1,9 +1,9 @@
-"""Keys and values in pages, recurrent state in slots: the memory of the engine.
+"""Paged cache of the engine: keys and values in pages, recurrent states in slots.
 
-The tokens of all chunks of a step lie one after the other in a batch of one row. Each layer
-writes their keys and values to the places that the scheduler gave, then every chunk attends
-to its own request's pages. A recurrent layer has a state for each slot; chunks of equal length
-run side by side from those of their requests, and the first chunk of a request from none.
+The tokens of all chunks of a step form a batch of one row. Each layer writes their keys and
+values to the rows that the plan assigns; then every chunk attends to the pages of its request.
+A recurrent layer has one state for each slot. Chunks of equal length are batched; the first
+chunk of a request starts from a state of zeros.
 """
 
 import logging
@@ -34,12 +34,13 @@ from mcore_parallel.optional_kernels import works
 log = logging.getLogger(__name__)
 
 _MASKED_TOKENS = 256
-"""Of prompts that attend in one call on a CPU, at most: a mask is their borders."""
+"""Most tokens of prompts that attend in one call on a CPU, where a mask separates the
+prompts."""
 _RULES = {"scale", "chunk", "softcap", "sinks"}
-"""Of scores, that the kernel of decoding knows."""
+"""Arguments of ``attend`` that the decoding kernel supports."""
 _PADDED = (
-    "a recorded step reads the pages that a text may have at most: the attention of this model "
-    "has no kernel of decoding here"
+    "the attention of this model has no decoding kernel on this GPU: recorded steps read the "
+    "pages of the longest possible text"
 )
 
 Mix = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
@@ -50,17 +51,17 @@ class PagedCache:
     """A ``ModelState`` (see ``mcore_models.protocol``) of pages.
 
     Attributes:
-        num_pages: pages in memory, besides one for padding, which is the last.
+        num_pages: pages in memory; one more, the last, is for padding.
         page_tokens: tokens in a page.
-        num_slots: recurrent states in memory, besides one for padding, which is the last.
-        step: what the next forward computes.
-        is_padded: whether attention of decoding has no kernel, and reads what is padded.
+        num_slots: recurrent states in memory; one more, the last, is for padding.
+        step: inputs of the next forward.
+        is_padded: whether decoding runs without a kernel, on gathered and padded keys.
     """
 
     def __init__(
         self, num_pages: int, page_tokens: int, num_slots: int = 0, fp8: Fp8Cache | None = None
     ) -> None:
-        """Take no memory yet: a layer takes its own when its first tokens come.
+        """Store the sizes; a layer allocates its memory at its first use.
 
         Args:
             num_pages: pages in memory.
@@ -107,34 +108,33 @@ class PagedCache:
 
 @dataclass(slots=True)
 class _LayerMemory:
-    """What one layer keeps: keys and values, or a state."""
+    """The memory of one layer: keys and values, or recurrent states."""
 
     keys: Shaped[Tensor, "P Z G H"] | None = None
     values: Shaped[Tensor, "P Z G J"] | None = None
     states: tuple[Float[Tensor, "W ..."], ...] = ()
-    """Of all slots."""
+    """One state for each slot."""
 
 
 class _PagedLayer:
-    """A view of what one layer keeps: ``LayerState``, ``RecurrentState``."""
+    """One layer's part of the cache: a ``LayerState`` and a ``RecurrentState``."""
 
     def __init__(self, cache: PagedCache, held: _LayerMemory, scales: Scales | None) -> None:
         self.cache, self.held, self.scales = cache, held, scales
 
     def run(self, mix: Mix, *inputs: Shaped[Tensor, "T 1 ..."]) -> Shaped[Tensor, "T 1 ..."]:
-        """Mix each request's tokens from its own state, and replace it.
-
-        Chunks of one length run side by side.
-        """
+        """Run a recurrent layer on each request's tokens and replace the request's state."""
         step = self.cache.step
         assert step is not None
         if not self.held.states:
             _, state = mix(None, *(x[:1] for x in inputs))
+            # The shapes of a state are those after one token; all slots start with zeros.
             slots = self.cache.num_slots + 1
             self.held.states = tuple(x.new_zeros(slots, *x.shape[1:]) for x in state)
         if isinstance(step, DecodeTensors):
             rows = [x.transpose(0, 1) for x in inputs]  # [R, 1, ...] -> [1, R, ...]
             return self._run_from(mix, step.slots, step.positions == 0, rows).transpose(0, 1)
+        # Chunks of equal length are batched: [L, R, ...] for R chunks of L tokens.
         lengths: dict[int, list[ChunkView]] = {}
         for chunk in step.chunks:
             lengths.setdefault(chunk.end - chunk.begin, []).append(chunk)
@@ -146,6 +146,7 @@ class _PagedLayer:
             slots = on_device([chunk.slot for chunk in chunks], rows[0].device)
             is_first = on_device([not chunk.first for chunk in chunks], rows[0].device).bool()
             outputs += self._run_from(mix, slots, is_first, rows).split(1, 1)
+        # Back to the order of the step.
         begins = [chunk.begin for chunks in lengths.values() for chunk in chunks]
         return torch.cat(
             [y for _, y in sorted(zip(begins, outputs, strict=True), key=itemgetter(0))]
@@ -158,7 +159,10 @@ class _PagedLayer:
         is_first: Bool[Tensor, " R"],
         inputs: Sequence[Shaped[Tensor, "L R ..."]],
     ) -> Shaped[Tensor, "L R ..."]:
-        """Mix tokens of several requests side by side; a first token has none before it."""
+        """Run a batch of chunks from their states.
+
+        A chunk that starts a text begins from zeros.
+        """
         before = (
             held[slots].masked_fill(is_first.view(-1, *[1] * (held.dim() - 1)), 0)
             for held in self.held.states
@@ -179,7 +183,12 @@ class _PagedLayer:
         backend: AttentionBackend = "auto",
         **scores: Any,
     ) -> Float[Tensor, "S 1 N J"]:
-        """Write the new keys and values to their places; each token attends to its request."""
+        """Write new keys and values to the pages; each token attends to those of its request.
+
+        Decoding steps use, in this order: a kernel that also writes the new keys, plain torch
+        on a CPU, the kernel of latent attention, padded attention in torch. Other steps run
+        each chunk by itself, except single tokens and prompts that start, which are batched.
+        """
         step = self.cache.step
         assert step is not None
         size = (self.cache.num_pages + 1, self.cache.page_tokens)
@@ -194,7 +203,7 @@ class _PagedLayer:
         if isinstance(step, DecodeTensors):
             decode = self._kernel(len(q), q, k, v, scores)
             if decode is not None and v is not None:
-                if step.have_drafts:  # of one request: a row reads what another writes
+                if step.have_drafts:  # a row reads keys that other rows of its request write
                     memories = (held.keys, values)
                     write_to_pages(memories, (k[:, 0], v[:, 0]), step.places, self.scales)
                 new, pages = (k[:, 0], v[:, 0]), (held.keys, values)
@@ -227,11 +236,12 @@ class _PagedLayer:
         rules: dict[str, Any],
         backend: AttentionBackend,
     ) -> Float[Tensor, "S 1 N J"]:
-        """Let each chunk attend to its request's pages: those of one token side by side."""
+        """Attend chunk by chunk; single tokens, and prompts that start, in one call each."""
         assert self.held.keys is not None
         scores = {name: rule for name, rule in rules.items() if name != "kv_scales"}
         window = scores.pop("window")
         mixed = q.new_empty(*q.shape[:-1], values.shape[-1])
+        # 1. Chunks of one token, by the decoding kernel.
         singles = step.singles
         decode = None
         if singles is not None:
@@ -244,12 +254,14 @@ class _PagedLayer:
             if decode is not None:
                 at, where = singles.rows, (singles.tables, singles.lengths)
                 mixed[at, 0] = decode(q[at, 0], self.held.keys, *where)
+        # 2. Prompts that start in this step, as packed documents.
         options: dict[str, Any] = {"window": window, "backend": backend, **scores}
         fresh = None if v is None else _in_one_call(step.fresh, q, backend, scores)
         if fresh is not None and v is not None:
             at = fresh.rows
             own = rounded_to_codes((k[at], v[at]), self.scales)
             mixed[at] = attend(q[at], *own, documents=fresh.documents, **options)
+        # 3. All others, each with the pages of its request gathered.
         for chunk in step.chunks:
             here = slice(chunk.begin, chunk.end)
             is_single = here.stop - here.start == 1
@@ -263,12 +275,15 @@ class _PagedLayer:
     def _kernel(
         self, num_rows: int, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]
     ) -> Callable[..., Tensor] | None:
-        """Return the kernel of decoding where one works; it writes to the pages itself."""
+        """Return the decoding kernel for these inputs, which also writes new keys; None.
+
+        There is none.
+        """
         if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - _RULES:
             return None
         if not q.is_cuda or q.dtype == torch.float64:
             return None
-        if self.scales is not None and q.shape[-1] % 4:  # it reads four codes at a time
+        if self.scales is not None and q.shape[-1] % 4:  # the kernel reads four codes at once
             return None
         from mcore_infer.engine.kernels import paged_attention
 
@@ -286,7 +301,7 @@ class _PagedLayer:
     def _latent_kernel(
         self, q: Tensor, values: Tensor, rules: Mapping[str, Any]
     ) -> Callable[..., Tensor] | None:
-        """Return the kernel of latent decoding where one works; keys are in the pages."""
+        """Return the kernel of latent attention for these inputs; None: there is none."""
         is_plain = rules.keys() == {"window", "kv_scales"} and rules["window"] < 0
         if not q.is_cuda or q.dtype == torch.float64 or not is_plain:
             return None
@@ -298,7 +313,10 @@ class _PagedLayer:
         return partial(latent_decode, value_dim=values.shape[-1])
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
-        """Gather what a chunk sees. Pages before every window may be another request's."""
+        """Gather the keys or values that a chunk attends to.
+
+        Pages behind every window may belong to another request and are left out.
+        """
         size = self.cache.page_tokens
         first_page = 0 if window < 0 else max(0, chunk.first - window) // size
         end = chunk.first + chunk.end - chunk.begin - first_page * size
@@ -308,7 +326,7 @@ class _PagedLayer:
 def _in_one_call(
     fresh: FreshPrompts | None, q: Tensor, backend: AttentionBackend, scores: Mapping[str, Any]
 ) -> FreshPrompts | None:
-    """Return the prompts of a step that attend in one call, as packed documents."""
+    """Return the prompts that start in a step if one call can compute their attention."""
     if fresh is None or backend != "auto" or scores.keys() - {"scale"}:
         return None
     is_small = not q.is_cuda and len(fresh.rows) <= _MASKED_TOKENS

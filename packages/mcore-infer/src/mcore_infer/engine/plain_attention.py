@@ -1,7 +1,8 @@
-"""Attention of decoding in plain torch: the requests of a step side by side, padded.
+"""Attention of decoding in plain torch: on a CPU, and where no kernel supports a model.
 
-For what the kernels of decoding do not have. Every request's pages are gathered
-up to the width of the tables, so it waits for nothing and can be recorded.
+``padded_decode`` gathers every request's pages up to the width of the tables, so that it never
+waits for the device and can be recorded. ``decode_on_cpu`` reads lengths on the host and avoids
+copies. ``reference_decode`` is the reference of all kernels of decoding.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from mcore_infer.engine.step_plans import Scales
 from mcore_models.kernels.attention_backends import attend
 
 GATHERED_BYTES = 1 << 28
-"""Of keys and values that are gathered at a time, or those of one request."""
+"""Bytes of keys and values that are gathered at once; at least those of one request."""
 
 
 def padded_decode(
@@ -36,7 +37,7 @@ def padded_decode(
     scale: float | None = None,
     kv_scales: Scales | None = None,
 ) -> Float[Tensor, "R N J"]:
-    """Let one query of each request attend to its keys, which are in the pages.
+    """Attend with one query of each request to the keys in its pages.
 
     See ``paged_decode`` for the arguments, and ``attend`` of mcore-models for ``slopes``.
     """
@@ -52,7 +53,7 @@ def padded_decode(
             seen = [from_codes(codes, own, q.dtype) for codes, own in pairs]
         places = torch.arange(seen[0].shape[1], device=q.device)
         is_seen = _seen_keys(places, ends[:, None] - 1, window, chunk)
-        # What is behind the end may be another request's: none of it is mixed, were it NaN.
+        # Keys behind a row's end may be another request's NaN, which weights of 0 do not hide.
         k, v = seen[0], seen[1].masked_fill(~is_seen[..., None, None], 0)
         groups = queries.unflatten(1, (k.shape[2], -1))  # [R, N, H] -> [R, G, N/G, H]
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -69,7 +70,7 @@ def padded_decode(
 def _seen_keys(
     places: Int[Tensor, " Z"], last: Int[Tensor, "R 1"], window: int, chunk: int
 ) -> Bool[Tensor, "R Z"]:
-    """Say which keys the query at each request's last place sees."""
+    """Return which keys the last token of each request attends to."""
     seen = places <= last
     if chunk:
         seen = seen & (places // chunk == last // chunk)
@@ -82,7 +83,7 @@ def _weights(
     softcap: float,
     sinks: Float[Tensor, " N"] | None,
 ) -> Float[Tensor, "R N Z"]:
-    """Return what each key weighs; a sink takes part in the sum and mixes nothing."""
+    """Return the softmax over keys; a sink takes part in the sum and has no value."""
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~is_seen, -torch.inf)
@@ -98,7 +99,10 @@ def write_to_pages(
     places: Int[Tensor, " T"],
     kv_scales: Scales | None = None,
 ) -> None:
-    """Write new keys and values to their places: page times tokens of a page, plus offset."""
+    """Write new keys and values to rows of the cache.
+
+    ``places`` is page * page_tokens + offset.
+    """
     scales = kv_scales or (None,) * len(news)
     for memory, new, scale in zip(memories, news, scales, strict=True):
         memory.flatten(0, 1)[places] = new if scale is None else to_codes(new, scale)
@@ -107,7 +111,7 @@ def write_to_pages(
 def wide_pages(
     memories: Sequence[Shaped[Tensor, "..."]], kv_scales: Scales | None, dtype: torch.dtype
 ) -> list[Float[Tensor, "..."]]:
-    """Return the keys and values that parts of the pages hold."""
+    """Return keys and values in a wide dtype; decodes fp8."""
     if kv_scales is None:
         return list(memories)
     pairs = zip(memories, kv_scales, strict=True)
@@ -117,7 +121,7 @@ def wide_pages(
 def rounded_to_codes(
     news: tuple[Float[Tensor, "..."], Float[Tensor, "..."]], kv_scales: Scales | None
 ) -> tuple[Float[Tensor, "..."], ...]:
-    """Return new keys and values as the pages would hold them."""
+    """Return new keys and values rounded as an fp8 cache would store them."""
     if kv_scales is None:
         return news
     pairs = zip(news, kv_scales, strict=True)
@@ -134,9 +138,9 @@ def decode_on_cpu(
     kv_scales: Scales | None = None,
     **scores: Any,
 ) -> Float[Tensor, "R N J"]:
-    """Write a new key and value of each request, and let its one query attend to all.
+    """Write a new key and value of each request, and attend with its one query.
 
-    In one call where rows are alike, else one request after the other.
+    One call computes all rows, unless their lengths differ too much.
 
     Args:
         q: queries; R requests.
@@ -196,7 +200,7 @@ def reference_decode(
     kv_scales: Scales | None = None,
     **scores: Any,
 ) -> Float[Tensor, "R N J"]:
-    """Let one query of each request attend to its keys, one request after the other.
+    """Attend with one query of each request to its keys, one request after the other.
 
     The reference of ``padded_decode``, and with ``write_to_pages`` of ``paged_decode``; takes
     any arguments of ``attend``; waits for the device.

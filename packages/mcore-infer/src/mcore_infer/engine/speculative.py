@@ -1,11 +1,11 @@
-"""Speculative decoding: several tokens a step, the same text.
+"""Speculative decoding: proposes several tokens a step, without changing the text.
 
 A drafter proposes the next tokens, and one forward scores all of them. The engine samples each
-position with that position's own random number, as without drafts, and keeps proposals up to
-the first that differs from its sample: the text is the same token for token, and so is its
-distribution, whatever is proposed. A fixed proposal is accepted with the probability that the
-model gives to it, as by rejection sampling; a draft model samples with the same random numbers
-as the model, so that both agree where their scores are close.
+position with that position's own random number, as without proposals, and accepts proposals up
+to the first that differs from its sample. The text, and its distribution, are therefore equal
+token for token whatever is proposed. A fixed proposal is accepted with the probability that the
+model gives to it, as in rejection sampling; a draft model samples with the same random numbers
+as the model, so that both agree where their logits are close.
 
 Reference:
     Leviathan et al. 2023, arXiv:2211.17192. Chen et al. 2023, arXiv:2302.01318. Daliri et al.
@@ -31,19 +31,19 @@ from mcore_models.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
 
 _LONGEST, _SHORTEST = 4, 2
-"""Tokens at the end of a text that are looked up in it."""
+"""Longest and shortest n-gram at the end of a text that is looked up in the text."""
 
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """What became of proposals so far."""
+    """Counts of proposals so far."""
 
     steps: int = 0
-    """In which some were checked, counted for each request."""
+    """Verifications, one for each request and step with proposals."""
     drafted: int = 0
-    """Tokens that were proposed."""
+    """Proposed tokens."""
     accepted: int = 0
-    """Of these, right."""
+    """Accepted proposals."""
 
 
 @runtime_checkable
@@ -51,39 +51,39 @@ class Drafter(Protocol):
     """Proposes tokens; all ranks of ``tp`` make the same calls."""
 
     def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
-        """Return proposals for requests that write, -1 for those that ``filled`` finds."""
+        """Return proposed tokens by request; -1 for tokens that ``filled`` computes later."""
 
     def filled(self, step: Step, writings: Mapping[int, RunningSequence], /) -> Step:
-        """Return a step with every proposal known; its pages are there."""
+        """Return the planned step with every -1 replaced by a token."""
 
     def follow(self, step: Step, hidden: Float[Tensor, "T 1 D"]) -> None:
-        """See what the model computed.
+        """Receive the hidden states that the model computed.
 
         Args:
             step: the same, filled.
-            hidden: of its tokens, the next step overwrites it.
+            hidden: of its tokens; overwritten by the next step.
         """
 
     def forget(self, request: int) -> None:
-        """Drop what is known of a request that is over."""
+        """Delete the state of a request that is over."""
 
 
 def num_drafts_for(writing: RunningSequence, most: int) -> int:
-    """Tokens to propose: none where a choice depends on the one before but for the model's."""
+    """Return how many tokens to propose; 0 if penalties or a structure need the last token."""
     if writing.needs_last_token:
         return 0
     return max(0, min(most, writing.num_tokens - len(writing.ids) - 1))
 
 
 class NgramDrafter:
-    """Proposes what followed the text's last tokens where they stood before.
+    """Proposes the tokens that followed an earlier occurrence of the text's last tokens.
 
     Reference:
         Saxena 2023, prompt lookup decoding.
     """
 
     def __init__(self, num_drafts: int) -> None:
-        """Know of no text.
+        """Start without a text.
 
         Args:
             num_drafts: tokens to propose, at most.
@@ -92,7 +92,7 @@ class NgramDrafter:
         self._texts: dict[int, _Ngrams] = {}
 
     def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
-        """Look the ends of texts up."""
+        """Look up the last tokens of each text in the text."""
         found: dict[int, Sequence[int]] = {}
         for request, writing in writings.items():
             if most := num_drafts_for(writing, self.num_drafts):
@@ -103,19 +103,19 @@ class NgramDrafter:
         return found
 
     def filled(self, step: Step, _writings: Mapping[int, RunningSequence], /) -> Step:
-        """Return the step as it is."""
+        """Return the step; its proposals are known."""
         return step
 
     def follow(self, step: Step, hidden: Tensor) -> None:
-        """Need nothing."""
+        """Do nothing: proposals depend on tokens alone."""
 
     def forget(self, request: int) -> None:
-        """Drop a text."""
+        """Delete a text."""
         self._texts.pop(request, None)
 
 
 class _Ngrams:
-    """A text and where its short sequences stood last, but for those at its end."""
+    """A text, and where each of its n-grams last ended before the text's end."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
@@ -137,10 +137,9 @@ class _Ngrams:
 
 
 class ModelDrafter:
-    """Proposes what a smaller model would write, by the same draws.
+    """Proposes the tokens of a smaller model, sampled with the same random numbers.
 
-    Its keys and values lie in pages of the same numbers, so that whatever the scheduler does
-    with pages holds for both models.
+    The draft model's cache has the same page numbers, so that one plan serves both models.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class ModelDrafter:
         max_requests: int,
         table_pages: int,
     ) -> None:
-        """Take no memory yet.
+        """Store the arguments; memory is allocated at first use.
 
         Args:
             model: of the same vocabulary, whole, in eval mode, over the same ``tp``.
@@ -165,12 +164,12 @@ class ModelDrafter:
         self.decoder = Decoder(model, cache, max_requests, table_pages, num_drafts=num_drafts)
 
     def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
-        """Propose for every request that can have proposals."""
+        """Return placeholders for every request that can have proposals."""
         most = {r: num_drafts_for(w, self.num_drafts) for r, w in writings.items()}
         return {request: (-1,) * count for request, count in most.items() if count}
 
     def filled(self, step: Step, writings: Mapping[int, RunningSequence], /) -> Step:
-        """Write on after each text that has proposals, one token a forward."""
+        """Run the draft model one token at a time for each text with proposals."""
         chunks = [chunk for chunk in step.chunks if chunk.num_drafts]
         if not chunks:
             return step
@@ -178,7 +177,8 @@ class ModelDrafter:
         tokens = None
         found: list[Tensor] = []
         for place in range(max(chunk.num_drafts for chunk in chunks)):
-            # All go on to the longest: what is too much falls on pages of their own, or none.
+            # All texts continue to the longest proposal. Surplus tokens repeat the last
+            # position of their text and are cut off below.
             single = Step(tuple(_single(chunk, place) for chunk in chunks))
             logits = self.decoder.run(single, tokens)[1]
             tokens = choose_on_all_ranks(logits, texts, [place] * len(texts), self.model)
@@ -186,7 +186,7 @@ class ModelDrafter:
         return with_drafts(step, chunks, torch.stack(found, 1).tolist())
 
     def follow(self, step: Step, hidden: Tensor) -> None:
-        """Read what the model read."""
+        """Run the draft model on the step, to fill its cache."""
         if all(chunk.is_writing for chunk in step.chunks):
             self.decoder.run(step)
             return
@@ -195,18 +195,21 @@ class ModelDrafter:
         run_stages(self.model, inputs.tokens, inputs.positions, self.cache)
 
     def forget(self, request: int) -> None:
-        """Keep nothing by request."""
+        """Do nothing: no state belongs to a request."""
 
 
 def _single(chunk: Chunk, place: int) -> Chunk:
-    """Return the chunk of a text's last token or of a draft behind it; the last stays last."""
+    """Return a chunk of one token.
+
+    The text's last, or proposal ``place`` (at most the last).
+    """
     place = min(place, chunk.num_drafts)
     token = chunk.tokens[0] if not place else -1
     return replace(chunk, begin=chunk.begin + place, tokens=(token,), num_drafts=0)
 
 
 def with_drafts(step: Step, chunks: Sequence[Chunk], drafts: Sequence[Sequence[int]]) -> Step:
-    """Put proposals in their places.
+    """Return the step with computed proposals in place of the placeholders.
 
     Args:
         step: has chunks without proposals too.
@@ -226,19 +229,22 @@ def choose_on_all_ranks(
     places: Sequence[int] | None,
     model: LanguageModel,
 ) -> Int[Tensor, " R"]:
-    """Choose tokens on one rank for all, see ``agreed``."""
+    """Choose tokens by ``choose``; all ranks return the same, see ``agreed``."""
     return agree_on_tokens(choose(logits, writings, places), model.tp, model.pp)
 
 
 class MTPDrafter:
-    """Proposes what the first layer that predicts further tokens says, see ``Drafter``.
+    """Proposes tokens by the model's own multi-token prediction layer; a ``Drafter``.
 
-    Its keys and values lie in pages of the same numbers as the model's. Hidden states of a
-    shared prefix are nowhere, so prefixes are not shared.
+    The layer joins the hidden state of a token with the next token's embedding and predicts the
+    token after that; its output then replaces the hidden state (DeepSeek-AI 2024,
+    arXiv:2412.19437, section 2.2). The first such layer is applied again for every proposal:
+    only its cache holds all earlier tokens. The cache has the model's page numbers. Prefixes
+    are not shared, because the hidden states of a shared prefix are not stored.
     """
 
     def __init__(self, model: MTPLanguageModel, num_drafts: int, cache: PagedCache) -> None:
-        """Take no memory yet.
+        """Store the arguments; memory is allocated at first use.
 
         Args:
             model: of the engine, with such a layer.
@@ -250,12 +256,12 @@ class MTPDrafter:
         self._last: dict[int, tuple[int, Float[Tensor, "L 1 D"]]] = {}
 
     def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
-        """Propose for every request that can have proposals."""
+        """Return placeholders for every request that can have proposals."""
         most = {r: num_drafts_for(w, self.num_drafts) for r, w in writings.items()}
         return {request: (-1,) * count for request, count in most.items() if count}
 
     def filled(self, step: Step, writings: Mapping[int, RunningSequence], /) -> Step:
-        """Go on from the hidden state before each text's last token."""
+        """Apply the layer repeatedly, from the hidden state before each text's last token."""
         chunks = [chunk for chunk in step.chunks if chunk.num_drafts]
         if not chunks:
             return step
@@ -280,7 +286,7 @@ class MTPDrafter:
         return with_drafts(step, chunks, torch.stack(found, 1).tolist())
 
     def follow(self, step: Step, hidden: Float[Tensor, "T 1 D"]) -> None:
-        """Compute the layer's keys and values of every token that has one behind it."""
+        """Fill the layer's cache for every token whose successor is known."""
         shifted, rows, end = [], [], 0
         for chunk in step.chunks:
             own = hidden[end : end + len(chunk.tokens)]
@@ -298,7 +304,7 @@ class MTPDrafter:
             self._run(shifted, torch.cat(rows), None)
 
     def forget(self, request: int) -> None:
-        """Drop hidden states."""
+        """Delete a request's hidden states."""
         self._last.pop(request, None)
 
     def _before(self, chunk: Chunk) -> Float[Tensor, "1 1 D"]:
@@ -317,7 +323,7 @@ class MTPDrafter:
 def build_drafter(
     model: LanguageModel, config: EngineConfig, draft: LanguageModel | None, table_pages: int
 ) -> Drafter | None:
-    """Return what proposes tokens to an engine of ``model``; None where nothing does.
+    """Return the drafter of an engine; None without speculative decoding.
 
     Args:
         model: of the engine.

@@ -34,7 +34,7 @@ from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.outputs import appearing, check_place
 from mcore_ckpt.storage.paths import resolve_folder
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.config import QuantizeConfig, SamplingConfig
+from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.fp8_cache import rounded_cache
 from mcore_infer.engine.step_plans import EngineConfig, Fp8Cache
@@ -52,6 +52,7 @@ from mcore_infer.quantization.methods import (
     smooth_and_round,
 )
 from mcore_infer.quantization.observing import InputStatistics, largest_keys_and_values, observe
+from mcore_infer.quantization.options import QuantizeConfig
 from mcore_infer.quantization.report import MatrixReport, QuantizationReport, write_report
 from mcore_infer.quantization.unified_folder import (
     MAX_FILE_BYTES,

@@ -1,7 +1,7 @@
 """``PUT /api``: Megatron's interface, with its fields and their limits.
 
-Each field has an effect or is refused: what a value cannot mean here (``length_penalty``
-without beam search) gets a status of 400, as does everything out of range.
+A field without effect (``length_penalty`` without beam search) or out of range is refused with
+status 400.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from mcore_infer.writing.token_text import TextStream, with_drawn
 
 
 def read_api(body: ApiBody, served: ServedModel) -> Job:
-    """Turn a body into a job.
+    """Return the job of a request body.
 
     Raises:
         RequestError: with status 400, for fields that exclude each other.
@@ -78,7 +78,7 @@ def read_api(body: ApiBody, served: ServedModel) -> Job:
 
 
 class ApiReply:
-    """The whole answer; this interface has no streams."""
+    """Builds the answer of ``/api``, which has no streams."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ApiReply:
         requests: Sequence[TextRequest],
         answers: Sequence[Answer],
     ) -> None:
-        """Remember what was sent."""
+        """Store the requests and their answers."""
         self.served, self.prompts = served, prompts
         self.requests, self.answers = requests, answers
 
@@ -104,7 +104,7 @@ class ApiReply:
         return ()
 
     def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
-        """Return texts, tokens and segments, prompts included, and scores where wanted."""
+        """Return texts, tokens and segments, prompts included, and requested scores."""
         if self.requests[0].sampling.beam_width:
             return self._beams()
         texts = [
@@ -131,7 +131,7 @@ class ApiReply:
         return reply
 
     def _beams(self) -> dict[str, Any]:
-        """Return the same of every beam, best first, and their scores."""
+        """Return text, tokens, segments and score of every beam, best first."""
         (request,), (answer,) = self.requests, self.answers
         assert answer.result is not None
         beams, decode = answer.result.beams, self.served.tokenizer.decode

@@ -1,4 +1,4 @@
-"""A conversation with a model: what was said, and answers that stream."""
+"""A conversation with a model: its messages, and answers as streams of text."""
 
 from collections.abc import Generator, Mapping, Sequence
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from mcore_models.protocol import LanguageModel
 
 
 class Conversation:
-    """What was said so far, in the words of a chat template.
+    """The messages of one chat, answered by an engine.
 
     Answers run on an engine, whose cache keeps the turns before.
 
@@ -37,7 +37,7 @@ class Conversation:
         kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({}),
         ends: Sequence[int] = (),
     ) -> None:
-        """Begin a conversation.
+        """Build the engine and start without messages.
 
         Args:
             model: whole, in eval mode.
@@ -63,19 +63,20 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was said, but the system message."""
+        """Remove all messages but the system message."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def answer(self, message: str) -> Generator[str]:
-        """Say something; yield the answer in pieces, which may be left at any of them.
+        """Send a message; yield the answer in pieces.
 
-        What was yielded is remembered as the answer.
+        The caller may stop at any piece. The pieces yielded so far become the answer in
+        ``messages``.
 
         Raises:
-            ValueError: if the conversation does not fit; it then stays as it was.
+            ValueError: if the conversation is too long; ``messages`` is then unchanged.
         """
         said = [*self.messages, {"role": "user", "content": message}]
-        # The template writes what begins a text.
+        # The template writes the token that starts a document.
         ids = self.tokenizer.encode(self.chat.render(said, True), add_special_tokens=False)
         limit = self.engine.config.max_sequence_tokens
         positions = self.model.config.max_position_embeddings
