@@ -23,11 +23,15 @@ LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command
             "import mcore_ckpt",
             "mcore-models imports mcore-base, mcore-parallel and mcore-moe",
         ),
-        ("ckpt", "import mcore_data", "mcore-ckpt knows names and shards, no model class"),
+        (
+            "ckpt",
+            "import mcore_data",
+            "mcore-ckpt imports configs and shape tables, no model class",
+        ),
         (
             "ckpt",
             "import mcore_parallel",
-            "mcore-ckpt knows shards, logical tensors, axes, collectives and digests",
+            "mcore-ckpt imports shards, axes, collectives and digests of mcore-parallel",
         ),
         ("infer", "import mcore_train", "mcore-infer does not know mcore-train"),
         ("train", "import transformers", "transformers is for tests and parity"),

@@ -1,4 +1,4 @@
-"""Tables whose rows belong together: what a new optimizer or family lacks, a sentence each."""
+"""Tables whose rows belong together: a sentence on each row that a new name lacks."""
 
 import re
 import sys
@@ -13,6 +13,12 @@ from house.sources import ROOT
 from parity.family_cases import CASES
 
 from mcore_ckpt.families import MODEL_TYPES, find_family
+from mcore_models.building.initialization import initial_std
+from mcore_models.config import TransformerConfig
+from mcore_models.layer_patterns import PATTERN_MIXERS
+from mcore_models.layers.mixers import MIXERS
+from mcore_models.logical_tensors import MIXER_NORMS, MIXER_SHAPES
+from mcore_moe.config import MoEConfig
 from mcore_parallel.optimizers import config as optimizer_options
 from mcore_train.composition import TrainConfig
 from mcore_train.config import OptimizerConfig
@@ -94,6 +100,74 @@ def test_what_an_optimizer_lacks_is_said_in_one_sentence():
             "options under other rules"
         ),
         "SoapConfig reaches no command",
+    ]
+
+
+def mixer_faults(
+    mixers: Collection[str],
+    shapes: Collection[str],
+    norms: Collection[str],
+    letters: Collection[str],
+    stds: dict[str, dict[str, float]],
+) -> list[str]:
+    """Say what a mixer of a layer lacks.
+
+    Args:
+        mixers: names in ``MIXERS``.
+        shapes: names in ``MIXER_SHAPES``.
+        norms: names in ``MIXER_NORMS``.
+        letters: names that letters of a pattern stand for.
+        stds: by mixer, initial spreads of its matrices over those of other matrices.
+    """
+    home = "mcore_models/logical_tensors.py"
+    found = []
+    for name in sorted({*mixers, *shapes, *norms, *letters}):
+        if name not in mixers:
+            found.append(f"mixer {name} is not built: add it to MIXERS in layers/mixers.py.")
+        if name not in shapes:
+            found.append(f"mixer {name} has no tensors: add it to MIXER_SHAPES in {home}.")
+        if name not in norms:
+            found.append(f"mixer {name} has no norm: add it to MIXER_NORMS in {home}.")
+        if name not in letters and name != "mla":  # which * stands for, by a flag
+            found.append(
+                f"mixer {name} is in no pattern: give it a letter in PATTERN_MIXERS of "
+                "mcore_models/layer_patterns.py."
+            )
+        if stds.get(name) and min(stds[name].values()) == 1.0:
+            found.append(
+                f"no matrix of mixer {name} begins smaller, as one that writes to the residual "
+                "stream should: add its end to _RESIDUAL in building/initialization.py."
+            )
+    return found
+
+
+def test_a_mixer_is_built_has_tensors_a_norm_a_letter_and_a_smaller_last_matrix():
+    config, moe = (
+        TransformerConfig(num_layers=8, hidden_size=64, num_attention_heads=4),
+        MoEConfig(num_experts=2),
+    )
+    stds = {
+        name: {
+            tensor: initial_std(f"blocks.0.{tensor}", config) / config.init_method_std
+            for tensor, shape in tensors(config, moe).items()
+            if len(shape) == 2
+        }
+        for name, tensors in MIXER_SHAPES.items()
+    }
+    letters = PATTERN_MIXERS.values()
+    assert mixer_faults(MIXERS, MIXER_SHAPES, MIXER_NORMS, letters, stds) == []
+
+
+def test_what_a_mixer_lacks_is_said_in_one_sentence():
+    stds = {"conv": {"conv.out.weight": 1.0}, "mla": {"mla.proj.weight": 0.5}}
+    found = mixer_faults(["mla", "attn"], ["mla", "conv"], ["mla"], ["conv"], stds)
+    assert [line.partition(":")[0].partition(",")[0] for line in found] == [
+        "mixer attn has no tensors",
+        "mixer attn has no norm",
+        "mixer attn is in no pattern",
+        "mixer conv is not built",
+        "mixer conv has no norm",
+        "no matrix of mixer conv begins smaller",
     ]
 
 

@@ -19,8 +19,8 @@ from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import Run
 from mcore_train.batches import train_batches
 from mcore_train.composition import compose
+from mcore_train.layout_check.rows import Rows
 from mcore_train.layout_check.trial import (
-    Rows,
     Trial,
     build_run,
     fingerprint,
@@ -265,8 +265,8 @@ def load_from(
     for source in sources:
         # The run still holds what it trained on from the source before: all of it must go.
         with no_pickle():
-            load_folder(run, Path(folder) / source)
-        assert run.iteration == SAVED_STEP
+            run = load_folder(run, Path(folder) / source)
+        assert run.progress.iteration == SAVED_STEP
         found[source] = (fingerprint(run, with_loss_scale=False), train_rest(run))
     return found
 

@@ -1,7 +1,4 @@
-"""Checks, before a command starts, that the folder or file it is to write can be made.
-
-Standard library only, so that a process that only starts ranks can run them.
-"""
+"""Checks, before a command starts, that its output folder or file can be made."""
 
 import os
 import shutil

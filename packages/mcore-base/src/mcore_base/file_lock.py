@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from mcore_base.stores import StorePath
+
 log = logging.getLogger(__name__)
 
 SILENT_S = 120.0
@@ -248,6 +250,38 @@ class FileLock:
                 self._touch()
             except OSError as error:  # A file server that is away for a moment comes back.
                 log.warning("cannot touch %s: %s", self.path, error)
+
+
+class StoreLock(FileLock):
+    """A ``FileLock`` whose file is an object of an object store."""
+
+    path: StorePath
+
+    def _create(self, content: str) -> bool:
+        # No exclusive creation exists that all stores have: of two writers that both find no
+        # lock, the one whose content remains holds it.
+        if self.path.is_file():
+            return False
+        self.path.write_whole(content.encode())
+        found = self._read()
+        return found is not None and found[0] == Holder.parse(content)
+
+    def _read(self) -> tuple[Holder, float] | None:
+        try:
+            return Holder.parse(self.path.read_text()), self.path.modified_s()
+        except FileNotFoundError:
+            return None
+
+    def _touch(self) -> None:
+        self.path.write_whole(self.path.read_bytes())
+
+    def _take_away(self, holder: Holder) -> None:
+        found = self._read()
+        if found is not None and found[0] == holder:
+            self.path.unlink(missing_ok=True)
+
+    def _remove_leftovers(self) -> None:
+        """Do nothing: taking this lock writes no other object."""
 
 
 @cache

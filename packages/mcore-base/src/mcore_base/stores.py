@@ -1,13 +1,13 @@
-"""Object stores behind the face of ``pathlib``: ``s3://bucket/run`` instead of a folder.
+"""Object stores through fsspec: file systems by URL, and ``s3://bucket/run`` as a ``Path``.
 
-``as_path`` turns what a user names into a ``Path``, or for a URL into a ``StorePath``, whose
-reads and writes go through fsspec. An object appears whole when its writer closes it, so
-nothing is made durable by hand and nothing is renamed: a step's index, written last, is what
-makes it exist, as on a disk.
+``open_store`` is the only place that imports fsspec. ``as_path`` turns a folder or URL that a
+user names into a ``Path`` or a ``StorePath``. A store shows an object when its writer closes
+it, so nothing is flushed and nothing is renamed: an index that is written last makes a folder
+complete, as on a disk.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PosixPath
 from types import SimpleNamespace
 from typing import Any
@@ -16,26 +16,52 @@ _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/+(?P<rest>.*)")
 _DISK = ("file", "local")
 
 
-def as_path(where: str | Path) -> Path:
-    """Return the path of a folder or file, on a disk or in an object store.
+def open_store(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL and the URL's name in it.
 
-    ``file:///run`` is ``/run``: a disk, with all that disks can.
+    Raises:
+        ImportError: with the extra to install, if fsspec or the store's package is missing.
+        ValueError: if fsspec has no store of this scheme.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(url)
+    except ImportError as error:
+        extra = "s3" if url.startswith(("s3://", "s3a://")) else "remote"
+        raise ImportError(
+            f"{url} needs a package: pip install 'mcore-base[{extra}]' ({error})."
+        ) from error
+
+
+def object_version(info: Mapping[str, Any]) -> str:
+    """Return what tells one content of an object from another, from fsspec's ``info``."""
+    keys = ("ETag", "etag", "mtime", "LastModified")
+    return str(next((info[key] for key in keys if info.get(key)), ""))
+
+
+def as_path(where: str | Path) -> Path:
+    """Return the path of a folder or file on a disk, or a ``StorePath`` for a URL.
+
+    ``file:///run`` is ``/run`` on a disk.
+
+    Raises:
+        ValueError: if the store's package is missing or its scheme is unknown.
     """
     if isinstance(where, StorePath):
         return where
-    found = _URL.fullmatch(str(where))
-    if found is None:
+    match = _URL.fullmatch(str(where))
+    if match is None:
         return Path(where)
-    if found["scheme"] in _DISK:
-        return Path("/", found["rest"])
-    path = StorePath(f"{found['scheme']}:", found["rest"])
+    if match["scheme"] in _DISK:
+        return Path("/", match["rest"])
+    path = StorePath(f"{match['scheme']}:", match["rest"])
     try:
         path.system  # noqa: B018 - a missing package raises here, not in a thread
-    except (ImportError, ValueError) as error:
-        raise ValueError(
-            f"{where}: {str(error).rstrip('.')}. For s3, install mcore-ckpt[s3]; for other "
-            "stores, the package that fsspec names."
-        ) from None
+    except ImportError as error:
+        raise ValueError(str(error)) from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}: use a scheme such as s3 or gs.") from None
     return path
 
 
@@ -45,21 +71,24 @@ def is_store(path: Path) -> bool:
 
 
 class StorePath(PosixPath):
-    """A name in an object store; the part of ``Path`` that checkpoints use."""
+    """A name in an object store, with the part of ``Path`` that checkpoints use."""
 
     __slots__ = ()
 
     @property
-    def system(self) -> Any:
-        """The fsspec file system; fsspec keeps one a kind of store."""
-        import fsspec
+    def url(self) -> str:
+        """The name with its scheme: ``s3://bucket/run``."""
+        return f"{self.parts[0]}//{'/'.join(self.parts[1:])}"
 
-        return fsspec.filesystem(self.parts[0].rstrip(":"))
+    @property
+    def system(self) -> Any:
+        """The fsspec file system; fsspec keeps one for each kind of store."""
+        return open_store(self.url)[0]
 
     @property
     def key(self) -> str:
         """The name within the store."""
-        return "/".join(self.parts[1:])
+        return open_store(self.url)[1]
 
     def read_range(self, start: int, stop: int) -> bytes:
         """Read bytes ``start`` to ``stop`` of an object."""

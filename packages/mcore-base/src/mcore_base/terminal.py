@@ -1,12 +1,10 @@
-"""What long commands share at a terminal: a line of progress, and an end that cleans up."""
+"""Long commands at a terminal: a progress line, SIGTERM as an interrupt, sizes as text."""
 
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from mcore_base.sizes import size_text
 
 
 def progress_line() -> Callable[[int, int, str], None] | None:
@@ -47,3 +45,25 @@ def ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def size_text(num_bytes: int) -> str:
+    """Write a size with three digits and its unit."""
+    size, units = float(num_bytes), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"
+
+
+def parse_size(text: str) -> int:
+    """Read a size such as ``500MB`` or ``5GB`` in bytes."""
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    digits = text.rstrip("KMGTBkmgtb")
+    unit = text[len(digits) :].upper()
+    try:
+        size = int(float(digits) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ValueError(f"--max-shard-size {text} is no size: use a number with MB or GB.")
+    return size

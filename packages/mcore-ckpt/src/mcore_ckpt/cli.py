@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from mcore_base.command_line import parse
 from mcore_base.entry_point import run_program
-from mcore_base.sizes import size_text
-from mcore_base.terminal import ended_by_sigterm, progress_line
+from mcore_base.terminal import ended_by_sigterm, progress_line, size_text
 from mcore_ckpt.conversion.options import ConvertOptions, UpcycleOptions
 from mcore_ckpt.errors import CheckpointError
 

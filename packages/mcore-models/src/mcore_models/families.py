@@ -11,8 +11,8 @@ from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from mcore_models.checks.encoders import encoder_layout_problems, t5_layout_problems
-from mcore_models.checks.layouts import layout_problems
+from mcore_models.building.encoder_layouts import encoder_layout_problems, t5_layout_problems
+from mcore_models.building.layouts import layout_problems
 from mcore_models.config import TransformerConfig
 from mcore_models.encoder_config import BertConfig, T5Config, num_stack_layers
 from mcore_models.encoder_shapes import (
@@ -22,7 +22,7 @@ from mcore_models.encoder_shapes import (
     t5_shapes,
 )
 from mcore_models.flops import flops_per_token
-from mcore_parallel.logical_tensors import tensor_shapes
+from mcore_models.logical_tensors import tensor_shapes
 
 if TYPE_CHECKING:
     from mcore_models.protocol import TrainableModel

@@ -74,10 +74,6 @@ class ParamLayout:
     """Pipeline stages that hold a copy (tied embedding): gradients are summed over it."""
 
 
-Layout = ParamLayout
-"""Its name in the package's front before."""
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a logical tensor and the local memory that holds it."""
@@ -205,6 +201,20 @@ def sliced(
     offsets = tuple(begin if i == dim else 0 for i in range(len(shape)))
     lengths = tuple(length if i == dim else n for i, n in enumerate(shape))
     return ParamLayout((Part(name, shape, offsets, (0,) * len(shape), lengths),))
+
+
+def layer_stacks(chunk: nn.Module) -> list[list[nn.Module]]:
+    """List the layers of each stack of a chunk, in forward order.
+
+    A stack is a container named ``blocks``: of the chunk itself, or of a part such as an
+    encoder.
+    """
+    return [
+        list(module.children())
+        for name, module in chunk.named_modules()
+        if name.rpartition(".")[2] == "blocks"
+        and isinstance(module, nn.ModuleDict | nn.ModuleList)
+    ]
 
 
 def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from mcore_parallel.async_collectives import begin_all_to_all
+from mcore_parallel.autograd.recomputing import recompute
+from mcore_parallel.collectives import begin_all_to_all
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.pipeline_parallel.forward_backward_overlap import Turns
 from mcore_parallel.pipeline_parallel.runner import StageOutput, run_schedule
 from mcore_parallel.pipeline_parallel.schedule import interleaved
-from mcore_parallel.recomputing import recompute
 
 
 class Layer(nn.Module):

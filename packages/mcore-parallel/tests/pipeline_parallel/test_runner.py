@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
-from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig

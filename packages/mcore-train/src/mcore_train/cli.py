@@ -123,7 +123,7 @@ def verify(words: Sequence[str]) -> int:
         needs=command.needs,
         check=check,
     )
-    from mcore_train.layout_check.small_run_degrees import smallest_world
+    from mcore_train.layout_check.small_layout import smallest_world
     from mcore_train.layout_check.verification import run_verification
 
     if config.run.device == "cuda" and not is_launched():
@@ -139,6 +139,28 @@ def schedule(words: Sequence[str]) -> int:
         raise ValueError("mcore-train schedule has one verb: mcore-train schedule show --help.")
     own = view_words([word for word in words if word != "show"])
     print(draw_schedule(parse_options(ShowConfig, "mcore-train schedule show", own)))
+    return 0
+
+
+def launch(words: Sequence[str]) -> int:
+    """Render, submit and follow jobs on several hosts."""
+    from mcore_train.launching.cli import launch as run_verb
+
+    return run_verb(words)
+
+
+def triage(words: Sequence[str]) -> int:
+    """Read the logs of a run that ended and print why it did."""
+    from mcore_train.diagnosis.cli import triage_logs
+
+    return parse_options(triage_logs, "mcore-train triage", words)
+
+
+def plan(words: Sequence[str]) -> int:
+    """Search the layouts of a model on a cluster."""
+    from mcore_train.planning.command import run_plan
+
+    print(run_plan(words))
     return 0
 
 
@@ -190,5 +212,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "verify gpt FLAGS (bert, t5): does this layout compute what one rank does?",
         verify,
     ),
+    "launch": ("start a run on several hosts: Slurm, Kubernetes, Ray, SkyPilot, here", launch),
+    "plan": ("from a model and a cluster to the fastest layouts that fit", plan),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
+    "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
 }

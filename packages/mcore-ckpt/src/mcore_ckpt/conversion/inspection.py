@@ -11,8 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_base.sizes import size_text
 from mcore_base.stores import as_path
+from mcore_base.terminal import size_text
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.round_trip import fingerprint
 from mcore_ckpt.errors import CheckpointError

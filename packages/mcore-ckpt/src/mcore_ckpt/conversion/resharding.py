@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_base.atomic_files import copy_durably
 from mcore_base.stores import as_path
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES
@@ -31,7 +32,7 @@ from mcore_ckpt.storage.checksums import check_files, sealed
 from mcore_ckpt.storage.files import DTYPES, Item, Reader, write_file
 from mcore_ckpt.storage.index import DTYPE_BYTES, Index, StoredBox, TensorEntry, read_index
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
-from mcore_ckpt.storage.paths import INDEX, RELEASE, commit, copy_durably
+from mcore_ckpt.storage.paths import INDEX, RELEASE, commit
 from mcore_ckpt.storage.shard_plans import listed, name_problems
 
 

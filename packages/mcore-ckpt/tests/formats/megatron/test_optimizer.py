@@ -18,7 +18,8 @@ from mcore_ckpt.storage.index import read_index
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.batches import train_batches
 from mcore_train.composition import compose
-from mcore_train.layout_check.trial import Rows, build_run, load_folder, train_one
+from mcore_train.layout_check.rows import Rows
+from mcore_train.layout_check.trial import build_run, load_folder, train_one
 from mcore_train.resolution import resolve
 
 pytestmark = pytest.mark.megatron
@@ -81,9 +82,9 @@ def continued(folder, dtype):
     """Train on from a checkpoint, with other weights before, and save nothing."""
     plan = resolve(compose(FLAGS), 1)
     run = build_run(plan, ParallelContext.single(), ROWS, dtype=dtype)
-    load_folder(run, folder)
-    assert (run.iteration, run.optimizer.num_steps) == (SAVED, SAVED)
-    assert run.consumed_train_samples == run.schedule_samples == SAVED * BATCH
+    run = load_folder(run, folder)
+    assert (run.progress.iteration, run.optimizer.num_steps) == (SAVED, SAVED)
+    assert run.progress.consumed_train_samples == run.progress.schedule_samples == SAVED * BATCH
     batches = train_batches(run)
     return [train_one(run, next(batches)) for _ in range(STEPS - SAVED)]
 

@@ -80,7 +80,7 @@ def export(
         dtype: To cast plain weights of trtllm to; empty: as they are.
         max_shard_size: Most bytes of a file of a Hugging Face folder, with MB or GB.
     """
-    from mcore_base.sizes import parse_size, size_text
+    from mcore_base.terminal import parse_size, size_text
     from mcore_infer.export.exporting import export_model
 
     refuse_ranks("export")

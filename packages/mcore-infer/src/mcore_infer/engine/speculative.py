@@ -27,7 +27,7 @@ from mcore_infer.engine.step_layout import step_tensors
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
 from mcore_infer.writing.sampling import choose
 from mcore_infer.writing.sequence import RunningSequence
-from mcore_models.mtp_model import MTPLanguageModel
+from mcore_models.building.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
 
 _LONGEST, _SHORTEST = 4, 2

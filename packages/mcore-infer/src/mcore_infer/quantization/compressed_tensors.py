@@ -33,7 +33,7 @@ from mcore_ckpt.mapping.row_streams import Rows, row_groups, slabs
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.index import TensorEntry
 from mcore_infer.quantization.unified_folder import hf_config, quantized, write_tokenizer
-from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads
+from mcore_models.logical_tensors import head_dim, is_gated, num_kv_heads
 
 _VERSION = "0.13.0"
 """First release of compressed-tensors that reads every format here."""

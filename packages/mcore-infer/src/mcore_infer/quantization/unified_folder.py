@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcore_base.atomic_files import write_durably
 from mcore_base.lazy_front import package_version
 from mcore_ckpt.conversion.targets import Watch, hf_small_files, target_model_type
 from mcore_ckpt.families import find_family
@@ -29,7 +30,6 @@ from mcore_ckpt.mapping.row_streams import HeldRows, slabs
 from mcore_ckpt.mapping.rules import Link, expand
 from mcore_ckpt.mapping.views import Cast, stacked_items, their_items
 from mcore_ckpt.storage.files import DTYPE_NAMES, Item
-from mcore_ckpt.storage.paths import write_durably
 from mcore_parallel.sharding import named_shards
 
 _LEFT_DTYPE = "BF16"

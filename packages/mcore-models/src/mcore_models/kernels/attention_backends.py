@@ -127,7 +127,9 @@ def attend(
         if is_whole and takes_borders(q, dropout_prob, backend):
             return _varlen(q, k, v, documents, scale, window)
     elif not (is_plain or chunk) and _uses_flash4(q, k, v, dropout_prob, backend):
-        return flash4.flash4_attention(q, k, v, causal=causal, scale=scale, window=window)
+        return flash4.flash4_attention.launch(
+            q, k, v, causal=causal, scale=scale, window=window
+        )
     mask = _mask(q, k, causal, window, chunk, documents, is_plain)
     if is_plain:
         scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -22,8 +22,8 @@ from mcore_models.layers.residual import (
     stream_dropout,
     stream_norm,
 )
+from mcore_models.logical_tensors import layer_mixers, layer_norms
 from mcore_moe.layer import MoELayer, RoutedTokens
-from mcore_parallel.logical_tensors import layer_mixers, layer_norms
 
 _NO_NORM = nn.Identity()
 
@@ -150,7 +150,7 @@ class ParallelBlock(TransformerBlock):
             total, aux_losses = None, []
             for name, norm in zip(self.mixers, own_norms, strict=True):
                 mixer, recomputed_as = self._mixer(name, inputs), MIXERS[name].recomputed_as
-                output = self.run(mixer, norm(x), recomputed_as)
+                output = self.recomputing(mixer, recomputed_as)(norm(x))
                 if isinstance(output, tuple):
                     output, aux = output
                     aux_losses.append(aux)

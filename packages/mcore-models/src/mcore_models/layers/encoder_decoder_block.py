@@ -21,9 +21,9 @@ from mcore_models.layers.residual import (
     stream_dropout,
     stream_norm,
 )
+from mcore_models.logical_tensors import ffn_size
 from mcore_models.protocol import ModelState
-from mcore_parallel.logical_tensors import ffn_size
-from mcore_parallel.recomputing import recompute
+from mcore_parallel.autograd.recomputing import recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ class MaskedBlock(ResidualBlock):
     ) -> Residual:
         """Return ``norm(x + dropout(mixer(x)))``."""
         x = stream.total()
-        y = self.dropout(self.run(mixer, x, recomputed_as))
+        y = self.dropout(self.recomputing(mixer, recomputed_as)(x))
         if "layernorm" in self.recomputed and self.training:
             return Residual(recompute(norm, x + y), None, stream.aux)
         return Residual(norm.add_and_norm(x, y)[0], None, stream.aux)

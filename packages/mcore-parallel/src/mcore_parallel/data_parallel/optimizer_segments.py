@@ -14,7 +14,6 @@ from torch import Tensor
 from mcore_parallel.data_parallel.gradient_sync import OwnedRange, OwnedUnit, clipped
 from mcore_parallel.offloading.config import PIECE_BYTES
 from mcore_parallel.optimizers.update_rule import UpdateRule
-from mcore_parallel.optimizers.weight_decay import has_weight_decay
 from mcore_parallel.sharding import NamedParameter
 
 _CUT_MULTIPLE = 64
@@ -119,6 +118,17 @@ def check_rounding(units: Sequence[OwnedUnit]) -> None:
                 "--bf16, and of fully sharded weights no rows of float32 (--main-grads-dtype "
                 "bf16)."
             )
+
+
+def has_weight_decay(named: NamedParameter) -> bool:
+    """Return whether a parameter decays: all but biases and logically one-dimensional tensors.
+
+    Judged by logical tensors, so a flat slice or a stack of norms is not mistaken for a matrix.
+    """
+    return all(
+        len(part.shape) > 1 and part.name.rpartition(".")[2] != "bias"
+        for part in named.layout.parts
+    )
 
 
 def new_segment(

@@ -7,7 +7,7 @@ graph, not the memory. On one rank a schedule has no messages.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
@@ -22,7 +22,6 @@ from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.pipeline_parallel.actions import Action, Kind, action_units, message_peer
 from mcore_parallel.pipeline_parallel.forward_backward_overlap import Turns
 from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post_by_way
-from mcore_parallel.pipeline_parallel.run_checks import check_run
 from mcore_parallel.pipeline_parallel.stages import Placement
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue, Work, make_weights
 
@@ -67,7 +66,6 @@ def run_schedule(
     device: torch.device | str = "cpu",
     before_last_backward: Callable[[int], None] | None = None,
     before_last_weights: Callable[[int], None] | None = None,
-    give_up: Callable[[], bool] | None = None,
     weight_queue: WeightQueue | None = None,
     turns: Turns | None = None,
     v_shaped: bool = False,
@@ -94,10 +92,6 @@ def run_schedule(
             half of one) here, such as ``DataParallel.start_sync``.
         before_last_weights: likewise before it makes the last weight gradients that were put
             off, such as ``DataParallel.start_weight_sync``.
-        give_up: called once, before anything here adds to gradients: the first backward, or
-            forward of the last stage, whose loss may make its head's at once. Where it says
-            so, on all ranks of the pipeline alike, nothing more is computed: messages go on,
-            with any numbers.
         weight_queue: needed by schedules that split backward: what the linears fill. Under
             other schedules it is emptied after each backward.
         turns: by which layers let pairs take turns; None: one runs after the other.
@@ -117,7 +111,7 @@ def run_schedule(
         TypeError: if actions are those of all ranks, or a stage returns no ``StageOutput``.
     """
     places = Placement(axis.size, len(chunks), v_shaped)
-    check_run(actions, chunks, axis, places, has_queue=weight_queue is not None)
+    _check_run(actions, chunks, axis, places, has_queue=weight_queue is not None)
     runner = _Runner(actions, chunks, (axis, back or axis), shape, dtype, device)
     runner.places = places
     if weight_queue is not None:
@@ -128,18 +122,11 @@ def run_schedule(
         runner.open_connections()
     calls = ((before_last_backward, BACKWARDS), (before_last_weights, MAKING_WEIGHTS))
     before = [(call, {a.chunk: a for a in actions if a.kind in kinds}) for call, kinds in calls]
-    is_given_up = False
     for is_message, run in groupby(actions, lambda action: action.kind.is_message):
         if is_message:
             runner.exchange(list(run))
             continue
         for unit in action_units(run):
-            if give_up is not None and any(map(runner.makes_gradients, unit)):
-                is_given_up, give_up = give_up(), None
-            if is_given_up:
-                for action in unit:
-                    runner.leave_out(action)
-                continue
             for action, (call, last) in product(unit, before):
                 if call is not None and action is last.get(action.chunk):
                     call(action.chunk)
@@ -243,25 +230,6 @@ class _Runner:
                 self.deferred[key] = works
             elif works:
                 make_weights(works)
-
-    def makes_gradients(self, action: Action) -> bool:
-        """Whether a computation may add to gradients."""
-        stage = self.places.stage(self.axis.rank, action.chunk)
-        return action.kind in BACKWARDS or not self.places.has(stage + 1)
-
-    def leave_out(self, action: Action) -> None:
-        """Make what a computation would send, with any numbers."""
-        key = (action.chunk, action.microbatch)
-        stage = self.places.stage(self.axis.rank, action.chunk)
-        kind, step = Kind.SEND_FORWARD, 1
-        if action.kind in BACKWARDS:
-            kind, step = Kind.SEND_BACKWARD, -1
-        other = stage + step
-        is_sent = self.places.has(other) and self.places.rank(other) != self.axis.rank
-        if is_sent and action.kind is not Kind.BACKWARD_WEIGHT:
-            shapes = self.shapes_of(action.microbatch, action.chunk, step < 0).values()
-            placed: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-            self.leaving[kind, key] = [torch.empty(shape, **placed) for shape in shapes]
 
     def forward(self, key: Key) -> None:
         """Run a stage and keep of its output only what backward and the next stage need."""
@@ -391,3 +359,50 @@ def _listed(names: Iterable[str]) -> str:
 def _wait(pending: list[PendingMessages]) -> None:
     for messages in pending:
         messages.wait()
+
+
+def _check_run(
+    actions: Sequence[Action],
+    chunks: Collection[int],
+    axis: Axis,
+    places: Placement,
+    *,
+    has_queue: bool,
+) -> None:
+    """Refuse actions that are not this rank's, or need what is not given; see the runner.
+
+    Args:
+        actions: of a schedule.
+        chunks: numbers of this rank's stages.
+        axis: pipeline ranks.
+        places: of stages on them.
+        has_queue: whether weight gradients can be put off.
+    """
+    if not all(isinstance(action, Action) for action in actions):
+        raise TypeError(
+            "run_schedule takes the actions of this rank: schedule[axis.rank], not the schedule"
+        )
+    named = {action.chunk for action in actions}
+    if named != set(chunks):
+        raise ValueError(
+            f"the schedule runs chunks {sorted(named)}, but functions are given for "
+            f"{sorted(chunks)}"
+        )
+    kinds = {(action.kind, action.chunk) for action in actions}
+    for chunk in chunks:
+        stage = places.stage(axis.rank, chunk)
+        ends = (Kind.RECEIVE_FORWARD, stage - 1), (Kind.SEND_FORWARD, stage + 1)
+        if any(
+            ((kind, chunk) in kinds) != (places.has(other) and places.rank(other) != axis.rank)
+            for kind, other in ends
+        ):
+            raise ValueError(
+                f"these actions of chunk {chunk} are not those of rank {axis.rank} of "
+                f"{axis.size}: build the schedule for {axis.size} pipeline ranks and take "
+                "schedule[axis.rank]"
+            )
+    if not has_queue and any(a.kind is Kind.BACKWARD_WEIGHT for a in actions):
+        raise ValueError(
+            "a schedule that splits backward (zb-h1, zb-v, dualpipev) needs a weight_queue, "
+            "which linears put weight gradients into: give one, or use 1f1b or interleaved."
+        )

@@ -81,7 +81,7 @@ def search_schedules(
     for pipeline in _pipelines(given):
         try:
             problem = problem_of(pipeline)
-            time, bubble = _times(pipeline, num_layers, pp, num_microbatches, costs)
+            time, bubble = step_times(pipeline, num_layers, pp, num_microbatches, costs)
             memory = memory_of(pipeline)
         except ValueError as error:
             found.append(Candidate(pipeline=pipeline, problem=str(error)))
@@ -134,7 +134,7 @@ def _pipelines(given: PipelineConfig) -> list[PipelineConfig]:
     return found
 
 
-def _times(
+def step_times(
     pipeline: PipelineConfig, num_layers: int, pp: int, num_microbatches: int, costs: Costs
 ) -> tuple[float, float]:
     """Return time and bubble of a step; of a long one a part is simulated."""

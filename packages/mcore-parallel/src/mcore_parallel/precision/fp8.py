@@ -26,8 +26,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import autocast_dtype
-from mcore_parallel.grad_slot import GradSlot
+from mcore_parallel.autograd.functions import autocast_dtype
+from mcore_parallel.autograd.grad_slot import GradSlot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.capability import fp8_problem
 from mcore_parallel.precision.config import Fp8Config

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.grad_slot import GradSlot
+from mcore_parallel.autograd.grad_slot import GradSlot
 from mcore_parallel.mesh import Axis
 from mcore_parallel.precision.delayed_scaling import Operand
 from mcore_parallel.precision.fp8 import FORWARD_DTYPE, Fp8Gemm

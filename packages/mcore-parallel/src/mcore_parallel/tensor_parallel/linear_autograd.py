@@ -15,7 +15,8 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
+from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor
+from mcore_parallel.autograd.grad_slot import GradSlot, slot_of
 from mcore_parallel.collectives import (
     reduce_from,
     reduce_scatter_to,
@@ -24,7 +25,6 @@ from mcore_parallel.collectives import (
     start_reduce_scatter,
     wait,
 )
-from mcore_parallel.grad_slot import GradSlot, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import Fp8Gemm
 from mcore_parallel.precision.fp8_cast import DeferredMatrix
@@ -223,7 +223,9 @@ def _gradients(
     if grad_x is not None and axis.size > 1:  # runs under the weight's GEMM
         reduce = start_reduce_scatter if is_cut else start_all_reduce
         grad_x = reduce(grad_x, axis)
-    grad_weight = work.make() if makes_weight else None
+    grad_weight = None
+    if makes_weight:  # as ``work.make``, whose gather has ended
+        grad_weight = work.gemm.weight_grad(work.grad, work.kept, work.slot)
     if grad_x is not None and axis.size > 1:
         grad_x = wait(grad_x)
     return grad_x, grad_weight

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -24,7 +24,7 @@ from mcore_ckpt.storage.paths import (
 )
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_parallel.layer_patterns import without_stage_marks
+from mcore_models.layer_patterns import without_stage_marks
 from mcore_train.composition import TrainConfig
 from mcore_train.config import LoadConfig
 from mcore_train.options.recipe import Value
@@ -191,25 +191,25 @@ def _has_balancing_loss(folder: Path) -> bool:
     return bool(json.loads((folder / "config.json").read_text()).get("output_router_logits"))
 
 
-def describe_balancing_loss(config: TrainConfig, words: Sequence[str], source: str) -> str:
+def describe_balancing_loss(config: TrainConfig, given: Collection[str], source: str) -> str:
     """Describe which balancing loss a loaded mixture trains with, and where it comes from.
 
     Args:
         config: of the run.
-        words: of its command line and recipes.
+        given: options of its command line and recipes, by name.
         source: folder that brings the model.
     """
     experts, option = config.experts, "--moe-aux-loss-coeff"
     kind, weight = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
     if weight and kind not in ("none", "sinkhorn"):
-        origin = "the command line" if option in words else source
+        origin = "the command line" if "moe_aux_loss_coeff" in given else source
         return f"balancing loss of experts: {kind} x {weight:g}, from {origin}"
     folder = find_checkpoint(source)
     coefficient = 0.0
     if folder is not None and is_hf_folder(folder):
         moe = checkpoint_extra(folder)["model"].get("moe", {})
         coefficient = moe.get("moe_aux_loss_coeff", 0.0)
-    if not coefficient or option in words:
+    if not coefficient or "moe_aux_loss_coeff" in given:
         return "balancing loss of experts: none"
     return (
         f"balancing loss of experts: none, as in transformers, which adds that of {source} "

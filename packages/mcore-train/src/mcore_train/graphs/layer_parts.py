@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.residual import Residual
-from mcore_parallel.recomputing import recompute
+from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.rng import RngStreams
 
 

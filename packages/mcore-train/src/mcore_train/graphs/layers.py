@@ -22,17 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
+from mcore_models.building.stage_model import StageModel, block_groups
 from mcore_models.config import RecomputeConfig
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.residual import Residual
-from mcore_models.layers.stack import block_groups
 from mcore_models.protocol import MicroBatch
-from mcore_models.stage_model import StageModel
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.autograd.grad_slot import slot_of
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
-from mcore_parallel.grad_slot import slot_of
-from mcore_parallel.layer_stacks import layer_stacks
 from mcore_parallel.precision.fp8 import WeightCasts
+from mcore_parallel.sharding import layer_stacks
 from mcore_train.graphs.layer_parts import LayerParts, layer_parts
 from mcore_train.graphs.recorders import Recorder, Tensors
 from mcore_train.graphs.whole_step import signature_of

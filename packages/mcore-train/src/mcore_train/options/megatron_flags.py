@@ -288,6 +288,10 @@ INSTEAD: dict[str, str] = {
     "--fp4-* --*fp8*": (
         "use --fp8-format e4m3 or hybrid, and --moe-experts-dtype fp8 for experts."
     ),
+    "--enable-optimizer-post-validation": (
+        "leave it out. Every step waits for the norm of its gradients; under "
+        "--pipeline-schedule zb-v ranks have no other idle time."
+    ),
     "--standalone-embedding-stage": (
         "use --pipeline-model-parallel-layout, such as 'E|tt|tt|L'."
     ),
