@@ -1,8 +1,8 @@
-"""Mixed precision: how many bits each matrix gets, by measured errors and one budget.
+"""Mixed precision: chooses the bits of each matrix by measured errors within one budget.
 
-Every matrix begins with the fewest bits. Then the step to more bits that takes off most error
-for its memory is taken, again and again, while the budget lasts. The error is that of the
-matrix' output, relative to it, by the moments of the inputs that it saw.
+Every matrix starts with the fewest bits. Repeatedly, the matrix whose next step to more bits
+removes the most squared error per bit of memory takes that step, while the budget lasts. The
+error is the relative error of the matrix's output, from second moments of its inputs.
 """
 
 import math
@@ -18,15 +18,15 @@ _WIDE_BITS = 16.0
 
 
 class Candidate(NamedTuple):
-    """How a matrix is rounded and stored."""
+    """A method and layout for a matrix."""
 
     method: str
-    """Word of ``METHODS``."""
+    """Name in ``METHODS``."""
     layout: QuantLayout
 
 
 def check_budget(matrices: Sequence[FusedMatrix], budget: float, group_size: int = 0) -> None:
-    """Refuse a budget below the fewest bits, before anything is calibrated.
+    """Raise ValueError for a budget below the fewest bits, before calibration.
 
     Args:
         matrices: of the model.
@@ -57,7 +57,7 @@ def choose_candidates(
         group_size: inputs that share a scale, of four bits; 0: 128.
 
     Returns:
-        By path; of matrices that stay as they are there is none.
+        Candidates by path; matrices that stay in 16 bits are left out.
     """
     candidates, bits = _choices(group_size)
     errors = [
@@ -71,7 +71,7 @@ def choose_candidates(
 
 
 def _choices(group_size: int) -> tuple[list[Candidate], list[float]]:
-    """Return the candidates to round, and the bits of a number by each and by none."""
+    """Return the candidates, and the bits of a number for each and for no rounding."""
     candidates = [
         Candidate("gptq", find_layout("W4A16_AWQ", group_size)),
         Candidate("fp8", find_layout("FP8")),
@@ -106,12 +106,12 @@ def allocate(
     bits: Sequence[float],
     budget: float,
 ) -> list[int]:
-    """Choose an option for each matrix; the sum of squared errors is made small greedily.
+    """Choose an option for each matrix, greedily reducing the sum of squared errors.
 
     Args:
-        errors: of each matrix under each option; infinite: it cannot be.
-        sizes: numbers in each matrix.
-        bits: of a number under each option, ascending.
+        errors: of each matrix under each option; infinite: not possible.
+        sizes: number of weights of each matrix.
+        bits: of a weight under each option, ascending.
         budget: bits of a number on average.
     """
     chosen = [next(i for i, e in enumerate(row) if e < math.inf) for row in errors]

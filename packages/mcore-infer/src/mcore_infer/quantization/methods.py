@@ -1,7 +1,8 @@
-"""A fused matrix before and after: what every method of quantization takes and gives.
+"""Methods of quantization: each takes a fused matrix and returns its codes and scales.
 
-Holds rounding to nearest, SmoothQuant (the same after a change of scale between weights and
-inputs), and the statistics of inputs that a method needs.
+Rounding to nearest; SmoothQuant, which moves a part of the inputs' range into the weight; AWQ,
+which scales important channels to a finer grid; GPTQ, which compensates each column's error in
+the columns after it.
 """
 
 from dataclasses import dataclass
@@ -22,20 +23,20 @@ _SMALLEST = 1e-5
 
 @dataclass(frozen=True)
 class RoundedMatrix:
-    """A fused matrix in codes."""
+    """The result of a method: codes and scales of a fused matrix."""
 
     packed: tuple[Shaped[Tensor, "_ _"], ...]
-    """Of each member, as the file holds it."""
+    """Packed codes of each member, as stored in the file."""
     scales: tuple[Scales, ...]
-    """Of each member."""
+    """Scales of each member."""
     wide: Float[Tensor, "F D"]
-    """What it stands for: codes times scales, float32, ``pre_quant_scale`` left out."""
+    """Decoded weight in float32, without ``pre_quant_scale``."""
     pre_quant_scale: Float[Tensor, " D"] | None = None
-    """What inputs are multiplied by first; None: nothing."""
+    """Factor on each input channel before the GEMM; None: no factor."""
     input_amax: Float[Tensor, ""] | None = None
-    """Largest magnitude of what goes into the GEMM; None: that of the inputs seen."""
+    """Largest magnitude of the scaled inputs; None: as observed."""
     folded: Float[Tensor, " D"] | None = None
-    """What the norm before was divided by, and the weight multiplied; None: nothing."""
+    """Factor moved from the previous norm into the weight; None: no factor."""
 
 
 def round_to_nearest(
@@ -44,9 +45,9 @@ def round_to_nearest(
     """Round a fused matrix, whose members share the scale of the whole tensor.
 
     Args:
-        matrix: says where members begin.
-        layout: what it becomes.
-        weight: to round instead of the matrix' own.
+        matrix: fused matrix with its members.
+        layout: format of the codes.
+        weight: rounded in place of the matrix's own.
     """
     weight = (matrix.weight if weight is None else weight).float()
     amax = weight.abs().amax()
@@ -79,10 +80,10 @@ def smooth_and_round(
 
 
 def input_scale(layout: QuantLayout, amax: Tensor) -> Float[Tensor, ""]:
-    """Return what multiplies codes of inputs whose largest magnitude is ``amax``."""
+    """Return the scale of input codes for inputs of largest magnitude ``amax``."""
     assert layout.inputs
     limit = LARGEST[layout.inputs]
-    # The second of two scales: what its first, in e4m3, multiplies.
+    # e2m1 has two scales. This is the second, a factor on the first, which is e4m3.
     limit = limit * LARGEST["e4m3"] if layout.inputs == "e2m1" else limit
     return (amax.float() / limit).clamp(min=2.0**-100)
 
@@ -93,7 +94,16 @@ _STEPS = 20
 def search_strength(
     matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics
 ) -> Float[Tensor, " D"]:
-    """Return what multiplies the columns of a matrix; all ones where nothing is better."""
+    """Search the factor on each column of a matrix (AWQ); ones if no factor is better.
+
+    Multiplying a column by s and dividing its input by s changes the rounding alone: a larger
+    column gets more of its group's codes. s is a power of the channel's mean magnitude, and the
+    power is searched for the least output error. Differs from the paper: the error is that of
+    the matrix's own output, computed exactly from second moments, and weights are not clipped.
+
+    Reference:
+        Lin et al. 2023, AWQ, section 3.2. arXiv:2306.00978.
+    """
     weight = matrix.weight.float()
     magnitude = matrix.shared(seen.abs_sum / max(1, seen.num_rows)).clamp(min=1e-6)
     best, least = torch.ones_like(magnitude), float("inf")
@@ -111,9 +121,10 @@ def search_strength(
 def scale_and_round(
     matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics
 ) -> RoundedMatrix:
-    """Find a matrix' strengths, fold their inverse into the norm before it, and round it.
+    """Quantize a matrix by AWQ: scale its columns, fold the inverse into the norm, round.
 
-    Changes the norm, where the matrix has one.
+    Changes the previous norm in place if the matrix alone reads it; otherwise the result has a
+    ``pre_quant_scale``.
     """
     strength = search_strength(matrix, layout, seen)
     found = round_to_nearest(matrix, layout, matrix.weight.float() * strength)
@@ -124,7 +135,7 @@ def scale_and_round(
 
 
 def fold_(norm: RMSNorm | LayerNorm, strength: Float[Tensor, " D"]) -> None:
-    """Divide what a norm gives by ``strength``, in place."""
+    """Divide the output channels of a norm by ``strength``, in place."""
     with torch.no_grad():
         weight, bias = norm.weight, getattr(norm, "bias", None)
         offset = 1.0 if norm.zero_centered else 0.0
@@ -139,7 +150,7 @@ _DAMPING = 0.01
 def compensate_and_round(
     matrix: FusedMatrix, layout: QuantLayout, seen: InputStatistics
 ) -> RoundedMatrix:
-    """Round a fused matrix column by column; rows do not depend on each other."""
+    """Quantize a fused matrix by GPTQ, column by column; rows are independent."""
     codes, scales = rounded_columns(matrix.weight, layout, seen.hessian)
     packed, chosen, wide = [], [], []
     for _, begin, end in matrix.members:
@@ -156,13 +167,22 @@ def rounded_columns(
     hessian: Float[Tensor, "D D"],
     damping: float = _DAMPING,
 ) -> tuple[Tensor, Float[Tensor, "F d"]]:
-    """Return codes ``[F, D]`` and the scale of each group of columns.
+    """Round columns in order, compensating each error in the columns after it (GPTQ).
+
+    The order of columns is kept, so that groups stay contiguous in the file. Channels without
+    observed inputs are rounded to nearest.
 
     Args:
-        weight: of a layout with one scale a row and group.
-        layout: what it becomes.
-        hessian: mean product of pairs of inputs.
-        damping: share of its mean diagonal that is added to the diagonal.
+        weight: to round.
+        layout: format with one scale for each row and group of columns.
+        hessian: mean product of all pairs of input channels.
+        damping: share of the mean diagonal that is added to the diagonal.
+
+    Returns:
+        Codes ``[F, D]``, and the scale of each row and group of columns.
+
+    Reference:
+        Frantar et al. 2022, GPTQ, algorithm 1. arXiv:2210.17323.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     weight, hessian = weight.to(wide).clone(), hessian.to(wide).clone()
@@ -170,14 +190,15 @@ def rounded_columns(
     dead = diagonal == 0
     diagonal += damping * diagonal.mean()
     diagonal[dead] = 1.0
-    # Row i of this factor says how the columns after i make up for column i.
+    # Row i of the upper Cholesky factor of the inverse Hessian holds the compensation of column
+    # i's error in the columns after i.
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
     factor = torch.linalg.cholesky(inverse, upper=True)
     group = layout.group[1]
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = []
     for first in range(0, weight.shape[1], group):
-        # By what is left to round, which has made up for the groups before.
+        # The scale is that of the weights as compensated by the groups before.
         scale = layout.scales(weight[:, first : first + group]).weight_scale.view(-1)
         scales.append(scale)
         for column in range(first, first + group):
