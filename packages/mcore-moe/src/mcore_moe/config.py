@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, ClassVar, Literal
 
-from mcore_base.options import ON, Because, Options, Rule, flag, option
-from mcore_parallel.config import fully_sharded
+from mcore_base.options import ON, Because, Options, Rule, When, flag, option
 
 _GIVEN_KERNELS = {
     "moe_token_dispatcher_type": Because(
@@ -210,7 +209,12 @@ class MoEConfig(Options):
             "pipeline_schedule": Because(
                 "which has its own time for weight gradients", "zb-h1", "zb-v", "dualpipev"
             ),
-            "is_fully_sharded": fully_sharded("which sums gradients in every backward"),
+            "is_fully_sharded": When(
+                "is_fully_sharded",
+                bool,
+                "--data-parallel-sharding-strategy optim_grads or optim_grads_params",
+                "which sums gradients in every backward",
+            ),
             "main_grads_dtype": Because(_NO_MAIN_GRADS, "bf16"),
             "grad_reduce_in_bf16": Because(_NO_MAIN_GRADS),
             "cuda_graph_impl": Because(
