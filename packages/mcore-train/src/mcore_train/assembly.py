@@ -35,18 +35,18 @@ from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import Shard, layer_stacks
-from mcore_train.checkpoints.past import continue_plan
+from mcore_train.batches.datasets import Datasets, load_datasets
+from mcore_train.checkpoints.origin import continue_plan
 from mcore_train.composition import TrainConfig, parts
 from mcore_train.config import unrecordable_experts
-from mcore_train.datasets import Datasets, load_datasets
 from mcore_train.graphs.layers import LayerRecorder
 from mcore_train.graphs.recorders import CudaRecorder
 from mcore_train.graphs.whole_step import BackwardRecorder
-from mcore_train.loss_scaling import LossScaler
-from mcore_train.optimizers import OPTIMIZERS, BuildRule, build_optimizer
 from mcore_train.pipeline import Pipeline
 from mcore_train.precision import check_device_format, torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
+from mcore_train.updating.loss_scaling import LossScaler
+from mcore_train.updating.optimizers import OPTIMIZERS, BuildRule, build_optimizer
 
 log = logging.getLogger(__name__)
 

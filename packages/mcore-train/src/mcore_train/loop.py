@@ -6,20 +6,19 @@ from contextlib import ExitStack, nullcontext
 
 from mcore_models.protocol import MicroBatch
 from mcore_train.assembly import Run
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.evaluation import score_test_data, validate
 from mcore_train.guards.deadline import Deadline
 from mcore_train.guards.gc_control import GCControl
-from mcore_train.guards.nan_guard import FiniteGradients
-from mcore_train.guards.replica_guard import WeightCopies
+from mcore_train.guards.nan_guard import FiniteGradients, WeightCopies
 from mcore_train.guards.signals import Stopped, StopRequest
-from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.reporting.header import pace_line
 from mcore_train.reporting.interval import Interval
 from mcore_train.reporting.log import Reporter, StepReport
 from mcore_train.sample_texts import TextWriter
 from mcore_train.step import StepResult, train_step
+from mcore_train.updating.lr_schedule import learning_rate, weight_decay
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from mcore_parallel.pipeline_parallel.search import (
     search_schedules,
     search_table,
 )
-from mcore_train.batch_ramp import build_ramp
+from mcore_train.batches.batch_ramp import build_ramp
 from mcore_train.composition import TrainConfig, parts
 
 FLOPS = 500e12
@@ -43,7 +43,7 @@ def choose_schedule(
     """Put the best schedule in the place of auto, and log what was compared.
 
     Args:
-        config: all options, without conflicts beside those of a schedule.
+        config: all options, whose only conflicts may be those of a schedule.
         family: of the model.
         world_size: ranks of the job.
         vocab_size: tokens of the model.
@@ -181,7 +181,7 @@ def _summed_shapes(
 
 
 def _problem(config: TrainConfig, pipeline: PipelineConfig, num_microbatches: int) -> str:
-    """Say what refuses a schedule: a batch of the ramp, or options beside it."""
+    """Return why a schedule is refused: by a batch of the ramp or other options; or empty."""
     ramp, final = config.batch.rampup_batch_size, config.batch.global_batch_size
     if ramp and final:
         pp = config.parallelism.pipeline_model_parallel_size

@@ -21,15 +21,15 @@ from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
 from mcore_parallel.pipeline_parallel.stages import Stage, build_stages
 from mcore_parallel.rank_grid import build_grids
-from mcore_train.batch_ramp import BatchRamp, build_ramp
+from mcore_train.batches.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig, parts
-from mcore_train.lr_schedule import LRSchedule, build_lr_schedule
 from mcore_train.options.plan_conflicts import (
     find_adapter_conflicts,
     find_stage_conflicts,
     idle_gradient_sums,
 )
 from mcore_train.pipeline_choice import choose_schedule
+from mcore_train.updating.lr_schedule import LRSchedule, build_lr_schedule
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -40,14 +40,14 @@ class Plan:
 
     config: TrainConfig
     family: Family
-    """Of the model."""
+    """Family of the model."""
     world_size: int
     data_parallel_size: int
     """Ranks that read different sequences."""
     global_batch_size: int
     """Sequences of one step, after --rampup-batch-size."""
     num_microbatches: int
-    """Forward passes of one rank in such a step."""
+    """Forward passes of one rank in a step of that batch."""
     train_iters: int
     vocab_size: int
     """Tokens, without padding."""
@@ -56,7 +56,7 @@ class Plan:
     stages: tuple[Stage, ...]
     """Pipeline stages in model order."""
     ramp: BatchRamp
-    """Sequences of a step by those used before it."""
+    """Sequences of a step, as a function of the sequences before it."""
     schedule: LRSchedule
     """Learning rate and weight decay."""
     dtype: Dtype
@@ -252,7 +252,7 @@ def _model_conflicts(config: TrainConfig, family: Family) -> Iterator[str]:
 def _with_schedule(
     config: TrainConfig, family: Family, world_size: int, vocab_size: int, lines: list[str]
 ) -> TrainConfig:
-    """Choose what auto stands for, unless every schedule would fail of ``lines``."""
+    """Choose the schedule of auto, unless other faults would refuse every schedule."""
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
     number = _global_batch_size(config, world_size) // micro
     if not lines:
@@ -263,7 +263,7 @@ def _with_schedule(
 
 
 def _schedule_conflicts(pipeline: PipelineConfig, pp: int, numbers: list[int]) -> list[str]:
-    """Say what a schedule lacks for the first number of micro-batches that it does not fit."""
+    """Describe the first number of micro-batches that a schedule does not take."""
     lines: list[str] = []
     for number in numbers:
         if not lines:
@@ -312,7 +312,7 @@ def _vocabulary_conflicts(config: TrainConfig, tokenizer_vocab_size: int) -> Ite
 
 
 def _attempt(lines: list[str], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a check of another room; on its ValueError note the line and return None."""
+    """Call a check; on its ValueError add the message to the faults and return None."""
     try:
         return function(*arguments)
     except ValueError as error:

@@ -22,7 +22,7 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train import loop
 from mcore_train.assembly import assemble
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.checkpoints.resuming import data_plan, load_run
 from mcore_train.composition import compose
 from mcore_train.evaluation import validate

@@ -1,6 +1,6 @@
 """A norm and a gate by groups of channels: Triton kernels and reference.
 
-``norm(y * silu(z)) * weight``, or with the gate behind: ``norm(y) * weight * silu(z)``.
+``norm(y * silu(z)) * weight``, or with the gate last: ``norm(y) * weight * silu(z)``.
 A row is read once in forward and once in backward. A program of backward walks over many rows
 of a group and keeps its part of the weight's gradient in registers; the parts are summed in a
 fixed order.

@@ -99,7 +99,7 @@ class Slot:
 
 
 class Bucket:
-    """Weights and main gradients that travel together.
+    """Weights and main gradients that are communicated together.
 
     Attributes:
         slots: parameters in memory order.

@@ -24,10 +24,12 @@ from mcore_ckpt.storage.paths import (
 )
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_data.tracing.data_plan import PLAN_FILE, Stretch, parse_plan
 from mcore_models.layer_patterns import without_stage_marks
 from mcore_train.composition import TrainConfig
 from mcore_train.config import LoadConfig
 from mcore_train.options.recipe import Value
+from mcore_train.resolution import Plan
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ def find_checkpoint(load: str, step: int = 0) -> Path | None:
 
 
 def checkpoint_extra(folder: Path) -> Mapping[str, Any]:
-    """Return what a checkpoint says beside its tensors: the model, and how far a run was.
+    """Return the numbers of a checkpoint: its model, and the progress of its run.
 
     Args:
         folder: from ``find_checkpoint``; of a Hugging Face folder, the model alone is known.
@@ -74,7 +76,7 @@ def carried_files(config: TrainConfig, tokenizer: Tokenizer | None) -> dict[str,
         tokenizer: the run's; None where it has none.
 
     Returns:
-        ``generation_config.json``, which says by numbers of tokens how texts end; nothing if
+        ``generation_config.json``, which holds the ids of tokens that end a text; nothing if
         there is none, or if it is of another tokenizer.
     """
     from mcore_ckpt.formats.hf_folder import GENERATION  # imports torch
@@ -235,3 +237,32 @@ def model_fields(
                 table[field.name] = value
     table["vocab_size"] = description["vocab_size"]
     return table
+
+
+def continue_plan(plan: Plan) -> Plan:
+    """Count a plan's lengths by the batch sizes of the run that it continues, if any.
+
+    Reads the checkpoint's index.
+    """
+    options = starting_point(plan.config)
+    folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
+    if folder is None or options.finetune or is_hf_folder(folder):
+        return plan
+    extra, file = checkpoint_extra(folder), folder / PLAN_FILE
+    is_base = plan.config.peft.peft != "none" and ADAPTER not in extra
+    if is_base or "iteration" not in extra:  # its steps are not counted on
+        return plan
+    text = file.read_text("utf-8") if file.is_file() else ""
+    return plan.continue_after(batch_sizes(extra, text), extra["iteration"])
+
+
+def batch_sizes(extra: Mapping[str, Any], data_plan_text: str) -> list[Stretch]:
+    """Return the batch sizes that the run of a checkpoint has had.
+
+    Args:
+        extra: the checkpoint's numbers.
+        data_plan_text: its data plan, which has them too; empty where it has none.
+    """
+    if "stretches" in extra:
+        return [Stretch(*numbers) for numbers in extra["stretches"]]
+    return list(parse_plan(data_plan_text).stretches) if data_plan_text else []

@@ -1,4 +1,4 @@
-"""A small run that stands for the real one: other sizes, the same branches of the code.
+"""A small run in the place of the real one: other sizes, the same branches of the code.
 
 What the run does not use stays off, and a switch stays as it is; sizes shrink as ``shrinking``
 has it. Eight ranks then train the run on two CPU cores in seconds. Whatever differs in a
@@ -59,7 +59,7 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
     config, real = plan.config, flat(plan.config)
     layout, world_size = shrink_layout(config.parallelism, plan.world_size, max_ranks)
     small = Shrinking(plan, layout, world_size)
-    # What ``compare_relations`` compares: these options say the same in other words.
+    # ``compare_relations`` compares what these options amount to.
     related = {f.name: getattr(layout, f.name) for f in fields(layout)}
     related |= small.layers() | small.stages() | small.vocabulary()
     sizes = {name: value for name, value in SHRINKS_TO.items() if real[name]}
@@ -119,7 +119,7 @@ BY_DESIGN = {
     "by design",
     "--moe-input-jitter-eps": "router jitter: its numbers, as they are random on each rank",
     "--moe-router-load-balancing-type": "the global balancing loss: what it has seen of a step "
-    "before a micro-batch depends on the data ranks by design, so aux_loss stands in",
+    "before a micro-batch depends on the data ranks by design, so aux_loss is used instead",
 }
 """Differences that a small run cannot do without, and why."""
 

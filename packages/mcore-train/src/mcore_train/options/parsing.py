@@ -123,6 +123,7 @@ def parse(
     typed = read_words(options, words, faults)
     sources = _read_sources(typed, recipes, config_type, faults)
     given = {**sources.fields, **typed}
+    faults.unsettled -= {option.flag for option in options if option.name in given}
     saved = sources.saved
     # Fields that a saved model leaves out have their defaults.
     before = {**({} if saved else beginning), **read_words(options, line.defaults, faults)}

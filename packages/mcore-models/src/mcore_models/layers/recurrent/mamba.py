@@ -189,7 +189,7 @@ class Mamba(nn.Module):
 class GatedNorm(nn.Module):
     """``norm(y * silu(z)) * weight``: RMSNorm of the gated output, group by group.
 
-    Or ``norm(y) * weight * silu(z)``, as ``--mamba-norm`` says.
+    Or ``norm(y) * weight * silu(z)``, by ``--mamba-norm``.
 
     Statistics are float32 or wider, the weight is applied in the input's dtype.
     """

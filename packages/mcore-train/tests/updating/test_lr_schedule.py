@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_train.batch_ramp import BatchRamp, build_ramp
+from mcore_train.batches.batch_ramp import BatchRamp, build_ramp
 from mcore_train.config import BatchConfig, OptimizerConfig, ScheduleConfig
-from mcore_train.lr_schedule import (
+from mcore_train.updating.lr_schedule import (
     LRSchedule,
     build_lr_schedule,
     learning_rate,

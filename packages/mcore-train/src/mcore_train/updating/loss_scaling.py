@@ -30,7 +30,7 @@ class LossScaler:
         self._value = config.loss_scale or config.initial_loss_scale
         self.scale: Float[Tensor, ""] = torch.full((), self._value, device=device)
         self._num_good = 0
-        self._patience = config.hysteresis
+        self._num_left = config.hysteresis  # overflows until the scale is halved
 
     @property
     def value(self) -> float:
@@ -38,7 +38,7 @@ class LossScaler:
         return self._value
 
     def update(self, *, is_finite: bool) -> bool:
-        """Close a step; no communication.
+        """Set the scale of the next step; no communication.
 
         Returns:
             Whether a step that is not finite may be skipped: a lower scale can still mend it.
@@ -49,24 +49,24 @@ class LossScaler:
         if is_finite:
             self._num_good += 1
             if self._num_good == config.loss_scale_window:
-                self._num_good, self._patience = 0, config.hysteresis
+                self._num_good, self._num_left = 0, config.hysteresis
                 self._set(2.0 * self._value)
             return True
         was_least = self._value <= config.min_loss_scale
         self._num_good = 0
-        self._patience -= 1
-        if self._patience <= 0:
+        self._num_left -= 1
+        if self._num_left <= 0:
             self._set(max(self._value / 2.0, config.min_loss_scale))
         return not was_least
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: plain numbers."""
-        return {"scale": self._value, "good": self._num_good, "patience": self._patience}
+        return {"scale": self._value, "good": self._num_good, "patience": self._num_left}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; a fixed scale stays as the flag says."""
+        """Set the state of a checkpoint; a fixed ``--loss-scale`` stays."""
         if not self._config.loss_scale:
-            self._num_good, self._patience = state["good"], state["patience"]
+            self._num_good, self._num_left = state["good"], state["patience"]
             self._set(state["scale"])
 
     def _set(self, value: float) -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from mcore_data.tracing.data_plan import Stretch
-from mcore_train.batch_ramp import BatchRamp, build_ramp
+from mcore_train.batches.batch_ramp import BatchRamp, build_ramp
 
 
 def test_without_a_ramp_the_size_is_one():

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from mcore_train.batch_ramp import BatchRamp
+from mcore_train.batches.batch_ramp import BatchRamp
 from mcore_train.config import (
     BatchConfig,
     DecayStyle,
@@ -134,7 +134,7 @@ def weight_decay(schedule: LRSchedule, samples: int) -> float:
 
 
 def _height(schedule: LRSchedule, samples: int) -> float:
-    """Where between lowest (0) and highest (1) a decay stands."""
+    """Return how far a decay has come, from lowest (0) to highest (1)."""
     if schedule.decay_style != "WSD":
         length = schedule.decay_samples - schedule.warmup_samples
         return _FALL[schedule.decay_style]((samples - schedule.warmup_samples) / length)
@@ -154,7 +154,7 @@ def reconcile(
 
     Args:
         saved: the checkpoint's schedule, ``asdict`` of a ``LRSchedule``.
-        flags: what this run's flags say.
+        flags: the schedule of this run's flags.
         options: holds which of the two wins where they differ.
         samples: sequences that the schedule has counted; what is behind them does not matter.
     """

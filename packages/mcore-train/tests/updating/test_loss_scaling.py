@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mcore_train.loss_scaling import LossScaler
 from mcore_train.precision_config import PrecisionConfig
+from mcore_train.updating.loss_scaling import LossScaler
 
 
 def scaler_of(**options):

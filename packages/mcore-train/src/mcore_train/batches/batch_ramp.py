@@ -1,4 +1,4 @@
-"""How the batch grows at the start of a run: ``--rampup-batch-size START INCREMENT SAMPLES``.
+"""Batch sizes over a run: ``--rampup-batch-size START INCREMENT SAMPLES``.
 
 A pure function of the samples used so far, so a run that is resumed, also under another
 layout, goes on with the size it would have had. A run that continues with another batch size
@@ -29,7 +29,7 @@ class BatchRamp:
     samples: int = 0
     """Sequences after which the size is ``final``."""
     past: tuple[tuple[int, int], ...] = ()
-    """Number and size of steps in a row that were done by other rules, from the first step."""
+    """Number and batch size of the steps that were done before, under other options."""
 
     def size_at(self, consumed: int) -> int:
         """Sequences of the step that begins after ``consumed`` sequences."""
@@ -78,7 +78,7 @@ class BatchRamp:
         return consumed + (step - 1 - done) * self.final
 
     def continue_after(self, stretches: Sequence[Stretch], steps: int) -> "BatchRamp":
-        """Put the batch sizes that a run has had in front, where this ramp has others.
+        """Return the ramp with the batch sizes that the run has had in the place of its first.
 
         Args:
             stretches: batch sizes from the first step on.

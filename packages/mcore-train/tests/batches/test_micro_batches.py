@@ -13,10 +13,10 @@ from mcore_data.loading.loader import build_loader
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_command, run_ranks
 from mcore_train.assembly import assemble
-from mcore_train.batches import BatchPlace, train_batches, valid_batches
+from mcore_train.batches.datasets import Datasets
+from mcore_train.batches.micro_batches import BatchPlace, train_batches, valid_batches
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import compose
-from mcore_train.datasets import Datasets
 from mcore_train.evaluation import validate
 from mcore_train.loop import train
 from mcore_train.reporting.log import Reporter

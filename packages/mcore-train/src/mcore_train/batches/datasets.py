@@ -1,4 +1,4 @@
-"""The data that a plan names, as datasets of the samples that the run takes."""
+"""Builds the datasets that the flags of a plan name, for as many samples as the run takes."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -129,7 +129,7 @@ def num_samples(plan: Plan) -> tuple[int, int, int]:
 
 
 def _warn_of_other_tokenizers(datasets: Sequence[Dataset], tokenizer: Tokenizer) -> None:
-    """Warn of stored data whose ids mean other texts than the run's tokenizer says."""
+    """Warn of stored data that another tokenizer encoded than the run's."""
     stored = {
         source.prefix
         for dataset in datasets

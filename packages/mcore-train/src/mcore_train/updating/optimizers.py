@@ -1,4 +1,4 @@
-"""Which update rule ``--optimizer`` names: one entry and one file each; and its optimizer."""
+"""Maps ``--optimizer`` to update rules, and builds the optimizer of a run."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,7 +20,7 @@ OPTIMIZERS: Mapping[str, BuildRule] = {
     "adam": lambda config: AdamW(config.adam),
     "sgd": lambda config: SGD(config.sgd),
 }
-"""By the name of ``--optimizer``."""
+"""Builders by the value of ``--optimizer``."""
 
 
 def build_optimizer(

@@ -1,8 +1,8 @@
-"""Which micro-batches a rank trains on next, and which it is scored on.
+"""Micro-batches of one rank: those that it trains on next, and those that it is scored on.
 
-Map-style datasets are read by the sampler that ``--dataloader-type`` names. With ``external``
-the caller brings the batches: as an iterable, or as a function of the place in the data, from
-which a run also continues, to the sample, and under another number of ranks.
+Map-style datasets are read by the sampler of ``--dataloader-type``. With ``external`` the
+caller gives the batches: as an iterable, or as a function from a position in the data, with
+which a run also continues at the exact sample, and on another number of ranks.
 """
 
 import logging
@@ -18,7 +18,7 @@ from mcore_data.preprocessing.workers import most_workers
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.launch.launcher import num_cores
 from mcore_train.assembly import Run
-from mcore_train.datasets import Dataset
+from mcore_train.batches.datasets import Dataset
 from mcore_train.losses import place
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlace:
-    """Where a rank's next micro-batches are, for a function that gives them."""
+    """Position of a rank's next micro-batches, for a function that returns them."""
 
     consumed_samples: int
     """Sequences that all ranks together have had; 0 for validation."""
@@ -47,7 +47,7 @@ BatchSource = Iterable[Batch] | Callable[[BatchPlace], Iterable[Batch]]
 
 
 def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
-    """Yield this rank's micro-batches of one step after another, from where the run stands.
+    """Yield this rank's micro-batches, step after step, from the run's progress on.
 
     Raises:
         ValueError: if external batches cannot continue there, or are not of the run's shape.
@@ -65,7 +65,7 @@ def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
 
 
 def place_for(run: Run, batch: Batch) -> MicroBatch:
-    """Move what this rank reads of a batch to its device; no communication."""
+    """Move the entries of a batch that this rank reads to its device; no communication."""
     own = run.plan.config.data.reset_position_ids
     model = run.chunks[0]
     return place(
@@ -123,11 +123,12 @@ def _open(run: Run, dataset: Dataset, consumed_samples: int) -> Iterable[Batch]:
 
 
 def _share(run: Run) -> dict[str, Any]:
-    """Say which part of the samples this rank has, and how it is read."""
+    """Return the arguments of ``build_loader`` that select and read this rank's samples."""
     config, data = run.plan.config, run.plan.config.data
     is_packed = data.reset_attention_mask or data.dataloader_inter_document_masking or data.sft
     entries = run.chunks[0].entries
-    # Entries by their length, so that the first of each stays, which shows how long rows are.
+    # Of entries that this rank does not read, the first of each length is still loaded: its
+    # shape tells how long rows are.
     firsts = {entry.length: name for name, entry in reversed(list(entries.items()))}
     read = {*firsts.values()} | run.read_entries
     if data.reset_position_ids or is_packed or not run.datasets.sources:
@@ -177,7 +178,7 @@ def _next(source: Iterator[Batch], run: Run) -> Batch:
 
 
 def _check(batch: Batch, run: Run) -> None:
-    """Hold a batch of the caller's to the shapes that the run was planned with."""
+    """Raise if a batch of the caller has other shapes than the run was planned with."""
     options = run.plan.config.batch
     entries = run.chunks[0].entries
     needed = {n: entry.length for n, entry in entries.items() if not entry.is_derived}
