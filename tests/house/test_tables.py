@@ -16,6 +16,9 @@ from parity.family_cases import CASES
 from mcore_base.options import ON, Options, Rule, option, rules_of
 from mcore_ckpt.conversion.options import ConvertOptions, UpcycleOptions
 from mcore_ckpt.families import MODEL_TYPES, find_family
+from mcore_data.config import PreprocessConfig
+from mcore_infer.config import InferenceConfig, SamplingConfig, ServerConfig
+from mcore_infer.quantization.options import QuantizeConfig
 from mcore_models.building.initialization import initial_std
 from mcore_models.config import TransformerConfig
 from mcore_models.flops import rank_bytes
@@ -24,9 +27,6 @@ from mcore_models.layers.mixers import MIXERS
 from mcore_models.logical_tensors import MIXER_NORMS, MIXER_SHAPES
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
-from mcore_data.config import PreprocessConfig
-from mcore_infer.config import InferenceConfig, SamplingConfig, ServerConfig
-from mcore_infer.quantization.options import QuantizeConfig
 from mcore_parallel.optimizers import config as optimizer_options
 from mcore_train.composition import FAMILY_COMMANDS, TrainConfig
 from mcore_train.config import OptimizerConfig
@@ -202,6 +202,9 @@ def test_what_a_mixer_lacks_is_said_in_one_sentence():
         "mixer conv has no norm",
         "plans know no memory of mixer conv",
         "no matrix of mixer conv begins smaller",
+    ]
+
+
 def option_faults(config_types: Iterable[type], known: Collection[str]) -> list[str]:
     """Say what is missing of options whose rules name others.
 

@@ -156,6 +156,27 @@ def triage(words: Sequence[str]) -> int:
     return parse_options(triage_logs, "mcore-train triage", words)
 
 
+def memory(words: Sequence[str]) -> int:
+    """Print a snapshot of GPU memory by class of tensors."""
+    from mcore_train.diagnosis.cli import show_snapshot
+
+    return parse_options(show_snapshot, "mcore-train memory", words)
+
+
+def doctor(words: Sequence[str]) -> int:
+    """Check a cluster before a run, or judge the numbers of a run."""
+    from mcore_train.diagnosis.cli import judge_run, report_cluster
+
+    if words and not words[0].startswith("-"):
+        return parse_options(judge_run, "mcore-train doctor RUN", words)
+    from mcore_train.diagnosis.doctor import DoctorConfig
+
+    config = parse_options(DoctorConfig, "mcore-train doctor", words)
+    if config.options.nproc:
+        return start_ranks("doctor", words, config.options.nproc)
+    return report_cluster(config)
+
+
 def plan(words: Sequence[str]) -> int:
     """Search the layouts of a model on a cluster."""
     from mcore_train.planning.command import run_plan
@@ -216,4 +237,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "plan": ("from a model and a cluster to the fastest layouts that fit", plan),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
+    "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),
+    "doctor": ("is this cluster healthy? doctor RUN: what the numbers of a run tell", doctor),
 }

@@ -30,6 +30,7 @@ from mcore_train.config import (
     LaunchConfig,
     LoadConfig,
     LogConfig,
+    MemoryConfig,
     OptimizerConfig,
     RunConfig,
     SampleConfig,
@@ -76,6 +77,7 @@ class TrainConfig:
     loading: LoadConfig = field(default_factory=LoadConfig)
     strictness: StrictnessConfig = field(default_factory=StrictnessConfig)
     logging: LogConfig = field(default_factory=LogConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 

@@ -8,6 +8,7 @@ from mcore_models.protocol import MicroBatch
 from mcore_train.assembly import Run
 from mcore_train.batches.micro_batches import train_batches
 from mcore_train.checkpoints.checkpointing import Checkpoints
+from mcore_train.diagnosis.memory import MemoryHistory
 from mcore_train.evaluation import score_test_data, validate
 from mcore_train.guards.deadline import Deadline
 from mcore_train.guards.gc_control import GCControl
@@ -55,13 +56,14 @@ def train(
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
     replicas = WeightCopies(run.data_parallel, progress.iteration)
     checkpoints = Checkpoints(run, reporter)
+    memory = MemoryHistory(run, config.memory)
     deadline = Deadline(config.run)
     stop = StopRequest(
         run.ctx, config.run.exit_signal, lambda: deadline.is_over(checkpoints.longest_save_s)
     )
     collector = GCControl(config.run.manual_gc_interval)
     with ExitStack() as stack:
-        for context in (run.recorder or nullcontext(), checkpoints, stop, collector):
+        for context in (memory, run.recorder or nullcontext(), checkpoints, stop, collector):
             stack.enter_context(context)
         writer = TextWriter(run) if config.samples.sample_interval else None
         if writer is not None:
@@ -80,6 +82,7 @@ def train(
             interval.add(result)
             gradients.add(step, result.grad_norm, result.is_skipped)  # reads the step before
             collector.after_step(step)
+            memory.after_step(step)
             checkpoints.poll()
             reporter.advance(step, run.plan.train_iters)
             if _divides(config.logging.log_interval, step) or step == last or interval.is_first:

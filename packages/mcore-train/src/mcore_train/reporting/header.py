@@ -39,7 +39,7 @@ def build_header(run: Run) -> Header:
     devices = Counter(gather_json(_device_name(run.ctx.device), run.ctx.world))
     model = config.model, plan.vocab_size, config.experts, plan.family.tensor_shapes
     size, active = num_parameters(*model), num_active_parameters(*model)
-    layout, versions = _layout(plan), _versions()
+    layout, versions = layout_degrees(plan), _versions()
     shares = list(read_shares(run))
     first = run.progress.iteration + 1
     sizes = f"{plan.global_batch_size} x {config.batch.seq_length}"
@@ -131,7 +131,8 @@ def _duration(time_ms: float) -> str:
     return f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
 
 
-def _layout(plan: Plan) -> dict[str, int]:
+def layout_degrees(plan: Plan) -> dict[str, int]:
+    """Return the degree of each axis by its name in the header."""
     parallel = plan.config.parallelism
     layout = {
         "tensor": parallel.tensor_model_parallel_size,
