@@ -21,7 +21,7 @@ nox.options.sessions = ["lint", "types", "contracts", "tests"]
 nox.options.default_venv_backend = "none"
 
 ROOT = Path(__file__).parent
-PACKAGES = ("parallel", "moe", "models", "data", "ckpt", "infer", "train")
+PACKAGES = ("base", "parallel", "moe", "models", "data", "ckpt", "infer", "train")
 EXTRAS = {
     "s3": ("import flask_cors, moto, s3fs", ["packages/mcore-data/tests/indexed/test_s3.py"]),
     "resiliency": (
@@ -67,6 +67,12 @@ def parity_long(session: nox.Session) -> None:
 def mutations(session: nox.Session) -> None:
     """Plant the mutants of both registers, one by one, and see that a test kills each."""
     _in_workspace(session, "pytest", "tests/mutants", "-m", "mutation", *session.posargs)
+
+
+@nox.session
+def frozen(session: nox.Session) -> None:
+    """Compare certificates, losses and saved bytes of tiny runs with the recorded ones."""
+    _in_workspace(session, "pytest", "tests/frozen", "-m", "", *session.posargs)
 
 
 @nox.session
@@ -147,9 +153,10 @@ def megatron(session: nox.Session) -> None:
 
 
 def _editables(group: str) -> list[str]:
-    extras = {"data": "[torch,sentencepiece,fast,zstd,arrow,punkt,remote]"}
-    packages = [f"./packages/mcore-{name}{extras.get(name, '')}" for name in PACKAGES]
-    return [word for p in packages for word in ("-e", p)] + ["--group", group]
+    """Return the arguments that install each package in place, with the workspace's extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = [f"./packages/{name}" for name in project["dependencies"]]
+    return [word for package in packages for word in ("-e", package)] + ["--group", group]
 
 
 @nox.session

@@ -142,10 +142,10 @@ def training(run: Run, options: argparse.Namespace, tell: Callable[[dict], None]
 
         def step() -> None:
             under_way.append(checkpoints.is_saving)
-            train_step(run, batches[run.iteration % 4], 1e-5, 0.01, checkpoints.hold)
-            run.iteration += 1
+            train_step(run, batches[run.progress.iteration % 4], 1e-5, 0.01, checkpoints.hold)
+            run.progress.iteration += 1
             checkpoints.poll()
-            collector.after_step(run.iteration)
+            collector.after_step(run.progress.iteration)
             clock.mark()
 
         def save(steps: int) -> None:

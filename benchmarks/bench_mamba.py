@@ -29,7 +29,7 @@ from mcore_models.layers.recurrent.delta_net import DeltaNet
 from mcore_models.layers.recurrent.delta_rule import delta_rule_plain, gated_delta_rule
 from mcore_models.layers.recurrent.mamba import Mamba
 from mcore_models.layers.recurrent.ssd import ssd, ssd_plain
-from mcore_parallel.logical_tensors import delta_sizes, mamba_sizes
+from mcore_models.logical_tensors import delta_sizes, mamba_sizes
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import package_versions
 from mcore_parallel.rng import RngStreams

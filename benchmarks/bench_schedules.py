@@ -36,7 +36,7 @@ from mcore_train.losses import count_valid
 from mcore_train.options.parsing import parse
 from mcore_train.resolution import resolve
 from mcore_train.running import joined_world
-from mcore_train.step import StepLosses, backward, payload_shape, stage_functions
+from mcore_train.step import StepLosses, backward, stage_functions
 
 FLAGS = {
     "1f1b": ["--pipeline-schedule", "1f1b"],
@@ -165,7 +165,7 @@ def chunk_durations(
     chunk, x = run.chunks[number], None
     if not chunk.stage.has_embedding:
         x = torch.randn(
-            payload_shape(run, batches, 0, 0), device=run.ctx.device, dtype=run.dtype
+            run.pipeline.payload_shape(batches, 0, 0), device=run.ctx.device, dtype=run.dtype
         )
 
     def median(backward: bool, weights: bool = True) -> float:
@@ -173,7 +173,9 @@ def chunk_durations(
             output = function(None if x is None else x.detach().requires_grad_(), 0).output
             if backward:
                 torch.autograd.backward(output, torch.ones_like(output))
-            works = [] if run.weight_queue is None else run.weight_queue.take()
+            works = (
+                [] if run.pipeline.weight_queue is None else run.pipeline.weight_queue.take()
+            )
             if weights:
                 make_weights(works)
 
@@ -181,7 +183,7 @@ def chunk_durations(
 
     forward, both = median(False), median(True)
     durations = {Kind.FORWARD: forward, Kind.BACKWARD: both - forward}
-    if run.weight_queue is not None:
+    if run.pipeline.weight_queue is not None:
         first = median(True, weights=False)
         durations |= {Kind.BACKWARD_INPUT: first - forward, Kind.BACKWARD_WEIGHT: both - first}
     return durations

@@ -58,9 +58,6 @@ def main() -> None:
         else:
             batches = list(islice(train_batches(run), 4))
 
-        if run.post_validation is not None:
-            run.post_validation.is_due = True  # as between two lines of a run's log
-
         def step(i: int) -> None:
             train_step(run, batches[i % 4], 1e-5, 0.01)
 

@@ -33,10 +33,13 @@ SAYS = {
     "ckpt": "logical tensors and files, any layout",
     "data": "text, tokens, exact samples; numpy alone",
     "parallel": "ranks, axes, collectives, gradients",
+    "base": "command lines, locks, lazy packages",
 }
-_COLUMNS = {"models": 0, "moe": 0, "parallel": 0, "train": 1, "infer": 1, "ckpt": 1, "data": 2}
+_COLUMNS = {"models": 0, "moe": 0, "parallel": 0, "base": 1,
+            "train": 1, "infer": 1, "ckpt": 0, "data": 2}  # fmt: skip
 _COLOURS = {"train": "#7a3b69", "infer": "#a04b4b", "models": "#b5762b", "moe": "#8a8b2c",
-            "ckpt": "#2f7f5f", "data": "#2c6e9e", "parallel": "#3b4f8a"}  # fmt: skip
+            "ckpt": "#2f7f5f", "data": "#2c6e9e", "parallel": "#3b4f8a",
+            "base": "#5a5a5a"}  # fmt: skip
 _WIDTH, _BOX, _LINE, _GAP, _TOP = 1120, 330, 15, 44, 64
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from house.sources import ROOT
 
-from mcore_parallel.command_line import Option, canonical, list_options
+from mcore_base.command_line import Option, canonical, list_options
 from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.options.megatron_flags import INSTEAD, NOTES, SPELLINGS, VALUES, matching
 from mcore_train.options.parsing import LAYERS_PER_STAGE

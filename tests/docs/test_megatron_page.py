@@ -14,7 +14,7 @@ from docs.megatron_page import (
     render,
 )
 
-from mcore_parallel.command_line import FaultCollector
+from mcore_base.command_line import FaultCollector
 from mcore_train.options.megatron_flags import SPELLINGS, translate
 from mcore_train.options.parsing import LAYERS_PER_STAGE, parse
 

@@ -20,11 +20,11 @@ from docs.curves import line_chart
 
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_models.mup import logits_factor, step_width
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.mup import logits_factor, step_width
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 

@@ -168,7 +168,7 @@ def stop_in(stopped_call, number, monkeypatch):
     train, starts, sent = quickstart.train, [], []
 
     def stopped(run, reporter, **options):
-        starts.append(run.iteration)
+        starts.append(run.progress.iteration)
         if len(starts) == stopped_call:
             monkeypatch.setattr(reporter, "advance", send_once)
         return train(run, reporter, **options)

@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("parallel", "moe", "models", "data", "ckpt", "infer", "train")
+PACKAGES = ("base", "parallel", "moe", "models", "data", "ckpt", "infer", "train")
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ ENVIRONMENT_ROOMS = (
     "mcore_parallel/launch/launcher.py:",
     "mcore_parallel/testing/commands.py:",
     # A program's first words, which know whether another rank says the same.
-    "mcore_parallel/entry_point.py:",
-    "mcore_data/entry_point.py:",
+    "mcore_base/entry_point.py:",
     # The end of a batch job's time.
     "mcore_train/guards/deadline.py:",
 )

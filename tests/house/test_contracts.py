@@ -13,16 +13,25 @@ LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command
 @pytest.mark.parametrize(
     ("package", "line", "broken"),
     [
-        ("parallel", "import mcore_moe", "mcore-parallel knows no sibling"),
-        ("data", "import mcore_parallel", "mcore-data knows no sibling"),
+        ("base", "import mcore_parallel", "mcore-base imports no sibling"),
+        ("parallel", "import mcore_moe", "mcore-parallel imports mcore-base only"),
+        ("data", "import mcore_parallel", "mcore-data imports mcore-base only"),
         ("data", "import torch", "mcore-data needs torch in its loader only"),
-        ("moe", "import mcore_models", "mcore-moe knows mcore-parallel only"),
-        ("models", "import mcore_ckpt", "mcore-models knows mcore-parallel and mcore-moe only"),
-        ("ckpt", "import mcore_data", "mcore-ckpt knows names and shards, no model class"),
+        ("moe", "import mcore_models", "mcore-moe imports mcore-base and mcore-parallel only"),
+        (
+            "models",
+            "import mcore_ckpt",
+            "mcore-models imports mcore-base, mcore-parallel and mcore-moe",
+        ),
+        (
+            "ckpt",
+            "import mcore_data",
+            "mcore-ckpt imports configs and shape tables, no model class",
+        ),
         (
             "ckpt",
             "import mcore_parallel",
-            "mcore-ckpt knows shards, logical tensors, axes, collectives and digests",
+            "mcore-ckpt imports shards, axes, collectives and digests of mcore-parallel",
         ),
         ("infer", "import mcore_train", "mcore-infer does not know mcore-train"),
         ("train", "import transformers", "transformers is for tests and parity"),

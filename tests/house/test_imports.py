@@ -4,10 +4,11 @@ import ast
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-from house.sources import PACKAGES, Source, package_sources, parse
+from house.sources import PACKAGES, ROOT, Source, package_sources, parse
 
 from mcore_parallel.testing.ranks import run_command
 
@@ -39,10 +40,15 @@ def effects_of_importing(modules: list[str]) -> dict[str, int | bool]:
     return json.loads(done.stdout)
 
 
-PURE = tuple(
-    f"mcore_parallel.{n}" for n in ("field_checks", "layer_patterns", "logical_tensors")
+PURE = (
+    "mcore_base.field_checks",
+    "mcore_base.options",
+    "mcore_models.encoder_shapes",
+    "mcore_models.layer_patterns",
+    "mcore_models.logical_tensors",
+    "mcore_models.mup",
 )
-"""What config files may import beside each other: derivations that several wheels share."""
+"""Modules that config files and mcore-ckpt may import: what follows from a config's fields."""
 
 
 def light_modules(package: str) -> list[str]:
@@ -50,7 +56,7 @@ def light_modules(package: str) -> list[str]:
     return [
         _module(source)
         for source in package_sources(package)
-        if source.room == "" or source.is_config or source.is_command
+        if source.room == "" or source.is_config or source.is_command or _module(source) in PURE
     ]
 
 
@@ -125,6 +131,19 @@ def test_config_files_import_the_standard_library_only():
         if s.is_config or _module(s) in PURE
     ]
     assert [line for source in configs for line in foreign_imports(source)] == []
+
+
+def test_mcore_ckpt_may_import_of_the_models_only_what_needs_no_torch():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (contract,) = (
+        contract
+        for contract in contracts["contracts"]
+        if contract["source_modules"] == ["mcore_ckpt"]
+        and "mcore_models" in contract["forbidden_modules"]
+    )
+    allowed = {line.split(" -> ")[1] for line in contract["ignore_imports"]}
+    configs = {name for name in allowed if name.endswith((".config", "_config"))}
+    assert allowed - configs <= set(PURE)
 
 
 def test_the_config_rule_sees_a_foreign_import():

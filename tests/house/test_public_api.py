@@ -76,8 +76,7 @@ def test_a_package_used_from_its_sources_alone_has_a_version_that_says_so(packag
     def not_installed(name):
         raise PackageNotFoundError(name)
 
-    owner = "mcore_data" if package == "data" else "mcore_parallel"
-    lazy_front = importlib.import_module(f"{owner}.lazy_front")
+    lazy_front = importlib.import_module("mcore_base.lazy_front")
     monkeypatch.setattr(lazy_front, "version", not_installed)
     assert front.__version__ == "0+source"
 

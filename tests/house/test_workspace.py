@@ -1,4 +1,4 @@
-"""The seven packages as packages: metadata, ranges, extras, and what the lock holds."""
+"""The eight packages as packages: metadata, ranges, extras, and what the lock holds."""
 
 import ast
 import pkgutil
@@ -17,7 +17,7 @@ EXTRAS = {
     "flash4": ({"models"}, "flash-attn-4"),
     "resiliency": ({"ckpt", "train"}, r"(nvidia-resiliency-ext|mcore-ckpt\[resiliency\])"),
     "tensorboard": ({"train"}, "tensorboard"),
-    "s3": ({"ckpt", "data"}, "s3fs"),
+    "s3": ({"base", "ckpt", "data"}, r"(s3fs|mcore-base\[s3\])"),
     "check": ({"ckpt"}, "transformers"),
 }
 # Each group with what shows that it is that one.
@@ -106,7 +106,7 @@ def test_siblings_are_asked_for_by_compatible_ranges(package):
     optional = project.get("optional-dependencies", {}).values()
     for line in [*project["dependencies"], *(line for extra in optional for line in extra)]:
         if line.startswith("mcore-"):
-            assert re.fullmatch(r"mcore-[a-z]+(\[[a-z,]+\])?>=0\.\d+,<0\.\d+", line), line
+            assert re.fullmatch(r"mcore-[a-z]+(\[[a-z0-9,]+\])?>=0\.\d+,<0\.\d+", line), line
         if line.startswith("torch"):
             assert line == "torch>=2.11,<3"
 
@@ -265,15 +265,6 @@ def test_what_exists_only_as_source_is_locked_without_a_build():
 def test_the_markers_of_the_field_are_known(pytestconfig):
     known = {line.split(":")[0] for line in pytestconfig.getini("markers")}
     assert known >= {"internal", "flaky", "experimental", "gpu", "slow"}
-
-
-@pytest.mark.parametrize(
-    "file", ["command_line.py", "entry_point.py", "file_lock.py", "lazy_front.py"]
-)
-def test_the_room_that_mcore_data_shares_has_one_source(file):
-    link = ROOT / f"packages/mcore-data/src/mcore_data/{file}"
-    assert link.is_symlink()
-    assert link.resolve() == ROOT / f"packages/mcore-parallel/src/mcore_parallel/{file}"
 
 
 def test_nothing_comes_from_a_git_source():

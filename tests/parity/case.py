@@ -265,8 +265,8 @@ def load_from(
     for source in sources:
         # The run still holds what it trained on from the source before: all of it must go.
         with no_pickle():
-            load_folder(run, Path(folder) / source)
-        assert run.iteration == SAVED_STEP
+            run = load_folder(run, Path(folder) / source)
+        assert run.progress.iteration == SAVED_STEP
         found[source] = (fingerprint(run, with_loss_scale=False), train_rest(run))
     return found
 

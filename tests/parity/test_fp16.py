@@ -20,7 +20,7 @@ def test_steps_that_overflow_change_nothing_and_the_scale_falls_until_one_trains
         assert all(map(torch.equal, weights(run), before))
         assert run.optimizer.num_steps == 0
         num_skipped += 1
-        assert run.loss_scaler.value == 2.0 ** (34 - num_skipped)
+        assert run.precision.loss_scaler.value == 2.0 ** (34 - num_skipped)
     assert 0 < num_skipped < 30
     assert run.optimizer.num_steps == 1
     assert not all(map(torch.equal, weights(run), before))
@@ -41,7 +41,7 @@ def overflow_on_the_last_stage():
         weight.register_hook(lambda grad: grad * float("inf"))
     result = train_step(run, next(train_batches(run)), 1e-2, 0.1)
     is_same = all(map(torch.equal, weights(run), before))
-    return result.is_skipped, run.loss_scaler.value, is_same
+    return result.is_skipped, run.precision.loss_scaler.value, is_same
 
 
 def test_all_ranks_skip_the_step_that_overflowed_on_one_of_them():

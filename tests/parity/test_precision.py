@@ -46,7 +46,7 @@ def hand_over(folder):
     ):
         run = build_case(LayoutCase(2, 2, flags), seed=step, dtype=torch.bfloat16)
         if step:
-            load_folder(run, folder)
+            run = load_folder(run, folder)
             assert fingerprint(run) == saved
         if step == NUM_STEPS:
             return losses
@@ -79,19 +79,19 @@ def test_weights_without_main_weights_learn_and_their_state_goes_both_ways(dense
     assert losses + rest == pytest.approx(dense["one"].losses, rel=1.6e-2)
 
     again = narrow(tmp_path, seed=7, main_params_dtype="bf16")
-    load_folder(again, tmp_path)
+    again = load_folder(again, tmp_path)
     batches = train_batches(again)
     assert [train_one(again, next(batches)) for _ in range(2)] == rest
 
     wide = narrow(tmp_path, seed=8)  # makes its main weights of the weights
-    load_folder(wide, tmp_path)
+    wide = load_folder(wide, tmp_path)
     batches = train_batches(wide)
     found = [train_one(wide, next(batches)) for _ in range(2)]
     assert found[0] == rest[0]
     assert found == pytest.approx(rest, rel=1e-3)
     save_run(wide)
     final = narrow(tmp_path, seed=9, main_params_dtype="bf16")
-    load_folder(final, tmp_path)
+    final = load_folder(final, tmp_path)
     shards = final.data_parallel.weight_shards()
     for name, shard in wide.data_parallel.weight_shards().items():
         assert (shards[name].pieces[0].data == shard.pieces[0].data).all()

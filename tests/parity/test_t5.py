@@ -7,9 +7,9 @@ import torch
 from parity.hf_twins import largest_gradient_error, ours_of
 
 from mcore_ckpt.conversion.conversion import convert
-from mcore_infer.answering import T5Writer, answered
 from mcore_infer.config import SamplingConfig
 from mcore_infer.kv_cache import StaticCache
+from mcore_infer.t5_decoding import answer_texts
 from mcore_models.encoder_config import T5Config
 from mcore_models.encoder_shapes import t5_shapes
 from mcore_models.families import T5_FAMILY
@@ -161,12 +161,13 @@ def test_tokens_in_pieces_are_scored_as_all_at_once(form):
     texts, written = torch.randint(41, (2, 9)), torch.randint(41, (2, 7))
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[1, 5:] = 0
-    writer, cache = T5Writer(model, texts, mask), StaticCache(7)
+    cache = StaticCache(7)
     with torch.no_grad():
+        encoded = model.read(texts, mask)
         want = model((texts, written), mask)["decoder"]
         found = []
         for piece in written.split([3, 1, 1, 2], 1):
-            found.append(writer(piece, state=cache)[0])
+            found.append(model.write(piece, encoded, mask, cache))
             cache.advance(piece.shape[1])
     torch.testing.assert_close(torch.cat(found), want, rtol=1e-10, atol=1e-10)
 
@@ -210,7 +211,7 @@ def test_a_run_is_exported_to_transformers_and_continued_from_it(tmp_path):
     texts = [ids[0].tolist(), ids[1, :6].tolist()]
     greedy = SamplingConfig(num_tokens=6, top_k=1)
     rows = [[], []]
-    for token in answered(model, texts, greedy, start=1):
+    for token in answer_texts(model, texts, greedy, start=1):
         rows[token.row].append(token.id)
     assert rows == found[:, 1:].tolist()
     words = f"{rest} --train-iters 1 --load {tmp_path / 'hf'} --finetune".split()

@@ -179,7 +179,7 @@ def train_with(is_toy, world_size, flags, folder):
     run.data_parallel.check_weights()
     saved = fingerprint(run)
     train_one(run, next(batches))
-    load_folder(run, folder)
+    run = load_folder(run, folder)
     assert fingerprint(run) == saved
     batches = train_batches(run)
     return [*losses, *(train_one(run, next(batches)) for _ in range(NUM_STEPS - 2))]
@@ -187,8 +187,7 @@ def train_with(is_toy, world_size, flags, folder):
 
 def replaced(run, *, save):
     config = replace(run.plan.config, saving=SaveConfig(save=str(save)))
-    run.plan = replace(run.plan, config=config)
-    return run
+    return replace(run, plan=replace(run.plan, config=config))
 
 
 def test_a_toy_data_parallel_engine_trains_and_saves_like_ours(tmp_path):

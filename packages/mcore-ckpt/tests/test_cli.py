@@ -13,9 +13,9 @@ import torch
 from forks import exit_code, fork
 from safetensors.torch import save_file
 
+from mcore_base.terminal import parse_size, size_text
 from mcore_ckpt.cli import explain_redirection, main, parse_direction
 from mcore_ckpt.save_load.saving import save
-from mcore_ckpt.storage.sizes import parse_size, size_text
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.sharding import Piece, Shard
 

@@ -15,13 +15,14 @@ import torch
 from forks import exit_code, fork
 from safetensors.torch import load_file, save_file
 
+from mcore_base.atomic_files import write_durably
 from mcore_ckpt.cli import main
 from mcore_ckpt.conversion.conversion import convert
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.index import INDEX
 from mcore_ckpt.storage.outputs import fresh_step
-from mcore_ckpt.storage.paths import RELEASE, TRACKER, write_durably
+from mcore_ckpt.storage.paths import RELEASE, TRACKER
 from mcore_parallel.mesh import SINGLE
 
 D, F, V = 12, 10, 17

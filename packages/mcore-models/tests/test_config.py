@@ -16,7 +16,7 @@ from mcore_models.config import (
     rotary_size,
     window,
 )
-from mcore_parallel.logical_tensors import (
+from mcore_models.logical_tensors import (
     ffn_size,
     has_qkv_bias,
     head_dim,

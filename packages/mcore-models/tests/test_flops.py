@@ -18,12 +18,12 @@ from mcore_models.flops import (
     rank_bytes,
 )
 from mcore_models.gpt import GPT
+from mcore_models.logical_tensors import delta_sizes, mamba_sizes, tensor_shapes
 from mcore_models.presets import find_preset, load_preset
 from mcore_models.protocol import MicroBatch
 from mcore_moe.config import MoEConfig
 from mcore_parallel import ParallelConfig, ParallelContext, named_shards
 from mcore_parallel.config import DataParallelConfig
-from mcore_parallel.logical_tensors import delta_sizes, mamba_sizes, tensor_shapes
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig

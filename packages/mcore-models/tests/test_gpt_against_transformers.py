@@ -13,8 +13,8 @@ import torch
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.layers.rope import rotary_frequencies, rotary_magnitude
+from mcore_models.logical_tensors import ffn_size
 from mcore_parallel import ParallelContext, named_shards
-from mcore_parallel.logical_tensors import ffn_size
 
 transformers = pytest.importorskip("transformers")
 

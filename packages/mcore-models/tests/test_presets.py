@@ -9,8 +9,8 @@ from mcore_models.config import config_to_dict
 from mcore_models.description import ModelDescription
 from mcore_models.families import FAMILIES, GPT_FAMILY
 from mcore_models.flops import num_parameters
+from mcore_models.logical_tensors import ffn_size, head_dim, moe_layers, num_kv_heads
 from mcore_models.presets import load_preset, preset_names, presets
-from mcore_parallel.logical_tensors import ffn_size, head_dim, moe_layers, num_kv_heads
 
 YARN = {
     "beta_fast": 32,

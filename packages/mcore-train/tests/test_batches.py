@@ -17,7 +17,8 @@ from mcore_train.batches import BatchPlace, train_batches, valid_batches
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import compose
 from mcore_train.datasets import Datasets
-from mcore_train.loop import train, validate
+from mcore_train.evaluation import validate
+from mcore_train.loop import train
 from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import ConflictError, resolve
 
@@ -42,8 +43,7 @@ def build(datasets=None, world_size=1, **changes):
     config = compose({**TINY, **changes})
     plan = resolve(config, world_size)
     run = assemble(plan, ParallelContext.build(config.parallelism), datasets=datasets)
-    load_run(run)
-    return run
+    return load_run(run)
 
 
 def losses_of(run, until=0):

@@ -6,8 +6,8 @@ from torch import nn
 from mcore_models.config import TransformerConfig
 from mcore_models.families import Family
 from mcore_models.layers.mlp import MLP
+from mcore_models.logical_tensors import ffn_size
 from mcore_models.protocol import LanguageModel
-from mcore_parallel.logical_tensors import ffn_size
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_parallel.sharding import named_shards
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy

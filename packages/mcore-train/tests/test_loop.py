@@ -13,19 +13,20 @@ import torch.distributed as dist
 from forks import exit_code, fork
 from rich.console import Console
 
+from mcore_base.file_lock import Holder
 from mcore_ckpt.conversion.inspection import differences
 from mcore_ckpt.storage.paths import complete_steps, resolve_folder
 from mcore_moe.routing.router_stats import SUMMARY, routers
-from mcore_parallel.file_lock import Holder
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import compose
 from mcore_train.config import OptimizerConfig
+from mcore_train.evaluation import validate
 from mcore_train.guards.deadline import process_age_s
 from mcore_train.layout_check.trial import Rows
-from mcore_train.loop import train, validate
+from mcore_train.loop import train
 from mcore_train.lr_schedule import learning_rate
 from mcore_train.optimizers import OPTIMIZERS
 from mcore_train.reporting.log import Reporter, read_metrics
@@ -113,9 +114,9 @@ def test_a_schedule_is_built_once_for_each_size_of_a_ramp():
     length = {"train_iters": 0, "train_samples": 24}
     run = build(rampup_batch_size=(2, 2, 8), eval_interval=1, **length)
     collect(run, until=5)
-    assert run.schedule_samples == 4 * 2 + 4
-    assert list(run.built_actions) == [("train", 1), ("evaluate", 2), ("train", 2)]
-    assert run.step_actions(1) is run.step_actions(1)
+    assert run.progress.schedule_samples == 4 * 2 + 4
+    assert list(run.pipeline.built_actions) == [("train", 1), ("evaluate", 2), ("train", 2)]
+    assert run.pipeline.actions("train", 1) is run.pipeline.actions("train", 1)
 
 
 def test_validation_scores_the_same_samples_each_time_and_changes_nothing(tmp_path):
@@ -185,7 +186,8 @@ def test_a_run_is_scored_on_its_test_data_once_at_its_end_and_on_all_where_there
     tmp_path,
 ):
     run = build(eval_interval=4)
-    run.datasets = replace(run.datasets, test=[run.datasets.test[i] for i in range(3)])
+    three = [run.datasets.test[i] for i in range(3)]
+    run = replace(run, datasets=replace(run.datasets, test=three))
     for until, kinds in ((5, ["valid"]), (0, ["valid", "test"])):
         path = tmp_path / "metrics.jsonl"
         with Reporter(Console(quiet=True), metrics_file=path) as reporter:
@@ -206,10 +208,11 @@ def test_a_signal_saves_and_ends_and_the_run_continues_bitwise(tmp_path, number)
             signal.raise_signal(number)
 
     assert not train(run, Reporter(None), on_report=interrupt)
-    assert run.iteration == 2
+    assert run.progress.iteration == 2
     again = build(load=str(tmp_path))
-    assert load_run(again)
-    assert (again.iteration, again.consumed_train_samples) == (2, 8)
+    again = load_run(again)
+    assert again.origin.checkpoint
+    assert (again.progress.iteration, again.progress.consumed_train_samples) == (2, 8)
     collect(again)
     for a, b in zip(whole.chunks[0].parameters(), again.chunks[0].parameters(), strict=True):
         assert torch.equal(a, b)
@@ -257,7 +260,7 @@ def test_a_kill_within_a_validation_loses_no_step(tmp_path, split, options, step
             kill_itself()
 
     samples = Acting(getattr(run.datasets, split), act)
-    run.datasets = replace(run.datasets, **{split: samples})
+    run = replace(run, datasets=replace(run.datasets, **{split: samples}))
     assert exit_code(fork(lambda: collect(run))) == -signal.SIGKILL
     assert complete_steps(tmp_path) == [step]
 
@@ -266,13 +269,17 @@ def test_a_kill_within_a_validation_loses_no_step(tmp_path, split, options, step
 def test_a_signal_within_a_validation_is_served_between_two_batches(tmp_path, split):
     run = build(save=str(tmp_path), eval_interval=2 if split == "valid" else 7, eval_iters=50)
     samples = Acting(getattr(run.datasets, split), lambda: signal.raise_signal(signal.SIGUSR1))
-    run.datasets = replace(run.datasets, **{split: samples})
+    run = replace(run, datasets=replace(run.datasets, **{split: samples}))
     path = tmp_path / "metrics.jsonl"
     with Reporter(Console(quiet=True), metrics_file=path) as reporter:
         is_done = train(run, reporter)
     assert samples.num_read <= 128  # as many as a loader makes at once, of 200
     step = 2 if split == "valid" else 6
-    assert (is_done, run.iteration, complete_steps(tmp_path)) == (step == 6, step, [step])
+    assert (is_done, run.progress.iteration, complete_steps(tmp_path)) == (
+        step == 6,
+        step,
+        [step],
+    )
     # Of a part of the data there is no score.
     assert {row["kind"] for row in read_metrics(path)} == {"train"}
     assert all(chunk.training for chunk in run.chunks)
@@ -283,9 +290,9 @@ def stop_in_validation(folder):
     run = build(2, save=folder, eval_interval=2, eval_iters=200)
     act = partial(signal.raise_signal, signal.SIGTERM) if dist.get_rank() == 1 else list
     samples = Acting(run.datasets.valid, act)
-    run.datasets = replace(run.datasets, valid=samples)
+    run = replace(run, datasets=replace(run.datasets, valid=samples))
     is_done, _ = collect(run)
-    return is_done, run.iteration, samples.num_read < 400
+    return is_done, run.progress.iteration, samples.num_read < 400
 
 
 def test_a_signal_to_one_rank_within_a_validation_ends_it_on_all(tmp_path):
@@ -297,7 +304,7 @@ def test_a_time_limit_counts_from_the_start_of_the_program(tmp_path, monkeypatch
     minutes = (process_age_s() - 0.5) / 60  # over before the first step
     run = build(save=str(tmp_path), exit_duration_in_mins=minutes)
     assert not collect(run)[0]
-    assert (run.iteration, complete_steps(tmp_path)) == (1, [1])
+    assert (run.progress.iteration, complete_steps(tmp_path)) == (1, [1])
     assert collect(build(exit_duration_in_mins=minutes + 10))[0]
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
     assert not collect(build(exit_duration_in_mins="auto"))[0]
@@ -309,7 +316,7 @@ def test_a_step_of_float16_that_is_skipped_has_no_rate_and_is_counted():
     run = build(**options)
     _, reports = collect(run)
     num_skipped = sum(r.skipped_steps for r in reports)
-    assert num_skipped == 30 - run.schedule_samples // 4
+    assert num_skipped == 30 - run.progress.schedule_samples // 4
     assert 5 < num_skipped < 25
     schedule, samples = run.plan.schedule, 0
     for report in reports:
@@ -401,15 +408,17 @@ def test_two_jobs_cannot_train_into_one_folder(tmp_path):
     run = build(save=str(tmp_path))
     with pytest.raises(RuntimeError, match=f"{holder} is writing to {tmp_path}"):
         collect(run)
-    assert run.iteration == 0
+    assert run.progress.iteration == 0
 
 
 def test_finetuning_takes_the_weights_and_nothing_else(tmp_path):
     run = build(save=str(tmp_path))
     collect(run)
     tuned = build(load=str(tmp_path), finetune=True, lr=5e-3)
-    assert load_run(tuned)
-    assert (tuned.iteration, tuned.consumed_train_samples, tuned.optimizer.num_steps) == (
+    tuned = load_run(tuned)
+    assert tuned.origin.checkpoint
+    progress = tuned.progress
+    assert (progress.iteration, progress.consumed_train_samples, tuned.optimizer.num_steps) == (
         0,
         0,
         0,
@@ -422,12 +431,13 @@ def test_a_checkpoint_without_optimizer_continues_with_a_new_one(tmp_path):
     run = build(save=str(tmp_path), save_optim=False)
     collect(run)
     again = build(load=str(tmp_path))
-    assert load_run(again)
-    assert (again.iteration, again.optimizer.num_steps) == (6, 0)
+    again = load_run(again)
+    assert again.origin.checkpoint
+    assert (again.progress.iteration, again.optimizer.num_steps) == (6, 0)
 
 
 def test_a_missing_checkpoint_starts_anew_or_is_an_error_when_asked(tmp_path):
-    assert not load_run(build(load=str(tmp_path / "none")))
+    assert not load_run(build(load=str(tmp_path / "none"))).origin.checkpoint
     with pytest.raises(ValueError, match="holds no checkpoint"):
         load_run(build(load=str(tmp_path / "none"), exit_on_missing_checkpoint=True))
 
@@ -437,7 +447,8 @@ def test_another_schedule_is_refused_unless_one_of_the_two_is_chosen(tmp_path):
     with pytest.raises(ValueError, match="--override-opt-param-scheduler"):
         load_run(build(load=str(tmp_path), lr=2e-2))
     kept = build(load=str(tmp_path), lr=2e-2, use_checkpoint_opt_param_scheduler=True)
-    assert load_run(kept)
+    kept = load_run(kept)
+    assert kept.origin.checkpoint
     assert kept.plan.schedule.max_lr == 1e-2
 
 
@@ -518,7 +529,7 @@ def report_experts_in_layouts():
 def report_in_layouts():
     early = build(2, exit_interval=3)
     done, _ = collect(early)
-    assert (done, early.iteration) == (False, 3)  # that very step, on every rank
+    assert (done, early.progress.iteration) == (False, 3)  # that very step, on every rank
     return [
         [r.loss for r in collect(build(2, train_iters=4, **changes))[1]] for changes in LAYOUTS
     ]
@@ -537,7 +548,7 @@ def test_a_validation_counts_no_masked_token():
         seq_length=8, vocab_size=40, global_batch_size=4, num_steps=2, masked=range(2, 4)
     )
     run = build(eval_interval=2)
-    run.datasets = replace(run.datasets, valid=rows)
+    run = replace(run, datasets=replace(run.datasets, valid=rows))
     score = validate(run, Reporter(None))
     assert score.num_tokens == sum(rows[i]["loss_mask"].sum() for i in range(8))
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ class KillingTokenizer:
 
 def test_texts_lose_no_step_to_a_kill_and_are_left_between_tokens(tmp_path):
     run = build(save=str(tmp_path), save_interval=2)
-    run.tokenizer = KillingTokenizer(run.tokenizer)
+    run = replace(run, tokenizer=KillingTokenizer(run.tokenizer))
     assert exit_code(fork(lambda: train(run, Reporter(None)))) == -signal.SIGKILL
     assert complete_steps(tmp_path) == [2]
     with StopRequest(run.ctx) as stop:

@@ -9,12 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcore_base.command_line import parse
+from mcore_base.entry_point import run_program
+from mcore_base.terminal import ended_by_sigterm, progress_line, size_text
 from mcore_ckpt.conversion.options import ConvertOptions, UpcycleOptions
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.storage.sizes import size_text
-from mcore_ckpt.terminal import ended_by_sigterm, progress_line
-from mcore_parallel.command_line import parse
-from mcore_parallel.entry_point import run_program
 
 if TYPE_CHECKING:
     from mcore_ckpt.conversion.conversion import Report

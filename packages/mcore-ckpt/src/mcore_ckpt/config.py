@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_parallel.field_checks import check_at_least
+from mcore_base.field_checks import check_at_least
 
 StrictnessLevel = Literal[
     "assume_ok_unexpected",

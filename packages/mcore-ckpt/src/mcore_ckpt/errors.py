@@ -1,9 +1,8 @@
 """What goes wrong with files: damage, full disks, another job's folder, a proof that fails."""
 
-import errno
 from pathlib import Path
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from mcore_base.atomic_files import FULL_DISK
 
 
 class CheckpointError(RuntimeError):
@@ -18,5 +17,5 @@ class CheckpointError(RuntimeError):
 
 def write_error(path: Path, error: OSError) -> CheckpointError:
     """Make a sentence of what the system says against writing to ``path``."""
-    hint = ": the disk or a quota is full" if error.errno in _FULL else ""
+    hint = ": the disk or a quota is full" if error.errno in FULL_DISK else ""
     return CheckpointError(f"cannot write {path}: {error}{hint}.")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mcore_ckpt.families import MODEL_TYPES, family_for, find_family
-from mcore_ckpt.families.common import defaults, experts
+from mcore_ckpt.families.common import fields
 from mcore_ckpt.mapping.rules import Link, Rule, Table, expand, match_ours, match_theirs
 from mcore_ckpt.storage.index import TensorEntry
 
@@ -76,15 +76,15 @@ def test_ours_must_stack():
         match_ours(links, {"q": q, "k": dataclasses.replace(k, dtype="BF16")})
 
 
-def test_our_defaults_are_the_configs_own():
-    models = pytest.importorskip("mcore_models.config")
-    moe = pytest.importorskip("mcore_moe.config")
-    for ours, config in (
-        (defaults.DEFAULTS, models.TransformerConfig),
-        (experts.MOE_DEFAULTS, moe.MoEConfig),
-    ):
-        theirs = {field.name: field.default for field in dataclasses.fields(config)}
-        assert ours == {name: theirs[name] for name in ours}
+def test_fields_of_a_config_that_no_list_names_are_refused_by_families_without_them():
+    assert set(fields.USUAL) < fields.DEFAULTS.keys()  # a name that is gone is found
+    assert {"qk_l2_norm", "mamba_norm", "rope_type", "mtp_num_layers"} <= fields.VARIANTS.keys()
+    assert fields.VARIANTS.keys().isdisjoint(fields.USUAL)
+    described = {"config": {name: f"not {value}" for name, value in fields.VARIANTS.items()}}
+    for name in fields.VARIANTS:
+        others = fields.VARIANTS.keys() - {name}
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} not"):
+            fields.refuse_variants(described, *others)
 
 
 def test_each_family_refuses_flags_that_it_cannot_say():

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from forks import exit_code, fork, kill
 from safetensors.torch import load_file
 
+from mcore_base.file_lock import Holder
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load import plan_cache
 from mcore_ckpt.save_load.claims import build_claim, build_claims
@@ -36,7 +37,6 @@ from mcore_ckpt.storage.paths import (
     resolve_folder,
     step_folder,
 )
-from mcore_parallel.file_lock import Holder
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import Piece, Shard
 from mcore_parallel.testing.ranks import run_ranks

@@ -14,7 +14,7 @@ from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.files import Item, write_file
 from mcore_ckpt.storage.headers import read_header
-from mcore_parallel.logical_tensors import tensor_shapes
+from mcore_models.logical_tensors import tensor_shapes
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.sharding import Piece, Shard
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from forks import exit_code, fork
 
+from mcore_base.file_lock import Holder
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.storage.folder_lock import LOCK
 from mcore_ckpt.storage.outputs import appearing
-from mcore_parallel.file_lock import Holder
 
 
 def left_behind(output, holder=None):

@@ -7,6 +7,7 @@ import fsspec
 import pytest
 import torch
 
+from mcore_base.file_lock import Holder
 from mcore_ckpt.cli import main
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.conversion.inspection import check, describe
@@ -15,8 +16,6 @@ from mcore_ckpt.save_load.loading import load, read_tensor
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.folder_lock import LOCK, FolderLock
 from mcore_ckpt.storage.paths import complete_steps, latest_step, resolve_folder, step_folder
-from mcore_ckpt.storage.stores import as_path
-from mcore_parallel.file_lock import Holder
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.sharding import Piece, Shard
 
@@ -129,12 +128,6 @@ def test_a_second_job_is_refused_by_a_store_too(store):
         save(RUN, 1, state(1), world=SINGLE)
         assert store.isfile(f"bucket/run/{LOCK}")
     assert not store.isfile(f"bucket/run/{LOCK}")
-
-
-def test_a_store_that_is_not_installed_is_told_with_what_to_install():
-    with pytest.raises(ValueError, match=r"install mcore-ckpt\[s3\]"):
-        as_path("nowhere://bucket/run")
-    assert str(as_path("a/b")) == "a/b"
 
 
 def test_commands_read_and_write_stores_as_they_do_folders(tmp_path, capsys, monkeypatch):

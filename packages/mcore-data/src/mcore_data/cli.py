@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_data.command_line import file_text, parse
+from mcore_base.command_line import file_text, parse
+from mcore_base.entry_point import run_program
 from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
-from mcore_data.entry_point import run_program
 
 # Megatron's scripts give it to keep the order of documents, which is always kept here.
 _NEEDLESS = ("--keep-sequential-samples",)

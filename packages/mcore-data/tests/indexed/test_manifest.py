@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 from forks import exit_code, fork
 
-from mcore_data.indexed.atomic_files import replace_json
 from mcore_data.indexed.index_format import CorruptDatasetError
 from mcore_data.indexed.inspection import look_over, verify_pair
-from mcore_data.indexed.manifest import manifest_path, read_manifest, write_manifest
+from mcore_data.indexed.manifest import (
+    manifest_path,
+    read_manifest,
+    replace_json,
+    write_manifest,
+)
 from mcore_data.indexed.merging import merge_pairs
 from mcore_data.indexed.output_lock import only_writer
 from mcore_data.indexed.reader import IndexedDataset

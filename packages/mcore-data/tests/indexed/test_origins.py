@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
-from mcore_data.indexed.atomic_files import replace_json
 from mcore_data.indexed.index_format import CorruptDatasetError, origins_path
 from mcore_data.indexed.inspection import verify_pair
-from mcore_data.indexed.manifest import manifest_path, read_manifest
+from mcore_data.indexed.manifest import manifest_path, read_manifest, replace_json
 from mcore_data.indexed.merging import merge_pairs
 from mcore_data.indexed.origins import Origins
 from mcore_data.indexed.reader import IndexedDataset

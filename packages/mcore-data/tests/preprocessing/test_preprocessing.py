@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from mcore_data.config import PreprocessConfig, TokenizerConfig
-from mcore_data.indexed.atomic_files import replace_json
-from mcore_data.indexed.manifest import read_manifest
+from mcore_data.indexed.manifest import read_manifest, replace_json
 from mcore_data.indexed.merging import merge_pairs
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.indexed.writer import IndexedWriter

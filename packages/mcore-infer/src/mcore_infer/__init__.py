@@ -4,7 +4,7 @@ The front is lazy (PEP 562): importing it imports no room, so a command that onl
 needs help text never loads torch.
 """
 
-from mcore_parallel.lazy_front import lazy_front
+from mcore_base.lazy_front import lazy_front
 
 _EXPORTS: dict[str, str] = {
     "Engine": "engine.engine",

@@ -4,14 +4,14 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
+from mcore_base.command_line import parse
+from mcore_base.entry_point import run_program
 from mcore_infer.commands.chatting import chat
 from mcore_infer.commands.evaluating import evaluate
 from mcore_infer.commands.exporting import export
 from mcore_infer.commands.generating import generate
 from mcore_infer.commands.quantizing import quantize
 from mcore_infer.commands.serving import serve
-from mcore_parallel.command_line import parse
-from mcore_parallel.entry_point import run_program
 
 ABOUT = """Write and judge text with a trained model.
 

@@ -7,8 +7,7 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.chat_format import ChatFormat
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.building import build_engine
-from mcore_infer.engine.checks import check_without_engine, engine_refusal
-from mcore_infer.generation import room, stop_ids, stream
+from mcore_infer.generation import room, stop_ids
 from mcore_infer.server.answer import Answer
 from mcore_infer.vocabulary import TokenTexts
 from mcore_infer.writing import Generation, NewToken
@@ -18,8 +17,7 @@ from mcore_models.protocol import LanguageModel
 class Conversation:
     """What was said so far, in the words of a chat template.
 
-    Answers run on an engine, where the turns before are read once; models that no engine can
-    run read them again for each answer.
+    Answers run on an engine, whose cache keeps the turns before.
 
     Attributes:
         messages: ``{"role", "content"}`` of each turn.
@@ -54,16 +52,12 @@ class Conversation:
             ends: tokens besides the tokenizer's that end an answer.
 
         Raises:
-            ValueError: as ``build_engine``, or if an option needs an engine and none can run
-                the model.
+            ValueError: as ``build_engine``.
         """
         self.model, self.tokenizer, self.chat = model, tokenizer, chat
         self.sampling, self.system, self.seed = sampling, system, seed
         self._stop = stop_ids(tokenizer, sampling, (*ends, *chat.end_ids))
-        if reason := engine_refusal(model.config):
-            check_without_engine(reason, config, kv_scales)
-        self.engine = None if reason else build_engine(model, config, draft, kv_scales)
-        self.limit = self.engine.config.max_sequence_tokens if self.engine else 0
+        self.engine = build_engine(model, config, draft, kv_scales)
         self._num_answers = 0
         self.messages: list[dict[str, str]] = []
         self.reset()
@@ -83,7 +77,8 @@ class Conversation:
         said = [*self.messages, {"role": "user", "content": message}]
         # The template writes what begins a text.
         ids = self.tokenizer.encode(self.chat.render(said, True), add_special_tokens=False)
-        wanted = room(self.model, self.sampling.num_tokens, ids, self.limit, "the conversation")
+        limit = self.engine.config.max_sequence_tokens
+        wanted = room(self.model, self.sampling.num_tokens, ids, limit, "the conversation")
         stop = () if self.sampling.ignore_eod else self.chat.end_texts
         text, pieces = Answer(TokenTexts(self.tokenizer), stop=stop), list[str]()
         tokens = self._tokens(ids, wanted)
@@ -106,11 +101,6 @@ class Conversation:
     def _tokens(self, ids: list[int], wanted: int) -> Generator[NewToken]:
         eod = None if self.sampling.ignore_eod else self.tokenizer.eod
         seed = self.seed + self._num_answers
-        if self.engine is None:
-            yield from stream(
-                self.model, [ids], self.sampling, seed=seed, eod=eod, stop=self._stop
-            )
-            return
         number = self.engine.add(
             ids, self.sampling, num_tokens=wanted, seed=seed, eod=eod, stop=self._stop
         )

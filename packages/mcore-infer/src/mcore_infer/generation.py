@@ -1,27 +1,37 @@
-"""Writing text: prompts go in together, then one token a row and step.
+"""Writing text offline: prompts go in together, an engine writes after each of them.
 
-Rows of a batch stand at equal positions, so prompts of different lengths need no padding:
-all are read up to the length of the shortest, then a row whose prompt goes on is given its
-next token where others are given the one they chose. What comes out equals writing each
-prompt alone, and equals reading the whole text anew for every token.
+``stream`` and ``generate`` build an engine for their prompts alone; ``stream_texts`` takes the
+options of the commands. What a prompt's text is depends on its seed and not on its neighbours.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.config import SamplingConfig
+from mcore_infer.config import InferenceConfig, SamplingConfig
+from mcore_infer.engine.building import build_engine
+from mcore_infer.engine.engine import Engine
+from mcore_infer.engine.step_plans import EngineConfig, Scales
+from mcore_infer.errors import StructureError
+from mcore_infer.grammars import Structure
 from mcore_infer.kv_cache import StaticCache
-from mcore_infer.sampling import choose, token_log_probs
-from mcore_infer.stages import agreed, from_last_stage, last_stage_logits, run_stages
-from mcore_infer.writing import Generation, NewToken, Writing
+from mcore_infer.stages import last_stage_logits, run_stages
+from mcore_infer.structured import Grammars
+from mcore_infer.writing import Generation, NewToken
 from mcore_models.protocol import LanguageModel
+from mcore_parallel.mesh import SINGLE, Axis
 
 log = logging.getLogger(__name__)
+
+_MOST_ROWS = 256
+"""Prompts that are written after together, at most; the others wait."""
+_GPU_PAGE_TOKENS = 64
 
 
 def generate(
@@ -34,10 +44,9 @@ def generate(
     stop: Sequence[Sequence[int]] = (),
 ) -> list[Generation]:
     """Write after each prompt; see ``stream`` for the arguments."""
-    writer = _Writer(model, prompts, sampling, seed, eod, stop)
-    for _ in writer.run():
-        pass
-    return [row.result() for row in writer.rows]
+    engine, rows = _queued(model, prompts, sampling, seed, eod, stop)
+    results = {rows[event[0]]: event[1] for event in engine.run() if isinstance(event, tuple)}
+    return [results[i] for i in range(len(prompts))]
 
 
 def stream(
@@ -55,22 +64,140 @@ def stream(
     with equal arguments and all see the same tokens.
 
     Args:
-        model: whole, in eval mode.
+        model: whole or a stage, in eval mode; on a GPU its plain GEMMs are replaced, see
+            ``Engine``.
         prompts: token ids, at least one each.
         sampling: how tokens are chosen, and how many.
         seed: row i draws from ``seed + i``.
-        eod: id that ends a row; None: none does.
+        eod: id that ends a row; None: no id does.
         stop: token sequences that end a row and are cut off.
 
-    Yields:
-        Tokens in the order of writing; one that may be the beginning of a stop sequence is
+    Returns:
+        Tokens in the order of writing. A token that may be the beginning of a stop sequence is
         held back until that is decided.
 
     Raises:
         ValueError: if there is no prompt, an empty or too long one, or the model is in
             training mode.
     """
-    return _Writer(model, prompts, sampling, seed, eod, stop).run()
+    engine, rows = _queued(model, prompts, sampling, seed, eod, stop)
+    return _tokens(engine, rows)
+
+
+def stream_texts(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    config: InferenceConfig,
+    *,
+    seed: int = 1234,
+    eod: int | None = None,
+    stop: Sequence[Sequence[int]] = (),
+    draft: LanguageModel | None = None,
+    structure: Structure | None = None,
+    grammars: Grammars | None = None,
+    kv_scales: Mapping[int, Scales] = MappingProxyType({}),
+    replicas: Axis = SINGLE,
+    in_step: Axis = SINGLE,
+) -> Iterator[NewToken]:
+    """Write after prompts on an engine with the options of commands, token by token.
+
+    Args:
+        model: as in ``stream``, and the arguments up to ``stop`` too.
+        prompts: token ids, at least one each.
+        sampling: how tokens are chosen, and how many.
+        config: limits of the engine.
+        seed: row i draws from ``seed + i``.
+        eod: id that ends a row; None: no id does.
+        stop: token sequences that end a row and are cut off.
+        draft: model that proposes tokens.
+        structure: what texts are held to; None: nothing.
+        grammars: compiles the structure.
+        kv_scales: of an fp8 cache that the checkpoint holds.
+        replicas: ranks with the same model. Each is given all prompts and writes after every
+            ``replicas.size``-th, from its own rank on.
+        in_step: all ranks of replicas that share experts, see ``Engine``.
+
+    Raises:
+        ValueError: if a prompt is empty, too long, or does not fit the cache.
+        StructureError: if no token of the vocabulary continues a text within its structure.
+    """
+    engine = build_engine(model, config, draft, kv_scales, replicas, in_step)
+    engine.grammars = grammars
+    limit = engine.config.max_sequence_tokens
+    rows: dict[int, int] = {}  # by request: a beam search takes further numbers for its steps
+    for i, prompt in enumerate(prompts):
+        request = engine.add(
+            prompt,
+            sampling,
+            num_tokens=room(model, sampling.num_tokens, prompt, limit, f"prompt {i}"),
+            seed=seed + i,
+            eod=eod,
+            stop=stop,
+            structure=structure,
+        )
+        rows[request] = i
+        # Every replica checks all prompts, so that all refuse what one would.
+        if i % replicas.size != replicas.rank:
+            engine.abort(request)
+    yield from _tokens(engine, rows)
+
+
+def _queued(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    seed: int,
+    eod: int | None,
+    stop: Sequence[Sequence[int]],
+) -> tuple[Engine, dict[int, int]]:
+    """Build an engine whose cache holds the longest prompts and texts, and queue all prompts.
+
+    Returns:
+        The engine, and the row of each of its requests.
+    """
+    if not prompts or not all(prompts):
+        raise ValueError("generation needs prompts of at least one token each.")
+    wanted = [
+        room(model, sampling.num_tokens, prompt, name=f"prompt {i}")
+        for i, prompt in enumerate(prompts)
+    ]
+    num_beams = max(1, sampling.beam_width)
+    lengths = [
+        len(p) + n for p, n in zip(prompts, wanted, strict=True) for _ in range(num_beams)
+    ]
+    longest, num_rows = max(lengths), min(len(lengths), _MOST_ROWS)
+    # On a CPU a text has one page, so that its keys follow each other and need no gathering.
+    is_cuda = next(model.parameters()).device.type == "cuda"
+    page_tokens = _GPU_PAGE_TOKENS if is_cuda else longest
+    num_pages = sum(-(-n // page_tokens) for n in sorted(lengths, reverse=True)[:num_rows])
+    config = EngineConfig(
+        max_requests=num_rows,
+        max_sequence_tokens=longest,
+        num_pages=num_pages,
+        page_tokens=page_tokens,
+        records_graphs=False,  # for a few texts, and training may use the device meanwhile
+    )
+    engine = Engine(model, config)
+    rows = {}
+    for i, (prompt, num_tokens) in enumerate(zip(prompts, wanted, strict=True)):
+        request = engine.add(
+            prompt, sampling, num_tokens=num_tokens, seed=seed + i, eod=eod, stop=stop
+        )
+        rows[request] = i
+    return engine, rows
+
+
+def _tokens(engine: Engine, rows: Mapping[int, int]) -> Iterator[NewToken]:
+    """Run an engine until its requests are over; yield their tokens with their rows."""
+    for event in engine.run():
+        if isinstance(event, NewToken):
+            yield replace(event, row=rows[event.row])
+        elif event[1].finish_reason == "error":
+            raise StructureError(
+                f"text {rows[event[0]]} cannot keep to its --json-schema or --regex: no token "
+                "of the vocabulary continues it."
+            )
 
 
 def generate_text(
@@ -182,74 +309,3 @@ def room(
         wanted,
     )
     return limit - length
-
-
-class _Writer:
-    """A batch of rows and the cache they share."""
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        seed: int,
-        eod: int | None,
-        stop: Sequence[Sequence[int]],
-    ) -> None:
-        if model.training:
-            raise ValueError("generation needs a model in eval mode: call model.eval() first.")
-        if not prompts or not all(prompts):
-            raise ValueError("generation needs prompts of at least one token each.")
-        if sampling.beam_width:
-            raise ValueError("beam search needs an engine: see build_engine.")
-        self.model, self.sampling = model, sampling
-        self.device = next(model.parameters()).device
-        self.rows = [
-            Writing(
-                prompt,
-                sampling,
-                num_tokens=room(model, sampling.num_tokens, prompt, name=f"prompt {i}"),
-                seed=seed + i,
-                eod=eod,
-                stop=stop,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
-        self.cache = StaticCache(max(len(r.prompt) + r.num_tokens for r in self.rows))
-
-    def run(self) -> Iterator[NewToken]:
-        begin = min(len(row.prompt) for row in self.rows)
-        tokens = torch.tensor([row.prompt[:begin] for row in self.rows], device=self.device)
-        while True:
-            logits = next_logits(self.model, tokens, self.cache)
-            chosen = self._choose(logits)
-            log_probs = from_last_stage(token_log_probs(logits, chosen), self.model.pp)
-            yield from self._take(chosen, log_probs)
-            if all(row.finish_reason for row in self.rows):
-                return
-            tokens = self._next_tokens(chosen)[:, None]
-
-    def _is_writing(self, row: Writing) -> bool:
-        return not row.finish_reason and self.cache.length >= len(row.prompt)
-
-    def _choose(self, logits: Tensor) -> Tensor:
-        # Rows that are not writing keep their draws; what is chosen for them is ignored.
-        chosen = logits.new_zeros(len(self.rows), dtype=torch.int64)
-        rows = [i for i, row in enumerate(self.rows) if self._is_writing(row)]
-        index = torch.tensor(rows, device=self.device)
-        if rows:
-            chosen[index] = choose(logits[index], [self.rows[i] for i in rows])
-        return agreed(chosen, self.model)
-
-    def _take(self, chosen: Tensor, log_probs: Tensor) -> Iterator[NewToken]:
-        pairs = zip(self.rows, chosen.tolist(), log_probs.tolist(), strict=True)
-        for i, (row, token, log_prob) in enumerate(pairs):
-            if self._is_writing(row):
-                yield from row.add(NewToken(i, token, log_prob))
-
-    def _next_tokens(self, chosen: Tensor) -> Tensor:
-        # Finished rows keep decoding; their output is ignored.
-        position = self.cache.length
-        forced = [r.prompt[position] if position < len(r.prompt) else -1 for r in self.rows]
-        prompt = torch.tensor(forced, device=self.device)
-        return torch.where(prompt >= 0, prompt, chosen)

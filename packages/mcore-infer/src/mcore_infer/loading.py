@@ -135,8 +135,7 @@ def load_model(
         checksums: check the bytes that are read.
         keep_codes: leave quantized weights packed and multiply with their codes, instead of
             widening them once; None: on a GPU. Inputs are rounded as the method says in both.
-        takes_t5: whether the model may be a T5, which is a ``LanguageModel`` for
-            ``T5Writer`` alone.
+        takes_t5: whether the model may be a T5, which ``t5_decoding`` runs and no engine.
         needs_experts: whether a model without experts is refused.
         families: of models that the checkpoint may hold.
 

@@ -99,8 +99,6 @@ def test_what_beams_cannot_keep_is_refused(model):
         engine.add(PROMPT, beams, stop=[[1, 2]])
     with pytest.raises(ValueError, match="maximum context length was exceeded"):
         engine.add(PROMPT, beams, num_tokens=39)
-    with pytest.raises(ValueError, match="needs an engine"):
-        generate(model, [PROMPT], beams)
     with pytest.raises(ValueError, match="give a --beam-width"):
         SamplingConfig(length_penalty=2.0)
     with pytest.raises(ValueError, match="leave temperature"):

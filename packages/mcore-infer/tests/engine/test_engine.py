@@ -20,9 +20,10 @@ from mcore_infer import (
     generate,
     load_model,
 )
-from mcore_infer.chat_format import ChatFormat
-from mcore_infer.conversation import Conversation
-from mcore_infer.engine.building import stream_texts
+from mcore_infer.generation import next_logits
+from mcore_infer.kv_cache import StaticCache
+from mcore_infer.sampling import choose, token_log_probs
+from mcore_infer.writing import NewToken, Writing
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel.config import ParallelConfig
@@ -75,10 +76,16 @@ def written(engine, prompts=PROMPTS, samplings=SAMPLINGS, **options):
 
 @cache
 def alone(model):
-    return [
-        generate(model, [prompt], sampling, seed=3 + i)[0]
-        for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True))
-    ]
+    """What each prompt's text is where it is read anew for every token; no engine, no cache."""
+    results = []
+    for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
+        text = Writing(prompt, sampling, num_tokens=sampling.num_tokens, seed=3 + i)
+        while not text.finish_reason:
+            logits = next_logits(model, torch.tensor([[*prompt, *text.ids]]))
+            chosen = choose(logits, [text])
+            text.add(NewToken(0, chosen.item(), token_log_probs(logits, chosen).item()))
+        results.append(text.result())
+    return results
 
 
 def assert_same(results, expected):
@@ -301,33 +308,42 @@ def test_a_request_that_does_not_fit_is_refused_and_nothing_is_queued(model):
         model.eval()
 
 
-def test_a_model_that_pages_cannot_hold_is_refused(caplog):
-    fields = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
-    fields |= {"rope_type": "dynamic", "rotary_scaling_factor": 2.0}
-    config = TransformerConfig(**fields, max_position_embeddings=64)
-    model = GPT(config, ParallelContext.single(), vocab_size=64, device="meta").eval()
-    with pytest.raises(ValueError, match="--rope-type dynamic"):
-        Engine(model, EngineConfig())
-    sampling = SamplingConfig(num_tokens=1)
-    chat = ChatFormat(render=lambda *_: "", source="")
-    for fields, flag in (
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 needs an engine"),
-        ({"num_speculative_tokens": 2}, "--num-speculative-tokens 2 needs an engine"),
-    ):
-        limits = InferenceConfig(**fields)
-        with pytest.raises(ValueError, match=flag):
-            next(stream_texts(model, [[1]], sampling, limits))
-        with pytest.raises(ValueError, match=flag):
-            Conversation(model, ByteTokenizer(), chat, sampling, limits)
-    Conversation(
-        model,
-        ByteTokenizer(),
-        chat,
-        sampling,
-        InferenceConfig(),
-        kv_scales={0: (1, 1)},
-    )
-    assert "scales of a cache in fp8 are not used: they need an engine" in caplog.text
+STRETCHED = {
+    "dynamic": {"rotary_scaling_factor": 4.0},
+    "longrope": {"longrope_short_factor": (1.0, 1.2), "longrope_long_factor": (2.0, 5.0)},
+}
+
+
+@pytest.mark.parametrize("kind", STRETCHED)
+def test_positions_stretched_by_the_length_of_a_text_are_those_of_one_text_a_step(kind):
+    """Texts grow beyond the original context; each is read at once and written alone."""
+    fields = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+    fields |= {"rope_type": kind, "original_max_position_embeddings": 8, **STRETCHED[kind]}
+    config = TransformerConfig(**fields, max_position_embeddings=64, init_method_std=0.3)
+    ctx = ParallelContext.single()
+    model = GPT(config, ctx, vocab_size=ByteTokenizer.vocab_size, dtype=torch.float64).eval()
+    engine = Engine(model, CONFIGS["prompts in chunks"])
+    assert (engine.config.max_requests, engine.config.chunked_prefill) == (1, False)
+    results = written(engine)
+    for i, prompt in enumerate(PROMPTS):
+        if kind == "dynamic":
+            assert list(results[i].ids) == grown(model, prompt, SAMPLINGS[i], seed=3 + i)
+    if kind == "longrope":  # beyond its context all keys are rotated anew
+        assert_same(results, alone(model))
+    limits = EngineConfig(max_sequence_tokens=40, num_speculative_tokens=2)
+    with pytest.raises(ValueError, match=f"--rope-type {kind} .* --num-speculative-tokens 0"):
+        Engine(model, limits)
+
+
+def grown(model, prompt, sampling, seed):
+    """What one text writes with keys that stay as they were rotated; no engine."""
+    text = Writing(prompt, sampling, num_tokens=sampling.num_tokens, seed=seed)
+    cache, tokens = StaticCache(40), prompt
+    while not text.finish_reason:
+        chosen = choose(next_logits(model, torch.tensor([tokens]), cache), [text]).tolist()
+        text.add(NewToken(0, chosen[0], 0.0))
+        tokens = chosen
+    return text.ids
 
 
 def test_scores_that_fall_with_distance_are_those_of_one_text_alone():

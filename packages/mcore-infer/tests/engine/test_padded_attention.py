@@ -35,6 +35,6 @@ def test_requests_side_by_side_attend_as_each_alone(rules, at_once, monkeypatch)
         keys[29] = values[29] = torch.nan
     where = keys, values, tables, lengths
     bytes_of_one = 16 * 2 * (6 + 5) * 8
-    monkeypatch.setattr(padded_attention, "_GATHERED_BYTES", at_once * bytes_of_one)
+    monkeypatch.setattr(padded_attention, "GATHERED_BYTES", at_once * bytes_of_one)
     got = padded_decode(q, *where, **rules)
     torch.testing.assert_close(got, reference_decode(q, *where, **rules), rtol=0, atol=1e-9)

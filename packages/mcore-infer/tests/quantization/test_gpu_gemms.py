@@ -58,11 +58,13 @@ def test_products_with_codes_are_those_with_the_numbers_they_stand_for(algo, sha
 @pytest.mark.parametrize(
     "algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W8A16", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ"]
 )
-def test_recorded_steps_of_a_packed_model_score_tokens_as_unrecorded_ones_do(algo):
-    """Step by step on the same tokens, within what bfloat16 rounds.
+def test_recorded_steps_of_a_packed_model_are_as_near_to_float32_as_unrecorded_ones(algo):
+    """Compare logits of the same tokens, step by step, with those of a float32 model.
 
-    A recorded step may be one kernel (``whole_step``), which sums in another order: two tokens
-    whose scores are nearly equal change places, and greedy texts part from there on.
+    A recorded step may be one kernel (``whole_step``), which sums in another order, so the two
+    bfloat16 results differ by as much as each differs from float32: 1 to 4 % here, since
+    weights are drawn with a standard deviation of 0.1. The prompts have 15 tokens in all:
+    few enough that no step rounds its inputs, which float32 would round to other codes.
     """
     config = TransformerConfig(
         num_layers=2, hidden_size=256, num_attention_heads=4, num_query_groups=2,
@@ -70,38 +72,51 @@ def test_recorded_steps_of_a_packed_model_score_tokens_as_unrecorded_ones_do(alg
     )  # fmt: skip
     single = ParallelContext.single("cuda")
     model = GPT(config, single, vocab_size=500, dtype=torch.bfloat16).eval()
-    round_to_nearest_(model, LAYOUTS[algo])
-    assert all(isinstance(m.gemm, QuantizedGemm) for m in linears(model).values())
+    exact = GPT(config, single, vocab_size=500, dtype=torch.float32).eval()
+    exact.load_state_dict(model.state_dict())
+    for each in (model, exact):
+        round_to_nearest_(each, LAYOUTS[algo])
+        assert all(isinstance(m.gemm, QuantizedGemm) for m in linears(each).values())
     cache = Fp8Cache({1: (0.02, 0.01)}) if algo == "FP8" else None
     limits = EngineConfig(
         max_sequence_tokens=128, page_tokens=16, max_requests=5, num_pages=40, fp8_cache=cache
     )
-    recorded = scores_of_steps(Engine(model, limits), [])
-    engine = Engine(model, limits)
-    engine.decoder.is_recorded = False
-    unrecorded = scores_of_steps(engine, [scores.argmax(-1) for scores in recorded])
-    assert len(recorded) == len(unrecorded) == 29
-    for got, want in zip(recorded, unrecorded, strict=True):
-        error = (got.double() - want.double()).norm(dim=-1)
-        assert (error < 0.02 * want.double().norm(dim=-1)).all()
+    recorded, tokens = scores_of_steps(Engine(model, limits))
+    unrecorded, _ = scores_of_steps(Engine(model, limits), tokens, is_recorded=False)
+    reference, _ = scores_of_steps(Engine(exact, limits), tokens, is_recorded=False)
+    error, usual = relative_errors(recorded, reference), relative_errors(unrecorded, reference)
+    print(algo, "recorded", error.mean(), error.max(), "unrecorded", usual.mean(), usual.max())
+    assert 0.001 < usual.mean() < 0.03 or algo == "FP8"  # whose cache rounds keys and values
+    assert error.mean() < 1.2 * usual.mean()
+    assert error.max() < 1.5 * usual.max()
 
 
-def scores_of_steps(engine, chosen):
-    """Let five requests write, and return the scores of each step of writing.
+def scores_of_steps(engine, tokens=None, *, is_recorded=True):
+    """Let five requests write 30 tokens; return logits ``[29, 5, V]`` and tokens ``[30, 5]``.
 
-    ``chosen`` has the tokens that steps choose; those that it lacks the engine chooses.
+    ``tokens``, where given, are fed in place of those that the engine chooses.
     """
-    scores, run = [], engine.decoder.run
+    scores, written = [], {}
+    engine.decoder.is_recorded &= is_recorded
+    run = engine.decoder.run
 
-    def forced(step, tokens=None):
-        at = len(scores) - 1
-        _, found = run(step, chosen[at] if 0 <= at < len(chosen) else tokens)
-        scores.append(found.clone())
-        return _, found
+    def forced(step, chosen=None):
+        fed = chosen if tokens is None else tokens[len(scores)]
+        hidden, logits = run(step, fed)
+        scores.append(logits.clone())
+        return hidden, logits
 
     engine.decoder.run = forced
     for i in range(5):
-        engine.add(list(range(i, 30 + 5 * i)), SamplingConfig(num_tokens=30, top_k=1))
-    for _ in engine.run():
-        pass
-    return scores
+        engine.add([i, i + 1, i + 2], SamplingConfig(num_tokens=30, top_k=1))
+    for event in engine.run():
+        if isinstance(event, tuple):
+            written[event[0]] = list(event[1].ids)
+    assert len(scores) == 29
+    return torch.stack(scores), torch.tensor([written[k] for k in sorted(written)]).t().cuda()
+
+
+def relative_errors(scores, reference):
+    """Return the error of each row of logits over the norm of its reference."""
+    error = (scores.double() - reference.double()).norm(dim=-1)
+    return error / reference.double().norm(dim=-1)

@@ -16,8 +16,7 @@ from mcore_models.encoder_config import (
     feed_forward,
 )
 from mcore_models.families import FAMILIES
-from mcore_moe.config import MoEConfig
-from mcore_parallel.logical_tensors import (
+from mcore_models.logical_tensors import (
     expert_size,
     ffn_size,
     head_dim,
@@ -26,6 +25,7 @@ from mcore_parallel.logical_tensors import (
     mamba_sizes,
     num_kv_heads,
 )
+from mcore_moe.config import MoEConfig
 
 
 def tree(model: ModelDescription) -> Iterator[str]:

@@ -8,13 +8,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
+from mcore_base.command_line import is_flag, parse
+from mcore_base.entry_point import run_program
 from mcore_models.architecture import tree
 from mcore_models.counting import CountConfig, build_report, described_model, parse_count
 from mcore_models.families import FAMILIES
 from mcore_models.flops import num_active_parameters, num_parameters
 from mcore_models.presets import find_preset, presets
-from mcore_parallel.command_line import is_flag, parse
-from mcore_parallel.entry_point import run_program
 
 ABOUT = """Parameters, FLOPs and bytes of language models, from their shapes alone.
 

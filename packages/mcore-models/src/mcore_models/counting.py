@@ -12,17 +12,21 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_models.config import RecomputeConfig, TransformerConfig
+from mcore_base.command_line import HELP_FLAGS, canonical, is_flag, list_options, parse
+from mcore_models.config import (
+    RecomputeConfig,
+    TransformerConfig,
+    sizes_of_pattern,
+    stages_of_pattern,
+)
 from mcore_models.description import ModelDescription
 from mcore_models.encoder_config import BertConfig, T5Config
 from mcore_models.families import FAMILIES
 from mcore_models.flops import RankBytes, num_active_parameters, num_parameters, rank_bytes
-from mcore_models.hybrid_config import sizes_of_pattern, stages_of_pattern
 from mcore_models.peft.config import PeftConfig, adapter_shapes
 from mcore_models.peft.memory import Shapes, trained_bytes
 from mcore_models.presets import find_preset
 from mcore_moe.config import MoEConfig
-from mcore_parallel.command_line import HELP_FLAGS, canonical, is_flag, list_options, parse
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig

@@ -6,8 +6,8 @@ They have the fields of a GPT's layers, with the defaults of their own papers, a
 from dataclasses import dataclass
 from typing import Literal
 
+from mcore_base.field_checks import check_at_least
 from mcore_models.config import Normalization, PositionEmbedding, TransformerConfig
-from mcore_parallel.field_checks import check_at_least
 
 BERT_HEADS = ("pooler", "lm", "binary")
 """What --bert-heads may name."""

@@ -13,8 +13,8 @@ from mcore_models.encoder_config import (
     encoder_layers,
     feed_forward,
 )
+from mcore_models.logical_tensors import ffn_size, head_dim, num_kv_heads, tensor_shapes
 from mcore_moe.config import MoEConfig
-from mcore_parallel.logical_tensors import ffn_size, head_dim, num_kv_heads, tensor_shapes
 
 _NO_EXPERTS = MoEConfig()
 

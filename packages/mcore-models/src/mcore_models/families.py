@@ -22,7 +22,7 @@ from mcore_models.encoder_shapes import (
     t5_shapes,
 )
 from mcore_models.flops import flops_per_token
-from mcore_parallel.logical_tensors import tensor_shapes
+from mcore_models.logical_tensors import tensor_shapes
 
 if TYPE_CHECKING:
     from mcore_models.protocol import TrainableModel

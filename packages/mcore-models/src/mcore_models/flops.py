@@ -18,17 +18,7 @@ from mcore_models.encoder_config import (
     encoder_layers,
     feed_forward,
 )
-from mcore_models.memory_changes import (
-    CODE_BYTES,
-    exchange_elements,
-    fp8_bytes,
-    fuller,
-    optimizer_bytes,
-    waiting_elements,
-)
-from mcore_moe.config import MoEConfig
-from mcore_parallel.config import DataParallelConfig, ParallelConfig
-from mcore_parallel.logical_tensors import (
+from mcore_models.logical_tensors import (
     delta_sizes,
     expert_size,
     ffn_size,
@@ -41,6 +31,16 @@ from mcore_parallel.logical_tensors import (
     tensor_shapes,
     value_dim,
 )
+from mcore_models.memory_changes import (
+    CODE_BYTES,
+    exchange_elements,
+    fp8_bytes,
+    fuller,
+    optimizer_bytes,
+    waiting_elements,
+)
+from mcore_moe.config import MoEConfig
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig

@@ -20,13 +20,13 @@ from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mtp import PredictionLayer
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.residual import Residual, stream_norm
+from mcore_models.logical_tensors import further_mixers
 from mcore_models.mtp_model import MTP_TOKENS, MTPLanguageModel
+from mcore_models.mup import embedding_factor, logits_factor
 from mcore_models.protocol import MicroBatch, ModelState
 from mcore_models.stage_model import StageModel
 from mcore_parallel.context_parallel.packed_sequences import Documents
-from mcore_parallel.logical_tensors import further_mixers
 from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.mup import embedding_factor, logits_factor
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import VocabParallelHead
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel

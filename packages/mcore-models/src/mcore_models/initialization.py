@@ -11,7 +11,7 @@
 | a delta net's decay rates | U(0.01, 16), kept as logarithms |
 | Mamba's step sizes | exp U(ln min, ln max), at least a floor; kept before the softplus |
 
-With ``--use-mup`` spreads fall with the width too, see ``mcore_parallel.mup``.
+With ``--use-mup`` spreads fall with the width too, see ``mcore_models.mup``.
 The smaller residual weights keep the variance of the stream independent of depth: Radford
 et al. 2019, section 2.3 (GPT-2). Mamba's are those of Dao and Gu 2024, arXiv:2405.21060,
 a delta net's those of Yang et al. 2024, arXiv:2412.06464.
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from mcore_models.config import TransformerConfig
-from mcore_parallel.logical_tensors import num_halves
-from mcore_parallel.mup import TABLES, spread_factor
+from mcore_models.logical_tensors import num_halves
+from mcore_models.mup import TABLES, spread_factor
 from mcore_parallel.rng import fill_shards_
 from mcore_parallel.sharding import Shard
 

@@ -14,12 +14,12 @@ from mcore_models.layers.recurrent.gated_norm import GATED_NORM_KERNELS
 from mcore_models.layers.recurrent.kernel_fit import NARROW
 from mcore_models.layers.recurrent.ssd import SSD_KERNELS, is_kernel_width
 from mcore_models.layers.rope import rotary_kernel
+from mcore_models.logical_tensors import head_dim, is_gated, num_kv_heads, value_dim
 from mcore_moe.activations import FUSED, GATE_KERNELS
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import ROWS_KERNELS
 from mcore_moe.kernels import quack_gemm
 from mcore_moe.routing.topk import TOP_KERNEL
-from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads, value_dim
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optimizers.adamw import ADAM_KERNEL
 from mcore_parallel.optimizers.rounding import ROUNDING_KERNEL

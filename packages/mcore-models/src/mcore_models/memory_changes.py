@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 
 from mcore_models.config import TransformerConfig
+from mcore_models.logical_tensors import expert_size, is_gated, layer_mixers
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
-from mcore_parallel.logical_tensors import expert_size, is_gated, layer_mixers
 from mcore_parallel.offloading.config import (
     NUM_PIECES_ON_GPU,
     PIECE_BYTES,

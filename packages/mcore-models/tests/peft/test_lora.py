@@ -7,6 +7,7 @@ from torch import nn
 
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_models.logical_tensors import tensor_shapes
 from mcore_models.peft.attaching import (
     adapted_linears,
     attach_adapters,
@@ -16,7 +17,6 @@ from mcore_models.peft.attaching import (
 from mcore_models.peft.config import PeftConfig, is_meant, linears
 from mcore_models.peft.lora import full_weight
 from mcore_moe.config import MoEConfig
-from mcore_parallel.logical_tensors import tensor_shapes
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import named_parameters

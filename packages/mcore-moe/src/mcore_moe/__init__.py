@@ -4,7 +4,7 @@ The front is lazy (PEP 562): a name imports its module at first use, so a comman
 prints help never loads torch.
 """
 
-from mcore_parallel.lazy_front import lazy_front
+from mcore_base.lazy_front import lazy_front
 
 _EXPORTS: dict[str, str] = {
     "AllGatherDispatcher": "dispatch.all_gather",

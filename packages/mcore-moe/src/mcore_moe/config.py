@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from mcore_parallel.field_checks import check_at_least, check_choices
+from mcore_base.field_checks import check_at_least, check_choices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ The front is lazy (PEP 562): importing it imports no module of the package, so a
 only needs help text never loads torch.
 """
 
-from mcore_parallel.lazy_front import lazy_front
+from mcore_base.lazy_front import lazy_front
 
 _EXPORTS: dict[str, str] = {
     "Action": "pipeline_parallel.actions",
@@ -22,7 +22,6 @@ _EXPORTS: dict[str, str] = {
     "DisagreementError": "launch.call_checks",
     "FullyShardedDataParallel": "data_parallel.fully_sharded",
     "GradientSync": "data_parallel.gradient_sync",
-    "Layout": "sharding",
     "ParamLayout": "sharding",
     "Output": "tensor_parallel.linear",
     "PLAIN_BLOCKS": "context_parallel.block_attention",
@@ -36,7 +35,6 @@ _EXPORTS: dict[str, str] = {
     "RowParallelLinear": "tensor_parallel.linear",
     "SINGLE": "mesh",
     "Shard": "sharding",
-    "ShardedAdamW": "data_parallel.distributed_optimizer",
     "Stage": "pipeline_parallel.stages",
     "StageOutput": "pipeline_parallel.runner",
     "StreamDropout": "rng",

@@ -8,7 +8,7 @@ text. Nothing here needs the world or the hardware: what does is checked by
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_parallel.field_checks import check_at_least
+from mcore_base.field_checks import check_at_least
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """What --rank-order is made of, in the usual order."""

@@ -73,7 +73,7 @@ class Axis:
         return self.group.group_name
 
 
-_SEPARATE = ("pp_back", "background")
+_SEPARATE = ("pp_back",)
 """Axes that share no group with others over the same ranks."""
 SINGLE = Axis("single", 1, 0, None, (0,))
 """The axis of a layer that is not parallel."""
@@ -100,8 +100,6 @@ class ParallelContext:
         embedding_ends: pipeline ranks that hold copies of one embedding, the first and the
             last unless ``build`` is given others; an axis of one rank elsewhere.
         pp_back: ``pp`` over a second group, for messages to lower ranks.
-        background: the world over a second group, for collectives that must not delay
-            others; of one rank unless ``build`` makes it.
     """
 
     def __init__(
@@ -136,7 +134,6 @@ class ParallelContext:
         self.expert_optimizer_shard = axes["expert_optimizer_shard"]
         self.expert_optimizer_replica = axes["expert_optimizer_replica"]
         self.embedding_ends = axes["embedding_ends"]
-        self.background = axes.get("background", SINGLE)
 
     @classmethod
     def build(
@@ -146,7 +143,6 @@ class ParallelContext:
         *,
         compare_calls: bool = False,
         embedding_stages: Sequence[int] = (),
-        with_background: bool = False,
         ranks: Sequence[int] = (),
     ) -> ParallelContext:
         """Make every process group of a rank grid over the initialised world, or a part of it.
@@ -164,7 +160,6 @@ class ParallelContext:
                 world's store, so that an error names those that disagree (see ``call_checks``).
             embedding_stages: pipeline ranks of ``embedding_ends``, ascending; empty: the first
                 and the last. Others hold one where multi-token prediction has its own stage.
-            with_background: make ``background``.
             ranks: of the world that the grid is over; empty: all. The others do not call it,
                 and ``world`` is these ranks alone.
 
@@ -193,8 +188,6 @@ class ParallelContext:
             ).items()
         }
         settings = read_communicators(config.nccl_communicator_config_path, plan)
-        if with_background:
-            plan["background"] = plan["world"]
         # Groups of others are placeholders; axes of the same ranks and settings share one,
         # apart from _SEPARATE: nccl does what a group is given one after the other.
         made: dict[_Key, Any] = {}

@@ -74,10 +74,6 @@ class ParamLayout:
     """Pipeline stages that hold a copy (tied embedding): gradients are summed over it."""
 
 
-Layout = ParamLayout
-"""Its name in the package's front before."""
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a logical tensor and the local memory that holds it."""

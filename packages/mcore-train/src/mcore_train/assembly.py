@@ -15,6 +15,7 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels.fused_blocks import WIDEST, has_fused_width
+from mcore_models.logical_tensors import head_dim
 from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
@@ -24,23 +25,12 @@ from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimi
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.layer_stacks import layer_stacks
-from mcore_parallel.logical_tensors import head_dim
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.activations import ActivationOffload
 from mcore_parallel.optional_kernels import agree_on_kernels
-from mcore_parallel.pipeline_parallel.actions import Action, Schedule
-from mcore_parallel.pipeline_parallel.forward_backward_overlap import Turns
-from mcore_parallel.pipeline_parallel.schedule import build_schedule, forward_only
 from mcore_parallel.pipeline_parallel.stages import stages_of_rank
-from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.delayed_scaling import DelayedScales
-from mcore_parallel.precision.fp8 import (
-    RECIPES,
-    LinearGemms,
-    WeightCasts,
-    delayed_scales,
-    layer_gemms,
-)
+from mcore_parallel.precision.fp8 import RECIPES, WeightCasts, delayed_scales, layer_gemms
 from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
@@ -51,11 +41,11 @@ from mcore_train.datasets import Datasets, load_datasets
 from mcore_train.graphs.layers import LayerRecorder
 from mcore_train.graphs.recorders import CudaRecorder
 from mcore_train.graphs.whole_step import BackwardRecorder
-from mcore_train.guards.post_validation import PostValidation
 from mcore_train.loss_scaling import LossScaler
 from mcore_train.optimizers import OPTIMIZERS, BuildRule, build_optimizer
 from mcore_train.options.expert_conflicts import expert_graph_conflicts
 from mcore_train.options.implementation_conflicts import find_implementation_conflicts
+from mcore_train.pipeline import Pipeline
 from mcore_train.precision import check_device_format, torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
 
@@ -64,7 +54,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tables:
-    """What names of options stand for; a program may give tables with entries of its own."""
+    """Optimizers, fp8 recipes and engines by option value; a program may add its own."""
 
     optimizers: Mapping[str, BuildRule] = field(default_factory=lambda: OPTIMIZERS)
     """By ``--optimizer``."""
@@ -75,85 +65,87 @@ class Tables:
 
 
 @dataclass(kw_only=True, slots=True)
-class Run:
-    """Everything that one rank trains with, and how far it has come."""
+class Progress:
+    """How far a run has come: besides tensors, the only thing that a step changes."""
 
-    plan: Plan
-    ctx: ParallelContext
-    chunks: list[TrainableModel]
-    """Model chunks of this rank, in forward order; one without interleaving."""
-    data_parallel: GradientSync
-    """Who owns weights and gradients: the engine of --data-parallel-sharding-strategy."""
-    optimizer: DistributedOptimizer
-    streams: RngStreams
-    datasets: Datasets
-    dtype: torch.dtype
-    """Of parameters and activations."""
-    tokenizer: Tokenizer | None = None
-    weight_casts: WeightCasts = field(default_factory=WeightCasts)
-    """Casts of weights to fp8, kept for one step."""
-    fp8_scales: DelayedScales | None = None
-    """What ``--fp8-recipe delayed`` remembers; None for other recipes."""
-    loss_scaler: LossScaler | None = None
-    """Factor of the loss under ``--fp16``; None in other formats."""
-    weight_queue: WeightQueue | None = None
-    """Where linears put their weight gradients off; None where backward is whole."""
-    turns: Turns | None = None
-    """By which forwards and backwards of pairs take turns; None where there are none."""
-    post_validation: PostValidation | None = None
-    """The step that is validated by the next one; None where each waits for its norm."""
-    recorder: BackwardRecorder | LayerRecorder | None = None
-    """What makes CUDA graphs of forward and backward; None where they are launched singly."""
-    warmed_up: set[str] = field(default_factory=set)
-    """Passes that have run once in this process, ``train`` and ``evaluate``: a pipeline's
-    first pass waits for each message on the host (see ``run_schedule``)."""
-    base: str = ""
-    """Folder of the model that adapters stand beside; empty: checkpoints hold everything."""
     iteration: int = 0
     """Steps done."""
     consumed_train_samples: int = 0
     """Sequences trained on, over all ranks; where the data continues."""
     schedule_samples: int = 0
-    """Sequences that the learning-rate schedule has counted."""
-    small_files: dict[str, bytes] = field(default_factory=dict)
-    """Of the checkpoint that it began from, which its own take along: how texts end. On rank
-    0, which writes them."""
-    stretches: list[Stretch] = field(default_factory=list)
+    """Sequences that the learning-rate schedule has counted: those of skipped steps are not."""
+    batch_size_phases: list[Stretch] = field(default_factory=list)
     """Batch sizes that the run has had, over all its continuations."""
-    built_actions: dict[tuple[str, int], Sequence[Action]] = field(default_factory=dict)
-    """What ``step_actions`` and ``forward_actions`` have given, by kind and micro-batches:
-    thousands of actions are not built in every step."""
+
+    def count_step(self, batch_size: int, *, is_skipped: bool) -> None:
+        """Count one more step of ``batch_size`` sequences over all ranks."""
+        phases = self.batch_size_phases
+        if not phases or phases[-1].batch_size != batch_size:
+            phases.append(Stretch(self.iteration + 1, self.consumed_train_samples, batch_size))
+        self.iteration += 1
+        self.consumed_train_samples += batch_size
+        if not is_skipped:
+            self.schedule_samples += batch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """What number formats below float32 keep from one step to the next."""
+
+    weight_casts: WeightCasts = field(default_factory=WeightCasts)
+    """Casts of weights to fp8, kept for one step."""
+    fp8_scales: DelayedScales | None = None
+    """Histories of ``--fp8-recipe delayed``; None for other recipes."""
+    loss_scaler: LossScaler | None = None
+    """Factor of the loss under ``--fp16``; None in other formats."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """What a run has loaded."""
+
+    checkpoint: str = ""
+    """Folder of the weights; empty: the run began from its seed."""
+    adapter_base: str = ""
+    """Folder of the model that adapters are trained on; empty: checkpoints of the run hold
+    all weights."""
+    carried_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files of the checkpoint (such as generation_config.json) that the run's own
+    checkpoints repeat, by name; on rank 0, which writes them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Everything that one rank trains with. Parts are fixed; a step changes their tensors."""
+
+    plan: Plan
+    ctx: ParallelContext
+    chunks: Sequence[TrainableModel]
+    """Model chunks of this rank, in forward order; one without interleaving."""
+    dtype: torch.dtype
+    """Of parameters and activations."""
+    streams: RngStreams
+    precision: Precision
+    pipeline: Pipeline
+    data_parallel: GradientSync
+    """Holds weights and gradients: the engine of --data-parallel-sharding-strategy."""
+    optimizer: DistributedOptimizer
+    recorder: BackwardRecorder | LayerRecorder | None
+    """Makes CUDA graphs of forward and backward; None where kernels are launched singly."""
+    datasets: Datasets
+    tokenizer: Tokenizer | None
+    origin: Origin = field(default_factory=Origin)
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def read_entries(self) -> frozenset[str]:
-        """Entries of batches that this rank reads: of a GPT a middle stage none."""
+        """Entries of batches that this rank reads: a middle stage of a GPT reads none."""
         return frozenset().union(*(chunk.read_entries for chunk in self.chunks))
-
-    def step_actions(self, num_microbatches: int) -> Sequence[Action]:
-        """This rank's part of the schedule of a step of so many micro-batches."""
-        pipeline = self.plan.config.pipeline
-        return self._built("train", partial(build_schedule, pipeline), num_microbatches)
-
-    def forward_actions(self, num_microbatches: int) -> Sequence[Action]:
-        """This rank's part of a schedule without backward."""
-        v_shaped = self.plan.config.pipeline.v_shaped
-        forwards = partial(forward_only, vpp=len(self.chunks), v_shaped=v_shaped)
-        return self._built("evaluate", forwards, num_microbatches)
 
     def keeping_casts(self) -> AbstractContextManager[None]:
         """Keep casts of weights inside, where a weight's address identifies it."""
-        return (
-            self.weight_casts.keeping() if self.data_parallel.keeps_weights else nullcontext()
-        )
-
-    def _built(
-        self, kind: str, build: Callable[[int, int], Schedule], num_microbatches: int
-    ) -> Sequence[Action]:
-        key = kind, num_microbatches
-        if key not in self.built_actions:
-            built = build(self.ctx.pp.size, num_microbatches)
-            self.built_actions[key] = built[self.ctx.pp.rank]
-        return self.built_actions[key]
+        keeps = self.data_parallel.keeps_weights
+        return self.precision.weight_casts.keeping() if keeps else nullcontext()
 
 
 def assemble(
@@ -167,7 +159,7 @@ def assemble(
 ) -> Run:
     """Build the parts of a run on this rank; all ranks call it with equal plans.
 
-    The run's plan counts by the batch sizes of the run that it continues, see ``load_run``.
+    The plan of the run counts by the batch sizes of the run that it continues (``load_run``).
 
     Args:
         plan: what ``resolve`` gave for this world.
@@ -175,7 +167,8 @@ def assemble(
         datasets: to train on; left out, those that the plan's flags name.
         dtype: of parameters; left out, the plan's.
         prepare: changes initial weights, see ``GradientSync.fill_weights``.
-        tables: what names of options stand for; left out, what this package has.
+        tables: optimizers, fp8 recipes and engines by their option values; left out, those of
+            this package.
 
     Raises:
         ValueError: if data or tokenizer do not fit the flags.
@@ -189,27 +182,17 @@ def assemble(
     streams = RngStreams(config.run.seed, ctx)
     dtype = dtype or torch_dtype(plan.dtype)
     check_device_format(dtype, ctx.device, ctx.world)
-    if ctx.device.type == "cuda":
-        wanted = optional_kernels(
-            config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8, config.experts
-        )
-        agree_on_kernels(wanted, ctx.device, ctx.world)
-        _warn_of_plain_blocks(plan, ctx)
-    casts, scales = WeightCasts(), delayed_scales(config.fp8, ctx)
-    layers = plan.family.num_layers(config.model), config.model.mtp_num_layers
-    own = config.fp8, ctx, layers[0], casts, scales, layers[1]
-    gemms = layer_gemms(*own, recipes=tables.recipes)
-    chunks = _build_chunks(plan, ctx, gemms, streams, dtype)
-    weight_queue = None
-    if config.pipeline.splits_backward:
-        weight_queue = WeightQueue()
-        weight_queue.serve(*chunks)
-    turns = None
-    if config.pipeline.overlap_moe_expert_parallel_comm:
-        turns = Turns()
-        turns.serve(*chunks)
-    engine = tables.engines[config.data_parallelism.sharding]
-    data_parallel = _build_engine(engine, chunks, ctx, config)
+    _choose_kernels(plan, ctx, dtype)
+
+    # The order matters: layers learn of the pipeline before the engine takes their parameters,
+    # and the optimizer updates what the engine gives to this rank.
+    precision = Precision(
+        fp8_scales=delayed_scales(config.fp8, ctx),
+        loss_scaler=LossScaler(config.precision, ctx.device) if config.precision.fp16 else None,
+    )
+    chunks = _build_chunks(plan, ctx, precision, streams, dtype, tables.recipes)
+    pipeline = Pipeline(config, ctx, chunks, dtype)
+    data_parallel = _build_engine(tables, chunks, ctx, config)
     if prepare is not None:
         data_parallel.fill_weights(prepare)
     if config.offloading.cpu_offloading:
@@ -217,36 +200,41 @@ def assemble(
             ActivationOffload(layers, config.offloading.cpu_offloading_num_layers, ctx.device)
     recorder = None
     if config.run.cuda_graph_impl != "none" and ctx.device.type == "cuda":
+        casts = precision.weight_casts
         recorder = _build_recorder(plan, chunks, data_parallel, streams, casts)
-    optimizer = build_optimizer(config, ctx, data_parallel, tables.optimizers)
-    scaler = LossScaler(config.precision, ctx.device) if config.precision.fp16 else None
-    post_validation = None
-    if config.pipeline.enable_optimizer_post_validation:
-        post_validation = PostValidation(optimizer, config.optimizer.clip_grad, scaler)
     return Run(
         plan=plan,
         ctx=ctx,
         chunks=chunks,
-        data_parallel=data_parallel,
-        optimizer=optimizer,
-        streams=streams,
-        datasets=datasets,
         dtype=dtype,
-        tokenizer=tokenizer,
-        weight_casts=casts,
-        fp8_scales=scales,
-        loss_scaler=scaler,
-        weight_queue=weight_queue,
-        turns=turns,
-        post_validation=post_validation,
+        streams=streams,
+        precision=precision,
+        pipeline=pipeline,
+        data_parallel=data_parallel,
+        optimizer=build_optimizer(config, ctx, data_parallel, tables.optimizers),
         recorder=recorder,
+        datasets=datasets,
+        tokenizer=tokenizer,
     )
 
 
+def _choose_kernels(plan: Plan, ctx: ParallelContext, dtype: torch.dtype) -> None:
+    """Let all ranks of a GPU job use the same optional kernels; all-gathers over the world."""
+    if ctx.device.type != "cuda":
+        return
+    config = plan.config
+    wanted = optional_kernels(
+        *(config.model, config.kernels, ctx.device, dtype, ctx.tp, config.fp8, config.experts)
+    )
+    agree_on_kernels(wanted, ctx.device, ctx.world)
+    _warn_of_plain_blocks(plan, ctx)
+
+
 def _build_engine(
-    engine: Engine, chunks: list[TrainableModel], ctx: ParallelContext, config: TrainConfig
+    tables: Tables, chunks: list[TrainableModel], ctx: ParallelContext, config: TrainConfig
 ) -> GradientSync:
-    """Let an engine take the parameters over, and fill those that have no memory before."""
+    """Give the parameters to the engine; initialize them after it if they have no memory."""
+    engine = tables.engines[config.data_parallelism.sharding]
     is_filled = not any(p.is_meta for chunk in chunks for p in chunk.parameters())
     data_parallel = engine(chunks, ctx, config.data_parallelism)
     if not is_filled:
@@ -280,12 +268,22 @@ def _build_recorder(
 def _build_chunks(
     plan: Plan,
     ctx: ParallelContext,
-    gemms: Sequence[LinearGemms],
+    precision: Precision,
     streams: RngStreams,
     dtype: torch.dtype,
+    recipes: Mapping[str, type[Recipe]],
 ) -> list[TrainableModel]:
     """Build this rank's model chunks, in forward order, with adapters if there are any."""
     config = plan.config
+    gemms = layer_gemms(
+        config.fp8,
+        ctx,
+        num_layers=plan.family.num_layers(config.model),
+        casts=precision.weight_casts,
+        scales=precision.fp8_scales,
+        num_mtp_layers=config.model.mtp_num_layers,
+        recipes=recipes,
+    )
     has_adapters = config.peft.peft != "none"
     chunks = [
         plan.family.build(

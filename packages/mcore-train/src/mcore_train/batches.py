@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_base.field_checks import flag
 from mcore_data.loading.loader import build_loader
 from mcore_data.preprocessing.workers import most_workers
 from mcore_models.protocol import MicroBatch
-from mcore_parallel.field_checks import flag
 from mcore_parallel.launch.launcher import num_cores
 from mcore_train.assembly import Run
 from mcore_train.datasets import Dataset
@@ -56,11 +56,11 @@ def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
     wanted, cores = run.plan.config.data.num_workers, num_cores()
     if wanted > (most := most_workers(cores)):
         log.warning("--num-workers %d: %d start, the most on %d cores", wanted, most, cores)
-    source = iter(_open(run, run.datasets.train, run.consumed_train_samples))
+    source = iter(_open(run, run.datasets.train, run.progress.consumed_train_samples))
     while True:
         yield [
             place_for(run, _next(source, run))
-            for _ in range(run.plan.num_microbatches_at(run.consumed_train_samples))
+            for _ in range(run.plan.num_microbatches_at(run.progress.consumed_train_samples))
         ]
 
 
@@ -166,9 +166,10 @@ def _open_external(run: Run, source: BatchSource, consumed_samples: int) -> Iter
 def _next(source: Iterator[Batch], run: Run) -> Batch:
     batch = next(source, None)
     if batch is None:
+        progress = run.progress
         raise RuntimeError(
-            f"the training data end within step {run.iteration + 1} of {run.plan.train_iters}, "
-            f"after {run.consumed_train_samples} samples."
+            f"the training data end within step {progress.iteration + 1} of "
+            f"{run.plan.train_iters}, after {progress.consumed_train_samples} samples."
         )
     if run.plan.config.data.dataloader_type == "external":
         _check(batch, run)

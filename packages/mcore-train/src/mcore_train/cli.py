@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from mcore_parallel.command_line import HELP_FLAGS
-from mcore_parallel.command_line import parse as parse_options
-from mcore_parallel.entry_point import Commands, run_program
+from mcore_base.command_line import HELP_FLAGS
+from mcore_base.command_line import parse as parse_options
+from mcore_base.entry_point import Commands, run_program
 from mcore_train.composition import FAMILY_COMMANDS, TrainConfig, Verified
 
 ABOUT = """Train large language models: one program from a laptop CPU to a cluster.
@@ -150,6 +150,20 @@ def plan(words: Sequence[str]) -> int:
     return 0
 
 
+def launch(words: Sequence[str]) -> int:
+    """Render, submit and follow jobs on several hosts."""
+    from mcore_train.launching.cli import launch as run_verb
+
+    return run_verb(words)
+
+
+def triage(words: Sequence[str]) -> int:
+    """Read the logs of a run that ended and print why it did."""
+    from mcore_train.diagnosis.cli import triage_logs
+
+    return parse_options(triage_logs, "mcore-train triage", words)
+
+
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
     """Start ``nproc`` ranks of this same command on this host and wait for them."""
     from mcore_parallel.launch.launcher import launch_local, python_command
@@ -199,5 +213,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         verify,
     ),
     "plan": ("from a model and a cluster to the fastest layouts that fit", plan),
+    "launch": ("start a run on several hosts: Slurm, Kubernetes, Ray, SkyPilot, here", launch),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
+    "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
 }

@@ -9,7 +9,7 @@ own packages; ``composition.TrainConfig`` puts all of them together.
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_parallel.field_checks import check_at_least, flag
+from mcore_base.field_checks import check_at_least, flag
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -270,9 +270,13 @@ class LogConfig:
     """JSON lines of the same numbers; empty: metrics.jsonl below --save."""
     tensorboard: bool = False
     """Write TensorBoard scalars to tensorboard/ below --save."""
+    health_port: int = 0
+    """Port on which the first rank of each host answers /health and /metrics over HTTP; 0: no
+    such endpoint."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "log_interval")
+        check_at_least(self, 0, "health_port")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,24 +1,21 @@
 """Validation: total loss over total tokens, never a mean of means."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.pipeline_parallel.runner import (
-    Payload,
-    StageFunction,
-    StageOutput,
-    run_schedule,
-)
+from mcore_parallel.pipeline_parallel.runner import Payload, StageFunction, StageOutput
 from mcore_train.assembly import Run
-from mcore_train.batches import place_for
-from mcore_train.step import payload_shape
+from mcore_train.batches import final_batches, place_for, valid_batches
+from mcore_train.reporting.log import Reporter
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +42,57 @@ class Score:
     def bits_per_byte(self, num_bytes: int) -> float:
         """Return the code length in bits for each of the text's bytes."""
         return self.loss_sum / math.log(2) / num_bytes
+
+
+def validate(
+    run: Run, reporter: Reporter, between_batches: Callable[[], None] = lambda: None
+) -> Score:
+    """Score the validation data, always the same samples, and report.
+
+    With ``--full-validation`` these are all samples. Several sets
+    (``--multiple-validation-sets``) are scored and reported one by one.
+
+    Args:
+        run: its weights are not changed.
+        reporter: gets the scores.
+        between_batches: see ``evaluate``.
+
+    Returns:
+        The score over all sets.
+    """
+    total = Score(0.0, 0)
+    for name, dataset in (run.datasets.valid_sets or {"": run.datasets.valid}).items():
+        batches, num_batches = valid_batches(run, dataset)
+        score = evaluate(run, batches, num_batches, between_batches)
+        _report_score(run, reporter, "valid", score, name)
+        total = Score(total.loss_sum + score.loss_sum, total.num_tokens + score.num_tokens)
+    return total
+
+
+def score_test_data(run: Run, reporter: Reporter, between_batches: Callable[[], None]) -> None:
+    """Score the test data and report, if the run validates and has test data."""
+    if run.plan.config.evaluation.interval and run.datasets.test is not None:
+        score = evaluate(run, *final_batches(run), between_batches)
+        _report_score(run, reporter, "test", score)
+
+
+def _report_score(
+    run: Run, reporter: Reporter, split: str, score: Score, name: str = ""
+) -> None:
+    others = "".join(f" {loss} value: {value:.6E} |" for loss, value in score.others.items())
+    step = run.progress.iteration
+    log.info(
+        " %s loss at iteration %d%s | lm loss value: %.6E | lm loss PPL: %.6E |%s",
+        "validation" if split == "valid" else split,
+        step,
+        f" on {name}" if name else "",
+        score.loss,
+        score.perplexity,
+        others,
+    )
+    numbers = {"loss": score.loss, "perplexity": score.perplexity, "tokens": score.num_tokens}
+    numbers |= {loss.replace(" ", "_"): value for loss, value in score.others.items()}
+    reporter.record(f"{split} {name}".strip(), step, numbers)
 
 
 def evaluate(
@@ -128,17 +176,5 @@ def forward_pass(
 
         return forward
 
-    run_schedule(
-        run.forward_actions(len(batches)),
-        {number: build(number) for number in range(len(run.chunks))},
-        axis=run.ctx.pp,
-        back=run.ctx.pp_back,
-        shape=partial(payload_shape, run, batches),
-        dtype=run.dtype,
-        device=run.ctx.device,
-        v_shaped=run.plan.config.pipeline.v_shaped,
-        rendezvous="evaluate" not in run.warmed_up,
-        overlap=run.plan.config.pipeline.overlap_p2p_communication,
-        batched=run.plan.config.pipeline.batch_p2p_communication,
-    )
-    run.warmed_up.add("evaluate")
+    stages = {number: build(number) for number in range(len(run.chunks))}
+    run.pipeline.evaluate(stages, batches)

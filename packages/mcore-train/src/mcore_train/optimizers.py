@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 
 from mcore_ckpt.save_load.rank_agreement import agreed
+from mcore_models.mup import step_width
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.mup import step_width
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.sgd import SGD
 from mcore_parallel.optimizers.update_rule import UpdateRule

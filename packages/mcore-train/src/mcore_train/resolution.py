@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from mcore_base.command_line import FaultCollector, OptionsError
 from mcore_data.tokenizers.building import build_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.families import GPT_FAMILY, Family
-from mcore_parallel.command_line import FaultCollector, OptionsError
-from mcore_parallel.logical_tensors import moe_layers
+from mcore_models.logical_tensors import moe_layers
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
 from mcore_parallel.pipeline_parallel.stages import Stage, build_stages, stages_of_rank

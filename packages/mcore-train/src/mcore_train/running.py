@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from mcore_base.field_checks import flag
+from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.rank_agreement import gather_json
-from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_models.families import GPT_FAMILY, Family
-from mcore_parallel.field_checks import flag
 from mcore_parallel.launch import launcher
 from mcore_parallel.launch.watchdog import Watch
 from mcore_parallel.mesh import ParallelContext
@@ -25,6 +25,7 @@ from mcore_train.loop import train
 from mcore_train.options.output_checks import build_checked_plan
 from mcore_train.precision import with_device_precision
 from mcore_train.reporting.header import build_header
+from mcore_train.reporting.health import Health, HealthServer
 from mcore_train.reporting.log import METRICS, SAMPLES, TENSORBOARD, Reporter, set_up
 from mcore_train.resolution import Plan
 
@@ -51,17 +52,20 @@ def run_training(
     console = set_up(world.rank == 0)
     config = with_device_precision(config, world.local_rank)
     plan = build_checked_plan(config, world.world_size, family, is_reporter=world.rank == 0)
-    with joined_world(plan) as ctx:
-        run = assemble(plan, ctx, tables=tables)
-        if load_run(run):
+    with served_health(plan, world) as health, joined_world(plan) as ctx:
+        run = load_run(assemble(plan, ctx, tables=tables))
+        if run.origin.checkpoint:
             load = starting_point(config).load
-            log.info("continuing at iteration %d from %s", run.iteration, load)
+            log.info("continuing at iteration %d from %s", run.progress.iteration, load)
         if config.saving.overwrite:
             clear_run_folder(config.saving.save, ctx)
         with build_reporter(
-            plan, console if world.rank == 0 else None, continues_from=run.iteration
+            plan,
+            console if world.rank == 0 else None,
+            continues_from=run.progress.iteration,
+            health=health,
         ) as reporter:
-            reporter.report_header(run.iteration, build_header(run))
+            reporter.report_header(run.progress.iteration, build_header(run))
             train(run, reporter)
     return 0
 
@@ -94,12 +98,30 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
             device,
             compare_calls=True,
             embedding_stages=plan.embedding_stages,
-            with_background=config.pipeline.enable_optimizer_post_validation,
         )
         stack.callback(ctx.destroy)
         stack.enter_context(Watch.of_world(ctx.world.rank, ctx.world.size, timeout_minutes))
         check_same_options(config, ctx)
         yield ctx
+
+
+@contextlib.contextmanager
+def served_health(plan: Plan, world: launcher.RankEnvironment) -> Iterator[Health | None]:
+    """Serve ``--health-port`` on the first rank of each host, from before ranks meet.
+
+    Raises:
+        ValueError: if the port is taken.
+    """
+    port = plan.config.logging.health_port
+    if not port or world.local_rank:
+        yield None
+        return
+    # The watch ends ranks that hang for the timeout; the endpoint reports what it missed.
+    stale_s = 60.0 * (plan.config.parallelism.distributed_timeout_minutes + 1)
+    health = Health(stale_s, rank=world.rank)
+    health.begin(0, plan.train_iters)
+    with HealthServer(port, health):
+        yield health
 
 
 def check_same_options(config: TrainConfig, ctx: ParallelContext) -> None:
@@ -123,7 +145,12 @@ def check_same_options(config: TrainConfig, ctx: ParallelContext) -> None:
 
 
 def build_reporter(
-    plan: Plan, console: Console | None, *, with_lines: bool = True, continues_from: int = 0
+    plan: Plan,
+    console: Console | None,
+    *,
+    with_lines: bool = True,
+    continues_from: int = 0,
+    health: Health | None = None,
 ) -> Reporter:
     """Build the reporter of the plan's flags.
 
@@ -132,6 +159,7 @@ def build_reporter(
         console: where to show progress; None on ranks that do not report.
         with_lines: write a line for each report.
         continues_from: steps done before.
+        health: as of ``Reporter``.
     """
     save, options = plan.config.saving.save, plan.config.logging
     on_disk = str(as_path(save)) if save and not is_store(as_path(save)) else ""
@@ -143,4 +171,5 @@ def build_reporter(
         tensorboard_folder=Path(save) / TENSORBOARD if options.tensorboard else None,
         with_lines=with_lines,
         continues_from=continues_from,
+        health=health,
     )

@@ -1,6 +1,7 @@
-"""One training step: forward and backward of all micro-batches, sums, clip, update.
+"""One training step: forward and backward of all micro-batches, clip, update.
 
-Nothing here waits for the device: results stay tensors until they are read.
+Nothing here waits for the device, apart from fp16, whose loss scale depends on the norm:
+results stay tensors until they are read.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,22 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from mcore_models.protocol import MicroBatch
 from mcore_models.qk_clip.row_factors import row_factors
 from mcore_moe.routing.router_stats import SUMMARY, RouterStats, finish_step, summarize
 from mcore_parallel.data_parallel.grads import clip_coefficient
-from mcore_parallel.pipeline_parallel.runner import (
-    Payload,
-    PayloadShape,
-    StageFunction,
-    StageOutput,
-    run_schedule,
-)
+from mcore_parallel.pipeline_parallel.runner import Payload, StageFunction, StageOutput
 from mcore_train.assembly import Run
-from mcore_train.guards.post_validation import PostValidation
 from mcore_train.losses import StepLosses, count_valid, loss_weights
 
 
@@ -33,21 +27,19 @@ class StepResult:
     """Numbers of one step, on the device."""
 
     losses: Mapping[str, Float[Tensor, ""]]
-    """This rank's parts of the mean losses, by name, the main one first: the sum over
-    ``dp_cp`` and ``pp`` is the mean."""
+    """This rank's parts of the mean losses by name, the main loss first: summed over ``dp_cp``
+    and ``pp`` they are the means."""
     aux_loss: Float[Tensor, ""]
-    """This rank's part of what experts add to the loss: the sum over the world is it."""
+    """This rank's part of what experts add to the loss: a sum over the world."""
     grad_norm: Float[Tensor, ""]
-    """Of all gradients, before clipping; equal on all ranks. NaN until the step is validated,
-    where that is afterwards."""
+    """Of all gradients, before clipping; equal on all ranks."""
     lr: float
     """Learning rate of the update; not applied where the step is skipped."""
     balance: Float[Tensor, "L n"] | None = None
-    """How this rank's layers shared tokens out among experts: what ``mcore_moe.SUMMARY`` names;
-    0 for layers of other stages and without experts."""
-    is_skipped: bool | Bool[Tensor, ""] = False
-    """Whether weights stayed as they are, since scaled gradients overflowed. A tensor on the
-    host, false until the step is validated, where that is afterwards."""
+    """Router statistics of this rank's layers, with the columns of ``mcore_moe.SUMMARY``; 0 for
+    layers of other stages and layers without experts."""
+    is_skipped: bool = False
+    """Whether weights stayed as they are, since scaled gradients overflowed."""
 
     @property
     def loss(self) -> Float[Tensor, ""]:
@@ -71,134 +63,50 @@ def train_step(
         weight_decay: decoupled decay.
         before_update: called right before weights and optimizer state change.
     """
-    return update(run, backward(run, batches), lr, weight_decay, before_update)
-
-
-def update(
-    run: Run,
-    losses: StepLosses,
-    lr: float,
-    weight_decay: float,
-    before_update: Callable[[], None] | None = None,
-) -> StepResult:
-    """Update weights by the gradients of ``backward``: what ``train_step`` does after it.
-
-    Args:
-        run: changed in place.
-        losses: of ``backward``.
-        lr: see ``train_step``, as are the next two.
-        weight_decay: see there.
-        before_update: see there.
-    """
-    validation = run.post_validation
-    if validation is not None and validation.is_due:
-        norm, is_skipped = validation.propose(lr, weight_decay, before_update)
-        return StepResult(losses.named, losses.aux_loss, norm, lr, is_skipped=is_skipped)
-    factors = _clipped_rows(run)
+    losses = backward(run, batches)
+    row_scales = _qk_clip_scales(run)
     norm = run.optimizer.grad_norm()
-    scaler, unscale = run.loss_scaler, 1.0
-    if scaler is not None:
-        unscale = 1.0 / scaler.value
+    unscale, is_skipped = 1.0, False
+    if scaler := run.precision.loss_scaler:
+        unscale = 1.0 / scaler.value  # before ``update``, which sets the next step's scale
         # The norm is summed over the world, so that all ranks skip a step or none.
         is_finite = bool(norm.isfinite())
+        is_skipped = scaler.update(is_finite=is_finite) and not is_finite
         norm = norm * unscale
-        if scaler.update(is_finite=is_finite) and not is_finite:
-            balance = _finish_routers(run) if run.plan.config.experts.num_experts else None
-            return StepResult(losses.named, losses.aux_loss, norm, lr, balance, is_skipped=True)
-    max_norm = run.plan.config.optimizer.clip_grad
-    scale = (clip_coefficient(norm, max_norm) if max_norm else 1.0) * unscale
-    if before_update is not None:
-        before_update()
-    if run.fp8_scales is not None:
-        run.fp8_scales.move_on()
-    run.optimizer.step(lr, weight_decay, scale, factors)
+    if not is_skipped:
+        max_norm = run.plan.config.optimizer.clip_grad
+        clip = clip_coefficient(norm, max_norm) if max_norm else 1.0
+        if before_update is not None:
+            before_update()
+        if run.precision.fp8_scales is not None:
+            run.precision.fp8_scales.move_on()
+        run.optimizer.step(lr, weight_decay, clip * unscale, row_scales)
     balance = _finish_routers(run) if run.plan.config.experts.num_experts else None
-    return StepResult(losses.named, losses.aux_loss, norm, lr, balance)
-
-
-def _clipped_rows(run: Run) -> Mapping[str, Tensor]:
-    """Return the factors of rows of queries and keys that --qk-clip scales."""
-    options = run.plan.config.qk_clipping
-    if not options.qk_clip:
-        return {}
-    return row_factors(run.chunks, run.ctx.data_axes()["dense"], options)
-
-
-def _finish_routers(run: Run) -> Float[Tensor, "L n"]:
-    """Close the step for the routers of this rank; return what they did, by layer."""
-    stats: dict[str, RouterStats] = {}
-    for chunk in run.chunks:
-        stats |= finish_step(chunk, run.ctx.axis("tp", "cp", "dp"))
-    rows = summarize(list(stats.values())) if stats else ()
-    model = run.plan.config.model
-
-    def layer(name: str) -> int:  # blocks.3.moe.router, mtp.0.block.moe.router
-        stack, number, *_ = name.split(".")
-        return int(number) + model.num_layers * (stack == "mtp")
-
-    by_layer = {layer(name): row for name, row in zip(stats, rows, strict=True)}
-    nothing = torch.zeros(len(SUMMARY), device=run.ctx.device)
-    depth = model.num_layers + model.mtp_num_layers
-    return torch.stack([by_layer.get(layer, nothing) for layer in range(depth)])
+    return StepResult(losses.named, losses.aux_loss, norm, lr, balance, is_skipped)
 
 
 def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
-    """Compute the gradients of one global batch: summed over all ranks, not clipped.
+    """Compute the gradients of one global batch, summed over all ranks and not clipped.
 
-    With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded. Validates the
-    step before, where that is pending, and begins anew if it was clipped.
+    With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded.
     """
-    if run.post_validation is not None and run.post_validation.is_pending:
-        streams = run.streams.state()
-        losses = _backward(run, batches, run.post_validation)
-        if not run.post_validation.is_pending:
-            return losses
-        run.post_validation.redo()
-        run.streams.set_state(streams)
     compute = partial(_backward, run)
     return compute(batches) if run.recorder is None else run.recorder(compute, batches)
 
 
-def _backward(
-    run: Run, batches: Sequence[MicroBatch], pending: PostValidation | None = None
-) -> StepLosses:
-    """Compute gradients, which are of no use if a pending step stays so."""
-
-    def is_refuted() -> bool:
-        if pending is None or not pending.accept():
-            return True
-        run.data_parallel.zero_grad()
-        return False
-
-    if pending is None:
-        run.data_parallel.zero_grad()
-    # Ranks that sum the count are of one stage: all of them need it, or none does.
+def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
+    run.data_parallel.zero_grad()
     last = run.chunks[-1]
-    num_valid = count_valid(last, batches, run.ctx) if last.stage.has_loss else {}
     losses = StepLosses(run.ctx.device, last.loss_coefficients)
-    noting = nullcontext() if run.fp8_scales is None else run.fp8_scales.noting()
+    # Ranks that all-reduce the counts hold the same stage: all of them enter, or none.
+    num_valid = count_valid(last, batches, run.ctx) if last.stage.has_loss else {}
+    stages = stage_functions(run, batches, num_valid, losses)
+    scales = run.precision.fp8_scales
+    noting = nullcontext() if scales is None else scales.noting()
+    # Gradients are summed over data ranks once, by the hooks of ``Pipeline.train``.
     with run.data_parallel.no_sync(), run.keeping_casts(), noting:
-        run_schedule(
-            run.step_actions(len(batches)),
-            stage_functions(run, batches, num_valid, losses),
-            axis=run.ctx.pp,
-            back=run.ctx.pp_back,
-            shape=partial(payload_shape, run, batches),
-            dtype=run.dtype,
-            device=run.ctx.device,
-            before_last_backward=run.data_parallel.start_sync,
-            before_last_weights=run.data_parallel.start_weight_sync,
-            give_up=None if pending is None else is_refuted,
-            weight_queue=run.weight_queue,
-            turns=run.turns,
-            v_shaped=run.plan.config.pipeline.v_shaped,
-            rendezvous="train" not in run.warmed_up,
-            overlap=run.plan.config.pipeline.overlap_p2p_communication,
-            batched=run.plan.config.pipeline.batch_p2p_communication,
-        )
-    run.warmed_up.add("train")
-    if pending is None or not pending.is_pending:
-        run.data_parallel.finish()
+        run.pipeline.train(stages, batches, run.data_parallel)
+    run.data_parallel.finish()
     return losses
 
 
@@ -208,10 +116,13 @@ def stage_functions(
     num_valid: Mapping[str, Float[Tensor, ""]],
     losses: StepLosses,
 ) -> Mapping[int, StageFunction]:
-    """Build what the pipeline calls for each model chunk of this rank, by chunk number."""
+    """Build the forward of each model chunk of this rank, by chunk number.
+
+    Each adds the losses of its micro-batch to ``losses``.
+    """
     aux_weight = 1.0 / (len(batches) * run.ctx.dp.size)
     has_aux = run.plan.config.experts.num_experts > 0
-    scaler = run.loss_scaler
+    scaler = run.precision.loss_scaler
 
     def build(number: int) -> StageFunction:
         model = run.chunks[number]
@@ -228,14 +139,14 @@ def stage_functions(
             weights = loss_weights(model, batch, num_valid, run.dtype)
             if scaler is not None:  # here, since the loss itself must be a root of backward
                 weights = {name: each * scaler.scale for name, each in weights.items()}
-            found = model.losses(output, batch, weights)
-            for name, loss in found.items():
+            scaled_losses = model.losses(output, batch, weights)
+            for name, loss in scaled_losses.items():
                 coefficient = model.loss_coefficients[name]
                 mean = loss.detach()
                 if scaler is not None:
                     mean = mean / scaler.scale
                 losses.named[name] += mean if coefficient == 1.0 else mean / coefficient
-            return StageOutput(_sum(found.values()), extra)
+            return StageOutput(_sum(scaled_losses.values()), extra)
 
         return forward
 
@@ -250,13 +161,27 @@ def _sum(losses: Iterable[Tensor]) -> Tensor:
     return first
 
 
-def payload_shape(
-    run: Run, batches: Sequence[MicroBatch], microbatch: int, sender: int
-) -> PayloadShape:
-    """Shape of what a stage sends on, as this rank holds it.
+def _qk_clip_scales(run: Run) -> Mapping[str, Tensor]:
+    """Return the factors by which --qk-clip scales rows of query and key matrices."""
+    options = run.plan.config.qk_clipping
+    if not options.qk_clip:
+        return {}
+    return row_factors(run.chunks, run.ctx.data_axes()["dense"], options)
 
-    Read off the micro-batch itself, which every stage has, so that lengths may differ from
-    one micro-batch to the next without a message.
-    """
-    cuts = run.ctx.tp.size if run.plan.config.parallelism.sequence_parallel else 1
-    return run.chunks[0].payload_shape(batches[microbatch], sender, cuts)
+
+def _finish_routers(run: Run) -> Float[Tensor, "L n"]:
+    """Update the biases of this rank's routers; return their statistics by layer."""
+    stats: dict[str, RouterStats] = {}
+    for chunk in run.chunks:
+        stats |= finish_step(chunk, run.ctx.axis("tp", "cp", "dp"))
+    rows = summarize(list(stats.values())) if stats else ()
+    model = run.plan.config.model
+
+    def layer(name: str) -> int:  # blocks.3.moe.router, mtp.0.block.moe.router
+        stack, number, *_ = name.split(".")
+        return int(number) + model.num_layers * (stack == "mtp")
+
+    by_layer = {layer(name): row for name, row in zip(stats, rows, strict=True)}
+    nothing = torch.zeros(len(SUMMARY), device=run.ctx.device)
+    depth = model.num_layers + model.mtp_num_layers
+    return torch.stack([by_layer.get(layer, nothing) for layer in range(depth)])

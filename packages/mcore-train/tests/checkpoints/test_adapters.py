@@ -66,7 +66,7 @@ def build(world_size=1, **flags):
 def trained(**flags):
     """Load what the flags name, train to the end, save."""
     run = build(**flags)
-    load_run(run)
+    run = load_run(run)
     train(run, Reporter(None))
     return run
 
@@ -92,12 +92,13 @@ def test_a_run_saves_its_adapters_and_says_where_their_base_is(folders):
 
 def test_a_resumed_run_ends_as_one_that_never_stopped(folders):
     whole = build(load=str(folders / "run"), **DORA)
-    assert load_run(whole)
-    assert whole.iteration == 4
+    whole = load_run(whole)
+    assert whole.origin.checkpoint
+    assert whole.progress.iteration == 4
     halves = {"load": str(folders / "hf"), "finetune": True, "train_iters": 2, **DORA}
     trained(**halves, save=str(folders / "halves"), lr_decay_iters=4)
     again = trained(load=str(folders / "halves"), save=str(folders / "halves"), **DORA)
-    assert again.base == str(folders / "hf")
+    assert again.origin.adapter_base == str(folders / "hf")
     assert fingerprint(again) == fingerprint(whole)
 
 
@@ -115,7 +116,7 @@ def test_a_command_line_takes_adapters_and_base_from_the_checkpoint(folders):
 def test_a_base_in_few_bits_trains_nearly_the_same_adapters(folders, bits):
     """8 bits change what adapters learn a little, 4 bits more; the base stays where it is."""
     whole = build(load=str(folders / "run"), **DORA)
-    load_run(whole)
+    whole = load_run(whole)
     begin = {"load": str(folders / "hf"), "finetune": True, "peft_base_bits": bits, **DORA}
     run = trained(**begin, save=str(folders / f"run_{bits}"))
     # Resumed with the other number of bits, and ended at once: adapters come back.
@@ -179,15 +180,16 @@ def with_experts_on_ranks(folder):
     save_run(base)
     base.ctx.destroy()
     run = build(2, load=common["base"], save=f"{folder}/run", **EXPERTS, **LORA, **first)
-    load_run(run)
+    run = load_run(run)
     train(run, Reporter(None))
     with Checkpoints(run, Reporter(None)) as checkpoints:
         checkpoints.finish()
     weights = whole_weights(run)
     run.ctx.destroy()
     again = build(2, load=f"{folder}/run", **EXPERTS, **LORA, **second)
-    assert load_run(again)
-    assert again.iteration == 4
+    again = load_run(again)
+    assert again.origin.checkpoint
+    assert again.progress.iteration == 4
     loaded = whole_weights(again)
     assert all(torch.equal(weights[name], loaded[name]) for name in weights)
     again.ctx.destroy()
@@ -196,7 +198,7 @@ def with_experts_on_ranks(folder):
         for bits in (0, 8):
             beside = {**EXPERTS, **LORA, **layout}
             runs.append(build(2, load=common["base"], peft_base_bits=bits, **beside))
-            load_run(runs[-1])
+            runs[-1] = load_run(runs[-1])
             if not bits:
                 round_base(runs[-1], 8)
             train(runs[-1], Reporter(None))
@@ -227,7 +229,7 @@ def begun_beside_a_base(base, flags):
     for strategy in SHARDED:
         world = {"data_parallel_sharding_strategy": strategy, "train_iters": 2}
         run = build(2, load=base, finetune=True, **world, **flags)
-        load_run(run)
+        run = load_run(run)
         begun = whole_weights(run)
         train(run, Reporter(None))
         ends.append((begun, whole_weights(run)))

@@ -109,7 +109,8 @@ def save_and_load_layouts(folder):
         save(f"{folder}/{name}/plain", 1, what.shards, world=run.ctx.world, extra=what.extra)
         run.ctx.destroy()
         again = build(4, load=f"{folder}/{name}/hf", **options, **OTHER_LAYOUTS[name])
-        assert load_run(again)
+        again = load_run(again)
+        assert again.origin.checkpoint
         assert_holds(take_snapshot(again).shards, resolve_folder(f"{folder}/{name}/plain"))
         again.ctx.destroy()
 
@@ -181,7 +182,8 @@ def test_a_step_with_foreign_weights_loads_under_one_rank_and_reshards(saved, tm
     run = build(
         load=source, save=str(tmp_path), save_hf=True, override_opt_param_scheduler=True
     )
-    assert load_run(run)
+    run = load_run(run)
+    assert run.origin.checkpoint
     train(run, Reporter(None))
     step = resolve_folder(tmp_path)
     assert (step / "generation_config.json").read_bytes() == ends
@@ -203,8 +205,9 @@ def test_how_texts_end_is_carried_from_a_base_and_under_its_own_tokenizer(saved,
     (origin / "generation_config.json").write_text("{}")
     config, mine = run.plan.config, load_tokenizer("ByteTokenizer")
     name = "generation_config.json"
-    assert load_run(run)
-    assert run.small_files == {name: b"{}"}
+    run = load_run(run)
+    assert run.origin.checkpoint
+    assert run.origin.carried_files == {name: b"{}"}
     assert carried_files(config, mine) == {}
     mine.save(origin / "tokenizer")
     assert carried_files(config, mine) == {name: b"{}"}
@@ -219,7 +222,7 @@ def test_a_model_that_no_family_can_say_is_refused_before_training(tmp_path):
     run = build(save=str(tmp_path), save_hf=True, swiglu=False, quick_geglu=True)
     with pytest.raises(ValueError, match="no Hugging Face family can say this model"):
         train(run, Reporter(None))
-    assert run.iteration == 0
+    assert run.progress.iteration == 0
 
 
 def test_a_run_with_experts_may_balance_otherwise_and_a_dense_one_names_upcycle(tmp_path):

@@ -25,7 +25,8 @@ from mcore_train.assembly import assemble
 from mcore_train.batches import train_batches
 from mcore_train.checkpoints.resuming import data_plan, load_run
 from mcore_train.composition import compose
-from mcore_train.loop import train, validate
+from mcore_train.evaluation import validate
+from mcore_train.loop import train
 from mcore_train.reporting.log import Reporter
 from mcore_train.resolution import resolve
 
@@ -71,23 +72,22 @@ def build(world_size=1, **options):
     config = compose({**TINY, **options})
     plan = resolve(config, world_size, tokenizer_vocab_size=257)
     run = assemble(plan, ParallelContext.build(config.parallelism))
-    load_run(run)
-    return run
+    return load_run(run)
 
 
 def train_and_watch(monkeypatch, run, **options):
     """Train; returns the tokens of every sample of every step done."""
     seen = {}
-    original = loop.backward
+    original = loop.train_step
 
     def watched(run, batches, *arguments):
         rows = np.concatenate([batch["tokens"].numpy() for batch in batches])
-        seen[run.iteration + 1] = rows
+        seen[run.progress.iteration + 1] = rows
         return original(run, batches, *arguments)
 
-    monkeypatch.setattr(loop, "backward", watched)
+    monkeypatch.setattr(loop, "train_step", watched)
     train(run, Reporter(None), **options)
-    monkeypatch.setattr(loop, "backward", original)
+    monkeypatch.setattr(loop, "train_step", original)
     return seen
 
 
@@ -279,7 +279,7 @@ def test_a_mixture_changed_during_a_run_loses_and_repeats_nothing(texts, tmp_pat
     # Steps are counted by the batch sizes that the run has had.
     longer = {**options, "global_batch_size": 6, "train_iters": 7}
     run = build(**longer, override_opt_param_scheduler=True)
-    assert run.consumed_train_samples == 18
+    assert run.progress.consumed_train_samples == 18
     assert data_plan(run).ledger == plan.ledger
     write_mixture(file, (1, ["1", a]))
     with pytest.raises(ValueError, match="bring the mixture's past back"):

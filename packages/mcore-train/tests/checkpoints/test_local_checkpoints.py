@@ -72,15 +72,16 @@ def stop_and_go_on(folder):
     # Ends after 3 of 5 steps without a word, as a lost host does: nothing lasting is there.
     run = build(**local)
     train(run, Reporter(None), until=3)
-    assert run.iteration == 3
+    assert run.progress.iteration == 3
     rank = run.ctx.global_rank
     run.ctx.destroy()
     here = Path(folder, "local", f"rank_{rank:05d}")
     assert [path.name for path in here.iterdir()] == [f"iter_0000002_of_{rank:05d}"]
     again = build(**local, load=lasting, save=lasting)
-    assert load_run(again)
-    assert again.iteration == 2
-    assert again.consumed_train_samples == 8
+    again = load_run(again)
+    assert again.origin.checkpoint
+    assert again.progress.iteration == 2
+    assert again.progress.consumed_train_samples == 8
     found = ended(again)
     assert found.keys() == never_stopped.keys()
     for name, pieces in never_stopped.items():
@@ -88,8 +89,9 @@ def stop_and_go_on(folder):
     # The lasting checkpoint of step 5 is newer than the local one of step 4.
     assert [path.name for path in here.iterdir()] == [f"iter_0000004_of_{rank:05d}"]
     newest = build(**local, load=lasting)
-    assert load_run(newest)
-    assert newest.iteration == 5
+    newest = load_run(newest)
+    assert newest.origin.checkpoint
+    assert newest.progress.iteration == 5
     newest.ctx.destroy()
     # A run that begins anew over old local steps is told before it trains.
     with pytest.raises(ValueError, match="holds step 4, and this run begins at 0"):

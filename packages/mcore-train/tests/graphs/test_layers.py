@@ -1,5 +1,7 @@
 """Layers by recordings give the bits of layers launched singly, with a recorder for CPUs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -109,7 +111,7 @@ def recording(run, *, records_experts=False):
         run.data_parallel,
         Closures(run),
         1,
-        run.weight_casts,
+        run.precision.weight_casts,
         records_experts=records_experts,
     )
 
@@ -120,7 +122,7 @@ def trained(flags, **how):
     ctx = ParallelContext.build(config.parallelism)
     run = assemble(resolve(config, 2), ctx)
     if how:
-        run.recorder = recording(run, **how)
+        run = replace(run, recorder=recording(run, **how))
     reports = []
     train(run, Reporter(None), on_report=reports.append)
     shards = run.data_parallel.weight_shards() | run.optimizer.named_shards()
@@ -159,13 +161,16 @@ def batch(length, documents=None):
 
 def test_batches_of_other_shapes_wait_for_no_graph_and_stop_none_half_way():
     ctx = ParallelContext.single("cpu")
-    runs = [assemble(resolve(compose(FLAGS | {"num_layers": 2}), 1), ctx) for _ in range(2)]
-    local = runs[1]
-    local.recorder = recording(local)
+    plan = resolve(compose(FLAGS | {"num_layers": 2}), 1)
+    plain, local = assemble(plan, ctx), assemble(plan, ctx)
+    local = replace(local, recorder=recording(local))
     (stack,) = local.recorder.stacks
     found = []
     for length in (16, 16, 8, 8, 16):
-        losses = [float(train_step(run, [batch(length)] * 2, 1e-3, 0.1).loss) for run in runs]
+        losses = [
+            float(train_step(run, [batch(length)] * 2, 1e-3, 0.1).loss)
+            for run in (plain, local)
+        ]
         assert losses[0] == losses[1]
         found.append(stack.num_recorded)
     assert found == [0, 1, 0, 1, 0]

@@ -1,6 +1,7 @@
 """Layers as CUDA graphs: the same bits as launched one by one."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -75,7 +76,7 @@ def three_in_flight():
 
 
 def trained(run, num_steps=5):
-    run.built_actions["train", COUNT] = three_in_flight()
+    run.pipeline.built_actions["train", COUNT] = three_in_flight()
     with run.recorder or nullcontext():
         results = [
             train_step(run, batches(run, seed, COUNT), 1e-3, 0.1) for seed in range(num_steps)
@@ -109,14 +110,14 @@ def test_recorded_layers_give_the_bits_of_layers_launched_singly(changes):
 def test_layers_recorded_up_to_their_experts_give_the_same_bits(changes):
     def recorded(**flags):
         run = build(**flags)
-        run.recorder = LayerRecorder(
+        recorder = LayerRecorder(
             run.chunks,
             run.data_parallel,
             CudaRecorder(run.streams),
             2,
-            run.weight_casts,
+            run.precision.weight_casts,
             records_experts=False,
         )
-        return run
+        return replace(run, recorder=recorder)
 
     check(EXPERTS | changes, recorded)

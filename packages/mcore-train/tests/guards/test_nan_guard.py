@@ -40,7 +40,7 @@ def build(world_size=1, on_rank=0, **changes):
     run = assemble(plan, ParallelContext.build(config.parallelism))
 
     def spoil(grad):
-        is_bad = run.iteration == BAD - 1 and run.ctx.global_rank == on_rank
+        is_bad = run.progress.iteration == BAD - 1 and run.ctx.global_rank == on_rank
         return torch.full_like(grad, torch.inf) if is_bad else grad
 
     next(p for p in run.chunks[0].parameters() if p.dim() == 1).register_hook(spoil)

@@ -36,7 +36,7 @@ def train_with_a_wrong_rank(wrong_rank, folder):
     weight = next(p for p in run.chunks[0].parameters() if p.dim() == 2)
 
     def spoil(grad):
-        if run.iteration == 2 and run.ctx.global_rank == wrong_rank:
+        if run.progress.iteration == 2 and run.ctx.global_rank == wrong_rank:
             weight.data[0, 0] += 1.0
 
     next(p for p in run.chunks[0].parameters() if p.dim() == 1).register_hook(spoil)

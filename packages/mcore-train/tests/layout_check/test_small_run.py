@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mcore_parallel.logical_tensors import num_kv_heads
+from mcore_models.logical_tensors import num_kv_heads
 from mcore_train.composition import compose
 from mcore_train.layout_check.path_signature import differences, path_signature
 from mcore_train.layout_check.small_run import build_small_run

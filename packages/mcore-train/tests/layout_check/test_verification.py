@@ -16,14 +16,12 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.cli import main
 from mcore_train.composition import compose
-from mcore_train.config import LogConfig
 from mcore_train.layout_check.certificate import Certificate, Line
 from mcore_train.layout_check.small_run import build_small_run
 from mcore_train.layout_check.trial import build_rows, build_run, whole_weights
 from mcore_train.layout_check.verification import (
     alone,
     conclude,
-    try_post_validation,
     verify_on_rank,
 )
 from mcore_train.resolution import resolve
@@ -124,45 +122,6 @@ def test_a_run_with_a_ramp_validation_and_dropout_is_certified():
     assert "GPU kernels" in unchecked
     assert "vectors" not in unchecked
     assert "rampup" not in unchecked
-
-
-def with_and_without_validated_steps(small):
-    """Verify a small run, then compare steps of it that are all looked at."""
-    certificate = verify_on_rank(small)
-    each = LogConfig(log_interval=1)
-    plan = resolve(small.config, small.world_size)
-    plan = replace(plan, config=replace(plan.config, logging=each))
-    ctx = ParallelContext.build(plan.config.parallelism, with_background=True)
-    idle = try_post_validation(plan, ctx, build_rows(plan))
-    ctx.destroy()
-    return certificate, idle
-
-
-def test_steps_validated_afterwards_are_certified(tmp_path):
-    changes = {
-        "num_layers": 4,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 2,
-        "enable_optimizer_post_validation": True,
-        "log_interval": 5,
-        "eval_interval": 5,
-        "check_weight_hash_across_dp_replicas_interval": 5,
-        "exit_interval": 2,
-        "non_persistent_save_interval": 2,
-        "non_persistent_local_ckpt_dir": str(tmp_path),
-    }
-    small = build_small_run(resolve(compose(FLAGS | changes), 2), 2)
-    (certificate, idle), _ = run_ranks(with_and_without_validated_steps, 2, small)
-    assert certificate.passed
-    ends = ("taken back", "kept")
-    expected = [f"steps validated afterwards and {end}" for end in ends]
-    assert {line.what for line in certificate.lines} >= set(expected)
-    assert "enable-optimizer" not in "".join(certificate.unchecked)
-    assert [line.what for line in idle] == expected
-    assert not any(line.passed for line in idle)
-    assert [line.worst.partition(":")[0] for line in idle] == [
-        f"no step was {end}" for end in ends
-    ]
 
 
 SHARDED = {

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from mcore_parallel.command_line import FaultCollector
+from mcore_base.command_line import FaultCollector
 from mcore_train.composition import FAMILY_COMMANDS, flag_names
 from mcore_train.options.megatron_flags import INSTEAD, NOTES, SPELLINGS, VALUES, translate
 from mcore_train.options.parsing import parse

@@ -2,7 +2,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from mcore_ckpt.storage.destinations import check_file, check_folder
+from mcore_base.destinations import check_file, check_folder
 from mcore_parallel.testing.ranks import run_command
 from mcore_train.composition import compose
 from mcore_train.options.output_checks import check_destinations

@@ -5,8 +5,8 @@ from typing import get_type_hints
 
 import pytest
 
+from mcore_base.command_line import OptionsError
 from mcore_moe.config import MoEConfig
-from mcore_parallel.command_line import OptionsError
 from mcore_train.composition import (
     FAMILY_COMMANDS,
     TrainConfig,

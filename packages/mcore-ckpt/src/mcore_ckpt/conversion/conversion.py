@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcore_base.stores import as_path, is_store
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.logit_check import LogitCheck
 from mcore_ckpt.conversion.options import ConvertOptions
@@ -40,7 +41,6 @@ from mcore_ckpt.storage.outputs import (
     fresh_step,
 )
 from mcore_ckpt.storage.paths import RELEASE, commit
-from mcore_ckpt.storage.stores import as_path, is_store
 
 STATE_FORMATS = ("mcore", "megatron")
 """Formats that hold an optimizer's state by the names of the weights."""

@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mcore_base.stores import as_path
+from mcore_base.terminal import size_text
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.round_trip import fingerprint
 from mcore_ckpt.errors import CheckpointError
@@ -39,8 +41,6 @@ from mcore_ckpt.storage.paths import (
     step_folder,
 )
 from mcore_ckpt.storage.shard_plans import name_problems
-from mcore_ckpt.storage.sizes import size_text
-from mcore_ckpt.storage.stores import as_path
 
 
 @dataclass(frozen=True, slots=True)

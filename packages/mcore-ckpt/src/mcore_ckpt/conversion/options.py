@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mcore_ckpt.storage.sizes import parse_size
+from mcore_base.terminal import parse_size
 
 DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
     "bf16": "BF16",

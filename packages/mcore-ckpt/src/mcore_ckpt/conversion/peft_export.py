@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_base.stores import as_path
 from mcore_ckpt.conversion.conversion import Report
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.conversion.options import ConvertOptions
@@ -23,7 +24,6 @@ from mcore_ckpt.storage.files import Reader
 from mcore_ckpt.storage.index import ADAPTER, read_index
 from mcore_ckpt.storage.outputs import appearing, check_place
 from mcore_ckpt.storage.paths import is_hf_folder
-from mcore_ckpt.storage.stores import as_path
 
 
 def convert_adapters(

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_base.atomic_files import copy_durably
+from mcore_base.stores import as_path
 from mcore_ckpt.conversion.inspection import native_step
 from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES
 from mcore_ckpt.mapping.row_streams import (
@@ -30,9 +32,8 @@ from mcore_ckpt.storage.checksums import check_files, sealed
 from mcore_ckpt.storage.files import DTYPES, Item, Reader, write_file
 from mcore_ckpt.storage.index import DTYPE_BYTES, Index, StoredBox, TensorEntry, read_index
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
-from mcore_ckpt.storage.paths import INDEX, RELEASE, commit, copy_durably
+from mcore_ckpt.storage.paths import INDEX, RELEASE, commit
 from mcore_ckpt.storage.shard_plans import listed, name_problems
-from mcore_ckpt.storage.stores import as_path
 
 
 def write_whole(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mcore_base.atomic_files import write_durably
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.families import family_for, find_family, own_fields
 from mcore_ckpt.formats.hf_folder import write_hf_folder
@@ -19,7 +20,7 @@ from mcore_ckpt.mapping.optimizer_state import native_name
 from mcore_ckpt.mapping.rules import Table, expand, match_ours, native_table
 from mcore_ckpt.mapping.views import stacked_items, their_items
 from mcore_ckpt.storage.files import Item
-from mcore_ckpt.storage.paths import RELEASE, TRACKER, step_folder, write_durably
+from mcore_ckpt.storage.paths import RELEASE, TRACKER, step_folder
 
 Watch = Callable[[Sequence[Item]], list[Item]]
 """Wraps items, so that what passes can be seen."""

@@ -13,16 +13,15 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcore_base.stores import as_path
 from mcore_ckpt.conversion.options import UpcycleOptions
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.targets import write_small_files
-from mcore_ckpt.families.common.experts import MOE_DEFAULTS
 from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.formats.sources import PREFIX, opened
 from mcore_ckpt.mapping.row_streams import Progress, Rows, row_groups, slabs, with_progress
@@ -30,8 +29,8 @@ from mcore_ckpt.storage.checksums import sealed
 from mcore_ckpt.storage.files import DTYPES, Item
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
 from mcore_ckpt.storage.paths import RELEASE, commit, resolve_folder
-from mcore_ckpt.storage.stores import as_path
-from mcore_parallel.logical_tensors import moe_layers
+from mcore_models.logical_tensors import moe_layers
+from mcore_moe.config import MoEConfig
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +99,7 @@ def upcycle(
 
 
 def _layers(step: Path, description: Mapping[str, Any], options: UpcycleOptions) -> list[int]:
-    table = {**MOE_DEFAULTS, **_fields(options)}
-    pattern = moe_layers(SimpleNamespace(**table), description["config"]["num_layers"])
+    pattern = moe_layers(MoEConfig(**_fields(options)), description["config"]["num_layers"])
     layers = [layer for layer, has_experts in enumerate(pattern) if has_experts]
     if not layers:
         raise ValueError(

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mcore_base.atomic_files import sync_folder, write_durably
 from mcore_ckpt.errors import write_error
 from mcore_ckpt.formats.dcp import METADATA
 from mcore_ckpt.mapping.rules import split_index
 from mcore_ckpt.storage.files import DTYPES, Item
-from mcore_ckpt.storage.paths import sync_folder, write_durably
 
 
 def write_dcp_folder(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_base.atomic_files import write_durably
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.json_files import json_bytes, parse_json_object, read_json_object
 from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
@@ -12,7 +13,7 @@ from mcore_ckpt.mapping.row_streams import Source, same_tensors
 from mcore_ckpt.storage.files import Item, Reader, write_file
 from mcore_ckpt.storage.headers import read_header
 from mcore_ckpt.storage.index import StoredBox, TensorEntry
-from mcore_ckpt.storage.paths import path_within, write_durably
+from mcore_ckpt.storage.paths import path_within
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mcore_base.stores import as_path
 from mcore_ckpt.conversion.options import DTYPE_WORDS, ConvertOptions
 from mcore_ckpt.families import find_family, own_fields, stored_model, table_for, unknown_fields
 from mcore_ckpt.families.common.fields import CARRIED
@@ -50,7 +51,6 @@ from mcore_ckpt.storage.paths import (
     resolve_folder,
     step_folder,
 )
-from mcore_ckpt.storage.stores import as_path
 
 FORMATS = ("hf", "mcore", "megatron", "dcp")
 """Words for what a conversion reads and writes."""

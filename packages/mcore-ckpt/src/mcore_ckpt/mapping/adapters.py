@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_base.stores import as_path
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.paths import resolve_folder
-from mcore_ckpt.storage.stores import as_path
 
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 _MODULE = ".adapter."

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_base.atomic_files import write_durably
 from mcore_ckpt.families import family_for, find_family
 from mcore_ckpt.formats.hf_folder import small_files
 from mcore_ckpt.formats.json_files import json_bytes
@@ -24,7 +25,6 @@ from mcore_ckpt.save_load.tensor_exchange import Move, exchange
 from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.files import DTYPES, narrowed
 from mcore_ckpt.storage.index import DTYPE_BYTES, TensorEntry
-from mcore_ckpt.storage.paths import write_durably
 from mcore_ckpt.storage.shard_plans import Claim, PlannedTensor, Write
 from mcore_parallel.mesh import Axis
 

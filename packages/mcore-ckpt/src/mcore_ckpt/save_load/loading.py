@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mcore_base.stores import as_path
 from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families.common.shape_check import check_description
@@ -40,7 +41,6 @@ from mcore_ckpt.storage.shard_plans import (
     plan_reads,
     plan_sharing,
 )
-from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.sharding import Piece, Shard
 

@@ -7,6 +7,7 @@ names, never a newer one, never a release.
 import logging
 from pathlib import Path
 
+from mcore_base.stores import as_path
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.storage.paths import (
     complete_steps,
@@ -15,7 +16,6 @@ from mcore_ckpt.storage.paths import (
     remove,
     step_folder,
 )
-from mcore_ckpt.storage.stores import as_path
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_base.atomic_files import copy_durably, write_durably
+from mcore_base.stores import as_path
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.attachments import Attachments
@@ -38,15 +40,8 @@ from mcore_ckpt.storage.index import (
     chunk_text,
     row_text,
 )
-from mcore_ckpt.storage.paths import (
-    commit,
-    copy_durably,
-    make_fresh,
-    step_folder,
-    write_durably,
-)
+from mcore_ckpt.storage.paths import commit, make_fresh, step_folder
 from mcore_ckpt.storage.shard_plans import Claim, PlannedTensor, Write
-from mcore_ckpt.storage.stores import as_path
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
 

@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from mcore_base.stores import StorePath, is_store
 from mcore_ckpt.errors import CheckpointError, write_error
 from mcore_ckpt.storage.boxes import Box, shifted, small_spans, span, strides
 from mcore_ckpt.storage.index import (
@@ -37,7 +38,6 @@ from mcore_ckpt.storage.index import (
     TensorEntry,
     digest,
 )
-from mcore_ckpt.storage.stores import StorePath, is_store
 
 DTYPES: dict[str, torch.dtype] = {n: getattr(torch, word) for n, word in TORCH_WORDS.items()}
 """Torch's dtype of each name that safetensors writes."""

@@ -1,16 +1,18 @@
 """One writer at a time on a run folder, on a disk or in an object store."""
 
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
+from mcore_base.file_lock import SILENT_S, FileLock, LockHeldError, StoreLock
+from mcore_base.stores import StorePath, as_path
 from mcore_ckpt.errors import CheckpointError, write_error
-from mcore_ckpt.storage.stores import StorePath, as_path
-from mcore_parallel.file_lock import SILENT_S, FileLock, Holder, LockHeldError
 
 LOCK = ".writer.lock"
 """Name of the lock file in a run folder."""
 
 
-class FolderLock(FileLock):
+class FolderLock:
     """The right to write to a run folder, as a context manager or by hand.
 
     A job that saves many times holds it from start to end; saves of the same process then
@@ -24,7 +26,9 @@ class FolderLock(FileLock):
             folder: the run folder; made if absent.
             silent_s: seconds without a sign of life after which a holder is dead.
         """
-        super().__init__(as_path(folder) / LOCK, silent_s=silent_s)
+        self.path = as_path(folder) / LOCK
+        in_store = isinstance(self.path, StorePath)
+        self._lock = (StoreLock if in_store else FileLock)(self.path, silent_s=silent_s)
 
     def acquire(self) -> None:
         """Take the lock, or share it if this process holds it already.
@@ -37,7 +41,7 @@ class FolderLock(FileLock):
         except OSError as error:
             raise write_error(self.path.parent, error) from error
         try:
-            super().acquire()
+            self._lock.acquire()
         except LockHeldError as error:
             raise CheckpointError(f"{error}: end it, or save to another folder.") from error
         except OSError as error:
@@ -50,37 +54,22 @@ class FolderLock(FileLock):
             CheckpointError: if it was taken over, or is gone.
         """
         try:
-            super().check()
+            self._lock.check()
         except LockHeldError as error:
             raise CheckpointError(str(error)) from error
 
-    def _create(self, content: str) -> bool:
-        if not isinstance(self.path, StorePath):
-            return super()._create(content)
-        # Stores have no exclusive creation that all of them know: whoever's lock stands after
-        # both have written holds it.
-        if self.path.is_file():
-            return False
-        self.path.write_whole(content.encode())
-        found = self._read()
-        return found is not None and found[0] == Holder.parse(content)
+    def release(self) -> None:
+        """Give the lock back, if this object took it."""
+        self._lock.release()
 
-    def _read(self) -> tuple[Holder, float] | None:
-        if not isinstance(self.path, StorePath):
-            return super()._read()
-        try:
-            return Holder.parse(self.path.read_text()), self.path.modified_s()
-        except FileNotFoundError:
-            return None
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
 
-    def _touch(self) -> None:
-        if isinstance(self.path, StorePath):
-            self.path.write_whole(self.path.read_bytes())
-        else:
-            super()._touch()
-
-    def _take_away(self, holder: Holder) -> None:
-        if isinstance(self.path, StorePath):
-            self.path.unlink(missing_ok=True)
-        else:
-            super()._take_away(holder)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mcore_base.stores import as_path
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.storage.paths import INDEX, path_within
-from mcore_ckpt.storage.stores import as_path
 
 FORMAT = "mcore"
 """Value of ``format`` in an index."""

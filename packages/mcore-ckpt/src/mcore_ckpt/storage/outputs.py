@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mcore_base.atomic_files import sync_folder
+from mcore_base.destinations import check_folder
+from mcore_base.stores import is_store
+from mcore_base.terminal import size_text
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.recognition import folder_format
-from mcore_ckpt.storage.destinations import check_folder
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.paths import (
     RELEASE,
@@ -19,10 +22,7 @@ from mcore_ckpt.storage.paths import (
     make_fresh,
     remove,
     step_folder,
-    sync_folder,
 )
-from mcore_ckpt.storage.sizes import size_text
-from mcore_ckpt.storage.stores import is_store
 
 log = logging.getLogger(__name__)
 

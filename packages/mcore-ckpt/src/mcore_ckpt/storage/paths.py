@@ -7,13 +7,13 @@ an index is garbage of an interrupted save. A step is never written over: a seco
 goes to ``<step>.incoming`` and takes the place of the first by renames once it is whole.
 """
 
-import os
 import shutil
 import uuid
 from pathlib import Path
 
+from mcore_base.atomic_files import sync_folder, write_durably
+from mcore_base.stores import StorePath, as_path, is_store
 from mcore_ckpt.errors import CheckpointError, write_error
-from mcore_ckpt.storage.stores import StorePath, as_path, is_store
 
 INDEX = "index.json"
 """Name of the file that makes a folder a checkpoint."""
@@ -317,48 +317,3 @@ def _delete(folder: Path) -> None:
         folder.delete_tree()
     else:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a small file that is there whole or not at all, also after a power cut."""
-    if isinstance(path, StorePath):
-        path.write_whole(content)
-        return
-    # Containers may share host name and process numbers.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def copy_durably(source: Path, target: Path) -> None:
-    """Copy a file or the files of a folder and make the copies durable."""
-    if source.is_dir():
-        target.mkdir(parents=True, exist_ok=True)
-        for entry in sorted(source.iterdir()):
-            copy_durably(entry, target / entry.name)
-        sync_folder(target)
-        return
-    if is_store(source) or is_store(target):
-        write_durably(target, source.read_bytes())
-        return
-    shutil.copyfile(source, target)
-    with target.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    if is_store(folder):
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -81,9 +81,9 @@ def continued(folder, dtype):
     """Train on from a checkpoint, with other weights before, and save nothing."""
     plan = resolve(compose(FLAGS), 1)
     run = build_run(plan, ParallelContext.single(), ROWS, dtype=dtype)
-    load_folder(run, folder)
-    assert (run.iteration, run.optimizer.num_steps) == (SAVED, SAVED)
-    assert run.consumed_train_samples == run.schedule_samples == SAVED * BATCH
+    run = load_folder(run, folder)
+    assert (run.progress.iteration, run.optimizer.num_steps) == (SAVED, SAVED)
+    assert run.progress.consumed_train_samples == run.progress.schedule_samples == SAVED * BATCH
     batches = train_batches(run)
     return [train_one(run, next(batches)) for _ in range(STEPS - SAVED)]
 

@@ -8,7 +8,6 @@ system releases the lock of a builder that crashed.
 
 import contextlib
 import fcntl
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.indexed.atomic_files import replace_file
+from mcore_base.atomic_files import replace_file
 
 
 def cached_arrays(
@@ -46,18 +45,8 @@ def cached_arrays(
         with _lock(Path(folder) / f".{key}.lock"):
             if not _complete(paths):  # else a peer has built them meanwhile
                 for path, array in zip(paths, build(), strict=True):
-                    write_atomically(path, lambda file, array=array: np.save(file, array))
+                    replace_file(path, lambda file, array=array: np.save(file, array))
     return [_map(path) for path in paths]
-
-
-def write_atomically(path: Path, write: Callable[[Any], object]) -> None:
-    """Write a file under a name of this call alone, then rename it to ``path``."""
-    # Containers may share host name and process numbers.
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        replace_file(path, write, partial)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _map(path: Path) -> NDArray[Any]:

@@ -15,13 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from mcore_data.indexed.atomic_files import DIGEST, parse_json, replace_json
+from mcore_base.atomic_files import replace_file
 from mcore_data.indexed.index_format import (
     CorruptDatasetError,
     bin_path,
     idx_path,
     origins_path,
 )
+
+DIGEST = "sha256"
+"""Key under which a JSON file holds the digest of all its other keys; its last."""
 
 FORMAT = 2
 _TYPES = {
@@ -164,3 +167,28 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def replace_json(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write a JSON file that carries a digest of itself; only one process may at a time."""
+    replace_file(path, lambda file: file.write(_render(facts)), Path(f"{path}.partial"))
+
+
+def parse_json(data: bytes) -> dict[str, Any] | None:
+    """Parse a file of ``replace_json``; None if any of its bytes changed.
+
+    The whole text is rendered again and compared, so that white space, the order of keys and
+    keys that occur twice count too.
+    """
+    try:
+        facts = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return facts if isinstance(facts, dict) and _render(facts) == data else None
+
+
+def _render(facts: Mapping[str, Any]) -> bytes:
+    """Text of a JSON file, the digest added or renewed."""
+    rest = {name: value for name, value in facts.items() if name != DIGEST}
+    digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({**rest, DIGEST: digest}, indent=2) + "\n").encode()

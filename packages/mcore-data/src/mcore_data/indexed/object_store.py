@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_data.indexed.caching import write_atomically
+from mcore_base.atomic_files import write_durably
+from mcore_base.stores import object_version, open_store
 from mcore_data.indexed.index_format import CorruptDatasetError
 
 _BLOCK_BYTES = 4 << 20
@@ -40,14 +41,14 @@ def fetch_index(prefix: str, cache_path: str | Path) -> Path:
             f"{prefix} is in an object store: give --object-storage-cache-path, a local folder "
             "for its index."
         )
-    system, path = _open_store(f"{prefix}.idx")
+    system, path = _open_file(f"{prefix}.idx")
     state = system.info(path)
-    version = state.get("ETag") or state.get("etag") or state.get("LastModified") or ""
-    name = hashlib.sha256(f"{prefix} {state['size']} {version}".encode()).hexdigest()[:32]
+    version = f"{prefix} {state['size']} {object_version(state)}"
+    name = hashlib.sha256(version.encode()).hexdigest()[:32]
     local = Path(cache_path) / f"{name}.idx"
     if not local.is_file():
         local.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(local, lambda file: file.write(system.cat_file(path)))
+        write_durably(local, system.cat_file(path))
     return local
 
 
@@ -55,7 +56,7 @@ class StoreBin:
     """Tokens of a ``.bin`` in an object store, block by block."""
 
     def __init__(self, prefix: str, dtype: np.dtype) -> None:
-        self._system, self._path = _open_store(f"{prefix}.bin")
+        self._system, self._path = _open_file(f"{prefix}.bin")
         self._dtype = dtype
         self.size_bytes = int(self._system.info(self._path)["size"])
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
@@ -81,14 +82,8 @@ class StoreBin:
         return self._blocks[number]
 
 
-def _open_store(address: str) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ImportError as error:
-        raise ImportError(
-            f"{address} needs fsspec: pip install 'mcore-data[remote]' (or [s3] for S3)."
-        ) from error
-    system, path = fsspec.core.url_to_fs(address)
+def _open_file(address: str) -> tuple[Any, str]:
+    system, path = open_store(address)
     if not system.exists(path):
         raise FileNotFoundError(
             f"{address} does not exist. Give a prefix for which both .bin and .idx exist."

@@ -5,17 +5,15 @@ of another command is replaced only with ``--overwrite``.
 """
 
 import contextlib
-import errno
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mcore_data.file_lock import FileLock, LockHeldError
+from mcore_base.atomic_files import FULL_DISK
+from mcore_base.file_lock import FileLock, LockHeldError
 from mcore_data.indexed.index_format import bin_path
 from mcore_data.indexed.manifest import manifest_path, read_manifest
-
-_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def make_folder(folder: Path, flag: str) -> None:
@@ -63,7 +61,7 @@ def naming_full_disks(prefix: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in FULL_DISK:
             raise
         raise RuntimeError(
             f"--output-prefix {prefix}: the disk takes no more ({error.strerror}). What is "

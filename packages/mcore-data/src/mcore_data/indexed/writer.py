@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mcore_data.indexed.atomic_files import sync_file, sync_folder
+from mcore_base.atomic_files import sync_file, sync_folder
 from mcore_data.indexed.index_format import (
     CHUNK_ROWS,
     HEADER,

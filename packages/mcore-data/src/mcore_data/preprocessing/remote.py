@@ -1,8 +1,10 @@
-"""Object stores and other URLs through fsspec (extra ``remote``; ``s3`` for S3)."""
+"""Inputs in object stores and at other URLs (extra ``remote``; ``s3`` for S3)."""
 
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+from mcore_base.stores import object_version, open_store
 
 
 def find_remote(
@@ -24,7 +26,7 @@ def find_remote(
     Raises:
         ImportError: if fsspec or the store's own package is not installed.
     """
-    store, path = _open_store(url)
+    store, path = open_store(url)
     if refresh:
         store.invalidate_cache()
     left_out: list[str] = []
@@ -45,8 +47,8 @@ def find_remote(
     found = []
     for name in sorted(chosen):
         info = infos[name]
-        stamp = info.get("ETag") or info.get("mtime") or info.get("LastModified") or ""
-        found.append((store.unstrip_protocol(name), int(info.get("size") or 0), str(stamp)))
+        size = int(info.get("size") or 0)
+        found.append((store.unstrip_protocol(name), size, object_version(info)))
     return found, [store.unstrip_protocol(name) for name in left_out]
 
 
@@ -58,17 +60,5 @@ def without_parents(folders: Sequence[str], files: Sequence[str]) -> list[str]:
 
 def open_remote(url: str) -> BinaryIO:
     """Open a URL for reading in large pieces."""
-    store, path = _open_store(url)
+    store, path = open_store(url)
     return store.open(path, "rb")
-
-
-def _open_store(url: str) -> tuple[Any, str]:
-    extra = "s3" if url.startswith(("s3://", "s3a://")) else "remote"
-    try:
-        from fsspec.core import url_to_fs
-
-        return url_to_fs(url)
-    except ImportError as error:
-        raise ImportError(
-            f"{url} needs the extra: pip install 'mcore-data[{extra}]' ({error})."
-        ) from error

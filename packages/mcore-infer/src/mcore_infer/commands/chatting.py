@@ -7,9 +7,9 @@ from contextlib import closing, contextmanager
 from threading import Event
 from typing import TYPE_CHECKING
 
+from mcore_base.command_line import file_text
 from mcore_infer.commands.opening import ModelOptions, opened
 from mcore_infer.config import InferenceConfig, SamplingConfig, check_seed
-from mcore_parallel.command_line import file_text
 
 if TYPE_CHECKING:
     from mcore_infer.conversation import Conversation

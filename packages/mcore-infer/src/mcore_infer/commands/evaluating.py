@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mcore_base.command_line import file_text
 from mcore_infer.commands.opening import ModelOptions, opened
-from mcore_parallel.command_line import file_text
 
 if TYPE_CHECKING:
     from mcore_data.tokenizers.protocol import Tokenizer

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from mcore_ckpt.terminal import ended_by_sigterm, progress_line
+from mcore_base.terminal import ended_by_sigterm, progress_line
 from mcore_infer.commands.opening import refuse_ranks
 
 
@@ -30,7 +30,7 @@ def export(
         dtype: To cast plain weights of trtllm to; empty: as they are.
         max_shard_size: Most bytes of a file of a Hugging Face folder, with MB or GB.
     """
-    from mcore_ckpt.storage.sizes import parse_size, size_text
+    from mcore_base.terminal import parse_size, size_text
     from mcore_infer.export.exporting import export_model
 
     refuse_ranks("export")

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from mcore_base.command_line import file_text
 from mcore_infer.commands.opening import ModelOptions, opened
 from mcore_infer.config import InferenceConfig, SamplingConfig, check_seed
-from mcore_parallel.command_line import file_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -87,10 +87,9 @@ def _written(
     seed: int,
     structure: "Structure | None",
 ) -> "Iterator[NewToken]":
-    from mcore_infer.answering import answered
-    from mcore_infer.engine.building import stream_texts
-    from mcore_infer.generation import stop_ids
+    from mcore_infer.generation import stop_ids, stream_texts
     from mcore_infer.structured import Grammars
+    from mcore_infer.t5_decoding import answer_texts
 
     ends: dict[str, Any] = {
         "eod": None if sampling.ignore_eod else tokenizer.eod,
@@ -107,7 +106,7 @@ def _written(
                 "only the ranks of one."
             )
         start = loaded.start
-        return answered(loaded.model, prompts, sampling, start=start, seed=seed, **ends)
+        return answer_texts(loaded.model, prompts, sampling, start=start, seed=seed, **ends)
     return stream_texts(
         loaded.model,
         prompts,

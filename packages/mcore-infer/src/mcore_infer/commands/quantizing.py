@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Literal
 
+from mcore_base.command_line import file_text
 from mcore_infer.commands.opening import refuse_ranks
 from mcore_infer.quantization.options import QuantizeConfig
-from mcore_parallel.command_line import file_text
 
 
 def quantize(

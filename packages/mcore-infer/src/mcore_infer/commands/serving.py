@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcore_base.command_line import file_text
 from mcore_infer.commands.opening import ModelOptions, opened
 from mcore_infer.config import InferenceConfig, ServerConfig
-from mcore_parallel.command_line import file_text
 
 if TYPE_CHECKING:
     from mcore_infer.server.app import Limits

@@ -1,20 +1,14 @@
-"""Engines by the options of commands, and texts that an engine writes."""
+"""Builds engines from the options of commands."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from mcore_infer.config import InferenceConfig, SamplingConfig
-from mcore_infer.engine.checks import check_without_engine, engine_refusal
+from mcore_infer.config import InferenceConfig
 from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.fp8_cache import chosen_cache
 from mcore_infer.engine.sizing import fitting_pages
 from mcore_infer.engine.step_plans import EngineConfig, Scales
-from mcore_infer.errors import StructureError
-from mcore_infer.generation import room, stream
-from mcore_infer.grammars import Structure
-from mcore_infer.structured import Grammars
-from mcore_infer.writing import NewToken
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 
@@ -65,65 +59,3 @@ def sequence_limit(model: LanguageModel, config: InferenceConfig) -> int:
     positions = model.config.max_position_embeddings
     limit = config.inference_max_seq_length or min(positions or _LONGEST, _LONGEST)
     return min(limit, positions) if positions else limit
-
-
-def stream_texts(
-    model: LanguageModel,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingConfig,
-    config: InferenceConfig,
-    *,
-    seed: int = 1234,
-    eod: int | None = None,
-    stop: Sequence[Sequence[int]] = (),
-    draft: LanguageModel | None = None,
-    structure: Structure | None = None,
-    grammars: Grammars | None = None,
-    kv_scales: Mapping[int, Scales] = MappingProxyType({}),
-    replicas: Axis = SINGLE,
-    in_step: Axis = SINGLE,
-) -> Iterator[NewToken]:
-    """Write after prompts on an engine, or as ``stream`` does where no engine can.
-
-    See ``stream`` for the arguments; ``config`` has the limits of the engine, ``draft``
-    proposes tokens, texts are held to ``structure`` by ``grammars``, and ``kv_scales`` are
-    those of an fp8 cache that the checkpoint holds. Each of ``replicas`` is given all prompts
-    and writes after every so many-th, from its own rank on; ``in_step`` is as in ``Engine``.
-
-    Raises:
-        ValueError: if a prompt is empty, too long, or does not fit the cache, or if an option
-            needs an engine and none can run the model.
-        StructureError: if a text cannot go on with its structure.
-    """
-    if reason := engine_refusal(model.config):
-        if structure is not None:
-            raise ValueError(f"{reason}: texts cannot be held to a structure.")
-        check_without_engine(reason, config, kv_scales, replicas)
-        yield from stream(model, prompts, sampling, seed=seed, eod=eod, stop=stop)
-        return
-    engine = build_engine(model, config, draft, kv_scales, replicas, in_step)
-    engine.grammars = grammars
-    limit = engine.config.max_sequence_tokens
-    rows: dict[int, int] = {}  # by request: a search takes further numbers for its steps
-    for i, prompt in enumerate(prompts):
-        wanted = room(model, sampling.num_tokens, prompt, limit, f"prompt {i}")
-        request = engine.add(
-            prompt,
-            sampling,
-            num_tokens=wanted,
-            seed=seed + i,
-            eod=eod,
-            stop=stop,
-            structure=structure,
-        )
-        rows[request] = i
-        if i % replicas.size != replicas.rank:
-            engine.abort(request)  # another's; each replica refuses what any would
-    for event in engine.run():
-        if isinstance(event, NewToken):
-            yield replace(event, row=rows[event.row])
-        elif event[1].finish_reason == "error":
-            raise StructureError(
-                f"text {rows[event[0]]} cannot keep to its --json-schema or --regex: no token "
-                "of the vocabulary goes on with it."
-            )

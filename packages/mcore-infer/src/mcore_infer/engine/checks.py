@@ -1,17 +1,11 @@
 """What an engine refuses: models, draft models and requests."""
 
-import logging
-from collections.abc import Mapping
-
-from mcore_infer.config import Drafts, InferenceConfig
-from mcore_infer.engine.step_plans import Scales
+from mcore_infer.config import Drafts
 from mcore_infer.writing import ScoreRequest, Writing
 from mcore_models.config import TransformerConfig
 from mcore_models.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
-
-log = logging.getLogger(__name__)
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Ways to stretch rotary positions that depend on how long a text is."""
@@ -81,6 +75,11 @@ def check_speculation(
             "a recurrent state cannot go back behind a wrong proposal: set "
             "--num-speculative-tokens 0."
         )
+    if depends_on_length(model.config):
+        raise ValueError(
+            f"--rope-type {model.config.rope_type} rotates by the length of the text, which a "
+            "wrong proposal would change: set --num-speculative-tokens 0."
+        )
     if (drafts == "model") != (draft is not None):
         raise ValueError(
             f"--speculative-drafts {drafts} "
@@ -96,10 +95,11 @@ def check_speculation(
 
 
 def _check_draft(draft: LanguageModel, model: LanguageModel) -> None:
-    if reason := engine_refusal(draft.config):
-        raise ValueError(f"the draft model: {reason}.")
-    if has_recurrent_layers(draft.config):
-        raise ValueError("a draft model with recurrent layers cannot go back: take another.")
+    if has_recurrent_layers(draft.config) or depends_on_length(draft.config):
+        raise ValueError(
+            "a draft model with recurrent layers, or with a --rope-type that rotates by the "
+            "length of the text, cannot go back behind a wrong proposal: use another."
+        )
     if draft.vocab_size != model.vocab_size:
         raise ValueError(
             f"the draft model has {draft.vocab_size} tokens and the model {model.vocab_size}: "
@@ -113,49 +113,9 @@ def _check_draft(draft: LanguageModel, model: LanguageModel) -> None:
         )
 
 
-def engine_refusal(config: TransformerConfig) -> str:
-    """Return why an engine cannot run a model; empty: it can."""
-    if config.rope_type in _BY_LENGTH:
-        return (
-            f"--rope-type {config.rope_type} turns by the length of a text, and an engine "
-            "computes texts of several lengths together"
-        )
-    return ""
-
-
-def check_without_engine(
-    reason: str,
-    config: InferenceConfig,
-    kv_scales: Mapping[int, Scales],
-    replicas: Axis = SINGLE,
-) -> None:
-    """Refuse options that would have no effect on a model that no engine can run.
-
-    Args:
-        reason: of ``engine_refusal``.
-        config: limits of the engine.
-        kv_scales: of a cache in fp8, that the checkpoint holds; a warning says that they are
-            not used.
-        replicas: ranks that share texts.
-    """
-    if replicas.size > 1:
-        raise ValueError(
-            f"{replicas.size} replicas share texts by an engine, and {reason}: start only the "
-            "ranks of one."
-        )
-    if config.kv_cache_dtype == "fp8":
-        raise ValueError(f"--kv-cache-dtype fp8 needs an engine, and {reason}: leave it out.")
-    if config.num_speculative_tokens:
-        raise ValueError(
-            f"--num-speculative-tokens {config.num_speculative_tokens} needs an engine, and "
-            f"{reason}: leave it out."
-        )
-    if kv_scales and config.kv_cache_dtype == "auto":
-        log.warning(
-            "the checkpoint's scales of a cache in fp8 are not used: they need an engine, and "
-            "%s.",
-            reason,
-        )
+def depends_on_length(config: TransformerConfig) -> bool:
+    """Whether rotary positions depend on a text's length, so that a step has one text."""
+    return config.rope_type in _BY_LENGTH
 
 
 def has_recurrent_layers(config: TransformerConfig) -> bool:

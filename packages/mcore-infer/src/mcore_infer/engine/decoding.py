@@ -102,6 +102,7 @@ class Decoder:
         table_pages: int,
         *,
         num_drafts: int = 0,
+        records_graphs: bool = True,
     ) -> None:
         """Allocate the inputs; graphs are recorded when their size is first needed.
 
@@ -112,18 +113,22 @@ class Decoder:
             max_requests: most requests of a step.
             table_pages: most pages of a request.
             num_drafts: most proposals for a request in a step.
+            records_graphs: whether steps are recorded where the model and the device allow it.
         """
         self.model, self.cache = model, cache
         self.sizes = decode_sizes(max_requests * (1 + num_drafts))
-        device = next(model.parameters()).device
-        self.recorder = None if unrecorded_reason(model) else Recorder()
+        self.device = next(model.parameters()).device
+        can_record = records_graphs and not unrecorded_reason(model)
+        self.recorder = Recorder() if can_record else None
         self.is_recorded = self.recorder is not None
-        if device.type == "cuda":
+        self._allocated = partial(
+            DecodeTensors, num_pages=table_pages, device=self.device, num_drafts=num_drafts
+        )
+        self._inputs: dict[int, DecodeTensors] = {}
+        if self.device.type == "cuda":
             read_few_rows_fast(model)
-        self._inputs = {
-            size: DecodeTensors(size, table_pages, device, num_drafts=num_drafts)
-            for size in self.sizes
-        }
+            # Now, not within a step: pinned memory takes the host a while.
+            self._inputs = {size: self._allocated(size) for size in self.sizes}
         self._runs: dict[int, Run] = {}
         self._num_steps = Counter[int]()  # by the size that fits best
 
@@ -139,11 +144,15 @@ class Decoder:
             tokens: of the rows, ``[R]``, where the host does not know them yet.
         """
         num_rows = step.num_tokens
-        fitting = [size for size in self.sizes if size >= num_rows]
+        fitting = [max(1, num_rows)]  # on a CPU no row is padding
+        if self.is_recorded or self.device.type == "cuda":
+            fitting = [size for size in self.sizes if size >= num_rows]
         size = fitting[0]
         if self.is_recorded:
             self._num_steps[size] += 1
             size = size_to_run(fitting, self._runs, self._num_steps[size])
+        if size not in self._inputs:
+            self._inputs[size] = self._allocated(size)
         inputs = self._inputs[size]
         if size not in self._runs:
             # Of padding alone: a recurrent state takes a token in only once.

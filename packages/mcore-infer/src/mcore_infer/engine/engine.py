@@ -17,7 +17,7 @@ from mcore_infer.engine.checks import (
     check_beams,
     check_request,
     check_speculation,
-    engine_refusal,
+    depends_on_length,
     has_recurrent_layers,
 )
 from mcore_infer.engine.decoding import Decoder
@@ -42,6 +42,7 @@ from mcore_infer.writing import (
     NewToken,
     ScoreRequest,
     TokenRules,
+    Top,
     Writing,
 )
 from mcore_models.config import window
@@ -114,8 +115,6 @@ class Engine:
         """
         if model.training:
             raise ValueError("generation needs a model in eval mode: call model.eval() first.")
-        if reason := engine_refusal(model.config):
-            raise ValueError(f"{reason}: write with generate().")
         if config.fp8_cache:
             check_fp8_cache(model.config)
         if config.num_speculative_tokens:
@@ -123,6 +122,16 @@ class Engine:
         is_whole = has_recurrent_layers(model.config) or config.speculative_drafts == "mtp"
         if is_whole:
             config = replace(config, prefix_cache=False)
+        if depends_on_length(model.config):
+            # Keys are rotated by the length that the text had: one text a step, read at once.
+            most = max(config.max_tokens, config.max_sequence_tokens)
+            config = replace(
+                config,
+                max_requests=1,
+                max_tokens=most,
+                chunked_prefill=False,
+                prefix_cache=False,
+            )
         if not config.num_pages:
             config = replace(config, num_pages=fitting_pages(model, config, draft))
         self.model, self.config, self.in_step = model, config, in_step
@@ -142,6 +151,7 @@ class Engine:
             config.max_requests,
             table_pages,
             num_drafts=config.num_speculative_tokens,
+            records_graphs=config.records_graphs,
         )
         given = model, self.cache, config.max_tokens, table_pages
         self.prompts = PromptSteps(*given, self.decoder.recorder)
@@ -273,7 +283,21 @@ class Engine:
         for token in new:
             ids.setdefault(token.row, []).append(token.id)
         self.scheduler.complete(flight.step, ids)
-        return list(self._take(new))
+        events = list(self._take(new))
+        if self.model.config.rope_type == "longrope":
+            self._read_anew_beyond_context()
+        return events
+
+    def _read_anew_beyond_context(self) -> None:
+        """Recompute a text that leaves LongRoPE's original context: other angles hold for all.
+
+        Reference:
+            Ding et al. 2024, LongRoPE. arXiv:2402.13753.
+        """
+        context = self.model.config.original_max_position_embeddings
+        lengths = (len(w.prompt) + len(w.ids) for w in self._writings.values() if w.ids)
+        if context + 1 in lengths:  # of the next forward
+            self.scheduler.recompute()
 
     def run(self) -> Iterator[NewToken | tuple[int, Generation]]:
         """Step until no request is left; requests may be added meanwhile.
@@ -358,8 +382,10 @@ class Engine:
             flight.landing.synchronize()
         ids = flight.ids.tolist()
         log_probs = None if flight.log_probs is None else flight.log_probs.tolist()
-        rows_with_top, best = flight.top or ([], torch.empty(2, 0, 0))
-        top = dict(zip(rows_with_top, tops(best), strict=True))
+        top: dict[int, Top] = {}
+        if flight.top is not None:
+            rows_with_top, best = flight.top
+            top = dict(zip(rows_with_top, tops(best), strict=True))
         new, row = [], 0
         for chunk in flight.step.chunks:
             begin, row = row, row + (1 + chunk.num_drafts) * chunk.wants_token

@@ -11,7 +11,7 @@ from torch import Tensor
 from mcore_infer.engine.fp8_cache import from_codes
 from mcore_infer.engine.step_plans import Scales
 
-_GATHERED_BYTES = 1 << 28
+GATHERED_BYTES = 1 << 28
 """Of keys and values that are gathered at a time, or those of one request."""
 
 
@@ -36,7 +36,7 @@ def padded_decode(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     token_bytes = q.element_size() * (keys[0, 0].numel() + values[0, 0].numel())
-    at_once = max(1, _GATHERED_BYTES // (tables.shape[1] * keys.shape[1] * token_bytes))
+    at_once = max(1, GATHERED_BYTES // (tables.shape[1] * keys.shape[1] * token_bytes))
     mixed = []
     parts = zip(*(x.split(at_once) for x in (q, tables, lengths)), strict=True)
     for queries, pages, ends in parts:

@@ -14,11 +14,12 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mcore_infer.engine.fp8_cache import from_codes, to_codes
-from mcore_infer.engine.padded_attention import padded_decode
+from mcore_infer.engine.padded_attention import GATHERED_BYTES, padded_decode
 from mcore_infer.engine.step_layout import ChunkView, DecodeTensors, FreshPrompts, StepTensors
 from mcore_infer.engine.step_plans import Fp8Cache, Scales
 from mcore_infer.host_to_device import on_device
@@ -71,8 +72,12 @@ class PagedCache:
 
     @property
     def length(self) -> int:
-        """Zero: the requests of a step stand at positions of their own."""
-        return 0
+        """Tokens before the step's, where it computes one request; else 0.
+
+        Read by models whose rotary positions depend on the length of the text, of which a step
+        has one.
+        """
+        return 0 if self.step is None else self.step.num_earlier
 
     def layer(self, number: int) -> "_PagedLayer":
         """Return the view of a layer, by its global number."""
@@ -191,6 +196,10 @@ class _PagedLayer:
                 new, pages = (k[:, 0], v[:, 0]), (held.keys, values)
                 where = (step.tables, step.lengths)
                 return decode(q[:, 0], *new, *pages, *where, **rules)[:, None]
+            if not (q.is_cuda or step.is_recorded):
+                new = (k[:, 0], None if v is None else v[:, 0])
+                memory = (held.keys, values)
+                return _decode_on_cpu(q[:, 0], new, memory, step, **rules).unsqueeze(1)
         news, memories = ((k,), (held.keys,)) if v is None else ((k, v), (held.keys, values))
         write_to_pages(memories, [new[:, 0] for new in news], step.places, self.scales)
         if isinstance(step, DecodeTensors):
@@ -198,8 +207,6 @@ class _PagedLayer:
             if latent is not None:
                 return latent(q[:, 0], held.keys, step.tables, step.lengths)[:, None]
             where = (held.keys, values, step.seen_tables, step.lengths)
-            if not (q.is_cuda or step.is_recorded):  # nothing is won side by side
-                return reference_decode(q[:, 0], *where, **rules).unsqueeze(1)
             if q.is_cuda and not self.cache.is_padded:
                 log.warning("%s.", _PADDED)
             self.cache.is_padded = True
@@ -334,6 +341,67 @@ def rounded_to_codes(
         return news
     pairs = zip(news, kv_scales, strict=True)
     return tuple(from_codes(to_codes(new, scale), scale, new.dtype) for new, scale in pairs)
+
+
+def _decode_on_cpu(
+    q: Float[Tensor, "R N H"],
+    new: tuple[Float[Tensor, "R G H"], Float[Tensor, "R G J"] | None],
+    memory: tuple[Shaped[Tensor, "P Z G H"], Shaped[Tensor, "P Z G J"]],
+    step: DecodeTensors,
+    *,
+    window: int = -1,
+    kv_scales: Scales | None = None,
+    **scores: Any,
+) -> Float[Tensor, "R N J"]:
+    """Write a new key and value of each request, and let its one query attend to all.
+
+    In one call where rows are alike, else one request after the other.
+
+    Args:
+        q: queries; R requests.
+        new: the last key and value of each; no value where it is a part of the key.
+        memory: keys and values in pages; changed.
+        step: where both are.
+        window: earlier keys that a query sees besides its own; -1: all.
+        kv_scales: multiply codes of an fp8 cache; None: the cache has the dtype of ``q``.
+        scores: see ``attend``.
+    """
+    extent, size = step.extent, memory[0].shape[1]
+    # Pages before every window may be another request's.
+    begin = 0 if window < 0 else max(0, extent.longest - 1 - window) // size * size
+    if extent.is_even and extent.is_in_a_row and kv_scales is None:
+        # Views of whole rows, whose last token is that of the new key and of the query.
+        seen = [extent.view(pages) for pages in memory]  # [K, R, G, .]
+        for view, last in zip(seen, new, strict=True):
+            if last is not None:
+                view[-1] = last
+        if begin:
+            seen = [view[begin:] for view in seen]
+        return attend(q[None], *seen, window=window, **scores)[0]
+    written = [x for x in new if x is not None]
+    write_to_pages(memory[: len(written)], written, step.places, kv_scales)
+    where = *memory, step.seen_tables, step.lengths
+    options: dict[str, Any] = {"window": window, "kv_scales": kv_scales, **scores}
+    token_bytes = sum(pages.stride(1) * pages.element_size() for pages in memory)
+    if extent.is_mostly_padding or len(q) * extent.longest * token_bytes > GATHERED_BYTES:
+        return reference_decode(q, *where, **options)
+    is_plain = window < 0 and not scores.keys() - {"scale"}
+    if not extent.is_even and not is_plain:
+        return padded_decode(q, *where, **options)
+    gathered = [extent.gather(pages)[begin:] for pages in memory]
+    k, v = wide_pages(gathered, kv_scales, q.dtype)  # [K, R, G, .]
+    if extent.is_even:
+        return attend(q[None], k, v, window=window, **scores)[0]
+    # Keys behind a row's end may be another request's NaN, which a mask does not hide.
+    k, v = (x.masked_fill(extent.is_foreign, 0) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q[:, :, None],  # [R, N, 1, H]
+        k.permute(1, 2, 0, 3),  # [K, R, G, H] -> [R, G, K, H]
+        v.permute(1, 2, 0, 3),
+        attn_mask=extent.is_own,
+        enable_gqa=q.shape[1] != k.shape[2],
+        **scores,
+    )[:, :, 0]
 
 
 def reference_decode(

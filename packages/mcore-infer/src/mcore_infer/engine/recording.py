@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mcore_infer.engine.checks import depends_on_length
 from mcore_models.protocol import LanguageModel
 from mcore_moe.dispatch.local import LocalDispatcher
 from mcore_moe.layer import MoELayer
@@ -66,6 +67,8 @@ def unrecorded_reason(model: LanguageModel) -> str:
     """Say why forwards of a model are not recorded on this device; empty: they are."""
     if next(model.parameters()).device.type != "cuda":
         return "there is no GPU"
+    if depends_on_length(model.config):
+        return "rotary positions depend on the length of the text"
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
         return "ranks of experts exchange the sizes of what they send on the host"

@@ -6,7 +6,6 @@ not fit together wait, see ``scheduler``; so a cache may be smaller than all of 
 
 import torch
 
-from mcore_infer.engine.checks import engine_refusal
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.step_layout import rows_to_choose_after, step_tensors
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Fp8Cache, Step
@@ -43,7 +42,7 @@ def fitting_pages(
         replicas: ranks with the same model, whose engines refuse the same requests.
 
     Raises:
-        ValueError: if an engine cannot run the model, or not two pages fit.
+        ValueError: if not two pages fit.
     """
     page_bytes, slot_bytes = measured_bytes(model, config.page_tokens, config.fp8_cache)
     if config.num_speculative_tokens and config.speculative_drafts == "mtp":
@@ -81,8 +80,6 @@ def measured_bytes(
     A page of a model without attention takes 1. Runs the model on one token; communicates over
     ``tp`` as the model does, and over ``pp``.
     """
-    if reason := engine_refusal(model.config):
-        raise ValueError(f"{reason}: write with generate().")
     cache = PagedCache(1, page_tokens, 1, fp8)
     chunk = Chunk(0, 0, 0, (0,), (0,), wants_token=True)
     step = step_tensors(Step((chunk,)), page_tokens, next(model.parameters()).device)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from mcore_infer.engine.step_plans import Chunk, Step
@@ -70,6 +71,11 @@ class StepTensors:
     """None: there are none."""
     fresh: FreshPrompts | None
     """Of two tokens or more; None: there are fewer than two."""
+
+    @property
+    def num_earlier(self) -> int:
+        """Tokens before the step's first, where one request has them all; else 0."""
+        return self.chunks[0].first if len(self.chunks) == 1 else 0
 
 
 def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTensors:
@@ -143,6 +149,55 @@ def _fresh(views: Sequence[ChunkView], device: torch.device) -> FreshPrompts | N
     return FreshPrompts(on_device(rows, device), Documents([[0, *ends]]))
 
 
+class KeyExtent:
+    """Where the keys of a decoding step lie, for attention in plain torch on a CPU.
+
+    Attributes:
+        longest: keys of the longest row.
+        is_even: whether all rows have as many keys.
+        is_in_a_row: whether the pages of all rows follow each other in memory.
+        is_mostly_padding: whether rows padded to the longest are four times their keys or more.
+    """
+
+    def __init__(self, tables: Int[Tensor, "R W"], lengths: Int[Tensor, " R"]) -> None:
+        """Read the page tables and lengths of a step; both on a CPU."""
+        self._tables, self._lengths = tables, lengths
+        counts = lengths.tolist()
+        self.longest = max(counts)
+        self.is_even = min(counts) == self.longest
+        self.is_mostly_padding = len(counts) * self.longest >= 4 * sum(counts)
+        pages = tables.flatten().tolist()
+        self.is_in_a_row = pages == list(range(pages[0], pages[0] + len(pages)))
+        self._first_page = pages[0]
+
+    def view(self, memory: Shaped[Tensor, "P Z G _"]) -> Shaped[Tensor, "K R G _"]:
+        """Return a view of all rows up to the longest; their pages are in a row."""
+        rows, width = self._tables.shape
+        of_page, of_token, *inner = memory.stride()
+        return memory.as_strided(
+            (self.longest, rows, *memory.shape[2:]),
+            (of_token, width * of_page, *inner),
+            memory.storage_offset() + self._first_page * of_page,
+        )
+
+    def gather(self, memory: Shaped[Tensor, "P Z G _"]) -> Shaped[Tensor, "K R G _"]:
+        """Return all rows up to the longest: a view if their pages are in a row, or a copy."""
+        if self.is_in_a_row:
+            return self.view(memory)
+        # [R, W, Z, G, H] -> [K, R, G, H]
+        return memory[self._tables].flatten(1, 2)[:, : self.longest].transpose(0, 1)
+
+    @cached_property
+    def is_own(self) -> Bool[Tensor, "R 1 1 K"]:
+        """Whether each gathered key belongs to its row; computed once for all layers."""
+        return (torch.arange(self.longest) < self._lengths[:, None])[:, None, None]
+
+    @cached_property
+    def is_foreign(self) -> Bool[Tensor, "K R 1 1"]:
+        """Its opposite, in the order of gathered keys."""
+        return ~self.is_own.permute(3, 0, 1, 2)
+
+
 class DecodeTensors:
     """A step of one token a row, padded to a fixed number of rows; memory that is kept.
 
@@ -158,6 +213,7 @@ class DecodeTensors:
         have_drafts: whether rows may be of the same request.
         tables: pages of each request, in order, ``[R, M]``.
         is_recorded: whether a recorded forward reads it.
+        num_earlier: tokens before the step's, where it has one chunk; else 0.
     """
 
     def __init__(
@@ -173,7 +229,9 @@ class DecodeTensors:
                 than two may be on their way to the device.
         """
         self.have_drafts, self.is_recorded = num_drafts > 0, False
+        self.num_earlier = 0
         self._most_pages = num_pages
+        self._extent: KeyExtent | None = None
         # A step may be laid out while those before are on their way to the device.
         count = 3 + num_drafts if num_drafts else 2
         self._mirrors = [_Mirror(num_rows, num_pages, device) for _ in range(count)]
@@ -203,6 +261,8 @@ class DecodeTensors:
             tokens: of the chunks, ``[R]``, where the host does not know them yet.
         """
         self._most_pages = max((len(chunk.pages) for chunk in step.chunks), default=1)
+        self.num_earlier = step.chunks[0].begin if len(step.chunks) == 1 else 0
+        self._extent = None
         self._mirrors.append(self._mirrors.pop(0))
         self._mirrors[0].fill(step, page_tokens, *padding)
         self._mirrors[0].send(self._device)
@@ -213,6 +273,13 @@ class DecodeTensors:
     def seen_tables(self) -> Int[Tensor, "R W"]:
         """The tables, without columns that no request of the step has where that may change."""
         return self.tables if self.is_recorded else self.tables[:, : self._most_pages]
+
+    @property
+    def extent(self) -> KeyExtent:
+        """Where the step's keys lie; on a CPU, and computed once a step."""
+        if self._extent is None:
+            self._extent = KeyExtent(self.seen_tables, self.lengths)
+        return self._extent
 
 
 class _Mirror:

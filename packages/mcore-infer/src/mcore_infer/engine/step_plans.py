@@ -77,6 +77,10 @@ class EngineConfig(SchedulerConfig):
     fp8_cache: Fp8Cache | None = None
     """Keep keys and values in fp8; None: in the model's dtype."""
 
+    records_graphs: bool = True
+    """Record steps as CUDA graphs where the model and the device allow it. While one is
+    recorded, no other thread of the process may use the device."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

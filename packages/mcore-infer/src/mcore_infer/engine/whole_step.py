@@ -27,8 +27,8 @@ from mcore_models.layers.attention import Attention
 from mcore_models.layers.block import TransformerBlock
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.rope import build_rotary
+from mcore_models.logical_tensors import head_dim, num_kv_heads
 from mcore_models.protocol import LanguageModel
-from mcore_parallel.logical_tensors import head_dim, num_kv_heads
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import OptionalKernel, give_up, wave, works
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_ckpt.families.common.fields import settings
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.formats.quantized_layouts import PRE_QUANT_SCALE, WEIGHT_SCALE
-from mcore_parallel.logical_tensors import head_dim, is_gated, num_kv_heads
+from mcore_models.logical_tensors import head_dim, is_gated, num_kv_heads
 
 _AFTER_NORM = {
     "self_attn.q_proj": "input_layernorm",

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_base.atomic_files import write_durably
 from mcore_ckpt.conversion.targets import target_model_type
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.storage.files import Item, write_file
 from mcore_ckpt.storage.index import DTYPE_BYTES
-from mcore_ckpt.storage.paths import write_durably
 from mcore_infer.export.parts import NotedRows
 from mcore_infer.export.trtllm_model import (
     DTYPE_WORDS,

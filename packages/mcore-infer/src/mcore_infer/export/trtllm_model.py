@@ -16,7 +16,7 @@ from mcore_ckpt.families.common.experts import (
 )
 from mcore_ckpt.families.common.fields import setting, settings
 from mcore_ckpt.families.common.rope import rope_scaling
-from mcore_parallel.logical_tensors import (
+from mcore_models.logical_tensors import (
     ffn_size,
     has_attention_bias,
     has_qkv_bias,

@@ -18,8 +18,8 @@ from mcore_ckpt.mapping.rules import Link
 from mcore_models.layers.attention import Attention
 from mcore_models.layers.block import TransformerBlock
 from mcore_models.layers.norm import LayerNorm, RMSNorm
+from mcore_models.logical_tensors import head_dim, num_kv_heads
 from mcore_moe.experts.experts import Experts
-from mcore_parallel.logical_tensors import head_dim, num_kv_heads
 from mcore_parallel.sharding import Part, named_shards
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.storage.paths import write_durably
+from mcore_base.atomic_files import write_durably
 
 NAME = "receipt"
 """Name of both files in the folder, without ending."""

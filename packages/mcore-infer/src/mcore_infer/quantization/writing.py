@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcore_base.atomic_files import write_durably
+from mcore_base.lazy_front import package_version
 from mcore_ckpt.conversion.targets import hf_small_files, target_model_type
 from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.hf_folder import write_hf_folder
@@ -27,8 +29,6 @@ from mcore_ckpt.mapping.row_streams import HeldRows
 from mcore_ckpt.mapping.rules import Link, expand
 from mcore_ckpt.mapping.views import Cast, stacked_items, their_items
 from mcore_ckpt.storage.files import DTYPE_NAMES, Item
-from mcore_ckpt.storage.paths import write_durably
-from mcore_parallel.lazy_front import package_version
 from mcore_parallel.sharding import named_shards
 
 _LEFT_DTYPE = "BF16"

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from mcore_base.lazy_front import package_version
 from mcore_infer.server.api import read_api
 from mcore_infer.server.chat import read_chat
 from mcore_infer.server.completions import read_completion
@@ -18,7 +19,6 @@ from mcore_infer.server.schemas import (
     CompletionBody,
     read_body,
 )
-from mcore_parallel.lazy_front import package_version
 
 Schema = dict[str, Any]
 """A JSON schema."""

@@ -5,15 +5,15 @@ refuses alike and no collective is left waiting. No torch here.
 """
 
 from mcore_models.config import TransformerConfig, divisors, has_plain_scores, is_local
-from mcore_moe.config import MoEConfig
-from mcore_parallel.config import ParallelConfig
-from mcore_parallel.logical_tensors import (
+from mcore_models.logical_tensors import (
     ffn_size,
     further_mixers,
     layer_mixers,
     mamba_sizes,
     num_kv_heads,
 )
+from mcore_moe.config import MoEConfig
+from mcore_parallel.config import ParallelConfig
 
 _NO_EXPERTS = MoEConfig()
 _LEVELS = "the first of --hierarchical-context-parallel-sizes"

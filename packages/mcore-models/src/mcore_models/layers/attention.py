@@ -23,6 +23,13 @@ from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import HeadNorm, RMSNorm, SplitRMSNorm, build_norm, l2_normed
 from mcore_models.layers.rope import RotaryTables, rotary_kernel, rotate
+from mcore_models.logical_tensors import (
+    has_attention_bias,
+    has_qkv_bias,
+    head_dim,
+    num_kv_heads,
+)
+from mcore_models.mup import score_scale
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
@@ -31,14 +38,7 @@ from mcore_parallel.context_parallel.zigzag import (
     context_attention,
     ulysses_attention,
 )
-from mcore_parallel.logical_tensors import (
-    has_attention_bias,
-    has_qkv_bias,
-    head_dim,
-    num_kv_heads,
-)
 from mcore_parallel.mesh import Axis
-from mcore_parallel.mup import score_scale
 from mcore_parallel.optional_kernels import works
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.sharding import ParamLayout, sliced

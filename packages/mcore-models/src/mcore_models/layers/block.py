@@ -22,8 +22,8 @@ from mcore_models.layers.residual import (
     stream_dropout,
     stream_norm,
 )
+from mcore_models.logical_tensors import layer_mixers, layer_norms
 from mcore_moe.layer import MoELayer, RoutedTokens
-from mcore_parallel.logical_tensors import layer_mixers, layer_norms
 
 _NO_NORM = nn.Identity()
 

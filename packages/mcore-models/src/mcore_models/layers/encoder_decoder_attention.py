@@ -18,9 +18,9 @@ from torch.nn.attention import sdpa_kernel
 
 from mcore_models.kernels.attention_backends import GPU_BACKENDS, attend, check_backend
 from mcore_models.layers.layer_setup import LayerSetup
+from mcore_models.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.zigzag import zigzag_join
-from mcore_parallel.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,

@@ -21,8 +21,8 @@ from mcore_models.layers.residual import (
     stream_dropout,
     stream_norm,
 )
+from mcore_models.logical_tensors import ffn_size
 from mcore_models.protocol import ModelState
-from mcore_parallel.logical_tensors import ffn_size
 from mcore_parallel.recomputing import recompute
 
 

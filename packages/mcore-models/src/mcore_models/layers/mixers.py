@@ -1,7 +1,7 @@
 """The mixers that layers are made of, by name: attention, feed-forward layers, experts.
 
 A layer is a sequence of residual halves, each a norm and one mixer; which ones a layer has
-comes from ``mcore_parallel.logical_tensors.layer_mixers``. A new kind of layer is one entry
+comes from ``mcore_models.logical_tensors.layer_mixers``. A new kind of layer is one entry
 here, one in ``logical_tensors.MIXERS`` for its names and shapes, and its module.
 """
 
@@ -20,10 +20,10 @@ from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.mlp import MLP
 from mcore_models.layers.recurrent.delta_net import DeltaNet
 from mcore_models.layers.recurrent.mamba import Mamba
+from mcore_models.logical_tensors import ffn_size, is_gated
 from mcore_moe.expert_parallel import moe_axes
 from mcore_moe.experts.network import ExpertNetwork
 from mcore_moe.layer import MoELayer
-from mcore_parallel.logical_tensors import ffn_size, is_gated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

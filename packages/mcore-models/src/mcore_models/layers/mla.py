@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.attention_config import yarn_magnitude
 from mcore_models.checks.layouts import cp_comm_type
-from mcore_models.config import TransformerConfig
+from mcore_models.config import TransformerConfig, yarn_magnitude
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
 from mcore_models.layers.block_inputs import BlockInputs
@@ -32,6 +31,7 @@ from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import RMSNorm
 from mcore_models.layers.replicated_linear import ReplicatedLinear
 from mcore_models.layers.rope import RotaryTables, rotate
+from mcore_models.mup import score_scale
 from mcore_models.peft.lora import full_weight
 from mcore_models.protocol import LayerState
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
@@ -44,7 +44,6 @@ from mcore_parallel.context_parallel.ring_attention import (
 )
 from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
 from mcore_parallel.mesh import SINGLE
-from mcore_parallel.mup import score_scale
 from mcore_parallel.recomputing import recompute
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 

@@ -18,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
+from mcore_models.logical_tensors import head_dim
 from mcore_parallel.collectives import copy_to, reduce_from
-from mcore_parallel.logical_tensors import head_dim
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
 from mcore_parallel.sharding import ParamLayout, sliced, whole

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_models.attention_config import yarn_magnitude
-from mcore_models.config import TransformerConfig, rotary_size
-from mcore_parallel.logical_tensors import head_dim
+from mcore_models.config import TransformerConfig, rotary_size, yarn_magnitude
+from mcore_models.logical_tensors import head_dim
 from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave
 
 RotaryTables = tuple[Tensor, Tensor]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from mcore_parallel.field_checks import check_above_zero, check_at_least
+from mcore_base.field_checks import check_above_zero, check_at_least
 
 ALL_LINEAR = "all-linear"
 """Every linear of the layers but routed experts."""

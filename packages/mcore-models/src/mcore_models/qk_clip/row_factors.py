@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from mcore_models.layers.attention import Attention
 from mcore_models.layers.mla import LatentAttention
+from mcore_models.logical_tensors import head_dim
 from mcore_models.qk_clip.config import QKClipConfig
 from mcore_models.qk_clip.score_tracking import ScoreTracker
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.logical_tensors import head_dim
 from mcore_parallel.mesh import Axis
 
 

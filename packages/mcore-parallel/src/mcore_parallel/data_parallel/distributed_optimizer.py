@@ -10,7 +10,7 @@ norm, what a checkpoint holds) comes from the parameters' layouts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.data_parallel.gradient_sync import GradientSync, OwnedUnit, clipped
-from mcore_parallel.data_parallel.grads import grad_norm, owned_views, start_grad_norm
+from mcore_parallel.data_parallel.grads import grad_norm, owned_views
 from mcore_parallel.data_parallel.optimizer_segments import (
     Segment,
     SegmentRun,
@@ -34,8 +34,6 @@ from mcore_parallel.data_parallel.optimizer_segments import (
 from mcore_parallel.data_parallel.row_scaling import NO_FACTORS, RowFactors, scale_rows
 from mcore_parallel.offloading.host_updates import CudaQueues, HostUpdates
 from mcore_parallel.offloading.state_memory import allocate_state, allocate_state_file
-from mcore_parallel.optimizers.adamw import AdamW
-from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.optimizers.rounding import round_stochastically_
 from mcore_parallel.optimizers.update_rule import UpdateRule
 from mcore_parallel.sharding import NamedParameter, Shard
@@ -119,8 +117,6 @@ class DistributedOptimizer:
             memory.read_ahead if host_folder else None,
         )
         self._is_checked = False
-        self._proposed: tuple[_Rates, Float[Tensor, ""] | float] | None = None
-        self._before: dict[int, Tensor] = {}
 
     def grad_norm(self) -> Float[Tensor, ""]:
         """Return the L2 norm of the finished gradients, each logical element counted once.
@@ -151,7 +147,10 @@ class DistributedOptimizer:
             RuntimeError: if the gradients are not finished; or, in the first step, on every
                 rank, if weights were written without a ``refresh`` of their main weights.
         """
-        self._check_ready()
+        self._check_finished()
+        if not self._is_checked:
+            self._check_main_weights()
+            self._is_checked = True
         self.num_steps += 1
 
         rates = _Rates(self.num_steps, lr, weight_decay, row_factors)
@@ -163,66 +162,6 @@ class DistributedOptimizer:
                         continue
                     with self._host.next_piece() as state:
                         self._update(run.with_state(state), rates, grad_scale)
-
-    def start_grad_norm(self) -> Callable[[], float]:
-        """Begin ``grad_norm``; the host gets the same number from the function returned.
-
-        One all-reduce over ``ctx.background``, which the context must have.
-        """
-        self._check_finished()
-        ctx = self.data_parallel.ctx
-        assert ctx.background.size == ctx.world.size, "build the context with_background"
-        return start_grad_norm(self._norm_views, ctx.background, ctx.device)
-
-    def propose(
-        self, lr: float, weight_decay: float, grad_scale: Float[Tensor, ""] | float = 1.0
-    ) -> None:
-        """Give weights what ``step`` would, and keep state as it is until ``accept``.
-
-        Gradients must stay until then, or until ``withdraw``. What is in host memory takes no
-        part. Beside a few copies at a time, weights that are their own main weights are
-        copied.
-
-        Args:
-            lr: see ``step``.
-            weight_decay: see ``step``.
-            grad_scale: see ``step``.
-        """
-        self._check_ready()
-        rates = _Rates(self.num_steps + 1, lr, weight_decay, NO_FACTORS)
-        self._proposed = rates, grad_scale
-        for unit in self.data_parallel.gathering():
-            for run in self._runs[unit]:
-                if run.main.data_ptr() == run.weights.data_ptr():
-                    self._before[id(run)] = run.main.clone()
-                for begin in range(0, run.main.numel(), _RUN):
-                    cut = slice(begin, begin + _RUN)
-                    moments = {name: m[cut].clone() for name, m in run.moments.items()}
-                    copy = replace(
-                        run,
-                        main=run.main[cut].clone(),
-                        grad=run.grad[cut],
-                        moments=moments,
-                        weights=run.weights[cut],
-                    )
-                    self._update(copy, rates, grad_scale)
-
-    def accept(self) -> None:
-        """Let state follow the weights of ``propose``: as after ``step``, to the last bit."""
-        assert self._proposed is not None
-        for run in (run for runs in self._runs.values() for run in runs):
-            main = self._before.pop(id(run), run.main)
-            self._update(replace(run, main=main, weights=main), *self._proposed)
-        self._proposed = None
-        self.num_steps += 1
-
-    def withdraw(self) -> None:
-        """Forget ``propose``; weights are as before it after a ``step``, which must follow."""
-        self._proposed = None
-        self.data_parallel.wait_params()
-        for run in (run for runs in self._runs.values() for run in runs):
-            if (before := self._before.pop(id(run), None)) is not None:
-                run.main.copy_(before)
 
     def _update(self, run: SegmentRun, rates: _Rates, grad_scale: Any) -> None:
         """Update one run by the rule; in bfloat16 in float32, and rounded stochastically."""
@@ -322,20 +261,6 @@ class DistributedOptimizer:
                 "main weights were loaded."
             )
 
-    def _check_ready(self) -> None:
-        self._check_finished()
-        if not self._is_checked:
-            self._check_main_weights()
-            self._is_checked = True
-
     def _check_finished(self) -> None:
         if not self.data_parallel.is_finished:
             raise RuntimeError("gradients are not summed yet: call finish() after backward")
-
-
-class ShardedAdamW(DistributedOptimizer):
-    """``DistributedOptimizer`` with ``AdamW``, by the name of the front before."""
-
-    def __init__(self, data_parallel: GradientSync, config: AdamConfig) -> None:
-        """Allocate the state; see ``DistributedOptimizer``."""
-        super().__init__(data_parallel, AdamW(config))

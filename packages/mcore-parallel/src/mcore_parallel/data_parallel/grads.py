@@ -6,8 +6,7 @@ that counts an element in the norm. Sums are coalesced into one all-reduce an ax
 of the axes' names, which is the same on all ranks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -89,45 +88,15 @@ def grad_norm(
     Returns:
         Scalar, float64: summed so, since ranks may hold gradients of different dtypes.
     """
-    squares = _sum_of_squares(views, device)
-    if world.size > 1:
-        agree(world.agreement, "all_reduce (sum)", squares)
-        dist.all_reduce(squares, group=world.group)
-    return squares.sqrt()
-
-
-def start_grad_norm(
-    views: Sequence[Tensor], world: Axis, device: torch.device
-) -> Callable[[], float]:
-    """Begin ``grad_norm``; the host gets the same number from the function returned.
-
-    No stream waits for the sum but one of its own, so what is computed meanwhile goes on, and
-    ``world`` should have a group of its own: nccl would hold messages back behind the sum.
-    """
-    squares, work = _sum_of_squares(views, device), None
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream(device))
-    if world.size > 1:
-        agree(world.agreement, "all_reduce (sum)", squares)
-        work = dist.all_reduce(squares, group=world.group, async_op=True)
-
-    def value() -> float:
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            if work is not None:
-                work.wait()
-            return squares.sqrt().item()
-
-    return value
-
-
-def _sum_of_squares(views: Sequence[Tensor], device: torch.device | str) -> Tensor:
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for dtype, same in _by_dtype(views).items():
         wide = torch.promote_types(dtype, torch.float32)
         norms = torch.stack(torch._foreach_norm(same, 2.0, dtype=wide))
         squares += norms.double().square().sum()
-    return squares
+    if world.size > 1:
+        agree(world.agreement, "all_reduce (sum)", squares)
+        dist.all_reduce(squares, group=world.group)
+    return squares.sqrt()
 
 
 def clip_coefficient(norm: Float[Tensor, ""], max_norm: float) -> Float[Tensor, ""]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_parallel.entry_point import LAUNCHER
+from mcore_base.entry_point import LAUNCHER
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_parallel.field_checks import check_above_zero, check_field
+from mcore_base.field_checks import check_above_zero, check_field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

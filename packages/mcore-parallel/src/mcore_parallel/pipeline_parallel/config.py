@@ -41,12 +41,6 @@ class PipelineConfig:
     experts travel under the computation of the other. More micro-batches are held: 2 on one
     pipeline rank, up to twice as many in 1f1b, one chunk more in interleaved."""
 
-    enable_optimizer_post_validation: bool = False
-    """Update weights before the norm of all gradients is known, as if nothing were clipped, so
-    that no stage waits for the others between steps; a step that should have been clipped is
-    taken back and done again, one in fp16 that overflowed is skipped, and the forwards begun
-    with it are done again. The same bits, for one more pass of the optimizer over its state."""
-
     pipeline_model_parallel_layout: str = ""
     """Stages spelled out, such as ``Et*3|(tt|)*2,L``: E embedding, t layer, m
     multi-token-prediction layer, L loss, | next stage, x*n and (..)*n repeat."""

@@ -67,7 +67,6 @@ def run_schedule(
     device: torch.device | str = "cpu",
     before_last_backward: Callable[[int], None] | None = None,
     before_last_weights: Callable[[int], None] | None = None,
-    give_up: Callable[[], bool] | None = None,
     weight_queue: WeightQueue | None = None,
     turns: Turns | None = None,
     v_shaped: bool = False,
@@ -94,10 +93,6 @@ def run_schedule(
             half of one) here, such as ``DataParallel.start_sync``.
         before_last_weights: likewise before it makes the last weight gradients that were put
             off, such as ``DataParallel.start_weight_sync``.
-        give_up: called once, before anything here adds to gradients: the first backward, or
-            forward of the last stage, whose loss may make its head's at once. Where it says
-            so, on all ranks of the pipeline alike, nothing more is computed: messages go on,
-            with any numbers.
         weight_queue: needed by schedules that split backward: what the linears fill. Under
             other schedules it is emptied after each backward.
         turns: by which layers let pairs take turns; None: one runs after the other.
@@ -128,18 +123,11 @@ def run_schedule(
         runner.open_connections()
     calls = ((before_last_backward, BACKWARDS), (before_last_weights, MAKING_WEIGHTS))
     before = [(call, {a.chunk: a for a in actions if a.kind in kinds}) for call, kinds in calls]
-    is_given_up = False
     for is_message, run in groupby(actions, lambda action: action.kind.is_message):
         if is_message:
             runner.exchange(list(run))
             continue
         for unit in action_units(run):
-            if give_up is not None and any(map(runner.makes_gradients, unit)):
-                is_given_up, give_up = give_up(), None
-            if is_given_up:
-                for action in unit:
-                    runner.leave_out(action)
-                continue
             for action, (call, last) in product(unit, before):
                 if call is not None and action is last.get(action.chunk):
                     call(action.chunk)
@@ -243,25 +231,6 @@ class _Runner:
                 self.deferred[key] = works
             elif works:
                 make_weights(works)
-
-    def makes_gradients(self, action: Action) -> bool:
-        """Whether a computation may add to gradients."""
-        stage = self.places.stage(self.axis.rank, action.chunk)
-        return action.kind in BACKWARDS or not self.places.has(stage + 1)
-
-    def leave_out(self, action: Action) -> None:
-        """Make what a computation would send, with any numbers."""
-        key = (action.chunk, action.microbatch)
-        stage = self.places.stage(self.axis.rank, action.chunk)
-        kind, step = Kind.SEND_FORWARD, 1
-        if action.kind in BACKWARDS:
-            kind, step = Kind.SEND_BACKWARD, -1
-        other = stage + step
-        is_sent = self.places.has(other) and self.places.rank(other) != self.axis.rank
-        if is_sent and action.kind is not Kind.BACKWARD_WEIGHT:
-            shapes = self.shapes_of(action.microbatch, action.chunk, step < 0).values()
-            placed: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-            self.leaving[kind, key] = [torch.empty(shape, **placed) for shape in shapes]
 
     def forward(self, key: Key) -> None:
         """Run a stage and keep of its output only what backward and the next stage need."""

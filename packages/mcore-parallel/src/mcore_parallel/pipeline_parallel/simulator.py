@@ -47,14 +47,6 @@ class Simulation:
     bubble_fraction: float
     """Idle time of all ranks together, as a share of their work."""
 
-    @property
-    def period(self) -> float:
-        """Time of a step among many where no rank waits for the others between steps.
-
-        Each rank begins the next as soon as it has ended its own part: the longest of these.
-        """
-        return max((rank[-1].end - rank[0].start for rank in self.spans if rank), default=0.0)
-
 
 def simulate(
     schedule: Schedule,

@@ -11,8 +11,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mcore_parallel.layer_patterns import MOST_LAYERS
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
+
+_MOST_LETTERS = 100_000
+"""Letters that a repetition in a layout may write out; more are a mistake, and fill memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,7 @@ def _expand(layout: str, flag: str) -> str:
 
     def repeated(found: re.Match[str]) -> str:
         count = int(found[2] or 1)
-        if len(found[1]) * count > MOST_LAYERS:
+        if len(found[1]) * count > _MOST_LETTERS:
             raise ValueError(f"{flag} {layout} repeats {found[1][:20]} more than can be built.")
         return found[1] * count
 

@@ -9,19 +9,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_base.field_checks import flag
+from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER
-from mcore_ckpt.storage.stores import as_path, is_store
-from mcore_models.config import config_to_dict
-from mcore_models.layer_config import layers_skip
+from mcore_models.config import config_to_dict, layers_skip
+from mcore_models.layer_patterns import without_stage_marks
+from mcore_models.logical_tensors import moe_layers
 from mcore_models.peft.attaching import start_magnitudes
 from mcore_models.peft.config import is_adapter
 from mcore_models.peft.quantized_base import quantize_base
-from mcore_parallel.field_checks import flag
-from mcore_parallel.layer_patterns import without_stage_marks
-from mcore_parallel.logical_tensors import moe_layers
 from mcore_parallel.sharding import Shard
-from mcore_train.assembly import Run
+from mcore_train.assembly import Origin, Run
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint
 from mcore_train.composition import TrainConfig
 from mcore_train.options.idle_options import SWITCHES
@@ -58,16 +57,21 @@ def model_shards(run: Run) -> dict[str, Shard]:
 def saved_weights(run: Run) -> dict[str, Shard]:
     """Describe the weights that a checkpoint of the run holds: not those of its base."""
     shards = model_shards(run)
-    return {n: s for n, s in shards.items() if is_adapter(n)} if run.base else shards
+    return (
+        {n: s for n, s in shards.items() if is_adapter(n)}
+        if run.origin.adapter_base
+        else shards
+    )
 
 
-def load_base(run: Run, folder: Path | None) -> bool:
-    """Take the weights that a run begins from and does not save, if there are any.
+def load_base(run: Run, folder: Path | None) -> Origin:
+    """Load the weights that a run begins from and does not save, if there are any.
 
     All ranks call it together.
 
     Returns:
-        Whether there were.
+        Their folder, ``origin.adapter_base`` too where adapters are trained on them; empty if
+        there are none.
 
     Raises:
         ValueError: if they are of another model, or an adapter; if there are none, and
@@ -81,7 +85,7 @@ def load_base(run: Run, folder: Path | None) -> bool:
                 f"--peft-base-bits {bits} keeps no weights that could be saved: give the base "
                 "by --pretrained-checkpoint, or by --load of its folder."
             )
-        return False
+        return Origin()
     extra = checkpoint_extra(base)
     if ADAPTER in extra:
         raise ValueError(
@@ -95,9 +99,9 @@ def load_base(run: Run, folder: Path | None) -> bool:
     if has_adapters:
         for chunk in run.chunks:
             start_magnitudes(chunk, {n.removeprefix("model."): weights[n] for n in weights})
-        run.base = str(base if is_store(base) else base.resolve())
     run.optimizer.refresh(from_parameters=True)
-    return True
+    adapter_base = str(base if is_store(base) else base.resolve()) if has_adapters else ""
+    return Origin(checkpoint=str(base), adapter_base=adapter_base)
 
 
 def load_weights(run: Run, folder: Path, shards: Mapping[str, Shard]) -> None:
@@ -127,7 +131,7 @@ def describe_adapter(run: Run) -> dict[str, Any]:
     config = run.plan.config.peft
     if config.peft == "none":
         return {}
-    return {ADAPTER: {**config_to_dict(config), "base": run.base}}
+    return {ADAPTER: {**config_to_dict(config), "base": run.origin.adapter_base}}
 
 
 def check_adapter(extra: Mapping[str, Any], plan: Plan, folder: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.async_saving import AsyncSaver
 from mcore_ckpt.save_load.hf_saving import hf_view
 from mcore_ckpt.save_load.local_saving import LocalSaver
@@ -22,7 +23,6 @@ from mcore_ckpt.save_load.rank_agreement import agreed
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.paths import latest_step, remove_steps
-from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
@@ -75,7 +75,7 @@ class Checkpoints:
         has_local = local.non_persistent_local_ckpt_dir
         self._local = LocalSaver(local, run.ctx.world) if has_local else None
         self._state: dict[str, Shard] | None = None
-        self._saved_step = run.iteration
+        self._saved_step = run.progress.iteration
         self._requested_step = -1
         self._requested_s = 0.0
         self.longest_save_s = 0.0
@@ -88,10 +88,11 @@ class Checkpoints:
             ValueError: if the local disks hold a step that the run has not come to.
         """
         newest = None if self._local is None else self._local.latest()
-        if newest is not None and newest > self._run.iteration:
+        step = self._run.progress.iteration
+        if newest is not None and newest > step:
             raise ValueError(
                 f"--non-persistent-local-ckpt-dir holds step {newest}, and this run begins at "
-                f"{self._run.iteration}: continue from it (--load), or empty the folder."
+                f"{step}: continue from it (--load), or empty the folder."
             )
         with agreed(self._run.ctx.world):
             if self._lock is not None and self._run.ctx.global_rank == 0:
@@ -140,7 +141,7 @@ class Checkpoints:
         before = self._saver.last_durable
         is_begun = self._saver.save(
             self._folder,
-            self._run.iteration,
+            self._run.progress.iteration,
             what.shards,
             extra=what.extra,
             files=what.files,
@@ -153,10 +154,10 @@ class Checkpoints:
             self._note(self._saver.last_durable)
         if not is_begun:
             return
-        self._requested_step = self._run.iteration
+        self._requested_step = self._run.progress.iteration
         self._requested_s = time.perf_counter()
         numbers = {"stall_ms": 1e3 * (self._requested_s - started_s)}
-        self._reporter.record("save_requested", self._run.iteration, numbers)
+        self._reporter.record("save_requested", self._run.progress.iteration, numbers)
         if is_first:
             gib = self._saver.host_bytes / 2**30
             log.info("saves in the background hold %.2f GiB of host memory on this rank", gib)
@@ -168,7 +169,9 @@ class Checkpoints:
         what = self._snapshot()
         files = {name: content.decode() for name, content in what.files.items()}
         try:
-            self._local.save(self._run.iteration, what.shards, {**what.extra, "files": files})
+            self._local.save(
+                self._run.progress.iteration, what.shards, {**what.extra, "files": files}
+            )
         except RuntimeError as error:
             log.error("%s; training goes on", error)
 
@@ -189,12 +192,12 @@ class Checkpoints:
         if not self._folder:
             return
         self._note(self._saver.wait())
-        if self._saved_step == self._run.iteration:
+        if self._saved_step == self._run.progress.iteration:
             return
         if self.is_async:
             self.save()
             self._note(self._saver.wait())
-        if self._saved_step != self._run.iteration:
+        if self._saved_step != self._run.progress.iteration:
             self._save_now()
 
     def _note(self, durable: Path | None) -> None:
@@ -204,13 +207,14 @@ class Checkpoints:
         seconds = time.perf_counter() - self._requested_s
         self.longest_save_s = max(self.longest_save_s, seconds)
         self._reporter.record("save_durable", self._saved_step, {"after_s": seconds})
+        self._reporter.saved(self._saved_step)
 
     def _save_now(self) -> None:
         started_s = time.perf_counter()
         what = self._snapshot()
         save(
             self._folder,
-            self._run.iteration,
+            self._run.progress.iteration,
             what.shards,
             world=self._run.ctx.world,
             extra=what.extra,
@@ -221,8 +225,9 @@ class Checkpoints:
             retention=self._run.plan.config.retention,
             plans=self._plans,
         )
-        self._saved_step = self._run.iteration
+        self._saved_step = self._run.progress.iteration
         self.longest_save_s = max(self.longest_save_s, time.perf_counter() - started_s)
+        self._reporter.saved(self._saved_step)
 
     def _snapshot(self) -> Snapshot:
         folder = None if self._tokenizer is None else Path(self._tokenizer.name)

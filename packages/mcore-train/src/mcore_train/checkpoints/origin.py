@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from mcore_base.stores import as_path, is_store
 from mcore_ckpt.storage.index import ADAPTER, read_index
 from mcore_ckpt.storage.paths import (
     RELEASE,
@@ -21,10 +22,9 @@ from mcore_ckpt.storage.paths import (
     newest_step,
     resolve_folder,
 )
-from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_parallel.layer_patterns import without_stage_marks
+from mcore_models.layer_patterns import without_stage_marks
 from mcore_train.composition import TrainConfig
 from mcore_train.config import LoadConfig
 from mcore_train.options.recipe import Value

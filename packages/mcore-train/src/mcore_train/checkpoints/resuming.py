@@ -121,7 +121,7 @@ def save_run(run: Run) -> Path:
         what = take_snapshot(run, folder)
         return save(
             config.saving.save,
-            run.iteration,
+            run.progress.iteration,
             what.shards,
             world=run.ctx.world,
             extra=what.extra,
@@ -132,62 +132,66 @@ def save_run(run: Run) -> Path:
         )
 
 
-def load_run(run: Run) -> bool:
-    """Continue from ``--load``, or with ``--auto-resume`` from ``--save``, if it can.
+def load_run(run: Run) -> Run:
+    """Continue from ``--load``, or with ``--auto-resume`` from ``--save``, if there is a step.
 
     All ranks call it together.
 
     Args:
-        run: as assembled; weights, optimizer, streams and counts are set in place.
+        run: as assembled; weights, optimizer, random streams and progress are set in place.
 
     Returns:
-        Whether there was a checkpoint.
+        The run by the checkpoint's batch sizes and schedule, with its origin; the tensors and
+        the progress are those of ``run``. ``origin.checkpoint`` is empty if there was none.
 
     Raises:
         ValueError: if the checkpoint is of another model, if its schedule is not the flags',
             or if there is none and ``--exit-on-missing-checkpoint`` is given; if
             ``--peft-base-bits`` has no base that is kept elsewhere.
     """
-    found = _load(run)
+    run = _load(run)
     quantize_weights(run)
-    return found
+    return run
 
 
-def _load(run: Run) -> bool:
+def _load(run: Run) -> Run:
     options = starting_point(run.plan.config)
     folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
-    has_base = load_base(run, folder)
+    origin = load_base(run, folder)
     if run.ctx.global_rank == 0:
-        run.small_files = carried_files(run.plan.config, run.tokenizer)
-    if _load_local(run, folder):
-        return True
+        files = carried_files(run.plan.config, run.tokenizer)
+        origin = replace(origin, carried_files=files)
+    run = replace(run, origin=origin)
+    if (continued := _load_local(run, folder)) is not None:
+        return continued
     if folder is None:
         if options.exit_on_missing_checkpoint:
             raise ValueError(f"--load {options.load} holds no checkpoint.")
-        if options.load and not has_base:
+        if options.load and not origin.checkpoint:
             log.warning("no checkpoint in %s: starting from nothing", options.load)
-        return has_base
+        return run
     extra = checkpoint_extra(folder)
     check_model(extra["model"], run.plan, folder)
     check_adapter(extra, run.plan, folder)
-    if has_base and ADAPTER not in extra:
-        return True
+    if origin.checkpoint and ADAPTER not in extra:  # the folder is that of the base
+        return run
+    run = replace(run, origin=replace(origin, checkpoint=str(folder)))
     if options.finetune or "iteration" not in extra:
-        _load_weights(run, folder)
-        return True
+        load_weights(run, folder, saved_weights(run))
+        run.optimizer.refresh(from_parameters=True)
+        return run
     file = folder / PLAN_FILE
     data_plan_text = file.read_text("utf-8") if file.is_file() else ""
     plan = _plan_from(extra, run.plan, data_plan_text)
     _load_state(run, folder, extra)
-    _take_counts(run, plan, extra, data_plan_text)
-    return True
+    return _continue_after(run, plan, extra, data_plan_text)
 
 
-def _load_local(run: Run, folder: Path | None) -> bool:
-    """Continue from the hosts' own disks, if what is there is as new as what ``--load`` has.
+def _load_local(run: Run, folder: Path | None) -> Run | None:
+    """Continue from the hosts' disks, if their step is at least as new as that of ``--load``.
 
     Returns:
-        Whether it was.
+        The run as ``load_run`` returns it; None if it does not continue from there.
 
     Raises:
         ValueError: if it is of another layout, model or schedule.
@@ -195,18 +199,19 @@ def _load_local(run: Run, folder: Path | None) -> bool:
     config = run.plan.config
     options, local = starting_point(config), config.local_saving
     if not local.non_persistent_local_ckpt_dir or not options.load or options.finetune:
-        return False
+        return None
     saver = LocalSaver(local, run.ctx.world)
     step = saver.latest()
     lasting = -1 if folder is None else read_index(folder).extra.get("iteration", -1)
     if options.ckpt_step or step is None or step < lasting:
-        return False
+        return None
     shards = state_shards(run)
     rng = rng_shards(run)
     extra = saver.load(shards | rng)
     take_fp8_histories(run)
-    check_adapter(extra, run.plan, Path(local.non_persistent_local_ckpt_dir))
-    check_model(extra["model"], run.plan, Path(local.non_persistent_local_ckpt_dir))
+    where = Path(local.non_persistent_local_ckpt_dir)
+    check_adapter(extra, run.plan, where)
+    check_model(extra["model"], run.plan, where)
     data_plan_text = extra["files"].get(PLAN_FILE, "")
     plan = _plan_from(extra, run.plan, data_plan_text)
     take_streams(run, rng)
@@ -214,8 +219,8 @@ def _load_local(run: Run, folder: Path | None) -> bool:
     if with_optimizer:
         run.optimizer.num_steps = extra["num_steps"]
     run.optimizer.refresh(from_parameters=not with_optimizer)
-    _take_counts(run, plan, extra, data_plan_text)
-    return True
+    run = replace(run, origin=replace(run.origin, checkpoint=str(where)))
+    return _continue_after(run, plan, extra, data_plan_text)
 
 
 def _plan_from(extra: Mapping[str, Any], plan: Plan, data_plan_text: str) -> Plan:
@@ -226,31 +231,37 @@ def _plan_from(extra: Mapping[str, Any], plan: Plan, data_plan_text: str) -> Pla
     return replace(plan, schedule=schedule)
 
 
-def _take_counts(run: Run, plan: Plan, extra: Mapping[str, Any], data_plan_text: str) -> None:
-    """Set the run's counts to those of a checkpoint.
+def _continue_after(run: Run, plan: Plan, extra: Mapping[str, Any], data_plan_text: str) -> Run:
+    """Set a run's progress and loss scale to a checkpoint's; return the run by ``plan``.
 
     Args:
-        run: changed in place.
-        plan: the run's, counted on from the checkpoint.
+        run: whose tensors are loaded.
+        plan: the run's, with the checkpoint's batch sizes and schedule.
         extra: the checkpoint's numbers.
         data_plan_text: its data plan; empty where it has none.
     """
-    ramp_of_data, run.plan = run.plan.ramp, plan
-    run.iteration = extra["iteration"]
-    run.consumed_train_samples = extra["consumed_train_samples"]
-    run.schedule_samples = extra["schedule_samples"]
-    run.stretches = batch_sizes(extra, data_plan_text)
-    _name_changed_rate(run, parse_schedule(extra["schedule"], plan.schedule))
+    ramp_of_data, run = run.plan.ramp, replace(run, plan=plan)
+    progress = run.progress
+    progress.iteration = extra["iteration"]
+    progress.consumed_train_samples = extra["consumed_train_samples"]
+    progress.schedule_samples = extra["schedule_samples"]
+    progress.batch_size_phases = batch_sizes(extra, data_plan_text)
+    _warn_of_changed_rate(run, parse_schedule(extra["schedule"], plan.schedule))
     take_loss_scale(run, extra)
-    _compare_seeds(extra.get("recipe", {}).get("seed", RunConfig().seed), run)
-    _continue_data(run, data_plan_text, ramp_of_data)
+    _warn_of_changed_seed(run, extra.get("recipe", {}).get("seed", RunConfig().seed))
+    _check_data(run, data_plan_text, ramp_of_data)
+    return run
 
 
-def _name_changed_rate(run: Run, saved: LRSchedule) -> None:
+def _warn_of_changed_rate(run: Run, saved: LRSchedule) -> None:
     """Warn where another batch size or schedule changes the learning rate from here on."""
-    plan, samples = run.plan, run.schedule_samples
-    size = plan.ramp.size_at(run.consumed_train_samples)
-    before = run.stretches[-1].batch_size if run.stretches else size
+    plan, samples = run.plan, run.progress.schedule_samples
+    size = plan.ramp.size_at(run.progress.consumed_train_samples)
+    before = (
+        run.progress.batch_size_phases[-1].batch_size
+        if run.progress.batch_size_phases
+        else size
+    )
     rate, old_rate = learning_rate(plan.schedule, samples), learning_rate(saved, samples)
     if not (plan.ramp.past and size != before) and rate == old_rate:
         return
@@ -258,19 +269,19 @@ def _name_changed_rate(run: Run, saved: LRSchedule) -> None:
         "step %d has a batch of %d sequences, and the step before had %d: the learning rate is "
         "%.6E, by the schedule of before it would be %.6E. This run ends at step %d, the "
         "schedule at step %d.",
-        *(run.iteration + 1, size, before, rate, old_rate, plan.train_iters),
+        *(run.progress.iteration + 1, size, before, rate, old_rate, plan.train_iters),
         plan.ramp.num_steps(plan.schedule.decay_samples),
     )
 
 
-def _compare_seeds(then: int, run: Run) -> None:
+def _warn_of_changed_seed(run: Run, then: int) -> None:
     now = run.plan.config.run.seed
     if now != then:
         log.warning(
             "--seed %s continues a run of --seed %s: from step %s its data come in another "
             "order, which repeats some of what was read and leaves out other; give --seed %s "
             "to go on in the order of before.",
-            *(now, then, run.iteration + 1, then),
+            *(now, then, run.progress.iteration + 1, then),
         )
 
 
@@ -282,24 +293,24 @@ def data_plan(run: Run) -> DataPlan:
         data = replace(data, mock_vocab_size=run.plan.vocab_size)
     dataset = run.datasets.train
     blend = isinstance(dataset, OrderedBlend)
-    size = run.plan.ramp.size_at(run.consumed_train_samples)
+    size = run.plan.ramp.size_at(run.progress.consumed_train_samples)
     return DataPlan(
         data=data,
         fim=config.fim,
         sequence_length=config.batch.seq_length,
         seed=config.run.seed,
         num_samples=num_samples(run.plan),
-        stretches=tuple(run.stretches) or (Stretch(1, 0, size),),
-        iteration=run.iteration,
-        consumed_samples=run.consumed_train_samples,
+        stretches=tuple(run.progress.batch_size_phases) or (Stretch(1, 0, size),),
+        iteration=run.progress.iteration,
+        consumed_samples=run.progress.consumed_train_samples,
         working_folder=str(Path.cwd()),
         sources=tuple(run.datasets.sources),
-        ledger=tuple(dataset.ledger(run.consumed_train_samples)) if blend else (),
+        ledger=tuple(dataset.ledger(run.progress.consumed_train_samples)) if blend else (),
     )
 
 
 def _files(run: Run) -> dict[str, bytes]:
-    files = run.small_files | {
+    files = {**run.origin.carried_files} | {
         "recipe.toml": write_recipe(changed_options(run.plan.config)).encode()
     }
     if run.datasets.sources:
@@ -307,7 +318,7 @@ def _files(run: Run) -> dict[str, bytes]:
     return files
 
 
-def _continue_data(run: Run, plan_of_then: str, ramp_of_data: BatchRamp) -> None:
+def _check_data(run: Run, plan_of_then: str, ramp_of_data: BatchRamp) -> None:
     """Warn if the data have changed.
 
     Raises:
@@ -320,11 +331,11 @@ def _continue_data(run: Run, plan_of_then: str, ramp_of_data: BatchRamp) -> None
     gave, gives = given_by_source(then), given_by_source(now)
     mixture = now.data.data_mixture_path
     if mixture:
-        expected = ramp_of_data.samples_before(run.iteration + 1)
-        if begins_at_steps(mixture) and expected != run.consumed_train_samples:
+        expected = ramp_of_data.samples_before(run.progress.iteration + 1)
+        if begins_at_steps(mixture) and expected != run.progress.consumed_train_samples:
             raise ValueError(
                 f"--data-mixture-path {mixture} counts in steps, and the run has had other "
-                f"batch sizes until step {run.iteration}: give from_sample instead."
+                f"batch sizes until step {run.progress.iteration}: give from_sample instead."
             )
         if gave != gives:
             raise ValueError(
@@ -336,12 +347,6 @@ def _continue_data(run: Run, plan_of_then: str, ramp_of_data: BatchRamp) -> None
     before, after = ([each["lengths_hash"] for each in p.sources] for p in (then, now))
     if before != after:
         log.warning("the training data are not those that the run has read until now")
-
-
-def _load_weights(run: Run, folder: Path) -> None:
-    """Take the weights alone, in whatever format they were saved."""
-    load_weights(run, folder, saved_weights(run))
-    run.optimizer.refresh(from_parameters=True)
 
 
 def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
@@ -377,10 +382,10 @@ def _extra(run: Run) -> dict[str, Any]:
     plan = run.plan
     extra: dict[str, Any] = {
         "model": model_description(plan),
-        "iteration": run.iteration,
-        "consumed_train_samples": run.consumed_train_samples,
-        "schedule_samples": run.schedule_samples,
-        "stretches": [astuple(stretch) for stretch in run.stretches],
+        "iteration": run.progress.iteration,
+        "consumed_train_samples": run.progress.consumed_train_samples,
+        "schedule_samples": run.progress.schedule_samples,
+        "stretches": [astuple(stretch) for stretch in run.progress.batch_size_phases],
         "schedule": asdict(plan.schedule),
         "versions": {"mcore-train": __version__, "torch": torch.__version__},
         "parallel": {"world_size": plan.world_size, **asdict(plan.config.parallelism)},

@@ -32,14 +32,16 @@ def take_streams(run: Run, rng: Mapping[str, Shard]) -> None:
 
 def fp8_shards(run: Run) -> dict[str, Shard]:
     """Describe the histories of a run's linears; none without ``--fp8-recipe delayed``."""
-    found = {} if run.fp8_scales is None else run.fp8_scales.shards()
+    found = {} if run.precision.fp8_scales is None else run.precision.fp8_scales.shards()
     return {f"fp8.{name}": shard for name, shard in found.items()}
 
 
 def fp8_kind(run: Run) -> list[Any]:
     """Say of what kind the histories are: a run has no use for others than its own."""
     fp8 = run.plan.config.fp8
-    return [] if run.fp8_scales is None else [fp8.fp8_recipe, fp8.fp8_amax_history_len]
+    return (
+        [] if run.precision.fp8_scales is None else [fp8.fp8_recipe, fp8.fp8_amax_history_len]
+    )
 
 
 def wanted_fp8_shards(run: Run, extra: Mapping[str, Any]) -> dict[str, Shard]:
@@ -49,13 +51,13 @@ def wanted_fp8_shards(run: Run, extra: Mapping[str, Any]) -> dict[str, Shard]:
 
 def take_fp8_histories(run: Run) -> None:
     """Scale by the histories that were loaded."""
-    if run.fp8_scales is not None:
-        run.fp8_scales.restored()
+    if run.precision.fp8_scales is not None:
+        run.precision.fp8_scales.restored()
 
 
 def side_numbers(run: Run) -> dict[str, Any]:
     """Return what a checkpoint's index keeps of these: plain data."""
-    scale = {} if run.loss_scaler is None else run.loss_scaler.state()
+    scale = {} if run.precision.loss_scaler is None else run.precision.loss_scaler.state()
     return {"fp8_kind": fp8_kind(run), "loss_scale": scale}
 
 
@@ -76,5 +78,5 @@ def hf_words(run: Run) -> dict[str, Any]:
 
 def take_loss_scale(run: Run, extra: Mapping[str, Any]) -> None:
     """Scale on from where a checkpoint's loss scale stands, if it had one."""
-    if run.loss_scaler is not None and extra.get("loss_scale"):
-        run.loss_scaler.set_state(extra["loss_scale"])
+    if run.precision.loss_scaler is not None and extra.get("loss_scale"):
+        run.precision.loss_scaler.set_state(extra["loss_scale"])

@@ -8,7 +8,7 @@ norm is read one step after it was computed, so the host never waits for the dev
 import math
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 
@@ -37,14 +37,14 @@ class FiniteGradients:
         self.is_on = is_on
         self._iteration = 0
         self._norm: Tensor | None = None
-        self._is_skipped: bool | Tensor = False
+        self._is_skipped = False
         self._copied: torch.cuda.Event | None = None
 
     def add(
         self,
         iteration: int,
         grad_norm: Float[Tensor, ""],
-        is_skipped: bool | Bool[Tensor, ""] = False,
+        is_skipped: bool = False,
     ) -> None:
         """Look at the norm of the step before, and take this step's.
 
@@ -54,8 +54,7 @@ class FiniteGradients:
         Args:
             iteration: of this step.
             grad_norm: its norm.
-            is_skipped: whether weights stayed as they were, so that any norm is good; on the
-                host.
+            is_skipped: whether weights stayed as they were, so that any norm is good.
 
         Raises:
             NonFiniteError: as ``check``, for the step before.

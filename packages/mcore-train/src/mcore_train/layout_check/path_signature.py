@@ -10,12 +10,12 @@ from dataclasses import fields
 from math import lcm
 from typing import Any
 
+from mcore_base.field_checks import flag
 from mcore_models.checks.layouts import cannot_be_cut, cp_comm_type
 from mcore_models.config import TransformerConfig, is_local, is_rotated
 from mcore_models.encoder_config import BertConfig, T5Config, encoder_layers
+from mcore_models.logical_tensors import head_dim, layer_mixers, num_kv_heads
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.field_checks import flag
-from mcore_parallel.logical_tensors import head_dim, layer_mixers, num_kv_heads
 from mcore_train.composition import TrainConfig
 from mcore_train.resolution import Plan
 

@@ -116,7 +116,6 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
             full_validation=config.data.full_validation,
         ),
         evaluation=EvalConfig(
-            # Beyond the other steps, so that these may be validated afterwards.
             eval_interval=NUM_STEPS if config.evaluation.interval else 0,
             eval_iters=1,
         ),

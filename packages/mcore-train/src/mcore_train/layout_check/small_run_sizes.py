@@ -10,11 +10,11 @@ from tempfile import gettempdir
 from typing import Any
 
 from mcore_models.config import RecomputeConfig, TransformerConfig, is_local, is_rotated
+from mcore_models.layer_patterns import further_letters, join_layers, pattern_layers
+from mcore_models.logical_tensors import mamba_sizes, moe_layers, num_kv_heads
 from mcore_models.qk_clip.config import QKClipConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.layer_patterns import further_letters, join_layers, pattern_layers
-from mcore_parallel.logical_tensors import mamba_sizes, moe_layers, num_kv_heads
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.precision.config import Fp8Config
 from mcore_train.composition import TrainConfig

@@ -33,7 +33,8 @@ from mcore_train.datasets import Datasets
 from mcore_train.evaluation import evaluate
 from mcore_train.layout_check.family_rows import BertRows, T5Rows
 from mcore_train.layout_check.logits import logit_shards
-from mcore_train.loop import Interval, one_step, settle
+from mcore_train.loop import one_step
+from mcore_train.reporting.interval import Interval
 from mcore_train.resolution import Plan
 from mcore_train.step import StepResult, backward
 
@@ -235,7 +236,7 @@ def run_trial(
         plan = replace(plan, config=replace(plan.config, saving=saving))
     run = build_run(plan, ctx, rows, dtype=dtype, nudge_seed=nudge_seed)
     if start is not None:
-        load_start(run, start)
+        run = load_start(run, start)
         if nudge_seed:
             _nudge_loaded(run, nudge_seed)
     with run.recorder or nullcontext():
@@ -251,7 +252,9 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     batches = train_batches(run)
     first = next(batches)
     logits = gather_logical(logit_shards(run, first), ctx.world)
-    unscale = 1.0 if run.loss_scaler is None else 1.0 / run.loss_scaler.value
+    unscale = (
+        1.0 if run.precision.loss_scaler is None else 1.0 / run.precision.loss_scaler.value
+    )
     gradients: dict[str, Tensor] = {}
 
     def look() -> None:
@@ -264,14 +267,14 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
     result = one_step(run, iter([first]), look)
     interval.add(result)
     each = [_mean_loss(run, result)]
-    while run.iteration < saved_step:
+    while run.progress.iteration < saved_step:
         each.append(train_one(run, next(batches), interval))
     after = whole_weights(run)
     saved = ""
     if folder is not None:
         save_run(run)  # which gathers weights in full that were gathered in fp8
         saved = fingerprint(run, with_loss_scale=False)
-    while run.iteration < plan.train_iters:
+    while run.progress.iteration < plan.train_iters:
         each.append(train_one(run, next(batches), interval))
     return Trial(
         losses=each,
@@ -299,11 +302,10 @@ def is_continued(run: Run, rows: AnyRows, folder: Path) -> bool:
         folder: for the checkpoint.
     """
     config = replace(run.plan.config, saving=SaveConfig(save=str(folder)))
-    run.plan = replace(run.plan, config=config, train_iters=2)
+    run = replace(run, plan=replace(run.plan, config=config, train_iters=2))
     batches = train_batches(run)
     with run.recorder or nullcontext():
         train_one(run, next(batches))
-        settle(run)
         save_run(run)
         train_one(run, next(batches))
     resumed = _continue(run.plan, run.ctx, rows, run.dtype, folder)
@@ -318,11 +320,10 @@ def _continue(
     run = build_run(
         replace(plan, config=replace(plan.config, run=other)), ctx, rows, dtype=dtype
     )
-    run.plan = plan
-    load_folder(run, folder)
+    run = load_folder(replace(run, plan=plan), folder)
     batches = train_batches(run)
     with run.recorder or nullcontext():
-        while run.iteration < plan.train_iters:
+        while run.progress.iteration < plan.train_iters:
             train_one(run, next(batches))
     return fingerprint(run, with_streams=True)
 
@@ -362,7 +363,6 @@ def sum_over(number: Tensor, ctx: ParallelContext) -> float:
 
 def whole_weights(run: Run) -> dict[str, Tensor]:
     """Gather the whole model, by logical name."""
-    settle(run)
     found = run.data_parallel.weight_shards()
     run.data_parallel.wait_params()
     return gather_logical(found, run.ctx.world)
@@ -379,11 +379,18 @@ def fingerprint(run: Run, *, with_streams: bool = False, with_loss_scale: bool =
         with_streams: hash the random streams too, which only the same layout continues.
         with_loss_scale: hash the loss scale, which only another fp16 run continues.
     """
-    settle(run)
     shards = model_shards(run) | optimizer_shards(run) | fp8_shards(run)
     state = gather_logical(shards | (rng_shards(run) if with_streams else {}), run.ctx.world)
-    scaler = run.loss_scaler.state() if run.loss_scaler and with_loss_scale else {}
-    counts = (run.iteration, run.consumed_train_samples, run.schedule_samples)
+    scaler = (
+        run.precision.loss_scaler.state()
+        if run.precision.loss_scaler and with_loss_scale
+        else {}
+    )
+    counts = (
+        run.progress.iteration,
+        run.progress.consumed_train_samples,
+        run.progress.schedule_samples,
+    )
     digest = hashlib.sha256(repr((scaler, counts, run.optimizer.num_steps)).encode())
     for name in sorted(state):
         digest.update(name.encode())
@@ -416,21 +423,23 @@ def save_start(
         return start
     other = replace(plan, config=replace(config, run=run))
     trained = build_run(other, ctx, rows, dtype=dtype)
-    trained.plan = replace(plan, config=replace(config, saving=steps))
+    trained = replace(trained, plan=replace(plan, config=replace(config, saving=steps)))
     if config.peft.peft != "none":
-        load_start(trained, start)
+        trained = load_start(trained, start)
     train_one(trained, next(train_batches(trained)))
     save_run(trained)
     return LoadConfig(load=steps.save)
 
 
-def load_folder(run: Run, folder: Path) -> None:
-    """Load the latest checkpoint of a folder into a run, whatever layout saved it."""
-    load_start(run, LoadConfig(load=str(folder)))
+def load_folder(run: Run, folder: Path) -> Run:
+    """Load the latest checkpoint of a folder into a run, under whatever layout it was saved."""
+    return load_start(run, LoadConfig(load=str(folder)))
 
 
-def load_start(run: Run, start: LoadConfig) -> None:
-    """Load what the options of a run name, whatever layout saved it."""
-    run.plan = replace(run.plan, config=replace(run.plan.config, loading=start))
-    if not load_run(run):
+def load_start(run: Run, start: LoadConfig) -> Run:
+    """Load the checkpoint that ``start`` names into a run; see ``load_run``."""
+    plan = replace(run.plan, config=replace(run.plan.config, loading=start))
+    run = load_run(replace(run, plan=plan))
+    if not run.origin.checkpoint:
         raise RuntimeError(f"{start.load or start.pretrained_checkpoint} holds no checkpoint")
+    return run

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from mcore_base.destinations import check_file
 from mcore_ckpt.save_load.rank_agreement import gather_json
-from mcore_ckpt.storage.destinations import check_file
 from mcore_models.config import RecomputeConfig
 from mcore_models.families import Family
 from mcore_moe.config import MoEConfig
@@ -26,8 +26,6 @@ from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.testing.layout_comparison import EXACT
 from mcore_parallel.testing.worker_pool import Pool
-from mcore_train.assembly import Run
-from mcore_train.batches import train_batches
 from mcore_train.composition import FAMILY_COMMANDS, Command, TrainConfig, Verified
 from mcore_train.config import LoadConfig
 from mcore_train.layout_check.certificate import (
@@ -53,7 +51,6 @@ from mcore_train.layout_check.trial import (
     load_folder,
     run_trial,
     save_start,
-    train_one,
 )
 from mcore_train.precision import torch_dtype, with_device_precision
 from mcore_train.reporting.log import set_up
@@ -67,9 +64,6 @@ TIMEOUT_S = 600.0
 NUM_NUDGED = 3
 """Runs of one rank with weights a last bit off, or 2**-16 in float32, which say what rounding
 in few bits costs."""
-
-NEVER_CLIPPED = 1e9
-"""A norm that no gradients of a small run have."""
 
 
 def run_verification(config: Verified, command: Command = FAMILY_COMMANDS["gpt"]) -> int:
@@ -208,7 +202,6 @@ def verify_on_rank(small: SmallRun, quiet: bool = False) -> Certificate | None:
         ctx = ParallelContext.build(
             small.config.parallelism,
             embedding_stages=plan.embedding_stages,
-            with_background=plan.config.pipeline.enable_optimizer_post_validation,
         )
         set_up(ctx.global_rank == 0 and not quiet)
         try:
@@ -303,7 +296,6 @@ def _compare(
     exact, rounded = trials
     noise = _try_noise(small, ctx, rows, folder / "noisy")
     noise += _try_fp8_gathers(plan, ctx, rows, dtype)
-    noise += try_post_validation(exact_plan, ctx, rows)
     is_first = ctx.global_rank == 0
     certificate = None
     if is_first:
@@ -367,46 +359,6 @@ def _try_fp8_gathers(
     return [
         _exact_line(f"losses by weights gathered in fp8 in {plan.dtype}", narrow != expected)
     ]
-
-
-def try_post_validation(plan: Plan, ctx: ParallelContext, rows: AnyRows) -> list[Line]:
-    """Check that steps validated afterwards have the bits of steps that wait.
-
-    Once with all of them taken back, where the run clips, and once with all kept; a line fails
-    too if no step was.
-    """
-    if not plan.config.pipeline.enable_optimizer_post_validation:
-        return []
-    clip_grad = plan.config.optimizer.clip_grad
-    lines = []
-    for what, max_norm in (("taken back", clip_grad), ("kept", clip_grad and NEVER_CLIPPED)):
-        if what == "taken back" and not max_norm:
-            continue
-        waiting = _train_exactly(_with_validation(plan, max_norm, late=False), ctx, rows)
-        late = _train_exactly(_with_validation(plan, max_norm, late=True), ctx, rows)
-        validation = late.post_validation
-        assert validation is not None
-        found = validation.num_kept if what == "kept" else validation.num_redone
-        differs = not found or fingerprint(late) != fingerprint(waiting)
-        worst = "" if found else f"no step was {what}: nothing was compared"
-        lines.append(_exact_line(f"steps validated afterwards and {what}", differs, worst))
-    return lines
-
-
-def _with_validation(plan: Plan, max_norm: float, *, late: bool) -> Plan:
-    config = plan.config
-    pipeline = replace(config.pipeline, enable_optimizer_post_validation=late)
-    optimizer = replace(config.optimizer, clip_grad=max_norm)
-    return replace(plan, config=replace(config, pipeline=pipeline, optimizer=optimizer))
-
-
-def _train_exactly(plan: Plan, ctx: ParallelContext, rows: AnyRows) -> Run:
-    """Train to the end of the plan in float64."""
-    run = build_run(plan, ctx, rows, dtype=torch.float64)
-    batches = train_batches(run)
-    for _ in range(plan.train_iters):
-        train_one(run, next(batches))
-    return run
 
 
 def _with_wide_gathers(plan: Plan) -> Plan:
@@ -481,8 +433,7 @@ def _reread(
     trial: Trial, plan: Plan, single: ParallelContext, folder: Path, dtype: torch.dtype
 ) -> Line:
     """Load the layout's checkpoint on one rank: every bit that any layout continues with."""
-    run = build_run(plan, single, build_rows(plan), dtype=dtype)
-    load_folder(run, folder)
+    run = load_folder(build_run(plan, single, build_rows(plan), dtype=dtype), folder)
     return _exact_line(
         "checkpoint on one rank", fingerprint(run, with_loss_scale=False) != trial.saved
     )

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from mcore_base.field_checks import flag
+from mcore_models.logical_tensors import expert_size
 from mcore_moe.config import MoEConfig, one_step_option
-from mcore_parallel.field_checks import flag
-from mcore_parallel.logical_tensors import expert_size
 from mcore_train.composition import TrainConfig
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
+from mcore_base.field_checks import flag
 from mcore_data.config import FILES, WITHOUT_FILES
+from mcore_models.logical_tensors import is_gated
 from mcore_moe.config import MoEConfig
-from mcore_parallel.field_checks import flag
-from mcore_parallel.logical_tensors import is_gated
 from mcore_train.composition import TrainConfig, flat, optimizer_parts
 
 Config = TypeVar("Config", bound=TrainConfig)

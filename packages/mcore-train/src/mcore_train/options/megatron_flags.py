@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
 
-from mcore_parallel.command_line import FaultCollector, canonical, flags_in, is_flag, nearest
-from mcore_parallel.command_line import unknown as unknown_option
+from mcore_base.command_line import FaultCollector, canonical, flags_in, is_flag, nearest
+from mcore_base.command_line import unknown as unknown_option
 from mcore_train.composition import TrainConfig
 
 
@@ -287,6 +287,10 @@ INSTEAD: dict[str, str] = {
     ),
     "--fp4-* --*fp8*": (
         "use --fp8-format e4m3 or hybrid, and --moe-experts-dtype fp8 for experts."
+    ),
+    "--enable-optimizer-post-validation": (
+        "leave it out. Every step waits for the norm of its gradients; under "
+        "--pipeline-schedule zb-v ranks have no other idle time."
     ),
     "--standalone-embedding-stage": (
         "use --pipeline-model-parallel-layout, such as 'E|tt|tt|L'."

@@ -7,9 +7,9 @@ like ``resolution``, which adds these lines to its own.
 from collections.abc import Iterator, Sequence
 from math import isfinite
 
+from mcore_base.field_checks import flag
 from mcore_data.config import DataConfig
 from mcore_models.config import TransformerConfig
-from mcore_parallel.field_checks import flag
 from mcore_parallel.pipeline_parallel.stages import Stage
 from mcore_parallel.precision.config import Fp8Config
 from mcore_train.composition import TrainConfig, flat
@@ -31,8 +31,6 @@ def endless_numbers(config: TrainConfig) -> list[str]:
 def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
     """Name the options that contradict each other or have no effect, one line each."""
     yield from find_idle_options(config)
-    if config.pipeline.enable_optimizer_post_validation:
-        yield from _validation_conflicts(config)
     if config.precision.precision == "auto":
         yield "--precision auto is chosen where a run trains: give --bf16 or --fp16 here."
     pipeline = config.pipeline
@@ -78,47 +76,6 @@ def find_option_conflicts(config: TrainConfig) -> Iterator[str]:
         yield from find_graph_conflicts(config)
     if config.logging.tensorboard and "://" in config.saving.save:
         yield f"--tensorboard cannot write to {config.saving.save}: give --save a folder."
-
-
-def _validation_conflicts(config: TrainConfig) -> Iterator[str]:
-    name = "--enable-optimizer-post-validation"
-    if config.parallelism.pipeline_model_parallel_size == 1:
-        yield f"{name} has no effect with --pipeline-model-parallel-size 1: leave it out."
-    for option, interval in looking_intervals(config).items():
-        if interval == 1:
-            yield f"{name} has no effect with {option} 1, which waits for each step: raise it."
-    fp8, offloading = config.fp8, config.offloading
-    for option, is_on, why in (
-        ("--num-experts", config.experts.num_experts, "routers count every forward"),
-        ("--mtp-num-layers", config.model.mtp_num_layers, "its losses come before the last"),
-        ("--qk-clip", config.qk_clipping.qk_clip, "scores are noted in every forward"),
-        ("--fp8-recipe delayed", fp8.fp8_recipe == "delayed", "magnitudes are noted there"),
-        ("--cuda-graph-impl", config.run.cuda_graph_impl != "none", "a graph cannot stop"),
-        ("--optimizer-cpu-offload", offloading.optimizer_cpu_offload, "state is far away"),
-        ("--main-params-dtype bf16", config.main_weights.main_params_dtype == "bf16",
-         "what is rounded at random cannot be taken back"),
-        ("--use-torch-fsdp2", config.data_parallelism.is_fully_sharded,
-         "weights are gathered layer by layer"),
-        ("--fp8-param-gather", config.data_parallelism.fp8_param_gather,
-         "weights are rounded twice"),
-    ):  # fmt: skip
-        if is_on:
-            yield f"{name} does not go with {option} ({why}): leave one out."
-
-
-def looking_intervals(config: TrainConfig) -> dict[str, int]:
-    """Return the steps between looks at norms or weights, by flag; 0: never."""
-    return {
-        "--log-interval": config.logging.log_interval,
-        "--eval-interval": config.evaluation.interval,
-        "--save-interval": config.saving.save_interval,
-        "--non-persistent-save-interval": config.local_saving.non_persistent_save_interval,
-        "--sample-interval": config.samples.sample_interval,
-        "--check-weight-hash-across-dp-replicas-interval": (
-            config.run.check_weight_hash_across_dp_replicas_interval
-        ),
-        "--exit-interval": config.run.exit_interval,
-    }
 
 
 def find_data_conflicts(data: DataConfig, *, evaluates: bool) -> Iterator[str]:

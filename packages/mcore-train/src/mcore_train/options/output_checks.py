@@ -6,11 +6,11 @@ No torch, so that the process that starts ranks runs them too, and once.
 from functools import partial
 from pathlib import Path
 
-from mcore_ckpt.storage.destinations import check_file, check_folder
+from mcore_base.command_line import FaultCollector
+from mcore_base.destinations import check_file, check_folder
+from mcore_base.stores import as_path, is_store
 from mcore_ckpt.storage.paths import RELEASE, newest_step
-from mcore_ckpt.storage.stores import as_path, is_store
 from mcore_models.families import Family
-from mcore_parallel.command_line import FaultCollector
 from mcore_train.checkpoints.origin import continues_saved_run, loads_from_save
 from mcore_train.composition import TrainConfig
 from mcore_train.guards.deadline import Deadline

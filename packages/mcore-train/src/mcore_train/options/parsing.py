@@ -11,11 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, get_type_hints
 
-from mcore_ckpt.storage.stores import as_path
-from mcore_models.families import FAMILIES
-from mcore_models.hybrid_config import sizes_of_pattern, stages_of_pattern
-from mcore_models.presets import find_preset
-from mcore_parallel.command_line import (
+from mcore_base.command_line import (
     HELP_FLAGS,
     FaultCollector,
     OptionsError,
@@ -24,10 +20,14 @@ from mcore_parallel.command_line import (
     read_options,
     read_words,
 )
-from mcore_parallel.command_line import parse as parse_options
-from mcore_parallel.entry_point import is_first_rank
-from mcore_parallel.field_checks import flag
-from mcore_parallel.layer_patterns import without_stage_marks
+from mcore_base.command_line import parse as parse_options
+from mcore_base.entry_point import is_first_rank
+from mcore_base.field_checks import flag
+from mcore_base.stores import as_path
+from mcore_models.config import sizes_of_pattern, stages_of_pattern
+from mcore_models.families import FAMILIES
+from mcore_models.layer_patterns import without_stage_marks
+from mcore_models.presets import find_preset
 from mcore_train.checkpoints.origin import (
     checkpoint_fields,
     describe_balancing_loss,

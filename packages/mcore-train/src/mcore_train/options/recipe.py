@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from mcore_parallel.command_line import OptionsError, unknown
+from mcore_base.command_line import OptionsError, unknown
 
 Value = bool | int | float | str | list
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_base.command_line import FaultCollector, canonical, is_flag
+from mcore_base.destinations import check_file
 from mcore_ckpt.families import find_family
-from mcore_ckpt.storage.destinations import check_file
 from mcore_models.families import Family
-from mcore_parallel.command_line import FaultCollector, canonical, is_flag
 from mcore_train.composition import (
     FAMILY_COMMANDS,
     BertTrainConfig,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mcore_parallel.field_checks import check_at_least
+from mcore_base.field_checks import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

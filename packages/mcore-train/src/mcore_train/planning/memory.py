@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mcore_models.families import Family
 from mcore_models.flops import RankBytes, kept_widths, stack_mixers
-from mcore_parallel.logical_tensors import head_dim, num_kv_heads
+from mcore_models.logical_tensors import head_dim, num_kv_heads
 from mcore_train.composition import TrainConfig
 from mcore_train.pipeline_choice import estimate_memory
 from mcore_train.planning.system import System

@@ -15,7 +15,7 @@ from math import prod
 from mcore_models.config import chunk, window
 from mcore_models.encoder_config import T5Config
 from mcore_models.families import FAMILIES
-from mcore_parallel.logical_tensors import (
+from mcore_models.logical_tensors import (
     delta_sizes,
     head_dim,
     is_gated,

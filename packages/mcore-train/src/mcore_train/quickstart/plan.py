@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_ckpt.storage.destinations import check_folder
+from mcore_base.destinations import check_folder
 from mcore_train.composition import TrainConfig, compose
 from mcore_train.quickstart.book import token_files
 from mcore_train.quickstart.options import QuickstartConfig

@@ -34,11 +34,10 @@ from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.evaluation import Score, evaluate
 from mcore_train.loop import train
 from mcore_train.quickstart.book import Book, prepare, read_book, token_files
-from mcore_train.quickstart.curve import draw
 from mcore_train.quickstart.options import QuickstartConfig
 from mcore_train.quickstart.plan import SEQ_LENGTH, VOCAB_SIZE, build_tour_plan
-from mcore_train.quickstart.writing import COPY_WORDS, originality, write
-from mcore_train.reporting.log import METRICS, Reporter, StepReport, read_metrics, set_up
+from mcore_train.quickstart.writing import write_text
+from mcore_train.reporting.log import Reporter, StepReport, set_up
 from mcore_train.resolution import Plan
 from mcore_train.running import build_reporter, joined_world
 
@@ -92,7 +91,7 @@ def run_quickstart(options: QuickstartConfig) -> int:
         score = _score(trained.run, output)
         if world.rank == 0:
             results = _report_score(score, book) | {"resumed_exactly": trained.is_exact}
-            results |= _convert_and_write(options, book, trained.run)
+            results |= _convert_and_write(options, trained.run)
             results |= {"minutes": (time.monotonic() - started_s) / 60}
             _write_marker(output, results)
             _say_goodbye(output, results)
@@ -125,7 +124,7 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trainin
     Returns:
         None if a signal stopped it before.
     """
-    run = assemble(plan, ctx)
+    run = load_run(assemble(plan, ctx))
     log.info(
         "A GPT of %.2f million parameters, %d steps of %d tokens, on %d x %s:",
         num_parameters(plan.config.model, plan.vocab_size) / 1e6,
@@ -135,8 +134,8 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trainin
         ctx.device.type,
     )
     before = plan.train_iters - RESUMED_STEPS
-    if load_run(run):
-        log.info("  continuing after step %d", run.iteration)
+    if run.origin.checkpoint:
+        log.info("  continuing after step %d", run.progress.iteration)
 
     def log_step(report: StepReport) -> None:
         log.info(
@@ -147,16 +146,13 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trainin
         )
 
     with build_reporter(
-        plan, console, with_lines=False, continues_from=run.iteration
+        plan, console, with_lines=False, continues_from=run.progress.iteration
     ) as reporter:
         for until in (before, plan.train_iters):
-            if run.iteration < until and not train(
+            if run.progress.iteration < until and not train(
                 run, reporter, until=until, on_report=log_step
             ):
                 return None
-    if ctx.global_rank == 0:
-        log.info("\nLoss in nats per token, from the first step to the last:")
-        log.info("%s\n", draw(_losses(Path(plan.config.saving.save) / METRICS)))
     again = _again(plan, ctx, before)
     if again is None:
         return None
@@ -170,13 +166,6 @@ def _train(plan: Plan, ctx: ParallelContext, console: Console | None) -> Trainin
     return TrainingResult(run, is_exact)
 
 
-def _losses(metrics_file: Path) -> list[float]:
-    """Read the losses of all steps reported so far, also before a stop."""
-    rows = (row for row in read_metrics(metrics_file) if row["kind"] == "train")
-    losses = {row["iteration"]: row["loss"] for row in rows}
-    return [losses[step] for step in sorted(losses)]
-
-
 def _again(plan: Plan, ctx: ParallelContext, step: int) -> Run | None:
     """Continue from the checkpoint of a step to the end, without saving; None: stopped."""
     config = replace(
@@ -184,8 +173,7 @@ def _again(plan: Plan, ctx: ParallelContext, step: int) -> Run | None:
         loading=LoadConfig(load=plan.config.saving.save, ckpt_step=step),
         saving=SaveConfig(),
     )
-    run = assemble(replace(plan, config=config), ctx)
-    load_run(run)
+    run = load_run(assemble(replace(plan, config=config), ctx))
     return run if train(run, Reporter(None)) else None
 
 
@@ -229,7 +217,7 @@ def _report_score(score: Score, book: Book) -> dict[str, float]:
     return {"bits_per_byte": bits, "perplexity_per_token": score.perplexity}
 
 
-def _convert_and_write(options: QuickstartConfig, book: Book, run: Run) -> dict[str, Any]:
+def _convert_and_write(options: QuickstartConfig, run: Run) -> dict[str, Any]:
     """Convert the last checkpoint and let it write; on one rank, whatever the layout was."""
     output, config = Path(options.tour.output), run.plan.config
     shutil.rmtree(output / "hf", ignore_errors=True)  # of a tour stopped while it converted
@@ -237,7 +225,7 @@ def _convert_and_write(options: QuickstartConfig, book: Book, run: Run) -> dict[
     log.info("Converted to a Hugging Face folder: %s\n", output / "hf")
     loaded = load_model(config.saving.save, ParallelContext.single(run.ctx.device))
     assert loaded.tokenizer is not None
-    text = write(
+    text = write_text(
         loaded.model,
         loaded.tokenizer,
         num_words=options.tour.num_words,
@@ -245,20 +233,8 @@ def _convert_and_write(options: QuickstartConfig, book: Book, run: Run) -> dict[
         temperature=TEMPERATURE,
         seed=options.tour.seed,
     )
-    found = originality(text, [*book.train, *book.held_out], book.train)
     log.info("It writes (temperature %.1f):\n\n%s\n", TEMPERATURE, textwrap.fill(text, 88))
-    log.info(
-        "%d words, %.1f%% of them the book's; %s run of %d words is copied from it.\n",
-        found.num_words,
-        100 * found.known_share,
-        "a" if found.has_copied_run else "no",
-        COPY_WORDS,
-    )
-    return {
-        "known_words_share": found.known_share,
-        "has_copied_run": found.has_copied_run,
-        "text": text,
-    }
+    return {"text": text}
 
 
 def _say_goodbye(output: Path, results: dict[str, Any]) -> None:

@@ -1,31 +1,12 @@
-"""Text that a model writes, and how much of it is the book's."""
-
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+"""Text of a given number of words, sampled from a model."""
 
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import SamplingConfig
 from mcore_infer.generation import generate
 from mcore_models.protocol import LanguageModel
 
-_WORD = re.compile(r"[A-Za-z]+(?:'[A-Za-z]+)?")
-COPY_WORDS = 20
-"""Length of a run of words that counts as copied."""
 
-
-@dataclass(frozen=True, slots=True)
-class Originality:
-    """How a text stands to the book that the model was trained on."""
-
-    num_words: int
-    known_share: float
-    """Share of words that stand anywhere in the book, 0 to 1."""
-    has_copied_run: bool
-    """Whether some 20 words in a row stand so in the training chapters."""
-
-
-def write(
+def write_text(
     model: LanguageModel,
     tokenizer: Tokenizer,
     *,
@@ -58,23 +39,6 @@ def write(
     return " ".join(text.split()[:num_words])
 
 
-def originality(text: str, book: Iterable[str], train: Iterable[str]) -> Originality:
-    """Compare a text with the words of a book and with the runs of words trained on."""
-    known = {word for chapter in book for word in split_words(chapter)}
-    runs = {
-        tuple(words[i : i + COPY_WORDS])
-        for words in map(split_words, train)
-        for i in range(len(words) - COPY_WORDS + 1)
-    }
-    words = split_words(text)
-    copied = any(
-        tuple(words[i : i + COPY_WORDS]) in runs for i in range(len(words) - COPY_WORDS + 1)
-    )
-    return Originality(
-        len(words), sum(word in known for word in words) / max(1, len(words)), copied
-    )
-
-
 def _decode(tokens: list[int], tokenizer: Tokenizer) -> str:
     parts: list[list[int]] = [[]]
     for token in tokens:
@@ -83,8 +47,3 @@ def _decode(tokens: list[int], tokenizer: Tokenizer) -> str:
         else:
             parts[-1].append(token)
     return "\n".join(tokenizer.decode(part) for part in parts if part)
-
-
-def split_words(text: str) -> list[str]:
-    """Split a text into words in small letters, without punctuation."""
-    return [word.lower() for word in _WORD.findall(text)]

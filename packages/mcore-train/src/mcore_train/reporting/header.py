@@ -41,9 +41,9 @@ def build_header(run: Run) -> Header:
     size, active = num_parameters(*model), num_active_parameters(*model)
     layout, versions = _layout(plan), _versions()
     shares = list(read_shares(run))
-    first = run.iteration + 1
+    first = run.progress.iteration + 1
     sizes = f"{plan.global_batch_size} x {config.batch.seq_length}"
-    samples = max(0, plan.train_samples - run.consumed_train_samples)
+    samples = max(0, plan.train_samples - run.progress.consumed_train_samples)
     tokens = samples * config.batch.seq_length
     lines = (
         f"model: {plan.family.name}, {size:,} parameters"
@@ -82,7 +82,7 @@ def pace_line(run: Run, step_ms: float) -> str:
         run: at the step that it has come to.
         step_ms: of its steps, without the first.
     """
-    left = run.plan.train_iters - run.iteration
+    left = run.plan.train_iters - run.progress.iteration
     interval, is_saved = run.plan.config.saving.save_interval, run.plan.config.saving.save
     line = f"a step takes {step_ms:.3g} ms: {_duration(step_ms * left)} to the end"
     if is_saved and interval:

@@ -26,6 +26,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from mcore_train.reporting.health import Health
+
 log = logging.getLogger(__name__)
 
 ROOT = "mcore_train"
@@ -176,6 +178,7 @@ class Reporter:
         tensorboard_folder: Path | None = None,
         with_lines: bool = True,
         continues_from: int = 0,
+        health: Health | None = None,
     ) -> None:
         """Prepare; files are opened on entry.
 
@@ -186,11 +189,13 @@ class Reporter:
             tensorboard_folder: scalars for TensorBoard.
             with_lines: write a line for each report.
             continues_from: steps done before.
+            health: also gets steps, reports and saves, on a rank that serves an endpoint.
 
         Raises:
             ValueError: if TensorBoard is wanted and not installed.
         """
         self.is_active = console is not None
+        self._health = health
         self.with_lines = with_lines
         self.continues_from = continues_from
         self._attempt = 1
@@ -238,6 +243,8 @@ class Reporter:
 
     def advance(self, iteration: int, train_iters: int, status: str = "") -> None:
         """Move the progress bar; cheap, and needs no number from the device."""
+        if self._health is not None:
+            self._health.step(iteration)
         if self._progress is None:
             return
         if self._task is None:
@@ -246,6 +253,16 @@ class Reporter:
         if status:
             changes["status"] = status
         self._progress.update(self._task, **changes)
+
+    def beat(self) -> None:
+        """Note progress that is no step, for the health endpoint."""
+        if self._health is not None:
+            self._health.beat()
+
+    def saved(self, iteration: int) -> None:
+        """Note that a step is durable, for the health endpoint."""
+        if self._health is not None:
+            self._health.checkpoint(iteration)
 
     def report_header(self, iteration: int, header: Header) -> None:
         """Write what the run is: lines, one JSON line and a text for TensorBoard."""
@@ -261,6 +278,8 @@ class Reporter:
 
     def report(self, report: StepReport) -> None:
         """Write one training report everywhere."""
+        if self._health is not None:
+            self._health.report(report.numbers())
         if not self.is_active:
             return
         if self.with_lines:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mcore_ckpt.storage.destinations import check_file
-from mcore_parallel.command_line import FaultCollector, canonical, is_flag
+from mcore_base.command_line import FaultCollector, canonical, is_flag
+from mcore_base.destinations import check_file
 from mcore_parallel.pipeline_parallel.actions import DURATIONS, Action
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
@@ -103,10 +103,7 @@ def draw_schedule(config: ShowConfig) -> str:
     if view.output:
         Path(view.output).absolute().parent.mkdir(parents=True, exist_ok=True)
         Path(view.output).write_text(timeline_svg(simulation), encoding="utf-8")
-    more = ""
-    if config.pipeline.enable_optimizer_post_validation:
-        more = f"\nnext step {simulation.period:g} after this one: no rank waits for another"
-    return table + timeline_text(simulation) + more
+    return table + timeline_text(simulation)
 
 
 def _choose(config: ShowConfig) -> tuple[ShowConfig, str]:

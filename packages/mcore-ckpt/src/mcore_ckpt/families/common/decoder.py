@@ -14,13 +14,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_ckpt.families.common.decoder_rules import decoder_table
-from mcore_ckpt.families.common.defaults import DEFAULTS, ROPE_VARIANTS, VARIANTS
 from mcore_ckpt.families.common.experts import WHOLE_TOKENS, no_experts, require_routing
-from mcore_ckpt.families.common.fields import Fields, require, require_family, setting, settings
-from mcore_ckpt.families.common.rope import one_rope_table, read_rope, write_rope
+from mcore_ckpt.families.common.fields import (
+    DEFAULTS,
+    VARIANTS,
+    Fields,
+    require,
+    require_family,
+    setting,
+    settings,
+)
+from mcore_ckpt.families.common.rope import (
+    STRETCHED,
+    one_rope_table,
+    read_rope,
+    write_rope,
+)
 from mcore_ckpt.mapping.rules import Table
-from mcore_parallel.layer_patterns import pattern_layers
-from mcore_parallel.logical_tensors import ffn_size, head_dim, num_kv_heads
+from mcore_models.layer_patterns import pattern_layers
+from mcore_models.logical_tensors import ffn_size, head_dim, num_kv_heads
 
 Description = Mapping[str, Any]
 """Of a model, in our fields."""
@@ -242,7 +254,7 @@ class Decoder:
         if self.experts is None:
             no_experts(description)
         said = {name for part in self._all_parts() for name in part.says}
-        said |= set(ROPE_VARIANTS) if self.rotates else set()
+        said |= set(STRETCHED) if self.rotates else set()
         said |= {"rotary_percent"} if self.partial else set()
         said |= {"hybrid_override_pattern"} if self.layers else set()
         plain = {name: DEFAULTS[name] for name in _UNSAID if name not in said}

@@ -6,7 +6,7 @@ from typing import Any
 from mcore_ckpt.families.common.experts import expert_setting
 from mcore_ckpt.families.common.fields import setting, settings
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.logical_tensors import (
+from mcore_models.logical_tensors import (
     has_attention_bias,
     has_qkv_bias,
     is_gated,

@@ -1,40 +1,22 @@
-"""What families with experts share: settings of the router, and which layers have them."""
+"""Fields of experts in a description: the router, and which layers have experts."""
 
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_ckpt.families.common.fields import require_value, setting, settings
-from mcore_parallel.logical_tensors import expert_size, moe_layers
+from mcore_ckpt.families.common.fields import (
+    default_values,
+    require_value,
+    setting,
+    settings,
+)
+from mcore_models.logical_tensors import expert_size, moe_layers
+from mcore_moe.config import MoEConfig
 
-MOE_DEFAULTS: dict[str, Any] = {
-    "num_experts": 0,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 0,
-    "moe_latent_size": 0,
-    "moe_layer_freq": "1",
-    "moe_router_score_function": "softmax",
-    "moe_router_pre_softmax": False,
-    "moe_router_topk_scaling_factor": 0.0,
-    "moe_router_num_groups": 0,
-    "moe_router_group_topk": 0,
-    "moe_router_group_score_topk": 0,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_bias": False,
-    "moe_apply_probs_on_input": False,
-    "moe_router_dtype": "",
-    "moe_aux_loss_coeff": 0.0,
-    "moe_z_loss_coeff": 0.0,
-    "moe_input_jitter_eps": 0.0,
-    "moe_shared_expert_intermediate_size": 0,
-    "moe_shared_expert_gate": False,
-    "moe_expert_capacity_factor": 0.0,
-}
-"""MoEConfig's defaults; a test holds them equal to mcore-moe's."""
-
+_DEFAULTS = default_values(MoEConfig)
 
 PLAIN_ROUTING = {
-    name: MOE_DEFAULTS[name]
+    name: _DEFAULTS[name]
     for name in (
         "moe_router_score_function",
         "moe_router_topk_scaling_factor",
@@ -47,14 +29,14 @@ PLAIN_ROUTING = {
 """Softmax over all experts: how most families with experts route."""
 
 WHOLE_TOKENS = {
-    name: MOE_DEFAULTS[name] for name in ("moe_latent_size", "moe_expert_capacity_factor")
+    name: _DEFAULTS[name] for name in ("moe_latent_size", "moe_expert_capacity_factor")
 }
 """Experts see tokens in full width and drop none: in every family."""
 
 
 def expert_setting(description: Mapping[str, Any], name: str) -> Any:
     """Return a MoEConfig field of a description, its default where it is left out."""
-    return description.get("moe", {}).get(name, MOE_DEFAULTS[name])
+    return description.get("moe", {}).get(name, _DEFAULTS[name])
 
 
 def described_expert_size(description: Mapping[str, Any]) -> int:
@@ -64,7 +46,7 @@ def described_expert_size(description: Mapping[str, Any]) -> int:
 
 def expert_settings(description: Mapping[str, Any]) -> Any:
     """Return the MoEConfig fields of a description as attributes, defaults too."""
-    return SimpleNamespace(**{**MOE_DEFAULTS, **description.get("moe", {})})
+    return SimpleNamespace(**{**_DEFAULTS, **description.get("moe", {})})
 
 
 def expert_layers(description: Mapping[str, Any]) -> list[int]:

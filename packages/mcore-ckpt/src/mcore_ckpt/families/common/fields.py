@@ -1,11 +1,54 @@
-"""Reading and writing config.json field by field, and what our own fields say."""
+"""Fields of a config.json, read and written one by one, and our fields with their defaults."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_ckpt.families.common.defaults import DEFAULTS, VARIANTS
+from mcore_models.config import TransformerConfig
+
+
+@cache
+def default_values(config_type: type) -> Mapping[str, Any]:
+    """Return the defaults of a config's fields, by name; required fields are left out."""
+    return {
+        field.name: field.default
+        for field in fields(config_type)
+        if field.default is not MISSING
+    }
+
+
+DEFAULTS = default_values(TransformerConfig)
+"""Defaults of a decoder's fields."""
+
+USUAL = (
+    *("num_query_groups", "ffn_hidden_size", "kv_channels", "max_position_embeddings"),
+    *("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved"),
+    *("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"),
+    *("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
+    "rope_scaling_original_max_position_embeddings",
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
+    *("qk_pos_emb_head_dim", "v_head_dim", "normalization", "norm_epsilon"),
+    *("apply_layernorm_1p", "qk_layernorm", "swiglu", "quick_geglu", "squared_relu"),
+    *("openai_gelu", "add_bias_linear", "add_qkv_bias"),
+    *("untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout"),
+    *("window_size", "window_attn_skip_freq", "init_method_std"),
+)
+"""Fields that most families have, and Megatron's arguments too."""
+
+_TRAINING_ONLY = (
+    *("make_vocab_size_divisible_by", "embedding_init_method_std", "mtp_loss_scaling_factor"),
+)
+"""Fields that change neither weights nor logits of a trained model."""
+
+VARIANTS = {
+    name: value for name, value in DEFAULTS.items() if name not in (*USUAL, *_TRAINING_ONLY)
+}
+"""Defaults of fields that few families have: the others refuse them, see ``refuse_variants``.
+
+A new field of the config is one of these until ``USUAL`` names it.
+"""
 
 GENERATION_WORDS = (
     *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping"),
@@ -178,9 +221,9 @@ def setting(description: Mapping[str, Any], name: str) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def settings(description: Mapping[str, Any]) -> Any:
-    """Return the TransformerConfig fields of a description as attributes, defaults too."""
-    return SimpleNamespace(**{**DEFAULTS, **description["config"]})
+def settings(description: Mapping[str, Any], config_type: type = TransformerConfig) -> Any:
+    """Return the fields of a description's config as attributes, defaults included."""
+    return SimpleNamespace(**{**default_values(config_type), **description["config"]})
 
 
 def require(description: Mapping[str, Any], **values: Any) -> None:

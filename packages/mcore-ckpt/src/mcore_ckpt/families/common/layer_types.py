@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
 from mcore_ckpt.families.common.fields import Fields, setting
-from mcore_parallel.layer_patterns import read_pattern
+from mcore_models.layer_patterns import read_pattern
 
 LOCAL = "sliding_attention"
 FULL = "full_attention"

@@ -10,8 +10,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.defaults import DEFAULTS
-from mcore_ckpt.families.common.fields import Fields, setting
+from mcore_ckpt.families.common.fields import DEFAULTS, Fields, setting
+
+STRETCHED = (
+    *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    *("yarn_correction_range_round_to_int", "rope_attention_factor"),
+    *("longrope_short_factor", "longrope_long_factor"),
+)
+"""Fields of how rotary wavelengths are stretched."""
 
 _LLAMA3 = (
     *("factor", "low_freq_factor", "high_freq_factor"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_ckpt.families.common.experts import expert_settings
 from mcore_ckpt.families.common.fields import settings
-from mcore_parallel.logical_tensors import tensor_shapes
+from mcore_models.logical_tensors import tensor_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 """By name without number of layer or expert and without ``.weight``; of a bias, the first
@@ -24,18 +24,12 @@ def within_layer(name: str) -> str:
     return _EXPERT.sub(".experts.*.", _LAYER.sub("", name))
 
 
+def shapes_within_layer(shapes: Shapes) -> Shapes:
+    """Return the shapes of logical tensors by their names without layer and expert."""
+    return {within_layer(name).removesuffix(".weight"): shape for name, shape in shapes.items()}
+
+
 def gpt_shapes(description: Mapping[str, Any]) -> Shapes:
     """List the shape of each kind of weight of a GPT, by its name within a layer."""
     config, moe = settings(description), expert_settings(description)
-    shapes = tensor_shapes(config, description["vocab_size"], moe)
-    return {
-        within_layer(name).removesuffix(".weight"): shape
-        for name, shape in shapes.items()
-        if name.endswith(".dt_bias") or not name.endswith("bias")
-    }
-
-
-def mlp_shapes(name: str, width: int, hidden: int) -> Shapes:
-    """List the shapes of one feed-forward layer, gated or not."""
-    first = {f"{name}.{part}": (width, hidden) for part in ("fc1", "fc1.gate", "fc1.up")}
-    return {**first, f"{name}.fc2": (hidden, width)}
+    return shapes_within_layer(tensor_shapes(config, description["vocab_size"], moe))

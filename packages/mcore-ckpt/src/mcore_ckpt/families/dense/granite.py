@@ -12,9 +12,8 @@ from mcore_ckpt.families.common.decoder import (
     FieldRule,
     Theirs,
 )
-from mcore_ckpt.families.common.defaults import MUP
-from mcore_ckpt.families.common.fields import Fields, setting, settings
-from mcore_parallel.mup import embedding_factor, logits_factor, score_scale
+from mcore_ckpt.families.common.fields import DEFAULTS, Fields, setting, settings
+from mcore_models.mup import embedding_factor, logits_factor, score_scale
 
 FACTORS = {
     "softmax_scale": "attention_multiplier",
@@ -59,7 +58,8 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
     return {**factors, "logits_scaling": round(1.0 / logits_factor(ours), 12)}
 
 
-_SAYS = (*FACTORS, *MUP, "logits_multiplier")
+_MUP = ("use_mup", *(name for name in DEFAULTS if name.startswith("mup_")))
+_SAYS = (*FACTORS, *_MUP, "logits_multiplier")
 
 FAMILY = Decoder(
     model_type="granite",

@@ -19,7 +19,7 @@ from mcore_ckpt.families.common.decoder_rules import (
 from mcore_ckpt.families.common.fields import require, setting, settings
 from mcore_ckpt.families.common.layer_types import WINDOW
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.logical_tensors import head_dim, num_kv_heads
+from mcore_models.logical_tensors import head_dim, num_kv_heads
 
 _CONTEXT = "original_max_position_embeddings"
 

@@ -12,10 +12,14 @@ from mcore_ckpt.families.common.fields import (
     read_pairs,
     require_family,
     require_value,
+    settings,
     write_pairs,
 )
-from mcore_ckpt.families.common.shapes import Shapes, gpt_shapes, mlp_shapes
+from mcore_ckpt.families.common.shapes import Shapes, shapes_within_layer
 from mcore_ckpt.mapping.rules import Rule, Table
+from mcore_models.encoder_config import BertConfig
+from mcore_models.encoder_shapes import bert_shapes
+from mcore_models.logical_tensors import ffn_size
 
 PAIRS = (
     ("num_layers", "num_hidden_layers", REQUIRED),
@@ -32,16 +36,16 @@ PAIRS = (
 """Our fields and theirs."""
 
 _SAID = {
-    "position_embedding_type": ("learned_absolute", "learned_absolute"),
-    "normalization": ("LayerNorm", "LayerNorm"),
-    "add_bias_linear": (True, True),
-    "swiglu": (False, False),
-    "quick_geglu": (False, False),
-    "squared_relu": (False, False),
-    "openai_gelu": (False, False),
-    "apply_layernorm_1p": (False, False),
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "add_bias_linear": True,
+    "swiglu": False,
+    "quick_geglu": False,
+    "squared_relu": False,
+    "openai_gelu": False,
+    "apply_layernorm_1p": False,
 }
-"""Our fields that config.json has no word for: what they are if absent, and must be."""
+"""Our fields that config.json has no word for, and what they must be."""
 
 _PRE = {
     "attention_norm": "attention.ln",
@@ -119,13 +123,14 @@ def write(
         ValueError: if it is of another family, or its norms stand elsewhere.
     """
     require_family(description, "bert")
-    config = description["config"]
-    require_value("post_layer_norm", config.get("post_layer_norm", False), post_layer_norm)
-    for name, (default, wanted) in _SAID.items():
-        require_value(name, config.get(name, default), wanted)
-    for name, wanted in _derived(config).items():
-        require_value(name, config.get(name) or wanted, wanted)
-    heads = config["bert_heads"]
+    config = settings(description, BertConfig)
+    heads = config.num_attention_heads
+    for name, wanted in {"post_layer_norm": post_layer_norm, **_SAID}.items():
+        require_value(name, getattr(config, name), wanted)
+    derived = {"num_query_groups": heads, "kv_channels": config.hidden_size // heads}
+    for name, wanted in derived.items():
+        require_value(name, getattr(config, name) or wanted, wanted)
+    heads = description["config"]["bert_heads"]
     ending = "ForPreTraining" if "binary" in heads else "ForMaskedLM"
     last = ending if "lm" in heads else "Model"
     return {
@@ -133,21 +138,11 @@ def write(
         "architectures": [f"{architecture}{last}"],
         "vocab_size": description["vocab_size"],
         **write_pairs(description, PAIRS),
-        "intermediate_size": _ffn_size(description["config"]),
+        "intermediate_size": ffn_size(config),
         "hidden_act": "gelu",
         "position_embedding_type": "absolute",
         "tie_word_embeddings": True,
     }
-
-
-def _ffn_size(config: Mapping[str, Any]) -> int:
-    return config.get("ffn_hidden_size") or 4 * config["hidden_size"]
-
-
-def _derived(config: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes that follow from others there."""
-    heads = config["num_attention_heads"]
-    return {"num_query_groups": heads, "kv_channels": config["hidden_size"] // heads}
 
 
 def list_weights(
@@ -195,19 +190,5 @@ def list_weights(
 
 def shapes(description: Mapping[str, Any]) -> Shapes:
     """List the shapes of the weights, see ``families.shapes``."""
-    config = description["config"]
-    hidden, vocab = config["hidden_size"], description["vocab_size"]
-    return {
-        **gpt_shapes(description),
-        **mlp_shapes("mlp", _ffn_size(config), hidden),
-        "position_embedding": (config["max_position_embeddings"], hidden),
-        "tokentype_embedding": (config["num_tokentypes"], hidden),
-        "embedding_norm": (hidden,),
-        "attention_post_norm": (hidden,),
-        "mlp_post_norm": (hidden,),
-        "pooler.dense": (hidden, hidden),
-        "lm_head.dense": (hidden, hidden),
-        "lm_head.norm": (hidden,),
-        "lm_head": (vocab,),
-        "binary_head": (2, hidden),
-    }
+    config = settings(description, BertConfig)
+    return shapes_within_layer(bert_shapes(config, description["vocab_size"]))

@@ -12,10 +12,14 @@ from mcore_ckpt.families.common.fields import (
     read_pairs,
     require_family,
     require_value,
+    settings,
     write_pairs,
 )
-from mcore_ckpt.families.common.shapes import Shapes, mlp_shapes
+from mcore_ckpt.families.common.shapes import Shapes, shapes_within_layer
 from mcore_ckpt.mapping.rules import Rule, Table
+from mcore_models.encoder_config import T5Config, decoder_layers, encoder_layers, feed_forward
+from mcore_models.encoder_shapes import t5_shapes
+from mcore_models.logical_tensors import ffn_size, head_dim
 
 PAIRS = (
     ("encoder_num_layers", "num_layers", REQUIRED),
@@ -30,14 +34,14 @@ PAIRS = (
     ("norm_epsilon", "layer_norm_epsilon", 1e-6),
 )
 _FORM = {
-    "position_embedding_type": ("learned_absolute", "relative"),
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "add_bias_linear": (True, False),
-    "add_output_bias": (True, False),
-    "scale_attention_scores": (True, False),
-    "apply_layernorm_1p": (False, False),
+    "position_embedding_type": "relative",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "add_output_bias": False,
+    "scale_attention_scores": False,
+    "apply_layernorm_1p": False,
 }
-"""Our fields that config.json has no word for: what they are if absent, and must be."""
+"""Our fields that config.json has no word for, and what they must be."""
 _ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -68,7 +72,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     ours["num_layers"] = ours["encoder_num_layers"]
     ours["max_position_embeddings"] = 0
     ours["attention_dropout"] = ours["hidden_dropout"]
-    ours |= {name: wanted for name, (_, wanted) in _FORM.items()}
+    ours |= _FORM
     if ours["decoder_num_layers"] is None:
         ours["decoder_num_layers"] = ours["encoder_num_layers"]
     tied = fields.take("tie_word_embeddings", True)
@@ -91,47 +95,40 @@ def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, 
 def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
     """Write a description as a config.json; see ``families``."""
     require_family(description, "t5")
-    config = description["config"]
-    for name, (default, wanted) in _FORM.items():
-        require_value(name, config.get(name, default), wanted)
-    tied, scaled = not _is_untied(description), config.get("scale_decoder_outputs", False)
+    config = settings(description, T5Config)
+    for name, wanted in _FORM.items():
+        require_value(name, getattr(config, name), wanted)
+    tied, scaled = not config.untie_embeddings_and_output_weights, config.scale_decoder_outputs
     kinds = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     return {
         "model_type": "t5",
         "architectures": ["T5ForConditionalGeneration"],
         "vocab_size": description["vocab_size"],
         **write_pairs(description, PAIRS),
-        **_sizes(config),
-        "feed_forward_proj": kinds[config.get("feed_forward_proj", "gelu")],
+        "num_layers": encoder_layers(config),
+        "num_decoder_layers": decoder_layers(config),
+        "d_kv": head_dim(config),
+        "d_ff": ffn_size(config),
+        "feed_forward_proj": kinds[config.feed_forward_proj],
         "is_encoder_decoder": True,
         "tie_word_embeddings": tied,
         **({} if scaled == tied else {"scale_decoder_outputs": scaled}),
     }
 
 
-def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes that may follow from others, by their names."""
-    D, N = config["hidden_size"], config["num_attention_heads"]
-    return {
-        "num_layers": config.get("encoder_num_layers") or config["num_layers"],
-        "num_decoder_layers": config.get("decoder_num_layers") or config["num_layers"],
-        "d_kv": config.get("kv_channels") or D // N,
-        "d_ff": config.get("ffn_hidden_size") or 4 * D,
-    }
-
-
 def table(description: Mapping[str, Any]) -> Table:
     """List the weights."""
-    sizes = _sizes(description["config"])
-    depths = (sizes["num_layers"], sizes["num_decoder_layers"])
+    config = settings(description, T5Config)
+    depths = encoder_layers(config), decoder_layers(config)
+    is_untied = config.untie_embeddings_and_output_weights
     rules = [Rule("embedding.weight", "shared.weight")]
     for stack, depth in zip(("encoder", "decoder"), depths, strict=True):
         rules += _stack(description, stack, depth)
-    if _is_untied(description):
+    if is_untied:
         rules.append(Rule("head.weight", "lm_head.weight"))
     stacks = ("encoder", "decoder")
     copies = {f"{stack}.embed_tokens.weight": "shared.weight" for stack in stacks}
-    if not _is_untied(description):
+    if not is_untied:
         copies["lm_head.weight"] = "shared.weight"
     # Some old folders have a bias of positions in the cross attention, which nothing reads.
     unread = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
@@ -151,7 +148,7 @@ def _stack(description: Mapping[str, Any], stack: str, depth: int) -> list[Rule]
             for mine, name in _CROSS.items()
         }
     dense = f"{last}.DenseReluDense."
-    is_gated = description["config"].get("feed_forward_proj", "gelu").startswith("gated-")
+    is_gated, _ = feed_forward(settings(description, T5Config))
     fc1 = {"mlp.fc1.gate": "wi_0", "mlp.fc1.up": "wi_1"} if is_gated else {"mlp.fc1": "wi"}
     names |= {mine: dense + name for mine, name in {**fc1, "mlp.fc2": "wo"}.items()}
     names["mlp_norm"] = f"{last}.layer_norm"
@@ -168,23 +165,7 @@ def _stack(description: Mapping[str, Any], stack: str, depth: int) -> list[Rule]
     ]
 
 
-def _is_untied(description: Mapping[str, Any]) -> bool:
-    return description["config"].get("untie_embeddings_and_output_weights", False)
-
-
 def shapes(description: Mapping[str, Any]) -> Shapes:
     """List the shapes of the weights, see ``families.shapes``."""
-    config, vocab = description["config"], description["vocab_size"]
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    sizes = _sizes(config)
-    inner = heads * sizes["d_kv"]
-    norms = ("attention_norm", "cross_attention_norm", "mlp_norm", "final_norm")
-    linears = [*(f"attention.{n}" for n in _SELF), *(f"cross_attention.{n}" for n in _CROSS)]
-    return {
-        "embedding": (vocab, hidden),
-        "head": (vocab, hidden),
-        "relative_position_bias": (config.get("relative_attention_num_buckets", 32), heads),
-        **dict.fromkeys(norms, (hidden,)),
-        **{n: (hidden, inner) if n.endswith("proj") else (inner, hidden) for n in linears},
-        **mlp_shapes("mlp", sizes["d_ff"], hidden),
-    }
+    config = settings(description, T5Config)
+    return shapes_within_layer(t5_shapes(config, description["vocab_size"]))

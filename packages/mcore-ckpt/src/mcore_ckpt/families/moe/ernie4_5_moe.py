@@ -6,7 +6,7 @@ from typing import Any
 from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
 from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules
 from mcore_ckpt.families.common.experts import (
-    MOE_DEFAULTS,
+    PLAIN_ROUTING,
     described_expert_size,
     expert_layers,
     expert_setting,
@@ -18,10 +18,9 @@ from mcore_ckpt.families.common.fields import Fields, require_value
 from mcore_ckpt.families.dense import variants as dense_ernie
 from mcore_ckpt.mapping.rules import Rule, Table
 
-_PLAIN = ("score_function", "pre_softmax", "topk_scaling_factor", "num_groups", "bias")
-_ROUTING = {name: MOE_DEFAULTS[name] for name in (f"moe_router_{one}" for one in _PLAIN)} | {
+_ROUTING = PLAIN_ROUTING | {
+    "moe_router_pre_softmax": False,
     "moe_router_enable_expert_bias": True,
-    "moe_apply_probs_on_input": False,
     "moe_shared_expert_gate": False,
     "moe_input_jitter_eps": 0.0,
 }

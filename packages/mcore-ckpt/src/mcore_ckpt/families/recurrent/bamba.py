@@ -13,7 +13,7 @@ from mcore_ckpt.families.common.decoder_rules import gated_rules
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.recurrent.mamba_parts import MAMBA, SQUARE_HEADS, hybrid_table
 from mcore_ckpt.mapping.rules import Table
-from mcore_parallel.layer_patterns import pattern_layers
+from mcore_models.layer_patterns import pattern_layers
 
 
 def _read_layers(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:

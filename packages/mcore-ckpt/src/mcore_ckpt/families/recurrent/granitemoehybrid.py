@@ -19,7 +19,7 @@ from mcore_ckpt.families.dense.granite import PLAIN_FACTORS
 from mcore_ckpt.families.moe.granitemoe import ROUTING, half_rules
 from mcore_ckpt.families.recurrent.mamba_parts import MAMBA, SQUARE_HEADS, hybrid_table
 from mcore_ckpt.mapping.rules import Table
-from mcore_parallel.layer_patterns import pattern_layers
+from mcore_models.layer_patterns import pattern_layers
 
 _WORDS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
 

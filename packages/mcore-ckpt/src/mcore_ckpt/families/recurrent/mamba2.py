@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import checked_layers
-from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import (
     REQUIRED,
@@ -17,6 +16,7 @@ from mcore_ckpt.families.common.fields import (
     settings,
 )
 from mcore_ckpt.families.recurrent.mamba_parts import (
+    HYBRID,
     MAMBA_PAIRS,
     below_backbone,
     expansion,
@@ -25,7 +25,7 @@ from mcore_ckpt.families.recurrent.mamba_parts import (
     write_limit,
 )
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.logical_tensors import mamba_sizes
+from mcore_models.logical_tensors import mamba_sizes
 
 PAIRS = (
     ("num_layers", "num_hidden_layers", REQUIRED),

@@ -12,12 +12,17 @@ from mcore_ckpt.families.common.decoder_rules import (
     tied_copies,
     with_head,
 )
-from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import expert_setting
-from mcore_ckpt.families.common.fields import Fields, read_pairs, setting, settings
+from mcore_ckpt.families.common.fields import DEFAULTS, Fields, read_pairs, setting, settings
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.layer_patterns import pattern_layers
-from mcore_parallel.logical_tensors import mamba_sizes
+from mcore_models.layer_patterns import pattern_layers
+from mcore_models.logical_tensors import mamba_sizes
+
+HYBRID = (
+    "hybrid_override_pattern",
+    *(name for name in DEFAULTS if name.startswith("mamba_") and name != "mamba_norm"),
+)
+"""Fields of which layers a hybrid has, and of its Mamba layers; few have another norm."""
 
 MAMBA_PAIRS = (
     ("norm_epsilon", "layer_norm_epsilon", 1e-5),
@@ -70,7 +75,7 @@ def _write_mamba(description: Description, _: Theirs) -> Theirs:
     return {**write_sizes(description), "mamba_expand": expansion(description)}
 
 
-MAMBA = FieldRule(says=tuple(HYBRID), read=read_sizes, write=_write_mamba)
+MAMBA = FieldRule(says=HYBRID, read=read_sizes, write=_write_mamba)
 """Mamba-2 layers whose heads are a multiple of the hidden size together."""
 
 

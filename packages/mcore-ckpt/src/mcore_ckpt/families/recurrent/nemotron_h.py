@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import checked_layers
-from mcore_ckpt.families.common.defaults import HYBRID
 from mcore_ckpt.families.common.experts import expert_setting, require_routing
 from mcore_ckpt.families.common.fields import (
     REQUIRED,
@@ -15,10 +14,15 @@ from mcore_ckpt.families.common.fields import (
     setting,
     settings,
 )
-from mcore_ckpt.families.recurrent.mamba_parts import MAMBA_PAIRS, below_backbone, mamba_rules
+from mcore_ckpt.families.recurrent.mamba_parts import (
+    HYBRID,
+    MAMBA_PAIRS,
+    below_backbone,
+    mamba_rules,
+)
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.layer_patterns import pattern_layers
-from mcore_parallel.logical_tensors import head_dim, mamba_sizes, num_kv_heads
+from mcore_models.layer_patterns import pattern_layers
+from mcore_models.logical_tensors import head_dim, mamba_sizes, num_kv_heads
 
 PAIRS = (
     ("hidden_size", "hidden_size", REQUIRED),

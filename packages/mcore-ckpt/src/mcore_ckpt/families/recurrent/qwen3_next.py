@@ -17,12 +17,15 @@ from mcore_ckpt.families.common.decoder_rules import (
     qk_norm_rules,
     tied_copies,
 )
-from mcore_ckpt.families.common.defaults import DELTA_NET, HYBRID
 from mcore_ckpt.families.common.experts import PLAIN_ROUTING, expert_setting, require_routing
-from mcore_ckpt.families.common.fields import Fields, setting, settings
+from mcore_ckpt.families.common.fields import DEFAULTS, Fields, setting, settings
+from mcore_ckpt.families.recurrent.mamba_parts import HYBRID
 from mcore_ckpt.mapping.rules import Rule, Table
-from mcore_parallel.layer_patterns import join_layers, pattern_layers
-from mcore_parallel.logical_tensors import delta_sizes
+from mcore_models.layer_patterns import join_layers, pattern_layers
+from mcore_models.logical_tensors import delta_sizes
+
+_DELTA_NET = tuple(name for name in DEFAULTS if name.startswith("linear_"))
+"""Sizes of gated delta nets, named alike on both sides."""
 
 _WORDS = {"linear_attention": "G", "full_attention": "*"}
 _EXPERTS = {
@@ -46,7 +49,7 @@ def _read_layers(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     halves = ["-" if i in dense or (i + 1) % step else "E" for i in range(count)]
     layers = (one + half for one, half in zip(letters, halves, strict=True))
     return {
-        **{name: fields.take(name, default) for name, default in DELTA_NET.items()},
+        **{name: fields.take(name, DEFAULTS[name]) for name in _DELTA_NET},
         "hybrid_override_pattern": join_layers(layers),
     }
 
@@ -55,7 +58,7 @@ def _write_layers(description: Description, _: Theirs) -> Theirs:
     layers = pattern_layers(setting(description, "hybrid_override_pattern"))
     words = {letter: word for word, letter in _WORDS.items()}
     return {
-        **{name: setting(description, name) for name in DELTA_NET},
+        **{name: setting(description, name) for name in _DELTA_NET},
         "layer_types": [words[layer[0]] for layer in layers],
         "mlp_only_layers": [i for i, layer in enumerate(layers) if layer[1] == "-"],
         "decoder_sparse_step": 1,
@@ -160,7 +163,7 @@ def _attention_rules(description: Description, layers: tuple[int, ...]) -> list[
 
 
 _LAYERS = FieldRule(
-    says=(*HYBRID, *DELTA_NET), read=_read_layers, write=_write_layers, keep=("layer_types",)
+    says=(*HYBRID, *_DELTA_NET), read=_read_layers, write=_write_layers, keep=("layer_types",)
 )
 
 FAMILY = Decoder(

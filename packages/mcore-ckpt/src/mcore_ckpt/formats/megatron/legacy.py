@@ -22,7 +22,7 @@ from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_ckpt.storage.boxes import cover_problems
 from mcore_ckpt.storage.index import DTYPE_BYTES, StoredBox, TensorEntry
-from mcore_parallel.logical_tensors import is_gated
+from mcore_models.logical_tensors import is_gated
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")

@@ -9,12 +9,11 @@ padded with rows that mean nothing.
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.defaults import DEFAULTS, VARIANTS
-from mcore_ckpt.families.common.experts import MOE_DEFAULTS, expert_layers, expert_setting
-from mcore_ckpt.families.common.fields import refuse_variants, setting, settings
+from mcore_ckpt.families.common.experts import expert_layers, expert_setting
+from mcore_ckpt.families.common.fields import USUAL, refuse_variants, setting, settings
 from mcore_ckpt.mapping.rules import Rule, Table, expand, split_index
-from mcore_parallel.layer_patterns import read_pattern
-from mcore_parallel.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
+from mcore_models.layer_patterns import read_pattern
+from mcore_models.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
 
 CHECKPOINT_VERSION = 3.0
 """Version of the order of rows that is written here and read without a change."""
@@ -27,6 +26,16 @@ _REFUSED = (
     *("apply_residual_connection_post_layernorm", "heterogeneous_layers_config_path"),
     *("activation_func_clamp_value", "glu_linear_offset", "experimental_attention_variant"),
 )
+_EXPERTS = (
+    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_latent_size"),
+    *("moe_layer_freq", "moe_router_score_function", "moe_router_pre_softmax"),
+    *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_group_score_topk", "moe_router_enable_expert_bias", "moe_router_bias"),
+    *("moe_apply_probs_on_input", "moe_router_dtype", "moe_aux_loss_coeff"),
+    *("moe_z_loss_coeff", "moe_input_jitter_eps", "moe_shared_expert_intermediate_size"),
+    *("moe_shared_expert_gate", "moe_expert_capacity_factor"),
+)
+"""Arguments of experts that a description keeps, under the same names."""
 _POSITIONS = ("rope", "learned_absolute", "none")
 _OFF = (None, False, 0, "", "vanilla")
 _EMPTY_IS_NONE = (
@@ -222,10 +231,10 @@ def _has_experts(description: Mapping[str, Any]) -> bool:
 
 def to_arguments(description: Mapping[str, Any], padded_vocab_size: int) -> dict[str, Any]:
     """Write a description as the arguments that Megatron stores with its weights."""
-    values = {name: setting(description, name) for name in DEFAULTS if name not in VARIANTS}
+    values = {name: setting(description, name) for name in USUAL}
     skipped = values["window_attn_skip_freq"]
     values["window_attn_skip_freq"] = read_pattern(skipped, "--window-attn-skip-freq")
-    values |= {name: expert_setting(description, name) for name in MOE_DEFAULTS}
+    values |= {name: expert_setting(description, name) for name in _EXPERTS}
     values |= {
         name: setting(description, name)
         for name in ("num_layers", "hidden_size", "num_attention_heads")
@@ -270,15 +279,14 @@ def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[st
     for name in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"):
         if not arguments.get(name):
             raise ValueError(f"the arguments in the checkpoint lack {name}: give --config.")
-    sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
+    sizes = ("num_layers", "hidden_size", "num_attention_heads")
     config = {
-        name: arguments[name] for name in (*sizes, *DEFAULTS) if arguments.get(name) is not None
+        name: arguments[name] for name in (*sizes, *USUAL) if arguments.get(name) is not None
     }
     if not arguments.get("group_query_attention", True):
         config["num_query_groups"] = config["num_attention_heads"]
     if arguments.get("window_size") is not None:
         config["window_size"] = list(arguments["window_size"])
-    config = {name: value for name, value in config.items() if name not in VARIANTS}
     if "window_attn_skip_freq" in config:
         config["window_attn_skip_freq"] = str(config["window_attn_skip_freq"]).replace(" ", "")
     # Argument files of before these flags have Megatron's defaults, which are not ours.
@@ -299,7 +307,7 @@ def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[st
     config["rotary_base"] = float(config["rotary_base"])
     moe: dict[str, Any] = {}
     if arguments.get("num_experts"):
-        moe = {n: arguments[n] for n in MOE_DEFAULTS if arguments.get(n) is not None}
+        moe = {n: arguments[n] for n in _EXPERTS if arguments.get(n) is not None}
         freq = moe.get("moe_layer_freq", 1)
         moe["moe_layer_freq"] = str(freq).replace(" ", "")
         if isinstance(freq, list) and all(freq):

@@ -22,10 +22,10 @@ from mcore_models.layers.norm import RMSNorm
 from mcore_models.layers.recurrent.causal_conv import CausalConv, conv_silu, document_starts
 from mcore_models.layers.recurrent.delta_rule import gated_delta_rule
 from mcore_models.layers.recurrent.gated_norm import has_kernel
+from mcore_models.logical_tensors import delta_sizes
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
-from mcore_parallel.logical_tensors import delta_sizes
 from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,

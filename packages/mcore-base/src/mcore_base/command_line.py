@@ -1,0 +1,558 @@
+"""Commands from functions and config dataclasses: flags, help and errors of one line.
+
+A field or parameter is a flag of the same name; its type says what is accepted, its docstring
+is the help text, and the parameter that holds its dataclass is its topic in the help.
+Positional-only parameters take the words without a flag. All faults of a command line are
+collected and reported together. Nothing heavy is imported, so that help answers at once.
+"""
+
+import ast
+import difflib
+import inspect
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from mcore_base.options import OptionsError, describe_rules, rules_of
+
+Result = TypeVar("Result")
+HELP_FLAGS = ("-h", "--help", "--help-all")
+NUMBERS = {int: "a whole number", float: "a number"}
+HELP_COLUMN = 34
+LIKENESS = 0.8
+"""Share of common letters from which on a name is offered for an unknown one."""
+LAYER_LETTERS = frozenset("M*-EGP[]|/")
+"""Of ``--hybrid-override-pattern``: what they spell alone is no option, as in ``--M*``."""
+TYPO = 0.85
+"""Share from which on it is offered before names that have all words of the unknown one."""
+
+
+class FaultCollector:
+    """Collects the faults of one command over several passes, a line each.
+
+    A flag is unsettled once its value is faulty or unknown. Later passes compute with a default
+    in its place, so a later line that names an unsettled flag may be wrong and is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.unsettled: set[str] = set()
+
+    def add(self, line: str, *flags: str) -> None:
+        """Add one fault and mark ``flags`` as unsettled."""
+        self.lines.append(line)
+        self.unsettled.update(flags)
+
+    def add_error(self, error: Exception) -> None:
+        """Add the lines of an error that name no unsettled flag and are not there yet."""
+        for line in error.lines if isinstance(error, OptionsError) else (str(error),):
+            if not flags_in(line) & self.unsettled and line not in self.lines:
+                self.lines.append(line)
+
+    def attempt(
+        self, function: Callable[..., Result], *arguments: Any, unsettles: Iterable[str] = ()
+    ) -> Result | None:
+        """Return what a function returns; None, with its error added, if it refuses its input.
+
+        Args:
+            function: raises ValueError or FileNotFoundError for bad input.
+            arguments: of the function.
+            unsettles: flags that the function's result would have set.
+        """
+        try:
+            return function(*arguments)
+        except (ValueError, FileNotFoundError) as error:
+            self.add_error(error)
+            self.unsettled.update(unsettles)
+            return None
+
+    def raise_all(self) -> None:
+        """Raise ``OptionsError`` with all faults, if there are any."""
+        if self.lines:
+            raise OptionsError(self.lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One flag, or one positional word, of a command."""
+
+    name: str
+    kind: Any
+    """Type: bool, int, float, str, Path, a Literal, ``float | Literal``, a tuple of these."""
+    default: Any
+    """``inspect.Parameter.empty`` where it is required."""
+    owner: Any
+    """Dataclass or function whose docstrings describe it."""
+    topic: str = ""
+    is_positional: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The option as it is typed."""
+        return self.name if self.is_positional else "--" + self.name.replace("_", "-")
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the command cannot start without it."""
+        return self.default is inspect.Parameter.empty
+
+    @property
+    def num_values(self) -> int | None:
+        """Words that it takes; None: any number."""
+        if get_origin(self.kind) is not tuple:
+            return 0 if self.kind is bool else 1
+        return None if get_args(self.kind)[-1] is ... else len(get_args(self.kind))
+
+    @property
+    def invocation(self) -> str:
+        """The option with what follows it, as help shows it."""
+        if self.kind is bool:
+            return f"--[no-]{self.flag[2:]}"
+        if self.is_positional:
+            return f"{self.name.upper()} ..." if self.num_values is None else self.name.upper()
+        kinds = get_args(self.kind) if get_origin(self.kind) is tuple else (self.kind,)
+        shown = ("..." if kind is ... else _shown(kind) for kind in kinds)
+        return " ".join([self.flag, *shown])
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names that an unknown one may mean: at most four, often none."""
+    known = sorted(known)
+    parts = set(re.findall(r"[^-_ ]+", name))
+    longer = [word for word in known if parts <= set(re.findall(r"[^-_ ]+", word))]
+    is_negative = name.startswith("--no-")
+    bare = {w.lstrip("-"): w for w in known if w.startswith("--no-") == is_negative}
+    close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=TYPO)
+    if not close and not 1 <= len(longer) <= 4:
+        cutoff = LIKENESS if len(name) > 5 else 0.6
+        close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=cutoff)
+    return [bare[word] for word in close] or (longer if len(longer) <= 4 else [])
+
+
+def unknown(name: str, known: Iterable[str], kind: str = "option") -> str:
+    """Return a message that a name is unknown, with the most similar known ones."""
+    near = nearest(name, known)
+    return f"unknown {kind} {name}" + (f": did you mean {_and(near, 'or')}?" if near else ".")
+
+
+def flags_in(text: str) -> set[str]:
+    """Return the flags that a text names; of ``--no-x`` also ``--x``."""
+    names = {name.rstrip("-") for name in re.findall(r"--[a-z][a-z0-9-]*", text)}
+    return names | {"--" + name[5:] for name in names if name.startswith("--no-")}
+
+
+def parse(
+    kind: Callable[..., Any],
+    program: str,
+    words: Sequence[str],
+    *,
+    usual: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> Any:
+    """Read words into a dataclass, or into the parameters of a function, which is then called.
+
+    Args:
+        kind: the dataclass or the function; dataclasses in it are topics of its help.
+        program: program and command, for help and errors.
+        words: what follows them.
+        usual: names of the options that ``--help`` shows; empty: all of them.
+        defaults: values in place of those of ``kind``, by name.
+
+    Raises:
+        OptionsError: (a ValueError) with every unknown option, value of the wrong type, missing
+            option, and fault that a dataclass finds in its values.
+        SystemExit: after help.
+    """
+    if any(word in HELP_FLAGS for word in words):
+        print(help_text(kind, program, words, list_options(kind), usual))
+        raise SystemExit(0)
+    faults = FaultCollector()
+    call = read_options(kind, program, words, faults, defaults=defaults)
+    faults.raise_all()
+    assert call is not None
+    return call()
+
+
+def read_options(
+    kind: Callable[..., Any],
+    program: str,
+    words: Sequence[str],
+    faults: FaultCollector,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    placeholders: Mapping[str, Any] | None = None,
+) -> Callable[[], Any] | None:
+    """Read words into the arguments of a dataclass or function; add every fault to ``faults``.
+
+    Args:
+        kind: the dataclass or the function.
+        program: program and command, for errors.
+        words: what follows them.
+        faults: takes the faults.
+        defaults: values in place of those of ``kind``, by name.
+        placeholders: values of required options that are missing or faulty, by name, with
+            which the others are checked; without one, some value of the option's type.
+
+    Returns:
+        ``kind`` with its arguments, to be called; options with a fault have their defaults.
+        None if a dataclass refuses even these.
+    """
+    options = list_options(kind)
+    values = {**(defaults or {}), **read_words(options, words, faults)}
+    required = [o for o in options if o.is_required and o.name not in values]
+    missing = [option.flag for option in required if option.flag not in faults.unsettled]
+    if missing:
+        faults.add(f"{program} needs {_and(missing)}: see {program} --help.", *missing)
+    if is_dataclass(kind):
+        built = _build(kind, values, faults, placeholders or {})
+        return None if built is None else lambda: built
+    arguments = _arguments(kind, values, faults, placeholders or {})
+    return None if arguments is None else partial(kind, *arguments[0], **arguments[1])
+
+
+def list_options(kind: Callable[..., Any]) -> list[Option]:
+    """List the options of a dataclass or a function, those of nested dataclasses too."""
+    found, types = [], get_type_hints(kind)
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if is_dataclass(types[name]):
+            found += [replace(option, topic=name) for option in list_options(types[name])]
+        else:
+            alone = parameter.kind is parameter.POSITIONAL_ONLY
+            found.append(
+                Option(name, types[name], parameter.default, kind, is_positional=alone)
+            )
+    return found
+
+
+def _arguments(
+    kind: Callable[..., Any],
+    values: Mapping[str, Any],
+    faults: FaultCollector,
+    placeholders: Mapping[str, Any],
+) -> tuple[list[Any], dict[str, Any]] | None:
+    """Return positional and named arguments; None where a dataclass cannot be built."""
+    types, positional, named = get_type_hints(kind), [], {}
+    is_complete = True
+    for name, parameter in inspect.signature(kind).parameters.items():
+        value = values.get(name, placeholders.get(name))
+        if is_dataclass(types[name]):
+            value = _build(types[name], values, faults, placeholders)
+        elif name not in values and parameter.default is not parameter.empty:
+            value = parameter.default
+        elif value is None:  # required: others are checked beside a value of its type
+            value = _stand_in(types[name])
+        is_complete &= value is not None
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            positional.append(value)
+        else:
+            named[name] = value
+    return (positional, named) if is_complete else None
+
+
+def _stand_in(kind: Any) -> Any:
+    """Return some value of an option's type."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)[0]
+    if get_origin(kind) is tuple:
+        return tuple(_stand_in(each) for each in get_args(kind) if each is not ...)
+    return kind("1")
+
+
+def _build(
+    kind: Any,
+    values: Mapping[str, Any],
+    faults: FaultCollector,
+    placeholders: Mapping[str, Any],
+) -> Any:
+    """Build a dataclass; None if it cannot be built.
+
+    A dataclass raises its first fault only. The options that its message names are reset to
+    their defaults and unsettled, and the rest is checked again, until nothing is left to find.
+    """
+    values = dict(values)
+    while arguments := _arguments(kind, values, faults, placeholders):
+        try:
+            return kind(*arguments[0], **arguments[1])
+        except ValueError as error:
+            faults.add_error(error)
+            named = flags_in(str(error))
+            faulty = {o.name: o.flag for o in list_options(kind) if o.flag in named}
+            if not faulty.keys() & values.keys():
+                return None
+            faults.unsettled.update(faulty.values())
+            values = {name: value for name, value in values.items() if name not in faulty}
+    return None
+
+
+def read_words(
+    options: Sequence[Option], words: Sequence[str], faults: FaultCollector
+) -> dict[str, Any]:
+    """Read words into values by option name; options without a valid value are left out."""
+    flags = {option.flag: option for option in options if not option.is_positional}
+    negated = {f"--no-{o.flag[2:]}": o for o in flags.values() if o.kind is bool}
+    values: dict[str, Any] = {}
+    alone, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if not is_flag(word):
+            alone.append(word)
+            continue
+        name, has_value, value = word.partition("=")
+        name = canonical(name)
+        option = flags.get(name) or negated.get(name)
+        if option is None:
+            known = [*flags, *negated]
+            faults.add(unknown(name, known), *nearest(name, known))
+        given = [value] if has_value else []
+        limit = option.num_values if option else None
+        while rest and not is_flag(rest[0]) and (limit is None or len(given) < limit):
+            given.append(rest.pop(0))
+        if option:
+            _read_into(values, option, name, given, faults)
+    _read_positionals(values, options, alone, faults)
+    # A name that an unknown one may mean is settled if it is given as well.
+    faults.unsettled -= {option.flag for option in options if option.name in values}
+    return values
+
+
+def _read_into(
+    values: dict[str, Any], option: Option, name: str, given: list[str], faults: FaultCollector
+) -> None:
+    try:
+        values[option.name] = _read_values(option, name, given)
+    except ValueError as error:
+        values.pop(option.name, None)  # an earlier value that this one was to replace
+        faults.add(str(error), option.flag)
+
+
+def _read_values(option: Option, name: str, given: list[str]) -> Any:
+    if option.kind is bool:
+        if given:
+            raise ValueError(f"{name} takes no value: {option.invocation} turns it on or off.")
+        return name == option.flag
+    wanted = option.num_values
+    if wanted is not None and len(given) < wanted:
+        raise ValueError(f"{name} needs {'a value' if wanted == 1 else f'{wanted} values'}.")
+    if get_origin(option.kind) is not tuple:
+        return _read_value(name, option.kind, given[0])
+    kinds = get_args(option.kind)
+    kinds = kinds[:1] * len(given) if wanted is None else kinds
+    return tuple(_read_value(name, kind, word) for kind, word in zip(kinds, given, strict=True))
+
+
+def _read_value(name: str, kind: Any, word: str) -> Any:
+    if get_origin(kind) is Literal:
+        if word not in get_args(kind):
+            choices = [choice for choice in get_args(kind) if choice]
+            raise ValueError(f"{name} {word!r} is no choice: use {_and(choices, 'or')}.")
+        return word
+    kind, *choices = _alternatives(kind)
+    if word in choices:
+        return word
+    try:
+        return kind(word)
+    except ValueError:
+        wanted = " or ".join([NUMBERS[kind], *choices])
+        raise ValueError(f"{name} {word!r} must be {wanted}.") from None
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """Split ``float | Literal["auto"]`` into the type and the words; other types stay alone."""
+    if get_origin(kind) not in (Union, UnionType):
+        return (kind,)
+    number, words = get_args(kind)
+    return number, *get_args(words)
+
+
+def _read_positionals(
+    values: dict[str, Any], options: Sequence[Option], alone: list[str], faults: FaultCollector
+) -> None:
+    rest = list(alone)
+    for option in options:
+        if option.is_positional and rest:
+            given = rest if option.num_values is None else rest[: option.num_values]
+            _read_into(values, option, option.name.upper(), given, faults)
+            rest = rest[len(given) :]
+    if rest:
+        told = f"{rest[0]!r} belongs" if len(rest) == 1 else f"{' '.join(rest)!r} belong"
+        faults.add(f"{told} to no option; options begin with two dashes.")
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word is an option; negative numbers and patterns of layers are values."""
+    return word.startswith("--") and not LAYER_LETTERS.issuperset(word)
+
+
+def canonical(name: str) -> str:
+    """Spell an option with dashes."""
+    return "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+
+
+def file_text(flag: str, path: str | Path) -> str:
+    """Return the text of a file that an option names; "" where it names none.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is a folder or no text.
+    """
+    if not path:
+        return ""
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"{flag} {path} is a folder: give a text file.")
+    if not file.exists():
+        raise FileNotFoundError(f"{flag} {path} does not exist: give a text file.")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path} is no text in UTF-8 ({error.reason}).") from None
+
+
+def help_text(
+    kind: Callable[..., Any],
+    program: str,
+    words: Sequence[str],
+    options: Sequence[Option],
+    usual: Collection[str],
+) -> str:
+    """Write the requested help: usual options, all, or those of a topic or a name."""
+    place = next(i for i, word in enumerate(words) if word in HELP_FLAGS)
+    following = words[place + 1 : place + 2]
+    topic = following[0] if following else ""
+    topics = list(dict.fromkeys(option.topic for option in options if option.topic))
+    chosen = list(options)
+    if words[place] != "--help-all" and topic:
+        part = canonical(topic).lstrip("-").replace("-", "_")
+        chosen = [o for o in options if part == o.topic] or [
+            o for o in options if part in o.name
+        ]
+        if not chosen:
+            raise ValueError(f"{unknown(topic, topics, 'topic')} {_topics(topics)}")
+    elif words[place] != "--help-all" and usual:
+        chosen = [option for option in options if option.name in usual]
+    loose = "".join(f" {o.invocation}" for o in options if o.is_positional)
+    lines = [f"usage: {program}{loose} [OPTIONS]", "", _first_paragraph(kind)]
+    texts = _option_texts(options)
+    for heading in dict.fromkeys(option.topic for option in chosen):
+        own = [option for option in chosen if option.topic == heading]
+        about = _first_paragraph(own[0].owner).splitlines()[0] if heading else ""
+        lines += ["", f"{heading.replace('_', '-') or 'options'}: {about}".rstrip(" :")]
+        lines += [line for o in own for line in _entry(o, texts.get((o.owner, o.name), ""))]
+    if len(chosen) < len(options):
+        lines += ["", f"{len(chosen)} of {len(options)} options; --help-all shows all of them."]
+        lines += [_topics(topics)]
+    return "\n".join(lines)
+
+
+def _topics(topics: list[str]) -> str:
+    text = f"--help TOPIC shows one of {', '.join(topics)}, or the options with a word in them."
+    return textwrap.fill(text.replace("_", "-"), _help_width(), break_on_hyphens=False)
+
+
+def _help_width() -> int:
+    return min(100, shutil.get_terminal_size((100, 24)).columns)
+
+
+def _entry(option: Option, text: str) -> Iterator[str]:
+    """Yield the lines of one option: what to type, and at its right what it means."""
+    if option.is_required:
+        text += " Required."
+    elif option.default is True:
+        text += " On by default."
+    elif shown := _shown_default(option.default):
+        text += f" Default: {shown}."
+    left = textwrap.fill(
+        option.invocation.replace(",", ", "),
+        _help_width(),
+        initial_indent="  ",
+        subsequent_indent="      ",
+        break_on_hyphens=False,
+    ).replace(", ", ",")
+    lines = textwrap.wrap(text, _help_width() - HELP_COLUMN, break_on_hyphens=False) or [""]
+    if len(left) >= HELP_COLUMN:
+        yield left
+    else:
+        yield f"{left:{HELP_COLUMN}}{lines.pop(0)}".rstrip()
+    yield from (" " * HELP_COLUMN + line for line in lines)
+
+
+def _shown_default(value: Any) -> str:
+    """Write a default; what is off, and 0 of a count, goes without saying."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return "" if value is False or (value == 0 and isinstance(value, int)) else str(value)
+
+
+def _option_texts(options: Iterable[Option]) -> dict[tuple[Any, str], str]:
+    """Find the help text of each option: docstrings below fields, or ``Args`` of a function."""
+    texts: dict[tuple[Any, str], str] = {}
+    for owner in dict.fromkeys(option.owner for option in options):
+        found = _argument_texts(owner)
+        if is_dataclass(owner):
+            bases = [base for base in owner.__mro__ if is_dataclass(base)]  # pyrefly: ignore
+            found = {name: text for base in bases for name, text in _field_texts(base).items()}
+            for name, rules in rules_of(owner).items():
+                found[name] = f"{found.get(name, '')} {describe_rules(rules)}".rstrip()
+        for name, text in found.items():
+            texts[owner, name] = " ".join(text.replace("``", "").split())
+    return texts
+
+
+def _field_texts(owner: Any) -> dict[str, str]:
+    tree = ast.parse(textwrap.dedent("".join(_class_source(owner))))
+    body = tree.body[0].body  # pyrefly: ignore
+    return {
+        field.target.id: str(below.value.value)  # pyrefly: ignore
+        for field, below in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+    }
+
+
+def _class_source(owner: Any) -> list[str]:
+    """Return the lines of a class, found without parsing the whole file as inspect does."""
+    lines = inspect.getsource(sys.modules[owner.__module__]).splitlines(keepends=True)
+    start = next(
+        i for i, line in enumerate(lines) if re.match(rf"class {owner.__name__}\b", line)
+    )
+    ends = (i for i, line in enumerate(lines) if i > start and line[0] not in " \n)#")
+    return lines[start : next(ends, len(lines))]
+
+
+def _argument_texts(owner: Any) -> dict[str, str]:
+    texts, name = {}, ""
+    for line in (inspect.getdoc(owner) or "").partition("Args:\n")[2].splitlines():
+        indent = len(line) - len(line.lstrip())
+        if line and not indent:
+            break
+        if indent == 4 and ":" in line:
+            name, _, text = line.strip().partition(":")
+            texts[name] = text
+        elif name:
+            texts[name] += f" {line}"
+    return texts
+
+
+def _first_paragraph(owner: Any) -> str:
+    return (inspect.getdoc(owner) or "").partition("\n\n")[0].replace("``", "")
+
+
+def _and(names: Sequence[str], word: str = "and") -> str:
+    *others, last = names
+    return f"{', '.join(others)} {word} {last}" if others else last
+
+
+def _shown(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(choice for choice in get_args(kind) if choice) + "}"
+    kind, *choices = _alternatives(kind)
+    return "|".join([kind.__name__.upper(), *choices])

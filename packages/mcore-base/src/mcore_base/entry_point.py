@@ -1,0 +1,138 @@
+"""The ``main`` of a program with several commands: its usage, its version, its errors.
+
+Every error that a user can mend is one line, and a reader of the output that has seen enough,
+such as ``head``, ends the program quietly.
+"""
+
+import difflib
+import io
+import logging
+import os
+import select
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from itertools import takewhile
+
+log = logging.getLogger(__name__)
+
+Commands = Mapping[str, tuple[str, Callable[..., int]]]
+"""Name to summary and function."""
+ADDING = ("--recipe",)
+"""Options that may be given again and again; of others the last values count."""
+LAUNCHER = "MCORE_LAUNCHER_PID"
+"""Variable in which ``launch_local``, which reads their command line, gives ranks its id."""
+
+
+def run_program(
+    program: str,
+    about: str,
+    commands: Commands,
+    argv: Sequence[str] | None,
+    exit_code: Callable[[BaseException], int],
+    call: Callable[[Callable[..., int], str, list[str]], int],
+) -> int:
+    """Run one command of a program and turn what it raises into one line and an exit code.
+
+    Args:
+        program: its name; the package of its version is called the same.
+        about: one line on the program, a blank line and examples, for the help.
+        commands: its commands, in the order of the help.
+        argv: the words behind the program's name; None: this process's.
+        exit_code: 2 for an error of bad input, 1 for a failure of files or devices, 0 for a
+            fault of the program, whose traceback is shown.
+        call: runs a function of ``commands``, given ``"program command"`` and the other words.
+
+    Returns:
+        0 when done, 1 when it failed, 2 for bad input.
+    """
+    try:
+        return _dispatch(program, about, commands, argv, call)
+    except SystemExit as end:  # after help
+        return end.code if isinstance(end.code, int) else 0
+    except KeyboardInterrupt:
+        return _refuse(program, "interrupted", 1)
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return 0
+        code = exit_code(error)
+        if not code:
+            raise
+        return _refuse(program, str(error), code)
+    finally:
+        _is_unread()
+
+
+def _refuse(program: str, message: str, code: int) -> int:
+    print(f"{program}: error: {message}", file=sys.stderr)
+    return code
+
+
+def _is_unread() -> bool:
+    """Flush standard output; if its reader is gone, drop what is left and return True."""
+    try:
+        sys.stdout.flush()
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        has_failed = any(event & select.POLLERR for _, event in poll.poll(0))
+    except io.UnsupportedOperation:  # no file at all
+        return False
+    except BrokenPipeError:
+        has_failed = True
+    if has_failed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return has_failed
+
+
+def _dispatch(
+    program: str,
+    about: str,
+    commands: Commands,
+    argv: Sequence[str] | None,
+    call: Callable[[Callable[..., int], str, list[str]], int],
+) -> int:
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help", "--help-all"):
+        print(_usage(program, about, commands))
+        return 0
+    if name == "--version":
+        print(program, import_module(program.replace("-", "_")).__version__)
+        return 0
+    if name not in commands:
+        near = difflib.get_close_matches(name, commands, n=1)
+        meant = f": did you mean {near[0]}?" if near else "."
+        raise ValueError(
+            f"unknown command {name}{meant} The commands are {', '.join(commands)}."
+        )
+    for flag, values in _repeated(rest) if is_first_rank() else ():
+        log.warning("%s is given more than once: the last counts, %s.", flag, values)
+    return call(commands[name][1], f"{program} {name}", rest)
+
+
+def is_first_rank() -> bool:
+    """Whether this process says what a command line means: ``launch_local``, else rank 0."""
+    return os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ
+
+
+def _repeated(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield options that are given again with other values, and the last of these."""
+    given: dict[str, list[str]] = {}
+    for place, word in enumerate(words):
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            following = takewhile(lambda other: not other.startswith("--"), words[place + 1 :])
+            own = " ".join([name, *([value] if value else following)])
+            given.setdefault(name.replace("_", "-").replace("--no-", "--"), []).append(own)
+    for name, forms in given.items():
+        if name not in ADDING and len(set(forms)) > 1:
+            yield name, forms[-1]
+
+
+def _usage(program: str, about: str, commands: Commands) -> str:
+    width = max(map(len, commands))
+    lines = "\n".join(f"  {name:{width}}  {commands[name][0]}" for name in commands)
+    purpose, _, examples = about.partition("\n\n")
+    return (
+        f"usage: {program} COMMAND ...\n\n{purpose}\n\ncommands:\n{lines}\n\n{examples}\n\n"
+        f"{program} COMMAND --help shows a command's options; {program} --version its version."
+    )

@@ -1,0 +1,386 @@
+"""Options that carry their rules: bounds, needs and exclusions as metadata of config fields.
+
+A config is a frozen dataclass that inherits ``Options``. ``option`` gives a field its default
+and what data can say about it; a ``Rule`` beside the fields is for what must be computed. Rules
+name other options by their fields, also those of other configs: each option of a command has a
+name of its own. A config checks what concerns it alone when it is built, and a command checks
+all its configs together by ``find_faults``, which finds every fault in one pass. Help, the docs
+and ``mcore-train verify`` read the same metadata by ``rules_of``.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from math import isfinite
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+ON = True
+"""Condition on an option: it is not 0, empty or off."""
+
+_METADATA = "rules"
+
+
+class OptionsError(ValueError):
+    """Every fault of the options of one command, a line each."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = tuple(lines)
+        many = f"{len(lines)} things to change:\n  - " if len(lines) > 1 else ""
+        super().__init__(many + "\n  - ".join(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """Condition on the value of one option."""
+
+    name: str
+    """Field or property of a config."""
+    holds: Callable[[Any], object]
+    """Of its value."""
+    text: str = ""
+    """How a message names the condition; empty: the option and its value."""
+    why: str = ""
+    """Why the other option needs or excludes it, as the end of a sentence."""
+
+
+class Because:
+    """A condition with its reason: that an option has one of some values, or is on."""
+
+    def __init__(self, why: str, *values: Any) -> None:
+        self.why = why
+        self.condition = values or ON
+
+
+Conditions = Mapping[str, Any] | Sequence[When]
+"""Conditions on other options: by field a value, a tuple of values, ``ON`` or ``Because``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptionRules:
+    """What one option must be, needs and excludes, and how a small run checks it."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    zero: str = ""
+    """What 0 means, for messages: "off", "derive"."""
+    part_of: tuple[When, ...] = ()
+    """The feature that reads the option. While the feature is off, the option is not checked
+    when its config is built, and a command refuses it unless it has its default."""
+    needs: tuple[When, ...] = ()
+    """What else must hold where the option is not at its default."""
+    excludes: tuple[When, ...] = ()
+    """What must not hold where the option is not at its default."""
+    shrinks_to: Any = ...
+    """Value in the small run of ``mcore-train verify``; ``...``: the run's own."""
+    selects_path: str = ""
+    """Name of the code that the option chooses, with fields in braces: "norm.{normalization}".
+    ``mcore-train verify`` reports the names that its small run did not reach."""
+
+    @property
+    def wanted(self) -> str:
+        """The bounds in words; empty: there are none."""
+        low = f"{self.minimum} ({self.zero})" if self.zero else f"{self.minimum}"
+        if self.minimum is not None and self.maximum is not None:
+            return f"from {low} to {self.maximum}"
+        if self.minimum is not None and self.below is not None:
+            return f"at least {low} and below {self.below}"
+        if self.minimum is not None:
+            return f"{low} or more"
+        bounds = {"above": self.above, "at most": self.maximum, "below": self.below}
+        return " and ".join(f"{w} {bound}" for w, bound in bounds.items() if bound is not None)
+
+    def admits(self, value: Any) -> bool:
+        """Whether a value is within the bounds; what is no number has none."""
+        if not isinstance(value, (int, float)):
+            return True
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+
+def rules(
+    *, part_of: Conditions = (), needs: Conditions = (), excludes: Conditions = (), **data: Any
+) -> dict[str, OptionRules]:
+    """Return the metadata of a field; arguments are those of ``OptionRules``."""
+    conditions = {
+        "part_of": _conditions(part_of),
+        "needs": _conditions(needs),
+        "excludes": _conditions(excludes),
+    }
+    return {_METADATA: OptionRules(**conditions, **data)}
+
+
+def option(default: Any, **data: Any) -> Any:
+    """Return a dataclass field with a default and the rules of ``OptionRules``."""
+    return field(default=default, metadata=rules(**data))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What must be computed: several fields, or a condition on some values of one."""
+
+    fields: tuple[str, ...]
+    """Options that it reads. It is skipped where one of them is not there, is at fault already
+    or belongs to a feature that is off."""
+    is_broken: Callable[[Any], Any]
+    """True for values that are refused. They are attributes of its argument, a ``Values``."""
+    message: str = ""
+    """With values in braces, as in "--lr {lr}". Empty: ``is_broken`` returns the message, or
+    several, or nothing."""
+    is_note: bool = False
+    """Whether a run goes on: the option has no effect here, and a note tells why."""
+
+    def lines(self, values: "Values") -> Iterator[str]:
+        """Yield the messages of the rule for some values."""
+        found = self.is_broken(values)
+        if not found:
+            return
+        if self.message:
+            yield self.message.format_map(_Shown(values))
+        else:
+            yield from (found,) if isinstance(found, str) else found
+
+
+class Options:
+    """Base of configs: a config that breaks a rule of its own is not built."""
+
+    __slots__ = ()
+
+    rules: tuple[Rule, ...] = ()
+    part_of: Conditions = ()
+    """Feature that all options of the config belong to, apart from those it names itself."""
+
+    def __post_init__(self) -> None:
+        """Raise ``OptionsError`` with all faults of this config by itself."""
+        if lines := find_faults(self, is_whole=False):
+            raise OptionsError(lines)
+
+
+class Values:
+    """Options and properties of several configs, as attributes."""
+
+    def __init__(self, configs: Iterable[Any]) -> None:
+        self._homes = {name: config for config in configs for name in _names_of(type(config))}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._homes[name], name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._homes
+
+
+class _Shown(dict):
+    """Values as a message shows them."""
+
+    def __init__(self, values: Values) -> None:
+        self.values_by_name = values
+
+    def __missing__(self, name: str) -> Any:
+        value = getattr(self.values_by_name, name)
+        return " ".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+def flag(field_name: str) -> str:
+    """Spell a field as its flag: ``train_iters`` is ``--train-iters``."""
+    return "--" + field_name.replace("_", "-")
+
+
+def spell(name: str, value: Any) -> str:
+    """Spell an option with its value as it is typed."""
+    if isinstance(value, bool):
+        return flag(name) if value else flag(f"no_{name}")
+    shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f"{flag(name)} {shown}".rstrip()
+
+
+def find_faults(*configs: Any, is_whole: bool = True, notes: bool = False) -> list[str]:
+    """Find every rule that some configs break, in one pass.
+
+    Args:
+        configs: all configs of a command, or one of them.
+        is_whole: whether these are all configs of the command. Otherwise options of features
+            that are off are passed over.
+        notes: return the rules that tell why an option has no effect, instead of faults.
+
+    Returns:
+        A message for each fault.
+    """
+    values = Values(configs)
+    broken: set[str] = set()
+    lines: list[str] = []
+    without: dict[str, list[str]] = {}
+    excluded: list[str] = []
+    for config in configs:
+        defaults = {each.name: each.default for each in fields(config)}
+        kinds = _kinds(type(config))
+        for name, own in rules_of(type(config)).items():
+            value = getattr(config, name)
+            off = [c for c in own.part_of if not _holds(c, values)]
+            if off:
+                broken.add(name)
+            if value != defaults[name]:
+                missing = [c for c in own.needs if not _holds(c, values)]
+                for condition in [*(off if is_whole else ()), *missing][:1]:
+                    without.setdefault(_needed(condition), []).append(spell(name, value))
+                excluded += [
+                    _exclusion(spell(name, value), condition, values)
+                    for condition in (() if off else own.excludes)
+                    if condition.name in values
+                    and condition.holds(getattr(values, condition.name))
+                ]
+            if not off and (line := _value_fault(name, value, own, kinds[name])):
+                broken.add(name)
+                lines.append(line)
+    if notes:
+        lines = []
+    else:
+        lines += [_without(names, needed) for needed, names in without.items()]
+        lines += excluded
+    for config in configs:
+        for rule in _rules_of_class(type(config)):
+            is_readable = all(name in values and name not in broken for name in rule.fields)
+            if is_readable and rule.is_note == notes:
+                lines += rule.lines(values)
+    return list(dict.fromkeys(lines))
+
+
+def idle_options(values: Mapping[str, Any], config_types: Iterable[type]) -> set[str]:
+    """Return the options of features that are off.
+
+    Args:
+        values: of options, by name; the others have their defaults.
+        config_types: of the command.
+    """
+    types = list(config_types)
+    defaults = {f.name: f.default for kind in types for f in fields(kind)}  # pyrefly: ignore
+    table = {**defaults, **values}
+    return {
+        name
+        for kind in types
+        for name, own in rules_of(kind).items()
+        for condition in (*own.part_of, *own.needs)
+        if condition.name in table and not condition.holds(table[condition.name])
+    }
+
+
+@cache
+def rules_of(config_type: type) -> Mapping[str, OptionRules]:
+    """Return the rules of each field of a config class, in the order of the fields.
+
+    A class that gives a field of its base another default keeps the rules of the field.
+    """
+    found = {}
+    for each in fields(config_type):  # pyrefly: ignore
+        own = OptionRules()
+        feature: Conditions = ()
+        for base in reversed(config_type.__mro__):
+            known = vars(base).get("__dataclass_fields__", {}).get(each.name)
+            feature = vars(base).get("part_of", feature)
+            own = known.metadata.get(_METADATA, own) if known else own
+        switches = set(feature) if isinstance(feature, Mapping) else set()
+        if feature and not own.part_of and each.name not in switches:
+            own = replace(own, part_of=_conditions(feature))
+        found[each.name] = own
+    return found
+
+
+def describe_rules(own: OptionRules) -> str:
+    """Write in words what an option needs and excludes; for help and docs."""
+    parts = []
+    if own.part_of or own.needs:
+        needed = " and ".join(c.text for c in (*own.part_of, *own.needs))
+        parts.append(f"Needs {needed}.")
+    if own.excludes:
+        parts.append(f"Excludes {', '.join(c.text for c in own.excludes)}.")
+    return " ".join(parts)
+
+
+@cache
+def _rules_of_class(config_type: type) -> tuple[Rule, ...]:
+    bases = reversed(config_type.__mro__)
+    return tuple(rule for base in bases for rule in vars(base).get("rules", ()))
+
+
+@cache
+def _names_of(config_type: type) -> tuple[str, ...]:
+    properties = [
+        name
+        for base in config_type.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, property)
+    ]
+    return (*(each.name for each in fields(config_type)), *properties)  # pyrefly: ignore
+
+
+@cache
+def _kinds(config_type: type) -> Mapping[str, Any]:
+    return get_type_hints(config_type)
+
+
+def _conditions(given: Conditions) -> tuple[When, ...]:
+    if not isinstance(given, Mapping):
+        return tuple(given)
+    return tuple(_condition(name, condition) for name, condition in given.items())
+
+
+def _condition(name: str, given: Any, why: str = "") -> When:
+    if isinstance(given, Because):
+        return _condition(name, given.condition, given.why)
+    if given is ON:
+        return When(name, bool, flag(name), why)
+    among = given if isinstance(given, tuple) else (given,)
+    return When(name, lambda value: value in among, _one_of(name, among), why)
+
+
+def _one_of(name: str, values: tuple[Any, ...]) -> str:
+    if isinstance(values[0], bool):
+        return spell(name, values[0])
+    return f"{flag(name)} {listed(values)}"
+
+
+def _holds(condition: When, values: Values) -> object:
+    """Whether a condition holds; one on an option that is not there does."""
+    return condition.name not in values or condition.holds(getattr(values, condition.name))
+
+
+def _needed(condition: When) -> str:
+    return f"{condition.text}, {condition.why}" if condition.why else condition.text
+
+
+def _without(options: list[str], needed: str) -> str:
+    have, them = ("have", "them") if len(options) > 1 else ("has", "it")
+    return (
+        f"{' and '.join(options)} {have} no effect without {needed}: give that, or leave "
+        f"{them} out."
+    )
+
+
+def _exclusion(spelled: str, condition: When, values: Values) -> str:
+    other = condition.text
+    if not other or other.startswith("--"):
+        other = spell(condition.name, getattr(values, condition.name))
+    why = f", {condition.why}" if condition.why else ""
+    return f"{spelled} and {other} exclude each other{why}: leave one out."
+
+
+def _value_fault(name: str, value: Any, own: OptionRules, kind: Any) -> str:
+    """Return what is wrong with one value by itself; empty: nothing."""
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        choices = [choice for choice in get_args(kind) if choice]
+        return f"{flag(name)} {value!r} is no choice: use {listed(choices)}."
+    if isinstance(value, float) and not isfinite(value):
+        return f"{flag(name)} {value} is no finite number: give one."
+    if not own.admits(value):
+        return f"{flag(name)} {value} must be {own.wanted}."
+    return ""
+
+
+def listed(values: Iterable[Any]) -> str:
+    """Join words as alternatives: "a, b or c"."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,1 +1,0 @@
-../../../mcore-parallel/src/mcore_parallel/command_line.py

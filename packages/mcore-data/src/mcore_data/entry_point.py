@@ -1,1 +1,0 @@
-../../../mcore-parallel/src/mcore_parallel/entry_point.py

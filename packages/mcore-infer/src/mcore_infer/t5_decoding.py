@@ -1,0 +1,74 @@
+"""Greedy or sampled answers of a T5: the encoder reads each text once, the decoder writes.
+
+The one decode loop outside the engine. All answers begin with the same token, so the rows of a
+batch have equal lengths and share a ``StaticCache``.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mcore_infer.config import SamplingConfig
+from mcore_infer.generation import room
+from mcore_infer.kv_cache import StaticCache
+from mcore_infer.sampling import choose, token_log_probs
+from mcore_infer.stages import agreed, last_stage_logits
+from mcore_infer.writing import NewToken, Writing
+
+
+@torch.no_grad()
+def answer_texts(
+    model: Any,
+    texts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    *,
+    start: int,
+    seed: int = 1234,
+    eod: int | None = None,
+    stop: Sequence[Sequence[int]] = (),
+) -> Iterator[NewToken]:
+    """Write an answer to each text, token by token; yields tokens as ``generation.stream``.
+
+    Communicates over ``tp`` as the model does; all its ranks call it with equal arguments.
+
+    Args:
+        model: a whole ``T5`` in eval mode.
+        texts: token ids of the encoder, at least one each.
+        sampling: how tokens are chosen, and how many.
+        start: first token of the decoder.
+        seed: row i draws from ``seed + i``.
+        eod: id that ends a row; None: no id does.
+        stop: token sequences that end a row and are cut off.
+
+    Raises:
+        ValueError: if there is no text, or an empty one.
+    """
+    if not texts or not all(texts):
+        raise ValueError("generation needs prompts of at least one token each.")
+    num_tokens = room(model, sampling.num_tokens, [start], name="an answer's first part")
+    rows = [
+        Writing([start], sampling, num_tokens=num_tokens, seed=seed + i, eod=eod, stop=stop)
+        for i in range(len(texts))
+    ]
+    device, longest = next(model.parameters()).device, max(map(len, texts))
+    padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+    mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
+    mask = mask.to(device)
+    encoded = model.read(padded.to(device), mask)
+    cache = StaticCache(num_tokens)
+    tokens = torch.full((len(rows), 1), start, device=device)
+    while True:
+        hidden = model.write(tokens, encoded, mask, cache)  # [1, B, D]
+        cache.advance(1)
+        logits = last_stage_logits(model, hidden[-1].unsqueeze(1))
+        # Rows that are over keep their place in the batch; their tokens are not read.
+        chosen = agreed(choose(logits, rows), model)
+        log_probs = token_log_probs(logits, chosen)
+        pairs = zip(chosen.tolist(), log_probs.tolist(), strict=True)
+        for i, (token, log_prob) in enumerate(pairs):
+            if not rows[i].finish_reason:
+                yield from rows[i].add(NewToken(i, token, log_prob))
+        if all(row.finish_reason for row in rows):
+            return
+        tokens = chosen[:, None]

@@ -1,0 +1,351 @@
+"""The logical tensors of a decoder-only transformer: names and shapes, from its settings.
+
+The one owner of what the settings leave to be derived (widths, heads, which layers have
+experts) and of the list of tensors that follows. Models are built, counted, checkpointed and
+converted by it. The standard library only: config files and mcore-ckpt import it.
+
+``config`` is any object with the fields of ``TransformerConfig``, ``moe`` any with those of
+mcore-moe's ``MoEConfig``; 0 means "derive it" or "none".
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mcore_models.layer_patterns import (
+    PATTERN_MIXERS,
+    further_letters,
+    pattern_layers,
+    read_pattern,
+)
+
+Shape = tuple[int, ...]
+
+
+def head_dim(config: Any) -> int:
+    """Channels of one attention head, H; in latent attention, of its queries and keys."""
+    if config.multi_latent_attention:
+        return config.qk_head_dim + config.qk_pos_emb_head_dim
+    return config.kv_channels or config.hidden_size // config.num_attention_heads
+
+
+def value_dim(config: Any) -> int:
+    """Channels of one head's values, J."""
+    return config.v_head_dim if config.multi_latent_attention else head_dim(config)
+
+
+def num_kv_heads(config: Any) -> int:
+    """Key/value heads of a layer over all ranks, G."""
+    return config.num_query_groups or config.num_attention_heads
+
+
+def ffn_size(config: Any) -> int:
+    """Width inside a dense feed-forward layer over all ranks, F."""
+    if config.ffn_hidden_size:
+        return config.ffn_hidden_size
+    if is_gated(config):
+        # Three matrices instead of two: two thirds of the width cost the same.
+        return max(64, int(4 * config.hidden_size * 2 / 3) // 64 * 64)
+    return 4 * config.hidden_size
+
+
+def expert_size(config: Any, moe: Any) -> int:
+    """Width inside one routed expert over all ranks."""
+    return moe.moe_ffn_hidden_size or ffn_size(config)
+
+
+def is_gated(config: Any) -> bool:
+    """Whether feed-forward layers multiply two projections."""
+    return config.swiglu or config.geglu or config.quick_geglu or config.exact_geglu
+
+
+def has_qkv_bias(config: Any) -> bool:
+    """Whether queries, keys and values have biases."""
+    return has_attention_bias(config) or config.add_qkv_bias
+
+
+def has_attention_bias(config: Any) -> bool:
+    """Whether attention's output has a bias."""
+    return config.add_bias_linear or config.add_attention_bias
+
+
+def moe_layers(moe: Any, num_layers: int) -> tuple[bool, ...]:
+    """Say for each layer of a model whether it has experts."""
+    if moe.num_experts == 0:
+        return (False,) * num_layers
+    pattern = read_pattern(moe.moe_layer_freq, "--moe-layer-freq")
+    if isinstance(pattern, int):
+        if pattern < 1:
+            raise ValueError(f"--moe-layer-freq {pattern} must be 1 or more.")
+        return tuple(layer % pattern == 0 for layer in range(num_layers))
+    if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
+        raise ValueError(
+            f"--moe-layer-freq {moe.moe_layer_freq} must hold one 0 or 1 for each of "
+            f"--num-layers {num_layers}; it holds {len(pattern)} entries."
+        )
+    return tuple(bool(entry) for entry in pattern)
+
+
+def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
+    """Say for each layer which mixers of ``MIXER_SHAPES`` it consists of, in order.
+
+    Raises:
+        ValueError: as ``moe_layers`` and ``pattern_layers``.
+    """
+    attention = "mla" if config.multi_latent_attention else "attention"
+    layers = pattern_layers(config.hybrid_override_pattern)
+    if layers:
+        mixers = {**PATTERN_MIXERS, "*": attention}
+        return tuple(tuple(mixers[letter] for letter in letters) for letters in layers)
+    experts = moe_layers(moe, config.num_layers)
+    return tuple((attention, "moe" if has_experts else "mlp") for has_experts in experts)
+
+
+def further_mixers(config: Any, moe: Any) -> tuple[str, ...]:
+    """Say of which mixers a layer of multi-token prediction consists.
+
+    They are those behind / in the pattern of a hybrid, and of the last layer of a transformer.
+    """
+    attention = "mla" if config.multi_latent_attention else "attention"
+    mixers = {**PATTERN_MIXERS, "*": attention}
+    letters = further_letters(config.hybrid_override_pattern)
+    return tuple(mixers[letter] for letter in letters) or layer_mixers(config, moe)[-1]
+
+
+def num_halves(config: Any) -> int:
+    """Count the mixers of all layers; each adds its output to the residual stream."""
+    layers = pattern_layers(config.hybrid_override_pattern)
+    return sum(map(len, layers)) if layers else 2 * config.num_layers
+
+
+def layer_norms(config: Any, mixers: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Name the norms before and after each mixer of a layer; empty: there is none."""
+    found = []
+    for place, mixer in enumerate(mixers):
+        before = MIXER_NORMS[mixer]
+        after = f"{before.removesuffix('_norm')}_post_norm"
+        shares = place > 0 and config.parallel_residual == "one_norm"
+        is_bare = config.norm_placement == "output" or shares
+        has_after = config.norm_placement != "pre"
+        found.append(("" if is_bare else before, after if has_after else ""))
+    return tuple(found)
+
+
+class MambaSizes(NamedTuple):
+    """Of a Mamba-2 layer over all ranks."""
+
+    heads: int
+    groups: int
+    inner: int
+    """Channels of all heads."""
+    states: int
+    """Rows of B, and of C: groups times the state of a channel."""
+
+
+def mamba_sizes(config: Any) -> MambaSizes:
+    """Derive the widths inside a Mamba-2 layer."""
+    heads = config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim
+    groups = config.mamba_num_groups
+    inner = heads * config.mamba_head_dim
+    return MambaSizes(heads, groups, inner, groups * config.mamba_state_dim)
+
+
+class DeltaSizes(NamedTuple):
+    """Of a gated delta net over all ranks."""
+
+    key_heads: int
+    value_heads: int
+    keys: int
+    """Channels of all key heads; as many of queries."""
+    values: int
+    """Channels of all value heads; as many of output gates."""
+
+
+def delta_sizes(config: Any) -> DeltaSizes:
+    """Derive the widths inside a gated delta net."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    widths = config.linear_key_head_dim, config.linear_value_head_dim
+    return DeltaSizes(keys, values, keys * widths[0], values * widths[1])
+
+
+def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
+    """List every logical tensor of a model with its global shape.
+
+    Args:
+        config: of the layers.
+        vocab_size: true number of tokens; padding is no logical tensor's.
+        moe: of the experts.
+
+    Returns:
+        By the names of ``named_shards``, in the order of the layers: fused projections in
+        their parts (q, k, v; gate, up), experts one by one, tied tables once.
+
+    Raises:
+        ValueError: as ``moe_layers``.
+    """
+    D = config.hidden_size
+    shapes: dict[str, Shape] = {"embedding.weight": (vocab_size, D)}
+    if config.position_embedding_type == "learned_absolute":
+        shapes["position_embedding.weight"] = (config.max_position_embeddings, D)
+    if config.embedding_layernorm:
+        shapes |= _norm(config, "embedding_norm", D)
+    layers = layer_mixers(config, moe)
+    alike = {mixers: _layer(config, moe, mixers) for mixers in set(layers)}
+    for layer, mixers in enumerate(layers):
+        inside = alike[mixers]
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in inside.items()}
+    shapes |= _norm(config, "final_norm", D)
+    if config.untie_embeddings_and_output_weights:
+        shapes["head.weight"] = (vocab_size, D)
+    for depth in range(config.mtp_num_layers):
+        inside = _norm(config, "enorm", D) | _norm(config, "hnorm", D)
+        inside |= {"eh_proj.weight": (D, 2 * D)} | _norm(config, "final_norm", D)
+        last = _layer(config, moe, further_mixers(config, moe))
+        inside |= {f"block.{name}": shape for name, shape in last.items()}
+        shapes |= {f"mtp.{depth}.{name}": shape for name, shape in inside.items()}
+    return shapes
+
+
+def _layer(config: Any, moe: Any, mixers: Sequence[str]) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for mixer, norms in zip(mixers, layer_norms(config, mixers), strict=True):
+        inside = MIXER_SHAPES[mixer](config, moe)
+        for name in filter(None, norms):
+            inside = _norm(config, name, config.hidden_size) | inside
+        shapes |= inside
+    return shapes
+
+
+def norm_has_bias(config: Any) -> bool:
+    """Whether norms have a bias beside their weight."""
+    return config.normalization == "LayerNorm" and config.norm_bias
+
+
+def _norm(config: Any, name: str, width: int) -> dict[str, Shape]:
+    kinds = ("weight", "bias") if norm_has_bias(config) else ("weight",)
+    return {f"{name}.{kind}": (width,) for kind in kinds}
+
+
+def _linear(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
+    return weight | ({f"{name}.bias": (outputs,)} if bias else {})
+
+
+def _attention(config: Any, _: Any) -> dict[str, Shape]:
+    D, H, shapes = config.hidden_size, head_dim(config), dict[str, Shape]()
+    queries, keys = config.num_attention_heads * H, num_kv_heads(config) * H
+    gate = (("gate", queries),) if config.attention_output_gate else ()
+    for part, outputs in (("q", queries), ("k", keys), ("v", keys), *gate):
+        shapes |= _linear(f"attention.qkv.{part}", outputs, D, has_qkv_bias(config))
+    for part, width in (("q", queries), ("k", keys)) if config.qk_layernorm else ():
+        if config.qk_norm_width == "own_head":
+            shapes[f"attention.{part}_norm.weight"] = (width // H, H)
+        else:
+            normed = width if config.qk_norm_width == "layer" else H
+            shapes |= _norm(config, f"attention.{part}_norm", normed)
+    if config.softmax_type == "learnable":
+        shapes["attention.sinks"] = (config.num_attention_heads,)
+    return shapes | _linear("attention.proj", D, queries, has_attention_bias(config))
+
+
+def _latent_attention(config: Any, _: Any) -> dict[str, Shape]:
+    D, N, H = config.hidden_size, config.num_attention_heads, head_dim(config)
+    rank, rotated = config.kv_lora_rank, config.qk_pos_emb_head_dim
+    shapes: dict[str, Shape] = {}
+    if config.q_lora_rank:
+        shapes["mla.q_down.weight"] = (config.q_lora_rank, D)
+        if config.qk_layernorm:
+            shapes["mla.q_norm.weight"] = (config.q_lora_rank,)
+        shapes["mla.q_up.weight"] = (N * H, config.q_lora_rank)
+    else:
+        shapes["mla.q.weight"] = (N * H, D)
+    shapes["mla.kv_down.weight"] = (rank + rotated, D)
+    if config.qk_layernorm:
+        shapes["mla.kv_norm.weight"] = (rank,)
+    shapes["mla.kv_up.weight"] = (N * (config.qk_head_dim + config.v_head_dim), rank)
+    return shapes | _linear("mla.proj", D, N * config.v_head_dim, config.add_bias_linear)
+
+
+def _dense(config: Any, _: Any) -> dict[str, Shape]:
+    width, bias = ffn_size(config), config.add_bias_linear
+    return _mlp("mlp", config.hidden_size, width, is_gated(config), bias)
+
+
+def _mlp(name: str, D: int, width: int, gated: bool, bias: bool) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for first in ("fc1.gate", "fc1.up") if gated else ("fc1",):
+        shapes |= _linear(f"{name}.{first}", width, D, bias)
+    return shapes | _linear(f"{name}.fc2", D, width, bias)
+
+
+def _experts(config: Any, moe: Any) -> dict[str, Shape]:
+    D, gated = config.hidden_size, is_gated(config)
+    shapes: dict[str, Shape] = {"moe.router.weight": (moe.num_experts, D)}
+    if moe.moe_router_bias:
+        shapes["moe.router.bias"] = (moe.num_experts,)
+    if moe.moe_router_enable_expert_bias:
+        shapes["moe.router.expert_bias"] = (moe.num_experts,)
+    latent = moe.moe_latent_size
+    if latent:
+        shapes |= {"moe.latent_down.weight": (latent, D), "moe.latent_up.weight": (D, latent)}
+    one = _mlp("", latent or D, expert_size(config, moe), gated, config.add_bias_linear)
+    for expert in range(moe.num_experts):
+        shapes |= {f"moe.experts.{expert}{name}": shape for name, shape in one.items()}
+    if moe.moe_shared_expert_intermediate_size:
+        width = moe.moe_shared_expert_intermediate_size
+        shapes |= _mlp("moe.shared", D, width, gated, bias=False)
+    if moe.moe_shared_expert_gate:
+        shapes["moe.shared.token_gate.weight"] = (1, D)
+    return shapes
+
+
+def _mamba(config: Any, _: Any) -> dict[str, Shape]:
+    D, sizes = config.hidden_size, mamba_sizes(config)
+    rows = {"z": sizes.inner, "x": sizes.inner, "B": sizes.states, "C": sizes.states}
+    bias = config.mamba_proj_bias
+    shapes: dict[str, Shape] = {}
+    for name, count in (*rows.items(), ("dt", sizes.heads)):
+        shapes |= _linear(f"mamba.in_proj.{name}", count, D, bias)
+    for name in "xBC":
+        shapes[f"mamba.conv1d.{name}.weight"] = (rows[name], 1, config.mamba_conv_kernel)
+        if config.mamba_conv_bias:
+            shapes[f"mamba.conv1d.{name}.bias"] = (rows[name],)
+    shapes |= {f"mamba.{name}": (sizes.heads,) for name in ("dt_bias", "A_log", "D")}
+    if config.mamba_norm != "none":
+        shapes["mamba.norm.weight"] = (sizes.inner,)
+    return shapes | _linear("mamba.out_proj", D, sizes.inner, bias)
+
+
+def _delta_net(config: Any, _: Any) -> dict[str, Shape]:
+    D, sizes = config.hidden_size, delta_sizes(config)
+    rows = {"q": sizes.keys, "k": sizes.keys, "v": sizes.values, "z": sizes.values}
+    rows |= {"b": sizes.value_heads, "a": sizes.value_heads}
+    shapes: dict[str, Shape] = {}
+    for name, count in rows.items():
+        shapes[f"delta_net.in_proj.{name}.weight"] = (count, D)
+    for name in "qkv":
+        shape = (rows[name], 1, config.linear_conv_kernel_dim)
+        shapes[f"delta_net.conv1d.{name}.weight"] = shape
+    shapes |= {f"delta_net.{name}": (sizes.value_heads,) for name in ("dt_bias", "A_log")}
+    shapes["delta_net.norm.weight"] = (config.linear_value_head_dim,)
+    return shapes | {"delta_net.out_proj.weight": (D, sizes.values)}
+
+
+MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
+    "attention": _attention,
+    "mla": _latent_attention,
+    "mlp": _dense,
+    "moe": _experts,
+    "mamba": _mamba,
+    "delta_net": _delta_net,
+}
+"""Tensors of each mixer below its block, from the settings of layers and experts."""
+
+MIXER_NORMS: Mapping[str, str] = {
+    "attention": "attention_norm",
+    "mla": "attention_norm",
+    "mlp": "mlp_norm",
+    "moe": "mlp_norm",
+    "mamba": "mamba_norm",
+    "delta_net": "delta_net_norm",
+}
+"""Name of the norm before each mixer."""

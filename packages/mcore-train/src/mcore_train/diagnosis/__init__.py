@@ -1,0 +1,1 @@
+"""What went wrong and what will: logs of failed runs, memory snapshots, checks of hosts."""

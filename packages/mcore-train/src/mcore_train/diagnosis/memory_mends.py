@@ -1,0 +1,191 @@
+"""What is known of a run out of GPU memory, from its logs, and the cheapest option that helps.
+
+The trainer writes a record with the error (``RECORD`` and JSON). Logs without one give what
+torch's message, the traceback and the run's header hold.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_train.diagnosis.log_reader import LogFile
+
+RECORD = "out of memory record: "
+"""Begin of the line with the record."""
+LARGE_SHARE = 0.1
+"""Share of the device's memory, reserved but unallocated, from which fragments matter."""
+
+_SIZES = {
+    "requested_gib": r"Tried to allocate ([\d.]+) ([KMGT]i)B",
+    "capacity_gib": r"total capacity of ([\d.]+) ([KMGT]i)B",
+    "free_gib": r"of which ([\d.]+) ([KMGT]i)B is free",
+    "allocated_gib": r"memory ([\d.]+) ([KMGT]i)B is allocated by PyTorch",
+    "unused_gib": r"and ([\d.]+) ([KMGT]i)B is reserved by PyTorch but unallocated",
+}
+_UNITS = {"Ki": 2**-20, "Mi": 2**-10, "Gi": 1.0, "Ti": 2**10}
+_PHASES = {
+    "loss": r"in (?:cross_entropy|losses|compute_loss|loss_\w+)\b",
+    "save": r"in (?:save\w*|state_dict)\b",
+    "load": r"in load\w*\b",
+    "validation": r"in (?:evaluate|validate)\b",
+    "optimizer": r"optimizers?\b.* in step\b|optim\w*/.*|in optimizer_step\b",
+    "backward": r"in (?:backward|_engine_run_backward|run_backward)\b",
+    "setup": r"in (?:assemble|_build\w*|build\w*)\b",
+    "forward": r"in (?:forward|run_stage)\b",
+}
+"""Phase by the functions on the stack, the first that matches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRecord:
+    """One rank's memory when it was full."""
+
+    rank: int | None = None
+    phase: str = ""
+    """Part of a step: forward, loss, backward, optimizer, save, load, validation, setup."""
+    step: int | None = None
+    micro_batch_size: int | None = None
+    seq_length: int | None = None
+    layout: Mapping[str, int] = field(default_factory=dict)
+    """Degree by axis."""
+    sharding: str = ""
+    recompute: str = ""
+    """``--recompute-granularity`` of the run."""
+    requested_gib: float | None = None
+    capacity_gib: float | None = None
+    free_gib: float | None = None
+    allocated_gib: float | None = None
+    unused_gib: float | None = None
+    """Reserved by torch, but in pieces that did not fit."""
+    peak_gib: float | None = None
+    classes_gib: Mapping[str, float] = field(default_factory=dict)
+    """Bytes by class of tensors, the largest first, where the trainer recorded them."""
+
+    def lines(self) -> list[str]:
+        """Return the record as lines of the report."""
+        layout = ", ".join(f"{name} {degree}" for name, degree in self.layout.items())
+        known = {
+            "rank": self.rank,
+            "phase": self.phase,
+            "step": self.step,
+            "micro-batch": self.micro_batch_size,
+            "sequence": self.seq_length,
+            "layout": layout,
+            "sharding": self.sharding,
+            "recompute": self.recompute,
+        }
+        sizes = {
+            name.removesuffix("_gib"): getattr(self, name)
+            for name in (*_SIZES, "peak_gib")
+            if getattr(self, name) is not None
+        }
+        lines = [
+            "memory: " + "; ".join(f"{k} {v}" for k, v in known.items() if v not in (None, ""))
+        ]
+        if sizes:
+            lines.append("  GiB: " + ", ".join(f"{k} {v:.2f}" for k, v in sizes.items()))
+        if self.classes_gib:
+            parts = ", ".join(f"{k} {v:.2f}" for k, v in self.classes_gib.items())
+            lines.append(f"  GiB by class: {parts}")
+        return lines
+
+    def to_line(self) -> str:
+        """Write the record as the line that ``memory_record`` reads."""
+        return RECORD + json.dumps(asdict(self))
+
+
+def memory_record(
+    file: Path, offset: int, message: str, rank: int | None, logs: Sequence[LogFile]
+) -> MemoryRecord:
+    """Collect what the logs hold about a rank that was out of memory.
+
+    Args:
+        file: log with torch's message.
+        offset: of the message in it.
+        message: torch's.
+        rank: that wrote it.
+        logs: of all ranks; one of them has the run's header.
+    """
+    with file.open("rb") as opened:
+        opened.seek(max(0, offset - (1 << 15)))
+        text = opened.read(1 << 16).decode(errors="replace")
+    if RECORD in text:
+        written = text[text.index(RECORD) + len(RECORD) :].split("\n", 1)[0]
+        try:
+            return MemoryRecord(**json.loads(written))
+        except (ValueError, TypeError):  # the line was cut
+            pass
+    stack = text[: text.find("Tried to allocate")]
+    stack = stack[max(0, stack.rfind("Traceback")) :]
+    phase = next((name for name, pattern in _PHASES.items() if re.search(pattern, stack)), "")
+    sizes: dict[str, Any] = {}
+    for name, pattern in _SIZES.items():
+        if found := re.search(pattern, message):
+            sizes[name] = round(float(found[1]) * _UNITS[found[2]], 3)
+    header = _header(logs)
+    steps = [log.last_step for log in logs if log.last_step is not None]
+    return MemoryRecord(
+        rank=rank, phase=phase, step=max(steps, default=None), **header, **sizes
+    )
+
+
+def _header(logs: Sequence[LogFile]) -> dict[str, Any]:
+    """Read layout and sizes from the lines that a run begins with."""
+    for log in logs:
+        with log.path.open("rb") as file:
+            head = file.read(1 << 15).decode(errors="replace")
+        layout = re.search(r"layout: \d+ ranks?: (.*), sharding (\w+)", head)
+        if layout is None:
+            continue
+        degrees = {name: int(value) for name, value in re.findall(r"(\w+) (\d+)", layout[1])}
+        found: dict[str, Any] = {"layout": degrees, "sharding": layout[2]}
+        if sizes := re.search(r"steps: \d+ to \d+ of \d+ x (\d+) tokens", head):
+            found["seq_length"] = int(sizes[1])
+        return found
+    return {}
+
+
+def cheapest_mend(record: MemoryRecord) -> str:
+    """Return the option that saves memory at the least cost in time, and why that one."""
+    capacity, unused = record.capacity_gib or 0.0, record.unused_gib or 0.0
+    data = record.layout.get("data", 0)
+    is_sharded = record.sharding not in ("", "no_shard")
+    if unused > max(LARGE_SHARE * capacity, record.requested_gib or 0.0):
+        return (
+            f"PYTORCH_ALLOC_CONF=expandable_segments:True: {unused:.1f} GiB are reserved in "
+            "pieces that do not fit; costs no time."
+        )
+    if data > 1 and not is_sharded:
+        return (
+            f"--use-distributed-optimizer: shards the optimizer's state over {data} data ranks "
+            "and costs no time."
+        )
+    if record.phase == "loss":
+        return (
+            "half the --micro-batch-size: the logits of a micro-batch do not fit; or more "
+            "--tensor-model-parallel-size, which splits them by vocabulary."
+        )
+    if record.phase in ("save", "validation"):
+        return (
+            "half the --micro-batch-size of validation, or --no-async-save, which stages less."
+        )
+    if record.recompute in ("", "none"):
+        return (
+            "--recompute-granularity selective: recomputes attention, a few per cent of the "
+            "step; then full (about a third more time)."
+        )
+    if (record.micro_batch_size or 1) > 1:
+        return (
+            f"--micro-batch-size {(record.micro_batch_size or 2) // 2}: half the activations."
+        )
+    if record.recompute == "selective":
+        return (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1."
+        )
+    return (
+        "more tensor or pipeline ranks, --cpu-offloading or --optimizer-cpu-offload; "
+        "mcore-models count estimates the bytes."
+    )

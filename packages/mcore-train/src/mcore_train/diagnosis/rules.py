@@ -1,0 +1,478 @@
+"""The classes of failures and the log lines that show them, each as a row of a table.
+
+A row of ``RULES`` recognizes one message of torch, NCCL, CUDA, the kernel, Slurm, torchrun or
+this trainer. Its role tells whether the line is a cause (``root``), the reaction of a rank to
+another rank's failure (``cascade``) or part of the job's end (``teardown``). A finding of the
+scheduler, the kernel or the device (``outside``) explains exceptions of the same moment, so
+that a broken GPU is not reported as an error of the program that used it.
+
+Standard library only: a launcher imports this module to read ``FAULTS``.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["root", "cascade", "teardown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A class of failures, and what a launcher does about it."""
+
+    exit_code: int
+    """Of ``mcore-train triage``: 10 to 29 stop, 30 and above retry."""
+    retry: bool
+    """Whether the same command may be started again, from its last checkpoint."""
+    summary: str
+
+
+FAULTS: Mapping[str, Fault] = {
+    "finished": Fault(0, False, "the run ended by itself"),
+    "out_of_memory": Fault(10, False, "GPU memory is full"),
+    "shape": Fault(11, False, "sizes do not fit each other or the layout"),
+    "config": Fault(12, False, "the command's options are refused"),
+    "import": Fault(13, False, "a package is missing or of the wrong version"),
+    "missing_path": Fault(14, False, "a file or folder is missing"),
+    "permission": Fault(15, False, "a file may not be read or written"),
+    "checkpoint": Fault(16, False, "the checkpoint is damaged or of another model or layout"),
+    "nan": Fault(17, False, "loss or gradients are not finite"),
+    "data": Fault(18, False, "the training data are damaged or do not fit the model"),
+    "storage_full": Fault(19, False, "a file system is full"),
+    "host_memory": Fault(20, False, "the host's memory is full"),
+    "collective_mismatch": Fault(21, False, "ranks call different collectives"),
+    "program": Fault(22, False, "an exception of the program"),
+    "cancelled": Fault(23, False, "somebody ended the job"),
+    "hardware": Fault(30, True, "a GPU or its links failed"),
+    "network": Fault(31, True, "the network between hosts failed"),
+    "collective_timeout": Fault(32, True, "a rank did not come to a collective"),
+    "rendezvous": Fault(33, True, "ranks did not find each other"),
+    "preemption": Fault(34, True, "the scheduler took the hosts back"),
+    "time_limit": Fault(35, True, "the job's time is over"),
+    "killed": Fault(36, True, "a process was killed from outside"),
+    "crash": Fault(37, True, "a process crashed in native code"),
+    "storage_io": Fault(38, True, "a file system did not answer"),
+    "replicas": Fault(39, True, "copies of weights came apart"),
+    "unknown": Fault(40, True, "the logs do not tell"),
+}
+"""Classes by name; ``--json`` and the exit code use them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One kind of log line."""
+
+    name: str
+    pattern: str
+    """Regular expression, searched in one line without its rank prefix. Its group ``rank``, if
+    it has one, is the rank at fault; else that is the rank that wrote the line."""
+    fault: str
+    role: Role = "root"
+    advice: str = ""
+    outside: bool = False
+    """Evidence from outside the program, which explains exceptions beside it."""
+
+
+def _root(name: str, fault: str, pattern: str, advice: str = "") -> Rule:
+    return Rule(name, pattern, fault, "root", advice)
+
+
+def _outside(name: str, fault: str, pattern: str, advice: str = "") -> Rule:
+    return Rule(name, pattern, fault, "root", advice, outside=True)
+
+
+def _cascade(name: str, fault: str, pattern: str) -> Rule:
+    return Rule(name, pattern, fault, "cascade")
+
+
+def _teardown(name: str, pattern: str) -> Rule:
+    return Rule(name, pattern, "unknown", "teardown")
+
+
+_EXCEPTION = r"^(?:[A-Za-z_][\w.]*\.)?"
+"""Begin of the last line of a Python traceback: an optional module, then the class."""
+
+_HARDWARE_XIDS = (
+    "46|48|54|56|57|58|61|62|64|74|78|79|81|92|95|110|119|120|121|123|136|140|143|144|145|149|"
+    "154|155|156|158"
+)
+"""Xid numbers of NVIDIA's catalogue that mean the device, its memory, its firmware or NVLink;
+13, 31, 43 and 45 follow from a program's illegal access or its end."""
+
+RULES: tuple[Rule, ...] = (
+    # -- From outside: scheduler, kernel, devices.
+    _outside(
+        "preemption",
+        "preemption",
+        r"CANCELLED AT \S+ DUE TO PREEMPTION|DUE TO JOB REQUEUE|"
+        r"[Pp]reempt(?:ion|ed)(?: notice| by)|TerminationByKubelet|Preempting|"
+        r"DUE TO NODE FAILURE.*[Rr]equeue",
+        "Start again with --auto-resume; --exit-signal SIGUSR1 and --signal=USR1@300 of sbatch "
+        "save before the hosts go.",
+    ),
+    _outside(
+        "time limit",
+        "time_limit",
+        r"DUE TO TIME LIMIT|exceeded (?:job )?(?:time|walltime) limit|"
+        r"=>> PBS: job killed: walltime|DeadlineExceeded",
+        "Submit again with --auto-resume; --exit-duration-in-mins auto saves before the end.",
+    ),
+    _outside(
+        "node failure",
+        "hardware",
+        r"DUE TO NODE FAILURE|NODE_FAIL|NodeLost|node \S+ (?:is )?not responding",
+        "Leave this host out (--exclude) and start again.",
+    ),
+    _outside(
+        "Xid",
+        "hardware",
+        rf"NVRM: Xid \([^)]*\): (?:{_HARDWARE_XIDS}),",
+        "Leave this host out, start again, and let its GPU be checked (dcgmi diag -r 3).",
+    ),
+    _outside(
+        "GPU lost",
+        "hardware",
+        r"GPU has fallen off the bus|GPU is lost|Unable to determine the device handle for GPU|"
+        r"NVML_ERROR_GPU_IS_LOST|RmInitAdapter failed|GPU requires reset|GPU reset is required",
+        "Leave this host out and let its GPU be reset or replaced.",
+    ),
+    _outside(
+        "ECC",
+        "hardware",
+        r"uncorrectable (?:NVLink|ECC) error|[Uu]ncorrectable ECC error|"
+        r"hardware stack error|double[- ]bit (?:ECC )?error|"
+        r"row remap(?:ping|per)? (?:failure|failed|pending)|contained ECC error|"
+        r"Uncorrected hardware memory error|mce: \[Hardware Error\]|EDAC .* UE ",
+        "Leave this host out, start again, and let its GPU or memory be checked.",
+    ),
+    _outside(
+        "NVLink",
+        "hardware",
+        r"NVLink (?:error|failure|is down)|SXid|NVSwitch.*(?:fatal|error)|nvlink error|"
+        r"fabric manager.*(?:not running|failed|error)|"
+        r"system not yet initialized|CUDA error: system not ready|NVLINK_UNCORRECTABLE",
+        "Leave this host out; nvidia-smi nvlink -e and the fabric manager's log name the link.",
+    ),
+    _outside(
+        "host out of memory",
+        "host_memory",
+        r"Detected \d+ oom[-_]kill event|oom-kill:constraint|"
+        r"Out of memory: Killed process|Memory cgroup out of memory|OOMKilled|"
+        r"Some of (?:your processes|"
+        r"the step tasks) (?:may )?have been (?:killed by the cgroup|OOM Killed)",
+        "Fewer --num-workers or ranks on a host, no --async-save, or more memory for the job.",
+    ),
+    _outside(
+        "file system",
+        "storage_io",
+        r"Stale file handle|Input/output error|Remote I/O error|"
+        r"Transport endpoint is not connected|LustreError|"
+        r"Errno 5\]|Errno 116\]|Errno 121\]|nfs: server \S+ not responding|"
+        r"Cannot send after transport endpoint shutdown",
+        "Start again once the file system answers; its host's kernel log names the server.",
+    ),
+    _outside(
+        "InfiniBand",
+        "network",
+        r"NET/IB ?: Got (?:completion|async event)|NET/IB.*(?:error|fatal)|IBV_WC_\w+_ERR|"
+        r"port error|local catastrophic|"
+        r"ibv_\w+ failed|link (?:is )?down\b|NETDEV WATCHDOG|mlx5_core.*(?:failed|error)",
+        "Start again; leave a host out that is named twice, and look at its ibstat and cable.",
+    ),
+    # -- Ranks that did not find each other.
+    _root(
+        "download",
+        "network",
+        r"HTTPSConnectionPool|Max retries exceeded|50[234] Server Error|429 Client Error|"
+        r"ReadTimeoutError|ConnectTimeout|LocalEntryNotFoundError",
+        "Start again, or download to a local folder first and name that.",
+    ),
+    _root(
+        "port taken",
+        "rendezvous",
+        r"EADDRINUSE|[Aa]ddress already in use",
+        "Start again with another MASTER_PORT, or with --nproc, which takes a free one.",
+    ),
+    _root(
+        "master not found",
+        "rendezvous",
+        r"Name or service not known|[Tt]emporary failure in name resolution|"
+        r"ai_family not supported|"
+        r"RendezvousTimeoutError|RendezvousConnectionError|RendezvousClosedError|"
+        r"client socket has (?:failed|timed out)|"
+        r"Timed out after \d+ seconds waiting for clients|"
+        r"No route to host|Network is unreachable|getaddrinfo|"
+        r"Bootstrap : no socket interface found",
+        "MASTER_ADDR and MASTER_PORT must be the same on all hosts and reachable from each "
+        "(mcore-train doctor tries it); all hosts need one command.",
+    ),
+    # -- Reactions to another rank's failure.
+    _cascade(
+        "collective timed out",
+        "collective_timeout",
+        r"Watchdog caught collective operation timeout|Timeout at NCCL work|"
+        r"timed out waiting for|"
+        r"Timed out waiting \d+ms for (?:recv|send)|failure detected by watchdog|"
+        r"Timeout waiting for key|monitoredBarrier",
+    ),
+    _cascade(
+        "peer is gone",
+        "network",
+        r"Connection (?:closed|reset) by (?:remote )?peer|remote process exited|"
+        r"ncclRemoteError|"
+        r"Broken pipe|Connection refused|connection was likely closed|failed to recv|"
+        r"recvValue failed|sendBytes failed|DistNetworkError|ncclSystemError|ncclInternalError|"
+        r"NCCL communicator was aborted|store->get\(|"
+        r"ProcessGroupNCCL.*terminated with exception|"
+        r"the store is gone|cannot reach the store|the store has not answered|"
+        r"Some NCCL operations have failed|taking the entire process down|"
+        r"Observed flight recorder dump|dump signal|DistBackendError|Socket Timeout|"
+        r"DistStoreError|gloo/transport|rank \d+ ends: process \d+",
+    ),
+    # -- The end of the job.
+    _teardown(
+        "ended by the launcher",
+        r"closing signal SIG|SignalException|Received \d+ death signal|forcing job termination|"
+        r"Job step aborted|STEP \S+ ON \S+ CANCELLED AT \S+ \*|Fatal Python error: Aborted|"
+        r"terminate called after|destroy_process_group\(\) was not called|ChildFailedError|"
+        r"task \d+: (?:Terminated|Exited with exit code 143)|leaked semaphore|"
+        r"leaked shared_memory",
+    ),
+    # -- This trainer's watchdog and checks.
+    _root(
+        "collective mismatch",
+        "collective_mismatch",
+        r"DisagreementError|ranks \d+ and (?P<rank>\d+) disagree on (?:call|a message)|"
+        r"Detected mismatch between collectives on ranks|Collectives differ in the following|"
+        r"op\.preamble\.length <= op\.nbytes|tensor sizes? mismatch(?:ed)? (?:across|"
+        r"between) ranks",
+        "Look for a condition before one of the two lines that depends on the rank.",
+    ),
+    _root(
+        "silent rank",
+        "collective_timeout",
+        r"rank (?P<rank>\d+) is gone: silent for",
+        "Look at the host of the silent rank, then at what that rank logged last.",
+    ),
+    _root(
+        "absent rank",
+        "collective_timeout",
+        r"rank (?P<rank>\d+) (?:did not come|sent nothing) (?:within|before)|"
+        r"ranks? (?P<absent>\d+)(?:, \d+)* failed to (?:pass|reach) (?:the )?monitoredBarrier",
+        "Look at the host of the named rank, then at what that rank did last.",
+    ),
+    _root(
+        "unlike weights",
+        "replicas",
+        r"UnlikeWeightsError|The copies were equal after|do not have the same weights any more",
+        "Start again from the checkpoint that the line names, or one before. A host named "
+        "twice has a broken GPU: leave it out.",
+    ),
+    _root(
+        "unlike ranks",
+        "config",
+        r"was started with other options than rank 0|began with different weights",
+        "Start all ranks with one command and one seed.",
+    ),
+    # -- Memory.
+    _root(
+        "GPU memory",
+        "out_of_memory",
+        r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|"
+        r"CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Failed to CUDA calloc",
+    ),
+    _root(
+        "host memory",
+        "host_memory",
+        r"(?:^|\W)MemoryError\b|can't allocate memory|Cannot allocate memory|std::bad_alloc|"
+        r"out of shared memory|insufficient shared memory|unable to (?:mmap|allocate shared)|"
+        r"DataLoader worker \(pid \d+\) is killed by signal: (?:Bus error|Killed)",
+        "Fewer --num-workers or ranks on a host, no --async-save, a larger /dev/shm, or more "
+        "memory for the job.",
+    ),
+    # -- Files.
+    _root(
+        "drive full",
+        "storage_full",
+        r"No space left on device|the disk takes no more|Disk quota exceeded|Errno (?:28|"
+        r"122)\]|File too large",
+        "Free space where --save points, or keep fewer checkpoints.",
+    ),
+    _root(
+        "no permission",
+        "permission",
+        r"Permission denied|PermissionError|Operation not permitted|Read-only file system|"
+        r"AccessDenied|403 Forbidden|may not be written|cannot be written",
+        "Give the job's user the right on the path that the line names.",
+    ),
+    # -- Numbers.
+    _root(
+        "not finite",
+        "nan",
+        r"NonFiniteError|the gradient norm of iteration \d+ is (?:nan|-?inf)|"
+        r"(?:found|detected|got|is|has) (?:a )?(?:NaN|nan|inf)\b.*(?:loss|grad|weight|"
+        r"iteration)|"
+        r"(?:loss|grad\w*|norm)\b.{0,40}\b(?:is|was|are|became) (?:NaN|nan|inf)|"
+        r"returned nan values",
+        "Start from the last checkpoint with a lower --lr, a longer warm-up or --clip-grad "
+        "1.0, and look at the samples of the step (mcore-data explain --run DIR --step N).",
+    ),
+    # -- Data.
+    _root(
+        "data",
+        "data",
+        r"CorruptDatasetError|BadRecordError|Write the dataset again|[Tt]he index is damaged|"
+        r"its manifest|training data end within|is damaged \(\d|holds id \d|"
+        r"does not fit its header|srcIndex < srcSelectDimSize|index out of range in self|"
+        r"`?t >= 0 && t < n_classes|idx_dim >= 0 && idx_dim < index_size|"
+        r"index \d+ is out of bounds for dimension|token ids? .{0,60}(?:vocabulary|vocab)|"
+        r"beyond the vocabulary|JSONDecodeError|UnicodeDecodeError|"
+        r"cannot mmap an empty file|mmap length is greater than|buffer is smaller than|"
+        r"(?:\.bin|\.idx|dataset)\b.{0,80}(?:corrupt|damaged|truncated|too short|cut off)|"
+        r"(?:\.bin|\.idx) (?:has|holds|is)|"
+        r"Caught \w+ in DataLoader worker|DataLoader worker \(pid\(s\) [\d, ]+\) exited",
+        "mcore-data inspect checks the files; the tokenizer of --tokenizer-type must be the "
+        "one that made them.",
+    ),
+    # -- Checkpoints, before shapes: a checkpoint's shapes are not the layout's.
+    _root(
+        "checkpoint",
+        "checkpoint",
+        r"is damaged|was cut short|is no sound|no safetensors file|names it\b|proof failed|"
+        r"no file of torch\.save|\.safetensors\b|Error\(s\) in loading state_dict|"
+        r"size mismatch for|Missing key\(s\) in state_dict|"
+        r"Unexpected key\(s\) in|CheckpointError|CheckpointException|has not the checksum|"
+        r"was saved under another layout|SafetensorError|"
+        r"InvalidHeaderDeserialization|PytorchStreamReader failed|invalid magic number|"
+        r"weight shapes do not match|holds another model|the checkpoint\'s |"
+        r"bytes, not the \d+ written|"
+        r"the checkpoint (?:holds|has|was|needs|in)|"
+        r"checkpoint .{0,80}(?:damaged|cut off|incomplete|truncated|another model)|"
+        r"Invalid access of peer .* checkpoint|unpickling stack underflow",
+        "Load the step before (--ckpt-step N), or give the model that the checkpoint holds.",
+    ),
+    # -- Packages.
+    _root(
+        "import",
+        "import",
+        r"ModuleNotFoundError|ImportError|No module named|undefined symbol|"
+        r"cannot open shared object file|version `\S+' not found|"
+        r"pip install|is not installed|install the extra|"
+        r"no kernel image is available|provided PTX was compiled|"
+        r"driver (?:version )?(?:on your system )?is (?:insufficient|too old)|"
+        r"forward compatibility was attempted",
+        "Install what the line names on every host (uv sync --locked), or start the "
+        "environment that has it.",
+    ),
+    # -- Sizes and layouts.
+    _root(
+        "shape",
+        "shape",
+        r"does not divide the world|heads must divide evenly|cannot be (?:split|divided) over|"
+        r"(?:is not|must be|be) (?:a )?(?:multiple of|divisible by)|does not divide|"
+        r"not divisible|"
+        r"must divide|shapes? cannot be multiplied|is invalid for input of size|"
+        r"[Ss]izes of tensors must match|size of tensor a \(|shape mismatch|Shape mismatch|"
+        r"mat1 and mat2|doesn't match the broadcast|must match the (?:existing )?size|"
+        r"Expected size \d+ but got|got \d+ elements|Dimension out of range|"
+        r"Given groups=|Expected \w+ to have \w+ \d+|layers? .{0,60}over .{0,20}stages",
+        "Change one of the sizes that the line names.",
+    ),
+    # -- Paths and options.
+    _root(
+        "missing path",
+        "missing_path",
+        r"FileNotFoundError|holds no checkpoint|No such file or directory|"
+        r"NotADirectoryError|does not exist|"
+        r"can't open file|there is no (?:file|folder|dataset)|404 (?:Client Error|Not Found)|"
+        r"found no (?:file|dataset)|NoSuchKey|NoSuchBucket",
+        "Give a path that exists on every host; a local disk is not shared.",
+    ),
+    # -- Processes that died without a word of their own.
+    _root(
+        "killed",
+        "killed",
+        r"rank (?P<rank>\d+) was ended by SIGKILL|"
+        r"failed \(exitcode: -9\) local_rank: (?P<local>\d+)|Signal 9 \(SIGKILL\)|"
+        r"task (?P<task>\d+): Killed|exited due to signal 9|died with <Signals.SIGKILL",
+        "dmesg of its host tells whether memory was full; else somebody ended the process.",
+    ),
+    _root(
+        "bus error",
+        "crash",
+        r"rank (?P<rank>\d+) was ended by SIGBUS|Fatal Python error: Bus error|"
+        r"\(exitcode: -7\) local_rank: (?P<local>\d+)",
+        "A file that the rank maps lost its space: a dataset cut while it is read, a full "
+        "/dev/shm, or a full drive under --optimizer-offload-dir.",
+    ),
+    _root(
+        "native crash",
+        "crash",
+        r"rank (?P<rank>\d+) was ended by SIG(?!TERM|INT)|"
+        r"Fatal Python error: Segmentation fault|"
+        r"Segmentation fault|illegal memory access|misaligned address|"
+        r"unspecified launch failure|"
+        r"CUDA error: (?:unknown error|an illegal instruction|launch failed|invalid pc)|"
+        r"CUBLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR)|CUDNN_STATUS_\w+|"
+        r"NVRM: Xid \([^)]*\): (?:13|31|43|45|68|69),|device-side assert|"
+        r"Floating point exception|"
+        r"\(exitcode: -(?:11|6|4|8)\) local_rank: (?P<local>\d+)|"
+        r"task (?P<task>\d+): (?:Segmentation fault|Aborted)",
+        "Start again once; the same rank again: CUDA_LAUNCH_BLOCKING=1 names the kernel, "
+        "another host tells the GPU from the program.",
+    ),
+    _root(
+        "cancelled",
+        "cancelled",
+        r"JOB \S+ ON \S+ CANCELLED AT \S+ \*|^KeyboardInterrupt|error: interrupted$|"
+        r"scancel|CANCELLED by \d+",
+    ),
+    _root(
+        "no such device",
+        "config",
+        r"invalid device ordinal|this host shows \d+\. Start|No CUDA GPUs are available",
+        "Start as many ranks on each host as nvidia-smi -L lists there.",
+    ),
+    # -- Refused options, and what no row before recognized.
+    _root(
+        "refused command",
+        "config",
+        r"^mcore-train: error: |^usage: |error: unrecognized arguments|error: argument ",
+        "Change what the line names.",
+    ),
+    _root(
+        "exception",
+        "program",
+        rf"{_EXCEPTION}(?:[A-Z]\w*(?:Error|Exception|Exit|Warning))\b(?::|$)",
+    ),
+    _root(
+        "exit code",
+        "program",
+        r"rank (?P<rank>\d+) ended with exit code|"
+        r"\(exitcode: \d+\) local_rank: (?P<local>\d+)|"
+        r"task (?P<task>\d+): Exited with exit code",
+    ),
+)
+"""Rows in the order in which a line is compared with them; the first match counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A rule that recognized a line."""
+
+    rule: Rule
+    rank: int | None
+    """Rank that the line itself names as the one at fault."""
+
+
+_COMPILED = tuple((rule, re.compile(rule.pattern)) for rule in RULES)
+
+
+def recognize(text: str) -> Match | None:
+    """Return the first rule that one message matches, and the rank that the message names."""
+    for rule, pattern in _COMPILED:
+        if found := pattern.search(text):
+            named = [value for value in found.groupdict().values() if value is not None]
+            return Match(rule, int(named[0]) if named else None)
+    return None

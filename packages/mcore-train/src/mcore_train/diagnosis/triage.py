@@ -1,0 +1,338 @@
+"""Why a run died: the first real error over all ranks, its class, and what to do about it.
+
+``triage(folder)`` reads the logs below a folder and returns a ``Verdict``. Of all findings it
+tells the cause from the reactions of other ranks and from the end of the job:
+
+1. A broken device, by its own word or the kernel's, explains everything else.
+2. The scheduler's end (preemption, time limit) and a kill by the kernel for memory explain what
+   is not clearly earlier.
+3. Exceptions, the one that the watchdog saw first before others, then by time.
+4. Processes that were killed or crashed without an exception.
+5. Ranks that did not come to a collective, and failures of the network.
+6. Where there are reactions alone, the ranks that have none.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mcore_train.diagnosis.flight_recorder import AbsentRanks, read_dumps
+from mcore_train.diagnosis.log_reader import Finding, LogFile, read_logs
+from mcore_train.diagnosis.memory_mends import MemoryRecord, cheapest_mend, memory_record
+from mcore_train.diagnosis.rules import FAULTS
+
+SAME_MOMENT_S = 120.0
+"""An exception so much earlier than the end by scheduler or kernel is a cause itself."""
+_ENDS = ("preemption", "time_limit", "host_memory")
+_DIED = ("killed", "crash", "cancelled")
+_APART = ("network", "collective_timeout", "rendezvous")
+_WORK = re.compile(r"[Ll]ast enqueued (?:NCCL )?work: (\d+)")
+_SEQUENCE = re.compile(r"SeqNum=(\d+), OpType=(\w+)")
+_GROUP = re.compile(r"PG GUID (\w+)")
+_SAVES = re.compile(rb"saves: (?:every \d+ steps|at the end,) to (.+)")
+_LAYOUT = re.compile(rb"layout: (\d+) ranks?: (.+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Why a run ended."""
+
+    fault: str
+    """Its class, one of ``FAULTS``."""
+    retry: bool
+    """Whether to start the same command again."""
+    exit_code: int
+    """Of the command: 0 for a run that finished, 10 to 29 stop, 30 and above retry."""
+    root_ranks: tuple[int, ...]
+    """Ranks at fault, the first one first; empty where the cause is outside, or not known."""
+    hosts: tuple[str, ...]
+    """Hosts of these ranks, as far as the logs name them."""
+    exclude_hosts: tuple[str, ...]
+    """Hosts to leave out of the next attempt: those whose hardware failed."""
+    message: str
+    """The line that reports the cause."""
+    place: str
+    """Line of code or collective at fault; empty: not known."""
+    file: str
+    """Log that holds the message."""
+    step: int | None
+    """Last step that the logs report."""
+    advice: str
+    command: str
+    """How to go on; empty: not by starting again."""
+    memory: MemoryRecord | None
+    """Of a run out of GPU memory."""
+    num_logs: int
+    num_cascade: int
+    """Findings that are reactions to another rank's failure."""
+    num_teardown: int
+    """Findings that belong to the end of the job."""
+
+    def to_json(self) -> str:
+        """Write the verdict for a scheduler."""
+        return json.dumps(asdict(self))
+
+    def page(self) -> str:
+        """Write the verdict for a person."""
+        summary = FAULTS[self.fault].summary
+        ranks = _numbers(self.root_ranks) or "none"
+        lines = [
+            f"{self.fault}: {summary}",
+            f"retry: {'yes' if self.retry else 'no'}",
+            f"root: rank {ranks}" + (f" on {', '.join(self.hosts)}" if self.hosts else ""),
+        ]
+        if self.place:
+            lines.append(f"where: {self.place}")
+        if self.step is not None:
+            lines.append(f"last reported step: {self.step}")
+        if self.message:
+            lines += [f"message ({self.file}):", *_indented(self.message)]
+        if self.memory is not None:
+            lines += self.memory.lines()
+        if self.advice:
+            lines.append(f"do: {self.advice}")
+        if self.exclude_hosts:
+            lines.append(f"leave out: {', '.join(self.exclude_hosts)}")
+        if self.command:
+            lines.append(f"go on: {self.command}")
+        lines.append(
+            f"read: {self.num_logs} logs; {self.num_cascade} reactions to it, "
+            f"{self.num_teardown} lines of the job's end"
+        )
+        return "\n".join(lines)
+
+
+def triage(folder: str | Path) -> Verdict:
+    """Read the logs of a run that ended; return why it ended and whether to retry.
+
+    Args:
+        folder: of the logs of all ranks, at any depth, with the launcher's, Slurm's and the
+            kernel's logs and dumps of the flight recorder where there are any; or one file.
+
+    Raises:
+        FileNotFoundError: if there is no such folder.
+        ValueError: if it holds no log.
+    """
+    folder = Path(folder)
+    logs = read_logs(folder)
+    absent = read_dumps(folder)
+    findings = [finding for log in logs for finding in log.findings]
+    cause = _cause(findings)
+    if cause is None:
+        return _without_cause(folder, logs, findings, absent)
+    if cause.rule.fault == "collective_timeout" and absent is not None:
+        return _verdict(folder, logs, cause, absent.fault, absent.ranks, absent.describe())
+    ranks = _ranks_alike(cause, findings)
+    return _verdict(folder, logs, cause, cause.rule.fault, ranks, cause.text)
+
+
+def _cause(findings: Sequence[Finding]) -> Finding | None:
+    """Return the first of the causes by the order of this module's docstring."""
+    reacting = {f.rank for f in findings if f.rule.role == "cascade" and not f.place}
+    roots = [
+        finding
+        for finding in findings
+        if finding.rule.role == "root"
+        # A rank that ended after it reported another rank's failure is no cause.
+        and not (
+            finding.rule.name in ("native crash", "exit code") and finding.rank in reacting
+        )
+    ]
+    by_tier: dict[int, list[Finding]] = {}
+    for finding in roots:
+        by_tier.setdefault(_tier(finding), []).append(finding)
+    for tier in sorted(by_tier):
+        chosen = _first(by_tier[tier])
+        earlier = [f for f in by_tier.get(3, ()) if _is_clearly_earlier(f, chosen)]
+        if tier == 2 and earlier:
+            return _first(earlier)
+        return chosen
+    return None
+
+
+def _tier(finding: Finding) -> int:
+    rule = finding.rule
+    if rule.outside and rule.fault == "hardware":
+        return 1
+    if rule.outside and rule.fault in _ENDS:
+        return 2
+    if rule.name == "exit code":
+        return 6
+    if rule.fault in _APART:
+        return 5
+    return 4 if rule.fault in _DIED else 3
+
+
+def _first(findings: Sequence[Finding]) -> Finding:
+    """Return the first: the watchdog's before times, special classes before ``program``."""
+
+    def order(finding: Finding) -> tuple[bool, bool, float, bool, int, int]:
+        rank = finding.rank
+        return (
+            not finding.place,
+            not finding.is_named,
+            float("inf") if finding.time_s is None else finding.time_s,
+            finding.rule.name in ("exception", "refused command"),
+            -1 if rank is None else rank,
+            finding.offset,
+        )
+
+    return min(findings, key=order)
+
+
+def _is_clearly_earlier(finding: Finding, end: Finding) -> bool:
+    if finding.time_s is None or end.time_s is None:
+        return False
+    return finding.time_s < end.time_s - SAME_MOMENT_S
+
+
+def _ranks_alike(cause: Finding, findings: Iterable[Finding]) -> tuple[int, ...]:
+    """Return the ranks that report the same message as the cause, which comes first."""
+    if cause.rule.outside and cause.rule.fault in _ENDS and not cause.is_named:
+        killed = {f.rank for f in findings if f.rule.fault == "killed" and f.rank is not None}
+        return tuple(sorted(killed)) if cause.rule.fault == "host_memory" else ()
+    if cause.rank is None:
+        # The kernel names a device; the rank that used it had an error of its own.
+        others = {f.rank for f in findings if f.rule.role == "root" and f.rank is not None}
+        return tuple(sorted(others)) if len(others) == 1 else ()
+    if cause.is_named:
+        return (cause.rank,)
+    alike = {
+        finding.rank
+        for finding in findings
+        if finding.rank is not None
+        and finding.rule is cause.rule
+        and _without_digits(finding.text) == _without_digits(cause.text)
+    }
+    return (cause.rank, *sorted(alike - {cause.rank}))
+
+
+def _without_digits(text: str) -> str:
+    return re.sub(r"\d+", "", text)
+
+
+def _without_cause(
+    folder: Path,
+    logs: Sequence[LogFile],
+    findings: Sequence[Finding],
+    absent: AbsentRanks | None,
+) -> Verdict:
+    """Judge logs in which no rank reports a cause: reactions, the job's end, or nothing."""
+    cascade = [finding for finding in findings if finding.rule.role == "cascade"]
+    if absent is not None:
+        first = _first(cascade) if cascade else None
+        return _verdict(folder, logs, first, absent.fault, absent.ranks, absent.describe())
+    if cascade:
+        timeouts = [f for f in cascade if f.rule.fault == "collective_timeout"]
+        first = _first(timeouts or cascade)
+        ranks = _behind(timeouts, cascade) if timeouts else ()
+        if not ranks:
+            heard = {finding.rank for finding in cascade}
+            known = {log.rank for log in logs if log.rank is not None}
+            ranks = tuple(sorted(known - heard))
+        return _verdict(folder, logs, first, first.rule.fault, ranks, first.text)
+    if findings:
+        return _verdict(folder, logs, findings[0], "killed", (), findings[0].text)
+    is_over = any(_is_over(log.path) for log in logs)
+    return _verdict(folder, logs, None, "finished" if is_over else "unknown", (), "")
+
+
+def _behind(timeouts: Sequence[Finding], cascade: Sequence[Finding]) -> tuple[int, ...]:
+    """Return the ranks that had begun fewer collectives than the one that timed out."""
+    waited = [int(found[1]) for f in timeouts if (found := _SEQUENCE.search(f.text))]
+    groups = {found[1] for f in timeouts if (found := _GROUP.search(f.text))}
+    begun: dict[int, int] = {}
+    for finding in cascade:
+        group = _GROUP.search(finding.text)
+        if group is not None and len(groups) == 1 and group[1] not in groups:
+            continue
+        if finding.rank is not None and (found := _WORK.search(finding.text)):
+            begun[finding.rank] = max(begun.get(finding.rank, 0), int(found[1]))
+    if not begun:
+        return ()
+    needed = max(waited, default=max(begun.values()))
+    return tuple(sorted(rank for rank, number in begun.items() if number < needed))
+
+
+def _is_over(path: Path) -> bool:
+    """Whether the end of a log reports the last step, or an end that was requested."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - (1 << 16)))
+        tail = file.read()
+    steps = re.findall(rb"iteration +(\d+)/ *(\d+)", tail)
+    return b"stopping after iteration" in tail or bool(steps and steps[-1][0] == steps[-1][1])
+
+
+def _verdict(
+    folder: Path,
+    logs: Sequence[LogFile],
+    cause: Finding | None,
+    fault: str,
+    ranks: tuple[int, ...],
+    message: str,
+) -> Verdict:
+    findings = [finding for log in logs for finding in log.findings]
+    host_of_rank = {log.rank: log.host for log in logs if log.rank is not None and log.host}
+    hosts = [host_of_rank[rank] for rank in ranks if rank in host_of_rank]
+    if cause is not None and cause.host:
+        hosts.insert(0, cause.host)
+    hosts = list(dict.fromkeys(hosts))
+    steps = [log.last_step for log in logs if log.last_step is not None]
+    memory = None
+    advice = "" if cause is None or cause.rule.role != "root" else cause.rule.advice
+    if fault == "out_of_memory" and cause is not None:
+        memory = memory_record(
+            cause.file, cause.offset, message, ranks[0] if ranks else None, logs
+        )
+        advice = cheapest_mend(memory)
+    elif fault in ("collective_timeout", "network") and not advice:
+        advice = "Look at the host of the ranks at fault, then at what they logged last."
+    file = "" if cause is None else _relative(cause.file, folder)
+    return Verdict(
+        fault=fault,
+        retry=FAULTS[fault].retry,
+        exit_code=FAULTS[fault].exit_code,
+        root_ranks=ranks,
+        hosts=tuple(hosts),
+        exclude_hosts=tuple(hosts) if fault == "hardware" else (),
+        message=message[:2000],
+        place="" if cause is None else cause.place,
+        file=file,
+        step=max(steps, default=None),
+        advice=advice,
+        command=_command(logs) if FAULTS[fault].retry else "",
+        memory=memory,
+        num_logs=len(logs),
+        num_cascade=sum(finding.rule.role == "cascade" for finding in findings),
+        num_teardown=sum(finding.rule.role == "teardown" for finding in findings),
+    )
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return str(path.relative_to(folder)) if path != folder else path.name
+
+
+def _command(logs: Sequence[LogFile]) -> str:
+    """Return how to go on from the last checkpoint of the run that wrote the logs."""
+    for log in logs:
+        with log.path.open("rb") as file:
+            head = file.read(1 << 16)
+        if (layout := _LAYOUT.search(head)) is None:
+            continue
+        if (saves := _SAVES.search(head)) is None:
+            return "the same command; it begins anew, since the run had no --save"
+        folder = saves[1].decode(errors="replace").strip()
+        ranks = layout[1].decode()
+        return f"the same command with --auto-resume ({ranks} ranks; saves in {folder})"
+    return "the same command with --auto-resume"
+
+
+def _numbers(ranks: Sequence[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, ranks[:most]))
+    return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.strip().splitlines()[:12]]

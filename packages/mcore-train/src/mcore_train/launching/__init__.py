@@ -1,0 +1,1 @@
+"""Jobs on several hosts: rendered files, preflight, restarts, and the schedulers' programs."""

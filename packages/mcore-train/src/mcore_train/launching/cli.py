@@ -1,0 +1,311 @@
+"""``mcore-train launch``: render, submit and follow jobs; and what rendered scripts call."""
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mcore_base.command_line import HELP_FLAGS, FaultCollector, read_options
+from mcore_base.command_line import parse as parse_options
+from mcore_train.launching.config import (
+    ContainerConfig,
+    JobConfig,
+    KubernetesConfig,
+    RayConfig,
+    RestartConfig,
+    SkyPilotConfig,
+    SlurmConfig,
+    SubmitConfig,
+)
+
+PROGRAM = "mcore-train launch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalOptions:
+    """Options of ``launch local``: the hosts of the job are processes here."""
+
+    job: JobConfig = field(default_factory=JobConfig)
+    restarts: RestartConfig = field(default_factory=RestartConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmOptions(LocalOptions):
+    """Options of ``launch slurm``."""
+
+    submission: SubmitConfig = field(default_factory=SubmitConfig)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KubernetesOptions(LocalOptions):
+    """Options of ``launch kubernetes``."""
+
+    submission: SubmitConfig = field(default_factory=SubmitConfig)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayOptions(KubernetesOptions):
+    """Options of ``launch ray``: an image makes a RayJob, none a driver for a Ray cluster."""
+
+    ray: RayConfig = field(default_factory=RayConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkyPilotOptions(LocalOptions):
+    """Options of ``launch skypilot``."""
+
+    submission: SubmitConfig = field(default_factory=SubmitConfig)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    skypilot: SkyPilotConfig = field(default_factory=SkyPilotConfig)
+
+
+def launch(words: Sequence[str]) -> int:
+    """Run one verb of ``mcore-train launch``."""
+    verb, rest = (words[0], words[1:]) if words else ("--help", [])
+    if verb in HELP_FLAGS:
+        print(_USAGE)
+        return 0
+    if verb in LAUNCHERS:
+        return _render(verb, list(rest))
+    if verb not in VERBS:
+        raise ValueError(
+            f"unknown verb {verb}: {PROGRAM} has {', '.join([*LAUNCHERS, *VERBS])}."
+        )
+    return VERBS[verb](list(rest))
+
+
+_USAGE = """usage: mcore-train launch LAUNCHER [OPTIONS] -- TRAINING COMMAND
+
+Checks the training command, renders files that start it on several hosts, and submits them.
+
+launchers:
+  slurm       a batch script with restarts inside and requeueing around
+  kubernetes  a JobSet, a TrainJob or a PyTorchJob
+  ray         a RayJob, or a driver for a running Ray cluster
+  skypilot    a SkyPilot task
+  local       run the job here, each host a process, with the restarts of a cluster
+
+jobs that were submitted:
+  status JOB  logs JOB  cancel JOB
+
+examples:
+  mcore-train launch slurm --nodes 64 --time-limit 1-00:00:00 --submit -- gpt --recipe run.toml
+  mcore-train launch local --nproc-per-node 2 -- gpt --model tiny --mock-data --train-iters 9
+
+mcore-train launch LAUNCHER --help shows a launcher's options."""
+
+
+def _render(verb: str, words: list[str]) -> int:
+    """Check both sides of the command line, render, and submit if asked to."""
+    from mcore_train.launching.job import build_job
+
+    own, command = _split(words)
+    options_type, render, sees_files = LAUNCHERS[verb]
+    if set(own) & set(HELP_FLAGS):
+        parse_options(options_type, f"{PROGRAM} {verb}", own)
+    faults = FaultCollector()
+    build = read_options(options_type, f"{PROGRAM} {verb}", own, faults)
+    options = build() if build is not None else options_type()
+    container = getattr(options, "container", None)
+    job = build_job(
+        options.job,
+        options.restarts,
+        command,
+        faults,
+        container=container,
+        default_python=_python(verb),
+        sees_files=sees_files,
+    )
+    if verb == "kubernetes":
+        from mcore_train.launching.kubernetes import check
+
+        faults.attempt(check, container)
+    faults.raise_all()
+    assert job is not None
+    if verb == "local":
+        from mcore_train.launching.local import run_locally
+
+        return run_locally(job)
+    rendered, submit = render(job, options)
+    folder = Path(options.job.render_dir or f"launch/{options.job.job_name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in rendered.items():
+        (folder / name).write_text(text)
+        print(folder / name)
+    if sees_files and not (container and container.container_image):
+        Path(job.log_dir).mkdir(parents=True, exist_ok=True)
+    return _submit(options.submission, lambda: submit(folder))
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split a command line at its first ``--``."""
+    if "--" not in words:
+        return words, []
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
+
+
+def _python(verb: str) -> str:
+    import sys
+
+    return shlex.quote(sys.executable) if verb == "local" else "uv run python"
+
+
+def _submit(config: SubmitConfig, submit: Callable[[], str]) -> int:
+    if not config.submit:
+        return 0
+    from mcore_train.launching.clients import wait_for
+
+    job_id = submit()
+    print(job_id)
+    if config.wait_for:
+        wait_for(job_id, Path(config.wait_for), config.poll_s)
+    return 0
+
+
+Rendered = tuple[dict[str, str], Callable[[Path], str]]
+"""Texts by file name, and what submits their folder and returns the job's id."""
+
+
+def _slurm(job: Any, options: SlurmOptions) -> Rendered:
+    from mcore_train.launching import clients, slurm
+
+    text = slurm.render(job, options.slurm, options.container)
+    return {slurm.SCRIPT: text}, lambda folder: clients.submit_slurm(folder / slurm.SCRIPT)
+
+
+def _kubernetes(job: Any, options: KubernetesOptions) -> Rendered:
+    from mcore_train.launching import clients, kubernetes
+
+    resources = kubernetes.render(job, options.kubernetes, options.container)
+    own = options.kubernetes
+    job_id = f"{own.namespace}/{own.kind}/{options.job.job_name}"
+    files = {kubernetes.FILE: kubernetes.yaml_text(resources)}
+    return files, lambda folder: clients.submit_kubernetes(folder / kubernetes.FILE, job_id)
+
+
+def _ray(job: Any, options: RayOptions) -> Rendered:
+    from mcore_train.launching import clients, kubernetes, ray_skypilot
+
+    name = options.job.job_name
+    if not options.container.container_image:
+        file = ray_skypilot.DRIVER
+        text = ray_skypilot.driver(job)
+        return {file: text}, lambda folder: clients.submit_ray(folder / file, name)
+    resources = ray_skypilot.ray_job(job, options.ray, options.kubernetes, options.container)
+    job_id = f"{options.kubernetes.namespace}/rayjob/{name}"
+    files = {kubernetes.FILE: kubernetes.yaml_text(resources)}
+    return files, lambda folder: clients.submit_kubernetes(folder / kubernetes.FILE, job_id)
+
+
+def _skypilot(job: Any, options: SkyPilotOptions) -> Rendered:
+    from mcore_train.launching import clients, kubernetes, ray_skypilot
+
+    task = ray_skypilot.sky_task(job, options.skypilot, options.container)
+    file = ray_skypilot.TASK
+    return (
+        {file: kubernetes.yaml_text([task])},
+        lambda folder: clients.submit_sky(folder / file, options.job.job_name),
+    )
+
+
+def _local(_job: Any, _options: LocalOptions) -> Rendered:
+    raise AssertionError("a local job is run, not rendered")
+
+
+LAUNCHERS: Mapping[str, tuple[type[Any], Callable[[Any, Any], Rendered], bool]] = {
+    "slurm": (SlurmOptions, _slurm, True),
+    "kubernetes": (KubernetesOptions, _kubernetes, False),
+    "ray": (RayOptions, _ray, False),
+    "skypilot": (SkyPilotOptions, _skypilot, False),
+    "local": (LocalOptions, _local, True),
+}
+"""Options, renderer, and whether this host has the files of the job's hosts."""
+
+
+def _on_job(verb: str, words: list[str]) -> int:
+    """Run a verb that takes a job's id."""
+    from mcore_train.launching import clients
+
+    def call(job: str, /) -> int:
+        """Ask a job's scheduler; JOB is the id that --submit printed."""
+        if answer := getattr(clients, verb)(job):
+            print(answer)
+        return 0
+
+    return parse_options(call, f"{PROGRAM} {verb}", words)
+
+
+def preflight(
+    *,
+    logs: str,
+    num_ranks: int,
+    has_gpus: bool = True,
+    save: str = "",
+    timeout_s: float = 300.0,
+) -> int:
+    """Compare this host with the others of its job, before ranks start.
+
+    Args:
+        logs: log folder of the attempt, which all hosts share.
+        num_ranks: ranks that each host is to start.
+        has_gpus: whether each rank needs a GPU.
+        save: run folder that all hosts write to.
+        timeout_s: time to wait for the other hosts.
+    """
+    from mcore_train.launching.preflight import check_hosts
+
+    check_hosts(logs, num_ranks, has_gpus, save, timeout_s)
+    return 0
+
+
+def after(
+    *,
+    logs: str,
+    status: int,
+    save: str = "",
+    last_step: int = 0,
+    max_restarts: int = 3,
+    restart_backoff_s: float = 10.0,
+    record: bool = True,
+) -> int:
+    """Print what follows an attempt: finished, retry SECONDS, requeue or stop EXIT_CODE.
+
+    Args:
+        logs: log folder of the attempt.
+        status: exit code of the attempt.
+        save: run folder of the job.
+        last_step: step after which the run is finished; 0: unknown.
+        max_restarts: restarts in a row without a newly saved step.
+        restart_backoff_s: pause before the first of these.
+        record: keep the answer in the job's history, and count by it.
+    """
+    from mcore_train.launching.restarts import after_attempt
+
+    answer = after_attempt(
+        Path(logs),
+        status,
+        save=save,
+        last_step=last_step,
+        max_restarts=max_restarts,
+        backoff_s=restart_backoff_s,
+        record=record,
+    )
+    print(answer.word, f"{answer.number:g}")
+    return 0
+
+
+VERBS: Mapping[str, Callable[[list[str]], int]] = {
+    "status": partial(_on_job, "status"),
+    "logs": partial(_on_job, "logs"),
+    "cancel": partial(_on_job, "cancel"),
+    "preflight": lambda words: parse_options(preflight, f"{PROGRAM} preflight", words),
+    "next": lambda words: parse_options(after, f"{PROGRAM} next", words),
+}
+"""Verbs for jobs, and the two that rendered scripts call."""

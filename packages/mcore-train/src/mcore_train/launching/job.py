@@ -1,0 +1,337 @@
+"""A job that any launcher starts: its checked training command, environment and host script.
+
+The host script is the part that all launchers share. Every host runs it once, with
+``MASTER_ADDR``, ``MASTER_PORT``, ``NNODES``, ``NODE_RANK`` and ``MCORE_LOGS`` set; it compares
+the hosts, starts torchrun's agent, and turns SIGTERM into a warning that ranks save after.
+"""
+
+import logging
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from mcore_base.command_line import FaultCollector, OptionsError
+from mcore_base.stores import as_path, is_store
+from mcore_train.composition import FAMILY_COMMANDS, TrainConfig
+from mcore_train.launching.config import ContainerConfig, JobConfig, RestartConfig
+from mcore_train.options.output_checks import build_checked_plan
+from mcore_train.options.parsing import parse
+from mcore_train.resolution import Plan
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Hardware queues between a process and its GPU, read by CUDA when it starts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One checked training command on some hosts, before a launcher renders it."""
+
+    config: JobConfig
+    restarts: RestartConfig
+    command: tuple[str, ...]
+    """What follows ``python -m mcore_train``."""
+    python: str
+    environment: dict[str, str]
+    workdir: str
+    log_dir: str
+    save: str
+    """Run folder whose newest step tells how far the run has come; empty: none."""
+    train_iters: int
+    """Step after which the run is finished; 0: unknown."""
+    uses_gpus: bool
+    health_port: int
+    """Port of the health endpoint of each host's first rank; 0: none."""
+
+
+def build_job(
+    config: JobConfig,
+    restarts: RestartConfig,
+    words: Sequence[str],
+    faults: FaultCollector,
+    *,
+    container: ContainerConfig | None = None,
+    default_python: str = "uv run python",
+    sees_files: bool = True,
+) -> Job | None:
+    """Check a training command for the hosts of a job, as a run checks it.
+
+    Args:
+        config: of the job.
+        restarts: of the job; a run that is restarted gets ``--auto-resume``.
+        words: the training command: ``gpt`` and its flags.
+        faults: takes everything that is wrong.
+        container: in which ranks run.
+        default_python: where ``--python`` is left out.
+        sees_files: whether this host has the files of the job's hosts. If not, faults of
+            files below the container's mounts are left to the hosts.
+
+    Returns:
+        None, with its faults added, if the command cannot run.
+    """
+    container = container or ContainerConfig()
+    name, *flags = words or [""]
+    if name not in FAMILY_COMMANDS:
+        faults.add(
+            f"after -- comes a training command ({', '.join(FAMILY_COMMANDS)}) and its flags, "
+            f"not {name!r}: mcore-train launch slurm --nodes 8 -- gpt --recipe run.toml."
+        )
+        return None
+    hidden = () if sees_files else container.targets
+    checked = _check_command(name, flags, config.world_size, hidden, faults)
+    if checked is None:
+        return None
+    train, plan = checked
+    if train.launch.nproc:
+        faults.add("--nproc cannot be used under mcore-train launch: give --nproc-per-node.")
+    uses_gpus = train.run.device != "cpu"
+    environment = dict(pair.split("=", 1) for pair in config.env)
+    faults.attempt(_set_connections, environment, train)
+    workdir = config.workdir or container.container_workdir or str(Path.cwd())
+    save = train.saving.save
+    if save and not is_store(as_path(save)):
+        save = os.path.normpath(Path(workdir) / save)
+    if not save and restarts.max_restarts:
+        log.info(
+            "without --save the job is not restarted: a restart continues from a saved step"
+        )
+        restarts = replace(restarts, max_restarts=0)
+    command = [name, *flags]
+    if save and not train.loading.auto_resume:
+        command.append("--auto-resume")
+        log.info("--auto-resume is added: a restarted job continues from the newest saved step")
+    if train.saving.overwrite:
+        faults.add(
+            "--overwrite would delete the run at each restart: delete the folder before, or "
+            "give another --save."
+        )
+    below = save if save and not is_store(as_path(save)) else workdir
+    log_dir = os.path.normpath(Path(workdir) / (config.log_dir or f"{below}/logs"))
+    faults.attempt(_check_mounts, container, {"--log-dir": log_dir, "--save": save})
+    return Job(
+        config=config,
+        restarts=restarts,
+        command=tuple(command),
+        python=config.python or default_python,
+        environment=environment,
+        workdir=workdir,
+        log_dir=log_dir,
+        save=save,
+        train_iters=plan.train_iters if plan is not None else 0,
+        uses_gpus=uses_gpus,
+        health_port=train.logging.health_port,
+    )
+
+
+def _check_command(
+    name: str,
+    flags: Sequence[str],
+    world_size: int,
+    hidden: Sequence[str],
+    faults: FaultCollector,
+) -> tuple[TrainConfig, Plan | None] | None:
+    """Parse a training command and plan it for a world; add all faults.
+
+    Args:
+        name: of the command.
+        flags: of the command.
+        world_size: ranks of the job.
+        hidden: folders that only the job's hosts have; faults of files in them are dropped.
+        faults: takes the others.
+    """
+    command = FAMILY_COMMANDS[name]
+    own, plans = FaultCollector(), []
+
+    def check(config: TrainConfig) -> None:
+        plans.append(build_checked_plan(_for_gpus(config), world_size, command.family))
+
+    config = own.attempt(
+        partial(parse, needs=command.needs, check=check),
+        *(flags, f"mcore-train {name}", command.run, command.beginning),
+    )
+    if config is not None:
+        own.attempt(check, config)
+    kept = [line for line in own.lines if not any(f"{folder}/" in line for folder in hidden)]
+    if kept:
+        faults.add_error(OptionsError(kept))
+    elif own.lines:
+        log.info("left to the job's hosts, which have the files: %s", "; ".join(own.lines))
+    return None if config is None else (config, plans[0] if plans else None)
+
+
+def _for_gpus(config: TrainConfig) -> TrainConfig:
+    """Choose bfloat16 for ``--precision auto``: this host's device is not the job's."""
+    if config.precision.precision != "auto":
+        return config
+    bf16 = config.run.device != "cpu"
+    return replace(config, precision=replace(config.precision, precision="", bf16=bf16))
+
+
+def max_connections(config: TrainConfig) -> str:
+    """Return ``CUDA_DEVICE_MAX_CONNECTIONS`` for a layout; empty: CUDA's default.
+
+    1 makes a collective start before the GEMM launched after it, which tensor and context
+    parallelism rely on before Blackwell. Fully sharded weights need several queues, so that
+    gathers overlap; batch-level overlap of experts takes 32.
+    """
+    parallelism = config.parallelism
+    if config.run.device == "cpu":
+        return ""
+    if config.pipeline.overlap_moe_expert_parallel_comm:
+        return "32"
+    if config.data_parallelism.is_fully_sharded:
+        return ""
+    is_split = (
+        parallelism.tensor_model_parallel_size > 1 or parallelism.context_parallel_size > 1
+    )
+    return "1" if is_split else ""
+
+
+def _set_connections(environment: dict[str, str], config: TrainConfig) -> None:
+    """Add the layout's ``CUDA_DEVICE_MAX_CONNECTIONS``, or refuse one that contradicts it."""
+    wanted, given = max_connections(config), environment.get(MAX_CONNECTIONS, "")
+    if given == "1" and config.data_parallelism.is_fully_sharded:
+        raise ValueError(
+            f"--env {MAX_CONNECTIONS}=1 serializes the gathers of fully sharded weights with "
+            "the GEMMs they should overlap: leave it out."
+        )
+    allowed = {"32": ("1", "32"), "1": ("1",)}.get(wanted, (given,))
+    if given and given not in allowed:
+        needed = " or ".join(allowed)
+        raise ValueError(
+            f"--env {MAX_CONNECTIONS}={given}: this layout needs {needed}, except "
+            "on Blackwell, where it has no effect. Leave it out; the launcher sets it."
+        )
+    if wanted and not given:
+        environment[MAX_CONNECTIONS] = wanted
+
+
+def _check_mounts(container: ContainerConfig, paths: dict[str, str]) -> None:
+    """Refuse a path that all hosts share and that no mount brings into the container."""
+    if not container.container_image:
+        return
+    shown = ", ".join(container.targets) or "none given"
+    outside = [
+        f"{option} {path} is in none of --container-mounts ({shown}): it would be lost with "
+        "the container."
+        for option, path in paths.items()
+        if path
+        and not is_store(as_path(path))
+        and not any(
+            f"{path}/".startswith(f"{target.rstrip('/')}/") for target in container.targets
+        )
+    ]
+    if outside:
+        raise OptionsError(outside)
+
+
+def exports(job: Job) -> list[str]:
+    """Return the lines that set a job's environment; unset what the layout must not have."""
+    lines = [f"export {name}={shlex.quote(text)}" for name, text in job.environment.items()]
+    if job.uses_gpus and MAX_CONNECTIONS not in job.environment:
+        lines.append(f"unset {MAX_CONNECTIONS}")
+    return lines
+
+
+def host_script(job: Job, preamble: Sequence[str] = (), *, retry_code: int = 0) -> str:
+    """Render the script that each host runs once.
+
+    Args:
+        job: what to start.
+        preamble: lines that set the variables named in the module's docstring.
+        retry_code: for schedulers that restart by exit code: the code after a failure that
+            may pass or a stop before the last step; others end with their class's code in
+            ``FAULTS``. 0: torchrun's own code.
+    """
+    config = job.config
+    lines = [
+        "set -euo pipefail",
+        *preamble,
+        *exports(job),
+        f"cd {shlex.quote(job.workdir)}",
+        'mkdir -p "$MCORE_LOGS/host-$NODE_RANK"',
+    ]
+    if config.preflight and config.nodes > 1:
+        gpus = "--has-gpus" if job.uses_gpus else "--no-has-gpus"
+        save = f" --save {shlex.quote(job.save)}" if job.save else ""
+        lines += [
+            "# Ends with 2 before a rank starts if hosts differ in what they must share.",
+            f'{job.python} -m mcore_train launch preflight --logs "$MCORE_LOGS" \\',
+            f"    --num-ranks {config.nproc_per_node} {gpus}{save} \\",
+            f"    --timeout-s {config.preflight_timeout_s:g} 2>&1 \\",
+            '    | tee "$MCORE_LOGS/host-$NODE_RANK/preflight.log"',
+        ]
+    lines += [
+        "",
+        "# A batch system's USR1 reaches every process of the job. Ranks save and end;",
+        "# torchrun, which would die, ignores it.",
+        "trap '' USR1 USR2",
+        f"{job.python} -m torch.distributed.run \\",
+        '    --nnodes "$NNODES" --node-rank "$NODE_RANK" \\',
+        f"    --nproc-per-node {config.nproc_per_node} \\",
+        '    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \\',
+        '    --log-dir "$MCORE_LOGS/host-$NODE_RANK" --redirects 3 --tee 3 \\',
+        "    --local-ranks-filter 0 \\",
+        f"    -m mcore_train {quoted_command(job.command)} \\",
+        '    2> >(tee "$MCORE_LOGS/host-$NODE_RANK/torchrun.log" >&2) &',
+        "agent=$!",
+        _WAIT.strip("\n"),
+    ]
+    if retry_code:
+        lines += [
+            "# The exit code tells the scheduler whether a restart may help.",
+            f"answer=$({next_command(job)} --no-record) || answer='stop 1'",
+            'read -r next number <<< "$answer"',
+            'case "$next" in',
+            '    stop) exit "$number" ;;',
+            f"    retry | requeue) exit {retry_code} ;;",
+            "esac",
+        ]
+    lines.append('exit "$status"')
+    return "\n".join(lines) + "\n"
+
+
+_WAIT = """
+# torchrun kills ranks 30 s after SIGTERM, and a save may take longer: ranks get USR1 instead.
+warn_ranks() {
+    local child
+    for child in $(cat /proc/"$1"/task/*/children 2>/dev/null); do
+        if grep -qz '^LOCAL_RANK=' "/proc/$child/environ" 2>/dev/null; then
+            kill -USR1 "$child" 2>/dev/null || true
+        else
+            warn_ranks "$child"
+        fi
+    done
+}
+trap 'warn_ranks "$agent"' TERM INT
+while kill -0 "$agent" 2>/dev/null; do wait "$agent" || true; done
+status=0
+wait "$agent" || status=$?
+"""
+
+
+def quoted_command(command: Sequence[str]) -> str:
+    """Return a command for a shell, one option a line."""
+    lines: list[str] = []
+    for word in command:
+        if word.startswith("--") or not lines:
+            lines.append(shlex.quote(word))
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return " \\\n        ".join(lines)
+
+
+def next_command(job: Job) -> str:
+    """Return the command that decides what follows an attempt, for a shell with ``$status``."""
+    words = [
+        f'{job.python} -m mcore_train launch next --logs "$MCORE_LOGS" --status "$status"',
+        f"--max-restarts {job.restarts.max_restarts}",
+        f"--restart-backoff-s {job.restarts.restart_backoff_s:g}",
+    ]
+    if job.save:
+        words.append(f"--save {shlex.quote(job.save)} --last-step {job.train_iters}")
+    return " \\\n        ".join(words)

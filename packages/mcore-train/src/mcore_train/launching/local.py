@@ -1,0 +1,180 @@
+"""``launch local``: hosts of a job as processes of this host, with a cluster's restarts.
+
+Each simulated host runs the same host script as under a scheduler, so one agent of torchrun
+and its ranks. Ranks outlive an agent that is killed: this process adopts them, and ends them
+before the next attempt.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from mcore_parallel.launch.launcher import free_port, num_cores
+from mcore_train.launching.job import Job, host_script
+from mcore_train.launching.restarts import after_attempt
+
+log = logging.getLogger(__name__)
+
+_PR_SET_CHILD_SUBREAPER = 36
+"""Of prctl(2): processes whose parent ends become children of this one."""
+POLL_S = 0.1
+PEERS_S = 30.0
+"""Time for the other hosts to end after one failed: their ranks then report the fault."""
+GRACE_S = 10.0
+
+
+def run_locally(job: Job) -> int:
+    """Run a job's attempts on this host; return the job's exit code.
+
+    SIGTERM and SIGINT let the ranks save and end, and the job is not restarted; a second
+    SIGINT ends them at once.
+    """
+    logs = Path(job.log_dir) / f"{job.config.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    job = replace(job, config=replace(job.config, preflight=False))  # it is one host
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    attempt = 0
+    with _Signals() as signals:
+        while True:
+            folder = logs / f"attempt-{attempt}"
+            folder.mkdir(parents=True)
+            log.info("attempt %d, logs in %s", attempt, folder)
+            status = _run_attempt(job, folder, signals)
+            if signals.received and status == 0:
+                return 0
+            answer = after_attempt(
+                folder,
+                status,
+                save=job.save,
+                last_step=job.train_iters,
+                max_restarts=0 if signals.received else job.restarts.max_restarts,
+                backoff_s=job.restarts.restart_backoff_s,
+            )
+            if answer.word in ("finished", "requeue"):
+                return 0
+            if answer.word == "stop":
+                return int(answer.number)
+            if not signals.wait(answer.number):
+                return status
+            attempt += 1
+
+
+class _Signals:
+    """Handlers that pass SIGTERM and SIGINT to the host scripts: a context manager."""
+
+    def __init__(self) -> None:
+        self.hosts: list[subprocess.Popen] = []
+        self.received = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "_Signals":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            self._before[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyrefly: ignore
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = True
+        for host in self.hosts:
+            if host.poll() is None:
+                host.send_signal(signal.SIGTERM)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait; return False if a signal came."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.received:
+            time.sleep(POLL_S)
+        return not self.received
+
+
+def _run_attempt(job: Job, logs: Path, signals: _Signals) -> int:
+    """Start every host's script once and wait; return 0 or the first failed one's code."""
+    config = job.config
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NNODES": str(config.nodes),
+        "MCORE_LOGS": str(logs),
+        "OMP_NUM_THREADS": os.environ.get(
+            "OMP_NUM_THREADS", str(max(1, num_cores() // config.world_size))
+        ),
+    }
+    script = host_script(job)
+    with _ended(signals):
+        for rank in range(config.nodes):
+            host = subprocess.Popen(
+                ["bash", "-c", script],
+                env={**environment, "NODE_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            signals.hosts.append(host)
+        return _wait(signals.hosts)
+
+
+def _wait(hosts: list[subprocess.Popen]) -> int:
+    """Wait for all hosts; after the first failure the others have ``PEERS_S``."""
+    failed_s, status = 0.0, 0
+    while any(host.poll() is None for host in hosts):
+        codes = [host.returncode for host in hosts if host.returncode]
+        if codes and not status:
+            status, failed_s = codes[0], time.monotonic()
+        if status and time.monotonic() - failed_s > PEERS_S:
+            break
+        time.sleep(POLL_S)
+    status = status or next((host.returncode for host in hosts if host.returncode), 0)
+    return status if status >= 0 else 128 - status
+
+
+@contextlib.contextmanager
+def _ended(signals: _Signals) -> Iterator[None]:
+    """End all processes of an attempt that are left, adopted ranks too."""
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + GRACE_S
+        _signal_all(signal.SIGTERM)
+        while _descendants(os.getpid()) and time.monotonic() < deadline:
+            _reap()
+            time.sleep(POLL_S)
+        _signal_all(signal.SIGKILL)
+        for host in signals.hosts:
+            host.wait()
+        signals.hosts.clear()
+        _reap()
+
+
+def _signal_all(number: int) -> None:
+    for process in _descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def _descendants(process: int) -> list[int]:
+    """List the processes below one, by /proc."""
+    found = []
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+def _reap() -> None:
+    """Collect adopted processes that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

@@ -1,0 +1,118 @@
+"""Slurm: the batch script of a job, with restarts inside and requeueing around."""
+
+import shlex
+from pathlib import Path
+
+from mcore_train.launching.config import ContainerConfig, SlurmConfig
+from mcore_train.launching.job import Job, host_script, next_command
+
+SCRIPT = "job.sbatch"
+
+
+def render(job: Job, slurm: SlurmConfig, container: ContainerConfig) -> str:
+    """Render the batch script.
+
+    The batch host runs the loop of attempts; ``srun`` runs the host script once on each host.
+
+    Args:
+        job: what to start.
+        slurm: what to ask for.
+        container: by Pyxis, which gives srun the container's options.
+    """
+    config = job.config
+    inside = " ".join(map(shlex.quote, container_options(container)))
+    preamble = ["export NODE_RANK=$SLURM_NODEID"]
+    decide = next_command(job)
+    if inside:
+        # The package is in the image, not on the batch host.
+        chosen = f"cd {shlex.quote(job.workdir)} && {decide}"
+        decide = (
+            f"srun --nodes=1 --ntasks=1 --export=ALL {inside} bash -c \\\n"
+            f"        {shlex.quote(chosen)}"
+        )
+    workdir = "" if inside else f"cd {shlex.quote(job.workdir)}\n"
+    return f"""#!/usr/bin/env bash
+{_directives(job, slurm)}
+# Rendered by mcore-train launch slurm. Each host runs HOST_SCRIPT once; output of every rank
+# is in {job.log_dir}/{config.job_name}-JOB/attempt-N/host-N.
+set -euo pipefail
+{workdir}
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+NNODES=$SLURM_JOB_NUM_NODES
+WORLD_SIZE=$((NNODES * {config.nproc_per_node}))
+export MASTER_ADDR NNODES WORLD_SIZE
+job_logs={shlex.quote(job.log_dir)}/{config.job_name}-$SLURM_JOB_ID
+
+HOST_SCRIPT=$(
+    cat << 'END_OF_HOST_SCRIPT'
+{host_script(job, preamble)}END_OF_HOST_SCRIPT
+)
+
+attempt=0
+while true; do
+    # A requeued job goes on counting, so that no log is written over.
+    while [ -e "$job_logs/attempt-$attempt" ]; do attempt=$((attempt + 1)); done
+    MCORE_LOGS=$job_logs/attempt-$attempt
+    MASTER_PORT=$(({config.master_port} + attempt % 100))
+    export MCORE_LOGS MASTER_PORT
+    mkdir -p "$MCORE_LOGS"
+    echo "attempt $attempt on $SLURM_JOB_NODELIST, logs in $MCORE_LOGS"
+
+    status=0
+    srun --ntasks-per-node=1 --wait=60 {inside + " " if inside else ""}\\
+        bash -c "$HOST_SCRIPT" || status=$?
+
+    export status
+    answer=$({decide}) || answer="stop $status"
+    read -r next number <<< "$answer"
+    echo "attempt $attempt ended with $status: $answer"
+    case "$next" in
+        finished) exit 0 ;;
+        retry) sleep "$number" ;;
+        requeue) {_requeue(slurm)} ;;
+        *) exit "${{number:-1}}" ;;
+    esac
+done
+"""
+
+
+def container_options(container: ContainerConfig) -> list[str]:
+    """Return srun's options for a container, as Pyxis reads them."""
+    if not container.container_image:
+        return []
+    options = [f"--container-image={container.container_image}"]
+    if container.container_mounts:
+        options.append(f"--container-mounts={','.join(container.container_mounts)}")
+    if container.container_workdir:
+        options.append(f"--container-workdir={container.container_workdir}")
+    return options
+
+
+def _directives(job: Job, slurm: SlurmConfig) -> str:
+    config = job.config
+    gpus = slurm.gpus_per_node
+    if gpus < 0:
+        gpus = config.nproc_per_node if job.uses_gpus else 0
+    log_dir = Path(job.log_dir)
+    words = [
+        f"job-name={config.job_name}",
+        f"nodes={config.nodes}",
+        "ntasks-per-node=1",
+        f"gpus-per-node={gpus}" if gpus else "",
+        f"partition={slurm.partition}" if slurm.partition else "",
+        f"account={slurm.account}" if slurm.account else "",
+        f"qos={slurm.qos}" if slurm.qos else "",
+        f"time={slurm.time_limit}" if slurm.time_limit else "",
+        f"output={log_dir}/{config.job_name}-%j.out",
+        "open-mode=append",
+        "requeue" if slurm.requeue else "no-requeue",
+        f"signal=USR1@{slurm.signal_before_s}" if slurm.signal_before_s else "",
+        *slurm.sbatch_options,
+    ]
+    return "\n".join(f"#SBATCH --{word}" for word in words if word)
+
+
+def _requeue(slurm: SlurmConfig) -> str:
+    if slurm.requeue:
+        return 'scontrol requeue "$SLURM_JOB_ID" && sleep 60 && exit 1'
+    return "exit 0"

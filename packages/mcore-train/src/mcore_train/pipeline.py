@@ -1,0 +1,139 @@
+"""The pipeline stages of one rank: takes micro-batches through them, by a cached schedule.
+
+A rank without pipeline neighbours has one stage, and its schedule has no messages.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from mcore_models.protocol import MicroBatch, TrainableModel
+from mcore_parallel.data_parallel.gradient_sync import GradientSync
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.pipeline_parallel.actions import Action
+from mcore_parallel.pipeline_parallel.forward_backward_overlap import Turns
+from mcore_parallel.pipeline_parallel.runner import PayloadShape, StageFunction, run_schedule
+from mcore_parallel.pipeline_parallel.schedule import build_schedule, forward_only
+from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
+from mcore_train.composition import TrainConfig
+
+
+class Pipeline:
+    """Runs micro-batches through this rank's stages: with gradients, or forward only.
+
+    Attributes:
+        weight_queue: holds the weight gradients that linears put off, for schedules that split
+            backward; None where backward is whole.
+        overlap: runs a forward beside a backward (``--overlap-moe-expert-parallel-comm``);
+            None where one pass follows the other.
+        built_actions: this rank's part of each schedule used so far, by its kind (``train`` or
+            ``evaluate``) and number of micro-batches. Thousands of actions are built once.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        ctx: ParallelContext,
+        chunks: Sequence[TrainableModel],
+        dtype: torch.dtype,
+    ) -> None:
+        """Let the layers of ``chunks`` put off weight gradients or pause at their exchanges.
+
+        Comes before the data-parallel engine, which learns from the weights when their
+        gradients are complete. No communication.
+        """
+        self._config, self._ctx, self._chunks, self._dtype = config, ctx, chunks, dtype
+        self.built_actions: dict[tuple[str, int], Sequence[Action]] = {}
+        self.weight_queue: WeightQueue | None = None
+        if config.pipeline.splits_backward:
+            self.weight_queue = WeightQueue()
+            self.weight_queue.serve(*chunks)
+        self.overlap: Turns | None = None
+        if config.pipeline.overlap_moe_expert_parallel_comm:
+            self.overlap = Turns()
+            self.overlap.serve(*chunks)
+        self._warmed_up: set[str] = set()
+
+    def train(
+        self,
+        stages: Mapping[int, StageFunction],
+        batches: Sequence[MicroBatch],
+        data_parallel: GradientSync,
+    ) -> None:
+        """Run forward and backward of all micro-batches; gradients add up in the parameters.
+
+        Args:
+            stages: what each model chunk of this rank computes, by chunk number.
+            batches: this rank's micro-batches.
+            data_parallel: begins to sum a chunk's gradients before its last backward.
+        """
+        self._run(
+            "train",
+            stages,
+            batches,
+            before_last_backward=data_parallel.start_sync,
+            before_last_weights=data_parallel.start_weight_sync,
+            weight_queue=self.weight_queue,
+            turns=self.overlap,
+        )
+
+    def evaluate(
+        self, stages: Mapping[int, StageFunction], batches: Sequence[MicroBatch]
+    ) -> None:
+        """Run the forward of all micro-batches; arguments as those of ``train``."""
+        self._run("evaluate", stages, batches)
+
+    def actions(self, kind: str, num_microbatches: int) -> Sequence[Action]:
+        """Return this rank's part of the schedule for so many micro-batches."""
+        key = kind, num_microbatches
+        if key not in self.built_actions:
+            pp, options = self._ctx.pp, self._config.pipeline
+            schedule = (
+                build_schedule(options, pp.size, num_microbatches)
+                if kind == "train"
+                else forward_only(
+                    pp.size,
+                    num_microbatches,
+                    vpp=len(self._chunks),
+                    v_shaped=options.v_shaped,
+                )
+            )
+            self.built_actions[key] = schedule[pp.rank]
+        return self.built_actions[key]
+
+    def payload_shape(
+        self, batches: Sequence[MicroBatch], microbatch: int, sender: int
+    ) -> PayloadShape:
+        """Return the shape of what the stage ``sender`` sends on, as this rank holds it.
+
+        Read off the micro-batch, which every stage has, so that lengths may differ from one
+        micro-batch to the next without a message.
+        """
+        cuts = self._ctx.tp.size if self._config.parallelism.sequence_parallel else 1
+        return self._chunks[0].payload_shape(batches[microbatch], sender, cuts)
+
+    def _run(
+        self,
+        kind: str,
+        stages: Mapping[int, StageFunction],
+        batches: Sequence[MicroBatch],
+        **options,
+    ) -> None:
+        pipeline = self._config.pipeline
+        run_schedule(
+            self.actions(kind, len(batches)),
+            stages,
+            axis=self._ctx.pp,
+            back=self._ctx.pp_back,
+            shape=partial(self.payload_shape, batches),
+            dtype=self._dtype,
+            device=self._ctx.device,
+            v_shaped=pipeline.v_shaped,
+            # The first pass of each kind waits on the host for each message (run_schedule).
+            rendezvous=kind not in self._warmed_up,
+            overlap=pipeline.overlap_p2p_communication,
+            batched=pipeline.batch_p2p_communication,
+            **options,
+        )
+        self._warmed_up.add(kind)

@@ -1,0 +1,418 @@
+"""Triage names class and rank of failed runs, whatever the world and the layout of the logs."""
+
+import json
+import lzma
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mcore_parallel.testing.ranks import run_command
+from mcore_train.composition import flag_names
+from mcore_train.diagnosis.flight_recorder import first_divergence, read_dumps
+from mcore_train.diagnosis.memory_mends import MemoryRecord, cheapest_mend
+from mcore_train.diagnosis.rules import FAULTS, RULES
+from mcore_train.diagnosis.triage import Verdict, triage
+
+HERE = Path(__file__).parent
+LAYOUTS = ("a file a rank", "torchrun", "one file")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A failed run: what triage must find, and the logs."""
+
+    name: str
+    fault: str
+    root: int | str
+    files: dict[str, str]
+
+
+def _read_text(path: Path) -> Case:
+    head, *parts = path.read_text().split("---- ")
+    fault, root = re.findall(r"(?:class|root): (\S+)", head)
+    files = dict(part.split("\n", 1) for part in parts)
+    name = f"{path.parent.name}/{path.stem}"
+    return Case(name, fault, int(root) if root.isdigit() else root, files)
+
+
+PROVOKED = [
+    Case(case["name"], case["fault"], case["root"], case["files"])
+    for case in json.loads(lzma.decompress((HERE / "failures.json.xz").read_bytes()))
+]
+KNOWN = [_read_text(path) for path in sorted(HERE.glob("known/*.txt"))]
+UNSEEN = [_read_text(path) for path in sorted(HERE.glob("unseen/*.txt"))]
+CASES = [*PROVOKED, *KNOWN, *UNSEEN]
+
+
+def write(files: dict[str, str], folder: Path) -> Path:
+    """Write logs below a folder."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+_RANK_OF = re.compile(r"rank_?(\d+)|attempt_0/(\d+)|^(\d+)\.")
+
+
+def _rank_of(name: str) -> int | None:
+    found = _RANK_OF.search(name)
+    return int(next(n for n in found.groups() if n)) if found else None
+
+
+def spread(
+    case: Case, world: int, rng: random.Random
+) -> tuple[Case, dict[int, dict[str, str]]]:
+    """Spread a run over more ranks: the root moves, others repeat what its peers logged.
+
+    Returns:
+        The case with its new root and the files of no rank, and the files of each rank.
+    """
+    by_rank: dict[int, dict[str, str]] = {}
+    for name, text in case.files.items():
+        if (rank := _rank_of(name)) is not None:
+            by_rank.setdefault(rank, {})[name] = text
+    rest = {name: text for name, text in case.files.items() if _rank_of(name) is None}
+    others = [rank for rank in by_rank if rank != case.root]
+    if not others:
+        return Case(case.name, case.fault, case.root, case.files), {}
+    root = case.root
+    if isinstance(root, int) and root != 0:
+        root = rng.randrange(1, world)
+    old_root = case.root if isinstance(case.root, int) else -1
+    beyond = [rank for rank in others if rank != 0] or others
+    made: dict[int, dict[str, str]] = {}
+    for rank in range(world):
+        old = 0 if rank == 0 else rng.choice(beyond)
+        if rank == root:
+            old = old_root
+        if old not in by_rank:
+            old = rng.choice(others)
+        names = {old: rank, old_root: root}
+        skew_s = (rank // 8 % 5) - 2
+        made[rank] = {
+            _renamed(name, names): _skewed(_renamed(_said(text, rank), names), skew_s)
+            for name, text in by_rank[old].items()
+        }
+    rest = {name: _renamed(text, {old_root: root}) for name, text in rest.items()}
+    return Case(case.name, case.fault, root, rest), made
+
+
+def _said(text: str, rank: int) -> str:
+    """Leave out what rank 0 alone logs: the header and the steps."""
+    if rank == 0 or "layout: " not in text:
+        return text
+    return "".join(line + "\n" for line in text.splitlines() if line.startswith("rank "))
+
+
+def _renamed(text: str, names: dict[int, int]) -> str:
+    """Change the numbers of ranks where a line names one rank."""
+    pattern = r"(\b[Rr]ank |\[rank|rank_?|attempt_0/|Rank |^)(\d+)(?=[\].: /_]|\b)"
+
+    def new(found: re.Match[str]) -> str:
+        if not found[1] and not re.match(r"\d+\.(?:err|out)$", text):
+            return found[0]
+        return f"{found[1]}{names.get(int(found[2]), int(found[2]))}"
+
+    return re.sub(pattern, new, text)
+
+
+def _skewed(text: str, skew_s: int) -> str:
+    """Move the times of a log, as on a host whose clock is off."""
+
+    def moved(found: re.Match[str]) -> str:
+        seconds = int(found[1]) * 3600 + int(found[2]) * 60 + int(found[3]) + skew_s
+        return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}{found[4]}"
+
+    return re.sub(r"\b(\d\d):(\d\d):(\d\d)(\.\d+)", moved, text)
+
+
+def laid_out(case: Case, ranks: dict[int, dict[str, str]], layout: str) -> dict[str, str]:
+    """Arrange the logs of ranks as one of ``LAYOUTS``."""
+    files = dict(case.files)
+    for rank, logs in ranks.items():
+        for name, text in logs.items():
+            if layout == LAYOUTS[0]:
+                files[name] = text
+            elif layout == LAYOUTS[1]:
+                stream = "stdout" if name.endswith("out") else "stderr"
+                files[f"attempt_0/{rank}/{stream}.log"] = text
+            else:
+                lines = "".join(f"{rank}: {line}\n" for line in text.splitlines())
+                files["job.out"] = files.get("job.out", "") + lines
+    return files
+
+
+def is_right(case: Case, verdict: Verdict) -> bool:
+    """Whether a verdict has the class and the root of a case."""
+    if verdict.fault != case.fault:
+        return False
+    if case.root == "all":
+        return True
+    return verdict.root_ranks[:1] == (() if case.root == "none" else (case.root,))
+
+
+def wrong(world: int, folder: Path) -> tuple[list[str], list[str]]:
+    """Judge all cases over ``world`` ranks; return the wrong ones and blamed users."""
+    rng = random.Random(world)
+    found, blamed = [], []
+    for number, case in enumerate(CASES):
+        spread_case, ranks = spread(case, world, rng)
+        layout = rng.choice(LAYOUTS) if case in PROVOKED else LAYOUTS[0]
+        logs = write(laid_out(spread_case, ranks, layout), folder / str(number))
+        verdict = triage(logs)
+        if not is_right(spread_case, verdict):
+            said = f"{verdict.fault} of {verdict.root_ranks[:3]}"
+            found.append(
+                f"{case.name} ({layout}): {said}, not {case.fault} of {spread_case.root}"
+            )
+        if case.fault == "hardware" and verdict.exit_code < FAULTS["hardware"].exit_code:
+            blamed.append(case.name)
+    return found, blamed
+
+
+def test_the_corpus_has_sixty_failures_of_every_class():
+    assert len(CASES) >= 70
+    assert len(PROVOKED) >= 45
+    assert {case.fault for case in CASES} == set(FAULTS) - {"unknown"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_class_and_root_of_a_failure(case, tmp_path):
+    verdict = triage(write(case.files, tmp_path))
+    assert is_right(case, verdict), verdict.page()
+
+
+@pytest.mark.parametrize(
+    "world", [16, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 64, 256, 1024))]
+)
+def test_nine_of_ten_failures_are_recognized_over_many_ranks(world, tmp_path):
+    found, blamed = wrong(world, tmp_path)
+    assert not blamed
+    assert len(found) <= 0.1 * len(CASES), "\n".join(found)
+
+
+def test_the_command_ends_with_the_code_of_the_class_and_writes_json(tmp_path):
+    case = next(case for case in UNSEEN if case.fault == "hardware")
+    logs = write(case.files, tmp_path)
+    done = run_command("mcore_train", "triage", str(logs), "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == told["exit_code"] == FAULTS["hardware"].exit_code
+    assert (told["fault"], told["retry"], told["root_ranks"]) == ("hardware", True, [case.root])
+    page = run_command("mcore_train", "triage", str(logs)).stdout
+    assert page.startswith("hardware: a GPU or its links failed\nretry: yes\nroot: rank 2")
+    missing = run_command("mcore_train", "triage", str(tmp_path / "nowhere"))
+    assert missing.returncode == 2
+    assert "does not exist" in missing.stderr
+
+
+def test_the_commands_of_the_page_on_troubles(tmp_path):
+    page = (HERE.parents[3] / "docs/troubleshooting.md").read_text()
+    _, files = _memory_case()
+    write(files, tmp_path / "logs")
+    block = page.split("test_the_commands_of_the_page_on_troubles -->\n```bash\n")[1]
+    commands = block.split("```")[0].splitlines()
+    assert len(commands) == 2
+    for command in commands:
+        done = run_command("mcore_train", *command.split()[1:], cwd=tmp_path)
+        assert done.returncode == FAULTS["out_of_memory"].exit_code, done.stderr
+    for name, fault in FAULTS.items():
+        assert f"| `{name}` | {fault.exit_code} | {fault.summary}" in page
+
+
+def test_the_first_of_two_errors_is_the_root_unless_it_is_a_reaction(tmp_path):
+    def log(second: int, message: str, rank: int) -> str:
+        stamp = f"[rank{rank}]:[W1127 03:22:{second}.204518790 Utils.cpp:1] bye\n"
+        return f"[rank{rank}]: {message}\n{stamp}"
+
+    files = {
+        "rank_0.err": log(40, "KeyError: 'late'", 0),
+        "rank_1.err": log(20, "RuntimeError: Connection closed by peer [10.0.0.7]:2211", 1),
+        "rank_2.err": log(30, "IndexError: first", 2),
+    }
+    verdict = triage(write(files, tmp_path))
+    assert (verdict.root_ranks, verdict.message) == ((2,), "IndexError: first")
+    assert verdict.num_cascade == 1
+
+
+def test_exit_codes_are_distinct_and_tell_retry():
+    codes = [fault.exit_code for fault in FAULTS.values()]
+    assert len(set(codes)) == len(codes)
+    assert all(fault.retry == (fault.exit_code >= 30) for fault in FAULTS.values())
+    assert {rule.fault for rule in RULES} <= set(FAULTS)
+
+
+def test_a_broken_gpu_names_the_host_to_leave_out(tmp_path):
+    case = next(case for case in UNSEEN if "off_the_bus" in case.name)
+    assert triage(write(case.files, tmp_path)).exclude_hosts == ("gpu-b14",)
+
+
+def test_an_error_in_the_middle_of_a_long_log_is_found(tmp_path):
+    steps = "".join(f" iteration {i}/ 9000 | lm loss: 2.1E+00 |\n" for i in range(4000))
+    noise = "worker 3 fetched a batch\n" * 8000
+    error = "ValueError: the teacher gave no logits\n"
+    (tmp_path / "rank_5.log").write_text(f"{steps}{error}{noise}")
+    verdict = triage(tmp_path)
+    assert (verdict.fault, verdict.root_ranks, verdict.step) == ("program", (5,), None)
+
+
+def test_an_error_after_which_the_run_goes_on_is_no_cause(tmp_path):
+    error = "ValueError: one bad record\n"
+    steps = "".join(f" iteration {i}/ 9000 | lm loss: 2.1E+00 |\n" for i in range(50))
+    (tmp_path / "rank_0.log").write_text(f"{error}{steps}MemoryError\n")
+    assert triage(tmp_path).fault == "host_memory"
+
+
+def test_only_the_last_attempt_of_torchrun_counts(tmp_path):
+    files = {
+        "attempt_0/1/stderr.log": "MemoryError\n",
+        "attempt_1/0/stderr.log": "KeyError: 3\n",
+    }
+    verdict = triage(write(files, tmp_path))
+    assert (verdict.fault, verdict.root_ranks) == ("program", (0,))
+
+
+def _memory_case() -> tuple[Case, dict[str, str]]:
+    case = next(case for case in PROVOKED if case.name == "GPU memory")
+    return case, case.files
+
+
+def test_a_run_out_of_memory_is_described_with_the_cheapest_mend(tmp_path):
+    case, files = _memory_case()
+    verdict = triage(write(files, tmp_path))
+    memory = verdict.memory
+    assert (memory.rank, memory.layout["data"], memory.sharding) == (case.root, 2, "no_shard")
+    assert (memory.requested_gib, memory.capacity_gib) == (1.96, 79.18)
+    assert verdict.advice.startswith("--use-distributed-optimizer")
+    assert "GiB: requested 1.96" in verdict.page()
+
+
+@pytest.mark.parametrize(
+    ("record", "mend"),
+    [
+        (MemoryRecord(capacity_gib=79.0, unused_gib=16.0), "PYTORCH_ALLOC_CONF"),
+        (MemoryRecord(layout={"data": 8}, sharding="no_shard"), "--use-distributed-optimizer"),
+        (MemoryRecord(layout={"data": 8}, sharding="optim", phase="loss"), "half the"),
+        (MemoryRecord(phase="validation"), "half the --micro-batch-size of validation"),
+        (MemoryRecord(phase="forward"), "--recompute-granularity selective"),
+        (MemoryRecord(recompute="selective", micro_batch_size=4), "--micro-batch-size 2"),
+        (MemoryRecord(recompute="selective"), "--recompute-granularity full"),
+        (MemoryRecord(recompute="full"), "more tensor or pipeline ranks"),
+    ],
+)
+def test_the_cheapest_mend_depends_on_what_the_run_does_already(record, mend):
+    assert cheapest_mend(record).startswith(mend)
+
+
+def test_advice_names_flags_that_exist():
+    texts = [rule.advice for rule in RULES]
+    texts += [cheapest_mend(MemoryRecord(phase=phase)) for phase in ("loss", "save", "")]
+    others = {"--step", "--run", "--signal", "--exclude", "--locked", "--nproc", "--json"}
+    named = {flag for text in texts for flag in re.findall(r"--[a-z][\w-]+", text)}
+    assert named - flag_names() - others == set()
+
+
+def _dump(rank: int, calls: list[tuple[str, list[int]]], ranks: str = "[0, 1, 2]") -> dict:
+    """Return a dump as torch writes it; the last call is not over."""
+    entries = [
+        {
+            "process_group": ("0", "default_pg"),
+            "collective_seq_id": number,
+            "profiling_name": f"nccl:{name}",
+            "input_sizes": [size],
+            "input_dtypes": ["Float"],
+            "time_created_ns": 1000 * number + rank,
+            "retired": number < len(calls),
+            "is_p2p": False,
+            "frames": [{"name": "sync", "filename": "/srv/train/grads.py", "line": 7}],
+        }
+        for number, (name, size) in enumerate(calls, start=1)
+    ]
+    return {"pg_config": {"0": {"ranks": ranks}}, "entries": entries}
+
+
+SUM = ("all_reduce", [4])
+
+
+@pytest.mark.parametrize(
+    ("dumps", "fault", "ranks"),
+    [
+        ([[SUM, SUM], [SUM, SUM], [SUM]], "collective_timeout", (2,)),
+        ([[SUM, SUM], [SUM, ("all_reduce", [5])], [SUM, SUM]], "collective_mismatch", (1,)),
+        ([[SUM, SUM], [SUM, SUM], [SUM, ("barrier", [4])]], "collective_mismatch", (2,)),
+        ([[SUM, SUM], [SUM, SUM]], "collective_timeout", (2,)),
+    ],
+)
+def test_dumps_of_the_flight_recorder_name_the_rank_that_did_not_come(
+    dumps, fault, ranks, tmp_path
+):
+    for rank, calls in enumerate(dumps):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(_dump(rank, calls)))
+    (tmp_path / "rank_0.err").write_text(
+        "[rank0]: Watchdog caught collective operation timeout\n"
+    )
+    verdict = triage(tmp_path)
+    assert (verdict.fault, verdict.root_ranks) == (fault, ranks)
+    assert "call 2 of group default_pg" in verdict.message
+    assert "at train/grads.py:7 (sync)" in verdict.message
+
+
+def test_ranks_that_agree_are_not_blamed():
+    dumps = {rank: _dump(rank, [SUM, SUM]) for rank in range(3)}
+    assert first_divergence(dumps) is None
+
+
+@pytest.mark.slow
+def test_a_dump_that_torch_writes_is_read(tmp_path):
+    write_real_dumps(tmp_path)
+    absent = read_dumps(tmp_path)
+    assert (absent.ranks, absent.number, absent.fault) == ((1,), 2, "collective_timeout")
+
+
+def write_real_dumps(folder: Path) -> None:
+    """Let two gloo ranks call one collective together and one of them another, and dump."""
+    program = folder / "ranks.py"
+    program.write_text(
+        "import os, sys, torch, torch.distributed as dist\n"
+        "from torch._C._distributed_c10d import _dump_fr_trace\n"
+        "pid = os.fork(); rank = int(pid == 0)\n"
+        f"store = dist.FileStore({str(folder / 'store')!r}, 2)\n"
+        "dist.init_process_group('gloo', store=store, rank=rank, world_size=2)\n"
+        "dist.all_reduce(torch.ones(4))\n"
+        "if rank == 0: dist.all_reduce(torch.ones(7), async_op=True)\n"
+        f"open({str(folder)!r} + f'/fr_trace_rank_{{rank}}', 'wb').write(_dump_fr_trace())\n"
+        "store.add('done', 1)\n"
+        "if rank == 0: os.waitpid(pid, 0)\n"
+        "os._exit(0)\n"
+    )
+    environ = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
+    subprocess.run([sys.executable, str(program)], env=environ, check=True, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_files", [1, 64, 1024])
+def test_a_gigabyte_of_logs_takes_less_than_five_seconds(num_files, tmp_path):
+    line = (
+        " iteration {:8d}/  100000 | elapsed time per iteration (ms): 2101.3 | lm loss: 2.3 |\n"
+    )
+    block = "".join(line.format(i) for i in range(12000)).encode()
+    for rank in range(num_files):
+        with (tmp_path / f"rank_{rank}.log").open("wb") as file:
+            for _ in range(max(1, 10**9 // num_files // len(block))):
+                file.write(block)
+            file.write(
+                b"KeyError: 3\n" if rank == num_files // 2 else b"Connection reset by peer\n"
+            )
+    began_s = time.process_time()
+    verdict = triage(tmp_path)
+    assert time.process_time() - began_s < 5
+    assert verdict.root_ranks == (num_files // 2,)

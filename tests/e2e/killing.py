@@ -1,0 +1,92 @@
+"""Jobs that are killed again and again, and the weights they end with."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+from mcore_ckpt.storage.paths import complete_steps, latest_step, step_folder
+
+LAST_STEP = 40
+TRAINING = [
+    *("gpt", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
+    *("--vocab-size", "64", "--seq-length", "16", "--micro-batch-size", "1"),
+    *(
+        "--global-batch-size",
+        "4",
+        "--tensor-model-parallel-size",
+        "2",
+        "--hidden-dropout",
+        "0.1",
+    ),
+    *("--mock-data", "--num-workers", "0", "--device", "cpu", "--lr", "1e-3"),
+    *("--train-iters", str(LAST_STEP), "--save-interval", "2", "--log-interval", "1"),
+    *("--eval-interval", "2", "--eval-iters", "4", "--distributed-timeout-minutes", "1"),
+]
+"""A GPT on 4 ranks that saves and validates every second step."""
+KINDS = ("one rank", "all ranks", "agent", "during a save", "during validation")
+
+
+def processes_of(run: Path) -> dict[str, list[int]]:
+    """List the processes that train into a run folder, ranks apart from torchrun's agents."""
+    found: dict[str, list[int]] = {"ranks": [], "agents": []}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if str(run) not in words or "bash" in words[0]:
+                continue
+            kind = "agents" if "torch.distributed.run" in words else "ranks"
+            if kind == "agents" or b"LOCAL_RANK=" in (folder / "environ").read_bytes():
+                found[kind].append(int(folder.name))
+    return found
+
+
+def kill_at(kind: str, run: Path, draw: random.Random, deadline_s: float = 240.0) -> str:
+    """Wait for a newly saved step and the moment of a kill, and kill; return what was done."""
+    deadline = time.monotonic() + deadline_s
+    before = latest_step(run) or 0
+    while (latest_step(run) or 0) == before:
+        assert time.monotonic() < deadline, "no step was saved"
+        time.sleep(0.01)
+    while True:
+        assert time.monotonic() < deadline, f"no moment for a kill {kind}"
+        found = processes_of(run)
+        if len(found["ranks"]) == 4 and len(found["agents"]) == 2 and _is_moment(kind, run):
+            break
+        time.sleep(0.002 if kind.startswith("during") else 0.1)
+    if not kind.startswith("during"):
+        time.sleep(draw.uniform(0, 1.5))
+    victims = found["ranks"] if kind != "agent" else [draw.choice(found["agents"])]
+    if kind in ("one rank", "during a save", "during validation"):
+        victims = [draw.choice(found["ranks"])]
+    for process in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    return f"{kind}: {len(victims)} killed after step {max(complete_steps(run), default=0)}"
+
+
+def _is_moment(kind: str, run: Path) -> bool:
+    """Whether a save is under way, or a step is saved and not validated yet."""
+    steps = complete_steps(run)
+    if kind == "during a save":
+        folders = [f for f in run.glob("iter_*") if ".garbage" not in f.name]
+        return any(not (f / "index.json").exists() for f in folders)
+    if kind == "during validation":
+        log = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""
+        newest = max(steps, default=0)
+        validated = any(
+            '"kind": "valid"' in line and f'"iteration": {newest},' in line
+            for line in log.splitlines()
+        )
+        return bool(newest) and not validated
+    return True
+
+
+def weights_of(run: Path) -> dict[str, bytes]:
+    """Return the bytes of every tensor file of a run's last step."""
+    folder = step_folder(run, LAST_STEP)
+    return {f.name: f.read_bytes() for f in sorted(folder.glob("*.safetensors"))}

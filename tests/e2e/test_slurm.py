@@ -1,0 +1,107 @@
+"""Rendered jobs on a real Slurm of two nodes: `nox -s slurm`."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+from e2e.killing import KINDS, LAST_STEP, TRAINING, kill_at, processes_of, weights_of
+from e2e.slurm_cluster import two_nodes
+
+from mcore_ckpt.storage.paths import latest_step
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with two_nodes(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+def launch(cluster, folder, *words):
+    """Run ``mcore-train launch`` in a folder as a user does; return what it prints."""
+    command = [sys.executable, "-m", "mcore_train", "launch", *map(str, words)]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def submit(cluster, folder, run, *words):
+    """Submit a job of 2 x 2 ranks; return its number."""
+    options = ("--nodes", 2, "--nproc-per-node", 2, "--python", sys.executable, "--submit")
+    training = [*TRAINING, "--save", run]
+    restarts = ("--restart-backoff-s", 1)
+    printed = launch(cluster, folder, "slurm", *options, *restarts, *words, "--", *training)
+    return printed.split()[1]
+
+
+def wait_for_step(run, step, seconds=300.0):
+    """Wait until a run has saved a step."""
+    deadline = time.monotonic() + seconds
+    while (latest_step(run) or 0) < step:
+        assert time.monotonic() < deadline, f"step {step} was not saved"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = submit(cluster, folder, folder / "run")
+    cluster.wait("COMPLETED", 600, job)
+    return weights_of(folder / "run")
+
+
+def test_a_lost_host_usr1_and_kills_leave_the_weights_of_an_undisturbed_job(
+    cluster, undisturbed, tmp_path
+):
+    run = tmp_path / "run"
+    job = submit(cluster, tmp_path, run)
+    draw = random.Random(11)
+
+    def disturb(what):
+        if what in KINDS:
+            print(kill_at(what, run, draw), flush=True)
+        else:
+            wait_for_step(run, (latest_step(run) or 0) + 2)
+            print(what, "after step", latest_step(run), flush=True)
+        if what == "usr1":
+            cluster.run("scancel", "--signal=USR1", job)
+        elif what == "requeue":
+            cluster.run("scontrol", "requeue", job)
+        elif what == "lost host":
+            cluster.lose_host("n2")
+            cluster.wait("PENDING", 120, job)
+            cluster.start_daemon("n2")
+        while len(processes_of(run)["ranks"]) == 4:
+            time.sleep(0.05)
+
+    for what in ("usr1", "one rank", "lost host", "agent", "requeue"):
+        disturb(what)
+    cluster.wait("COMPLETED", 900, job)
+    assert weights_of(run) == undisturbed
+    (history,) = run.glob("logs/*/attempts.jsonl")
+    rows = [json.loads(line) for line in history.read_text().splitlines()]
+    assert [row["word"] for row in rows if row["word"] != "retry"] == ["requeue", "finished"]
+    assert rows[-1]["step"] == LAST_STEP
+
+
+def test_the_artifact_ends_the_job_and_status_logs_and_cancel_answer(cluster, tmp_path):
+    run = tmp_path / "run"
+    wanted = run / "iter_0000004" / "index.json"
+    job = submit(cluster, tmp_path, run, "--wait-for", wanted, "--poll-s", 0.5)
+    cluster.wait("CANCELLED", 60, job)
+    assert launch(cluster, tmp_path, "status", job).split()[:2] == [job, "CANCELLED"]
+    assert "lm loss" in launch(cluster, tmp_path, "logs", job)
+    other = submit(cluster, tmp_path, tmp_path / "other")
+    launch(cluster, tmp_path, "cancel", other)
+    cluster.wait("CANCELLED", 60, other)
