@@ -338,9 +338,22 @@ class LaunchConfig:
     --fp8-format). A --load checkpoint's model wins over them."""
     nproc: int = 0
     """Ranks to start on this host; 0: this process alone, or what torchrun started."""
+    find_micro_batch_size: bool = False
+    """Take the fastest micro-batch that fits, which the planner proposes and one step, trained
+    and forgotten, confirms; --micro-batch-size auto is the same."""
+    dry_run: bool = False
+    """Resolve the run of --world-size ranks on one CPU, print its groups, schedule, bytes,
+    checkpoint and data, and train nothing."""
+    world_size: int = 0
+    """Ranks that --dry-run resolves; 0: --nproc, or one."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "nproc")
+        check_at_least(self, 0, "nproc", "world_size")
+        if self.world_size and not self.dry_run:
+            raise ValueError(
+                f"--world-size {self.world_size} has no effect without --dry-run: torchrun or "
+                "--nproc start the ranks of a run."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
