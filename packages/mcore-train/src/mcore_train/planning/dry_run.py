@@ -219,8 +219,8 @@ def _checkpoint(plan: Plan, names: frozenset[str], expected: set[str]) -> list[s
     local = f", experts in {ep} parts of {moe.num_experts // ep}" if ep > 1 else ""
     return [
         (
-            f"checkpoint: {len(expected)} tensors{local}, each with {kinds} of the optimizer in "
-            "float32; any other layout can load it"
+            f"checkpoint: {len(expected)} tensors{local}, each with {kinds} of the optimizer "
+            "in float32; any other layout can load it"
         )
     ]
 

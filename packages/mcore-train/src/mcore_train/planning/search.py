@@ -25,8 +25,6 @@ from mcore_train.planning.system import System
 from mcore_train.resolution import resolve
 
 MOST_CHUNKS = 4
-NUM_FINALISTS = 32
-"""Layouts whose schedule is simulated."""
 GRAPH_GAIN = 0.02
 """Share of a step that the host adds, above which a CUDA graph is tried."""
 _FIELDS = {
@@ -89,7 +87,7 @@ def search_layouts(
         system: constants of the cluster.
         pinned: options that the user gave, by field: they are not searched.
         searches_fp8: whether to try fp8 linears too.
-        top: layouts to resolve and return at least, where there are as many.
+        top: layouts to return at most; three times as many have their schedule simulated.
 
     Raises:
         ValueError: if no layout fits, with the reasons.
@@ -127,7 +125,7 @@ def search_layouts(
                     rough.append((step.total, graph, memory))
     rough.sort(key=lambda each: each[0])
     finalists = []
-    for _, tried, memory in rough[: max(NUM_FINALISTS, 2 * top)]:
+    for _, tried, memory in rough[: 3 * top + 5]:
         try:
             step = predict_step(tried, family, world_size, vocab_size, system)
         except ValueError as error:  # the schedule cannot be, such as with few micro-batches
