@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_models.families import Family
+from mcore_models.protocol import share_embedding
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
 from mcore_parallel.pipeline_parallel.simulator import simulate
@@ -149,8 +150,11 @@ def _build_rank(plan: Plan, rank: int) -> BuiltRank:
             )
             for stage in stages_of_rank(plan.stages, ctx.pp.rank)
         ]
+        if config.pipeline.v_shaped:
+            share_embedding(chunks)
+        held = {id(p): p for chunk in chunks for p in chunk.parameters()}
         tensors = {name for chunk in chunks for name in named_shards(chunk)}
-        parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        parameters = sum(p.numel() for p in held.values())
         return BuiltRank(
             rank=rank,
             pipeline_rank=ctx.pp.rank,

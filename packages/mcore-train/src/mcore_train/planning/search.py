@@ -8,7 +8,7 @@ their schedule and resolving their options, as a run does.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from mcore_models.config import RecomputeConfig
@@ -87,7 +87,7 @@ def search_layouts(
         system: constants of the cluster.
         pinned: options that the user gave, by field: they are not searched.
         searches_fp8: whether to try fp8 linears too.
-        top: layouts to return at most; three times as many have their schedule simulated.
+        top: layouts to return at most; of three times as many the schedule is simulated.
 
     Raises:
         ValueError: if no layout fits, with the reasons.
@@ -125,7 +125,11 @@ def search_layouts(
                     rough.append((step.total, graph, memory))
     rough.sort(key=lambda each: each[0])
     finalists = []
-    for _, tried, memory in rough[: 3 * top + 5]:
+    # Formulas flatter some schedules: layouts without a pipeline are not measured by them.
+    by_kind: tuple[list, list] = ([], [])
+    for each in rough:
+        by_kind[each[1].parallelism.pipeline_model_parallel_size > 1].append(each)
+    for _, tried, memory in chain.from_iterable(kind[: 3 * top + 5] for kind in by_kind):
         try:
             step = predict_step(tried, family, world_size, vocab_size, system)
         except ValueError as error:  # the schedule cannot be, such as with few micro-batches
