@@ -19,13 +19,13 @@ from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_models.kernels import flash4_attention, gated_fp8
 from mcore_models.kernels.attention_backends import attend
-from mcore_models.kernels.rope import fused_rotary_split
+from mcore_models.kernels.rope import rotary_split
 from mcore_models.layers.norm import RMSNorm
-from mcore_moe.kernels.gate import fused_gated
-from mcore_parallel.grad_slot import accumulate_matmul, grad_slot
-from mcore_parallel.kernels.adam import fused_adamw
-from mcore_parallel.kernels.embedding import add_rows
-from mcore_parallel.kernels.fp8_cast import cast_by, largest
+from mcore_moe.kernels.gate import gated as gate_and_multiply
+from mcore_parallel.autograd.grad_slot import accumulate_matmul, grad_slot
+from mcore_parallel.kernels.adam import adamw_update
+from mcore_parallel.kernels.embedding import add_rows_
+from mcore_parallel.kernels.fp8_cast import cast_by, largest_magnitude
 from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
 from mcore_parallel.tensor_parallel.linear_cross_entropy import CHUNK_TOKENS, head_loss
 
@@ -188,7 +188,7 @@ def rotary() -> Iterator[Case]:
     size = 4 * qkv.numel()
     yield from both_ways(
         "rotary split",
-        lambda: fused_rotary_split(qkv, cos, sin, N, G),
+        lambda: rotary_split(qkv, cos, sin, N, G),
         [qkv],
         size,
         size,
@@ -199,7 +199,7 @@ def rotary() -> Iterator[Case]:
 def gated() -> Iterator[Case]:
     x = draw(T, 1, 2 * F)
     yield from both_ways(
-        "swiglu", lambda: (fused_gated(x),), [x], 6 * T * F, 10 * T * F, "TB/s"
+        "swiglu", lambda: (gate_and_multiply(x, "silu"),), [x], 6 * T * F, 10 * T * F, "TB/s"
     )
 
 
@@ -208,7 +208,7 @@ def fp8_casts() -> Iterator[Case]:
     x, hidden, dy = draw(T, D).detach(), draw(T, 2 * F).detach(), draw(T, F).detach()
     amax, seen = torch.full((1,), 4.0, device="cuda"), torch.zeros(1, device="cuda")
     narrow = torch.float8_e4m3fn
-    yield Case("fp8 largest magnitude", lambda: largest(x), 2 * T * D, "TB/s")
+    yield Case("fp8 largest magnitude", lambda: largest_magnitude(x), 2 * T * D, "TB/s")
     for name, noted in (("fp8 cast", None), ("fp8 cast, noting", seen)):
         yield Case(
             name, lambda noted=noted: cast_by(x, amax, narrow, seen=noted), 4 * T * D, "TB/s"
@@ -216,7 +216,7 @@ def fp8_casts() -> Iterator[Case]:
     for name, grad, size in (("swiglu", None, 4 * T * F), ("swiglu gradient", dy, 6 * T * F)):
         yield Case(
             f"fp8 {name}, largest magnitude",
-            lambda grad=grad: gated_fp8.largest(hidden, grad, "silu"),
+            lambda grad=grad: gated_fp8.largest_gated(hidden, grad, "silu"),
             size,
             "TB/s",
         )
@@ -224,7 +224,7 @@ def fp8_casts() -> Iterator[Case]:
         for suffix, noted in (("", None), (", noting", seen)):
             yield Case(
                 f"fp8 {name}{suffix}",
-                partial(gated_fp8.cast_by, hidden, grad, "silu", amax, narrow, seen=noted),
+                partial(gated_fp8.cast_gated, hidden, grad, "silu", amax, narrow, seen=noted),
                 size + written,
                 "TB/s",
             )
@@ -254,7 +254,7 @@ def embedding() -> Iterator[Case]:
     rows = draw(T, D).detach()
     yield Case(
         "embedding gradient into float32",
-        lambda: add_rows(total, ids, rows),
+        lambda: add_rows_(total, ids, rows),
         T * D * 10,
         "TB/s",
     )
@@ -299,7 +299,7 @@ def optimizer() -> Iterator[Case]:
     scale = torch.ones((), device="cuda", dtype=torch.float64)
 
     def update() -> None:
-        fused_adamw(
+        adamw_update(
             main,
             grad,
             mean,

@@ -24,11 +24,11 @@ from peer_recurrences import Recurrence, compiled_ahead, peers
 from reporting import add_options, keep, quantiles, time_steps, versions
 
 from mcore_models.config import TransformerConfig
+from mcore_models.kernels.delta import delta_rule_plain, gated_delta_rule
+from mcore_models.kernels.ssd import ssd, ssd_plain
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.recurrent.delta_net import DeltaNet
-from mcore_models.layers.recurrent.delta_rule import delta_rule_plain, gated_delta_rule
 from mcore_models.layers.recurrent.mamba import Mamba
-from mcore_models.layers.recurrent.ssd import ssd, ssd_plain
 from mcore_models.logical_tensors import delta_sizes, mamba_sizes
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import package_versions

@@ -75,7 +75,7 @@ def test_operations_whose_gradients_are_numbers_say_so():
         if isinstance(node, ast.ClassDef)
         and any(dotted(base).endswith("autograd.Function") for base in node.bases)
     ]
-    assert found == ["mcore_parallel/autograd_functions.py"]
+    assert found == ["mcore_parallel/autograd/functions.py"]
 
 
 def test_tests_are_plain_functions_and_mock_nothing():

@@ -19,7 +19,8 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.composition import compose, field_types
 from mcore_train.layout_check.certificate import compare
-from mcore_train.layout_check.trial import build_rows, run_trial
+from mcore_train.layout_check.rows import build_rows
+from mcore_train.layout_check.trial import run_trial
 from mcore_train.layout_check.verification import alone
 from mcore_train.options.recipe import to_flags
 from mcore_train.resolution import Plan, resolve

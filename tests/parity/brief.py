@@ -13,7 +13,8 @@ import torch
 from parity.case import EXPERTS, ROWS, SEQ_LENGTH, LayoutCase, build_plan
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_train.layout_check.trial import Rows, Trial, run_trial
+from mcore_train.layout_check.rows import Rows
+from mcore_train.layout_check.trial import Trial, run_trial
 
 NUM_BRIEF_STEPS = 2
 

@@ -6,7 +6,8 @@ import pytest
 from parity.any_layout import BIASED, INSTANCES, SINKHORN, all_failures, build_plan
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_train.layout_check.trial import build_rows, run_trial
+from mcore_train.layout_check.rows import build_rows
+from mcore_train.layout_check.trial import run_trial
 
 TP2 = {"tensor_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}

@@ -13,19 +13,19 @@ from mcore_parallel.data_parallel.engines import ENGINES
 from mcore_parallel.data_parallel.gradient_sync import Copy, GradientSync, OwnedRange
 from mcore_parallel.data_parallel.grads import sum_views
 from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
+from mcore_parallel.kernels.fp8_fine_cast import FineFp8
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.fp8 import RECIPES
-from mcore_parallel.precision.fp8_fine_cast import FineFp8
 from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.sharding import named_parameters, shards_of
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import Tables
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.checkpoints.resuming import save_run
 from mcore_train.composition import FAMILY_COMMANDS, field_types
 from mcore_train.config import SaveConfig
 from mcore_train.layout_check.trial import build_run, fingerprint, load_folder
-from mcore_train.optimizers import OPTIMIZERS
+from mcore_train.updating.optimizers import OPTIMIZERS
 
 LAYOUTS = (
     {

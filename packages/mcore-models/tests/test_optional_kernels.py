@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from mcore_models.config import KernelConfig, TransformerConfig
-from mcore_models.kernel_choice import optional_kernels
 from mcore_models.kernels import availability
 from mcore_models.kernels.attention_backends import attend
-from mcore_models.kernels.flash4_attention import FLASH4_KERNEL
-from mcore_models.layers.rope import NORM_ROTARY_KERNEL
+from mcore_models.kernels.choice import optional_kernels
+from mcore_models.kernels.flash4_attention import flash4_attention
+from mcore_models.kernels.norm import add_and_norm, norm
+from mcore_models.kernels.qk_norm_rope import norm_rotary_split
 from mcore_moe.config import MoEConfig
 from mcore_parallel import optional_kernels as mechanism
 from mcore_parallel.optional_kernels import kernel_failure
@@ -72,7 +73,7 @@ PASSES = ("forward", "backward")
 
 @pytest.mark.parametrize("package", ["none", *PASSES], indirect=True)
 def test_flash4_is_tried_in_both_passes(package, caplog):
-    failure = kernel_failure(FLASH4_KERNEL, CPU, torch.bfloat16, 64, 2)
+    failure = kernel_failure(flash4_attention, CPU, torch.bfloat16, 64, 2)
     assert ("TypeError: epilogue fn" in failure) == (package != "none")
     assert ("flash-attn-4 9.9" in failure) == (package != "none")
     assert len(caplog.records) == (package != "none")
@@ -111,13 +112,13 @@ def test_what_a_model_may_choose_is_listed_and_nothing_that_does_not_fit():
             (wide, torch.bfloat16, MoEConfig(num_experts=4)),
         )
     ]
-    assert set(names[1]) - set(names[0]) == {"norms in Triton"}
-    assert len(names[1]) == 7  # flash-attn-4 is not for a CPU
+    assert set(names[1]) - set(names[0]) == {norm.name, add_and_norm.name}
+    assert len(names[1]) == 9  # flash-attn-4 is not for a CPU
     assert len(names[2]) == 2
-    assert len(names[3]) == len(names[1]) + 2  # nor is quack
+    assert len(names[3]) == len(names[1]) + 6  # nor is quack
     for changes, rotary in (
         ({}, ["rotary embedding in Triton"]),
-        ({"qk_layernorm": True}, [NORM_ROTARY_KERNEL.name]),
+        ({"qk_layernorm": True}, [norm_rotary_split.name]),
         ({"qk_layernorm": True, "qk_norm_width": "layer"}, []),
         ({"qk_layernorm": True, "normalization": "LayerNorm"}, []),
         ({"qk_l2_norm": True}, []),

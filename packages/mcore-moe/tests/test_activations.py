@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mcore_moe.activations import ACTIVATIONS, gated, weighted_gated
+from mcore_moe.activations import ACTIVATIONS
+from mcore_moe.kernels.gate import gated, weighted_gated
 
 FORMULAS = {
     "silu": lambda x: x * torch.sigmoid(x),

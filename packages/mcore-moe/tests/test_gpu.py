@@ -13,13 +13,11 @@ from mcore_moe import (
     grouped_linear,
     sequential_linear,
 )
-from mcore_moe.activations import weighted_gated
 from mcore_moe.dispatch.permutation import (
-    expert_offsets,
+    RowPlan,
     permute,
     permute_reference,
     plan_rows,
-    plan_rows_plain,
     plan_slice,
     unpermute,
     unpermute_reference,
@@ -32,8 +30,10 @@ from mcore_moe.experts.weight_gradient import (
     has_grouped_kernel,
 )
 from mcore_moe.kernels import quack_gemm
-from mcore_moe.routing.topk import top_experts, top_experts_plain
-from mcore_parallel.grad_slot import grad_slot
+from mcore_moe.kernels.gate import weighted_gated
+from mcore_moe.kernels.rows import expert_offsets, plan_choices
+from mcore_moe.kernels.topk import top_experts
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.optional_kernels import package_versions
 from mcore_parallel.testing.ranks import run_ranks
 
@@ -65,14 +65,16 @@ def test_experts_and_rows_are_those_of_stable_sorts(num_experts):
     scores = torch.randn(1001, num_experts, device="cuda").mul(30).round()
     scores[5, 2] = float("nan")
     ids = top_experts(scores, 3)
-    assert torch.equal(ids, top_experts_plain(scores, 3))
+    assert torch.equal(ids, top_experts.reference(scores, 3))
     keep = torch.rand(ids.shape, device="cuda") < 0.5
     dropped = ids.where(keep, num_experts)
     most = int(dropped.flatten().bincount(minlength=num_experts + 1)[:-1].max())
     for kept, capacity in ((None, 0), (keep, 0), (keep, most + 5)):
         plan = plan_rows(ids, num_experts, kept, capacity)
-        expected = plan_rows_plain(
-            ids if kept is None else dropped, num_experts, capacity, has_all=kept is None
+        chosen = ids if kept is None else dropped
+        expected = RowPlan(
+            *plan_choices.reference(chosen, num_experts, capacity, has_all=kept is None),
+            is_complete=kept is None,
         )
         num_rows = expected.choices.numel()
         assert torch.equal(plan.choices[:num_rows], expected.choices.int())
@@ -235,7 +237,8 @@ def test_gemms_of_wide_experts_equal_plain_float64(counts, has_main):
 
 @pytest.mark.parametrize("counts", [[200, 0, 56, 1], [0, 0, 257, 0]], ids=str)
 def test_gemms_of_rows_in_fp8_are_near_plain_float64(counts):
-    from mcore_moe.experts.fp8_rows import cast_rows, cast_rows_plain, fp8_linear, weight_casts
+    from mcore_moe.experts.fp8_rows import fp8_linear, weight_casts
+    from mcore_moe.kernels.fp8_rows import cast_rows
     from mcore_parallel.precision.fp8 import WeightCasts
 
     torch.manual_seed(0)
@@ -245,7 +248,7 @@ def test_gemms_of_rows_in_fp8_are_near_plain_float64(counts):
     rows, columns = weight_casts(weight, WeightCasts())
     sources = (cast_rows(x), x), (rows, weight), (columns, weight.mT.contiguous())
     for cast, source in sources:
-        for got, want in zip(cast, cast_rows_plain(source), strict=True):
+        for got, want in zip(cast, cast_rows.reference(source), strict=True):
             assert torch.equal(got.float(), want.float())
     grad = torch.randn(300, 192, device="cuda", dtype=torch.bfloat16)
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
@@ -322,15 +325,13 @@ def test_float32_logits_of_bfloat16_tokens_are_near_float64():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(9, 7), (64, 1024), (33, 2500), (0, 16)], ids=str)
 def test_the_weighted_gate_equals_plain_float64(shape, dtype, activation):
-    from mcore_moe.kernels.gate import fused_weighted_gated
-
     torch.manual_seed(0)
     num_rows, width = shape
     x = torch.randn(num_rows, 2 * width, device="cuda", dtype=dtype)
     weight, grad = torch.rand(num_rows, device="cuda"), torch.randn(shape, device="cuda")
     end = torch.tensor(num_rows - 1 if num_rows > 1 else num_rows, device="cuda")
     results = []
-    for run, wide in ((fused_weighted_gated, dtype), (weighted_gated, torch.float64)):
+    for run, wide in ((weighted_gated.launch, dtype), (weighted_gated, torch.float64)):
         inputs = [
             x.to(wide).requires_grad_(),
             weight.to(torch.promote_types(wide, weight.dtype)),

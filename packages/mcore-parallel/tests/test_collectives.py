@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_parallel import collectives as c
-from mcore_parallel.async_collectives import begin_gather_partial
+from mcore_parallel.collectives import begin_gather_partial
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.rng import fill_normal_

@@ -3,19 +3,18 @@
 import pytest
 import torch
 
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.kernels.adam import adamw_update
+from mcore_parallel.kernels.embedding import add_rows_
+from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
+from mcore_parallel.kernels.rounding import round_by_salt_
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.optimizers.adamw import AdamW, adamw_plain
+from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
-from mcore_parallel.optimizers.rounding import round_stochastically_plain
-from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, add_rows_plain
-from mcore_parallel.tensor_parallel.linear_cross_entropy import (
-    row_stats_plain,
-    softmax_gradient_plain,
-)
+from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding
 
 pytestmark = pytest.mark.gpu
 
@@ -40,8 +39,6 @@ def error(got, want):
 def test_rows_are_added_by_id_as_plain_torch_does_and_always_the_same(
     dtype, vocab, width, kind
 ):
-    from mcore_parallel.kernels.embedding import add_rows
-
     torch.manual_seed(0)
     num_rows = 8192 if width == 4096 else 777
     ids = torch.randint(0, vocab, (num_rows,), device="cuda")
@@ -54,10 +51,10 @@ def test_rows_are_added_by_id_as_plain_torch_does_and_always_the_same(
     before = torch.randn(vocab, width, device="cuda", dtype=dtype)
     totals = [before.clone() for _ in range(2)]
     for total in totals:
-        add_rows(total, ids, rows)
+        add_rows_.launch(total, ids, rows)
     assert torch.equal(*totals)
     want = before.to(torch.float64, copy=True)
-    add_rows_plain(want, ids, rows)
+    add_rows_.reference(want, ids, rows)
     assert error(totals[0] - before, want - before.double()) < TOLERANCE[dtype]
 
 
@@ -79,8 +76,6 @@ def test_an_embedding_adds_to_its_main_gradient_what_autograd_would():
 @pytest.mark.parametrize("parameter", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 4097, 10_000_000])
 def test_the_optimizer_kernel_is_torchs_to_the_last_bits(size, parameter, moments):
-    from mcore_parallel.kernels.adam import fused_adamw
-
     torch.manual_seed(0)
     main = torch.randn(size, device="cuda")
     mean, square = (torch.zeros(size, device="cuda", dtype=moments) for _ in range(2))
@@ -91,7 +86,7 @@ def test_the_optimizer_kernel_is_torchs_to_the_last_bits(size, parameter, moment
     for step in range(1, 4):
         grad = torch.randn(size, device="cuda")
         scale = torch.tensor(0.3, dtype=torch.float64, device="cuda") if step == 2 else 0.5
-        for tensors, update in ((fused, fused_adamw), (plain, adamw_plain)):
+        for tensors, update in ((fused, adamw_update.launch), (plain, adamw_update.reference)):
             tensors[1] = grad.clone()
             update(
                 *tensors,
@@ -113,13 +108,11 @@ def test_the_optimizer_kernel_is_torchs_to_the_last_bits(size, parameter, moment
 
 @pytest.mark.parametrize("size", [1, 4097, 10_000_000])
 def test_the_rounding_kernel_has_the_bits_of_plain_torch(size):
-    from mcore_parallel.kernels.rounding import fused_round
-
     wide = torch.randn(size, device="cuda")
     for salt in (0, 0x7FFFFFFF):
         got, want = (torch.empty_like(wide, dtype=torch.bfloat16) for _ in range(2))
-        fused_round(got, wide, salt)
-        round_stochastically_plain(want, wide, salt)
+        round_by_salt_.launch(got, wide, salt)
+        round_by_salt_.reference(want, wide, salt)
         assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
@@ -154,21 +147,17 @@ def test_an_optimizer_step_is_the_same_with_and_without_its_kernel(monkeypatch):
     ("vocab", "width"), [(128256, 128256), (50304, 50257), (9001, 3), (64, 0)]
 )
 def test_the_statistics_of_rows_equal_plain_torch(dtype, vocab, width):
-    from mcore_parallel.kernels.loss import row_stats
-
     torch.manual_seed(0)
     logits = torch.randn(64, vocab, device="cuda", dtype=dtype) * 5
     labels = torch.randint(0, vocab, (64,), device="cuda")
-    got = row_stats(logits, labels, width, 0)
-    want = row_stats_plain(logits.double(), labels, width, 0)
+    got = row_stats.launch(logits, labels, width, 0)
+    want = row_stats.reference(logits.double(), labels, width, 0)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab", "width"), [(128256, 128256), (50304, 50257), (64, 0)])
 def test_the_gradient_of_logits_equals_plain_torch(dtype, vocab, width):
-    from mcore_parallel.kernels.loss import softmax_gradient_
-
     torch.manual_seed(0)
     logits = torch.randn(64, vocab, device="cuda", dtype=dtype)
     labels = torch.randint(0, vocab, (64,), device="cuda")
@@ -176,8 +165,8 @@ def test_the_gradient_of_logits_equals_plain_torch(dtype, vocab, width):
     weights = torch.rand(64, device="cuda")
     weights[3] = 0.0
     want, others = logits.double(), (width, 0, 0.1, vocab)
-    softmax_gradient_plain(want, labels, log_sum, weights.double(), *others)
-    softmax_gradient_(logits, labels, log_sum.float(), weights, *others)
+    softmax_gradient_.reference(want, labels, log_sum, weights.double(), *others)
+    softmax_gradient_.launch(logits, labels, log_sum.float(), weights, *others)
     if width:
         assert error(logits, want) < TOLERANCE[dtype]
     else:

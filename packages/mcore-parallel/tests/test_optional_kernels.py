@@ -1,7 +1,9 @@
 """Kernels of a made-up package that raise, or are wrong: torch does the work, said once."""
 
+import sys
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import torch
@@ -11,10 +13,14 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.optional_kernels import (
     OptionalKernel,
+    Sample,
     agree_on_kernels,
     both_passes,
+    compared,
     give_up,
     kernel_failure,
+    optional_kernel,
+    sine_leaf,
     wave,
     works,
 )
@@ -149,3 +155,88 @@ def test_agreement_on_one_rank_is_a_trial(monkeypatch):
     kernel = OptionalKernel("broken", ("torch",), _fails_on_one(1))
     agree_on_kernels([(kernel, ())], CPU, SINGLE)
     assert not works(kernel, CPU)
+
+
+def scaled_reference(x, factor, total):
+    total.add_(x.detach())
+    return factor * x
+
+
+def scaled_samples(device, dtype=torch.float32):
+    x = sine_leaf(3, 5, device=device, dtype=dtype)
+    yield Sample(x, 2.0, wave(3, 5, device=device, dtype=dtype))
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor, slope):
+        ctx.slope = slope
+        return factor * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.slope * grad, None, None
+
+
+def build_scaled(forward=1.0, backward=1.0, written=1.0):
+    """Decorate a function whose results are off by these factors."""
+
+    @optional_kernel(
+        "scaling", reference=scaled_reference, kind=lambda *_: (), samples=scaled_samples
+    )
+    def scaled(x, factor, total):
+        """Return x times a factor; add x to the total."""
+        total.add_(written * x.detach())
+        return Scaled.apply(x, forward * factor, backward * factor)
+
+    return scaled
+
+
+def test_a_trial_compares_results_gradients_and_what_is_written_in_place():
+    assert kernel_failure(build_scaled(), CPU) == ""
+    for wrong, number in (({"forward": 1.1}, 0), ({"written": 1.2}, 1), ({"backward": 3.0}, 2)):
+        failure = kernel_failure(build_scaled(**wrong), CPU)
+        assert f"ArithmeticError: result {number} is off by" in failure, wrong
+    (sample,) = scaled_samples(CPU)
+    assert len(compared(build_scaled(), sample)) == 3
+    assert sample.args[0].grad is None
+    assert torch.equal(sample.args[2], wave(3, 5, device=CPU, dtype=torch.float32))
+
+
+def test_on_a_cpu_and_in_compiled_code_the_reference_runs_and_nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(optional_kernels, "_FAILURES", {})
+    scaled = build_scaled(forward=5.0)
+    assert scaled.__doc__ == "Return x times a factor; add x to the total."
+    x, total = torch.ones(2), torch.zeros(2)
+    assert scaled(x, 2.0, total).tolist() == [2.0, 2.0]
+    assert scaled.launch(x, 2.0, total).tolist() == [10.0, 10.0]
+    compiled = torch.compile(lambda x: scaled(x, 3.0, total), backend="eager", fullgraph=True)
+    assert compiled(x).tolist() == [3.0, 3.0]
+    assert not optional_kernels._FAILURES
+
+
+def test_without_triton_kernels_are_declared_and_their_trial_raises_the_import_error(
+    monkeypatch,
+):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    spec = spec_from_file_location("without_triton", optional_kernels.__file__)
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "without_triton", module)  # for its dataclass
+    spec.loader.exec_module(module)
+
+    @module.triton.jit(do_not_specialize=["size"])
+    def double(x, size, WIDTH: module.tl.constexpr = 4):
+        """A kernel."""
+
+    @module.optional_kernel(
+        "doubling",
+        reference=lambda x: 2 * x,
+        kind=lambda *_: (),
+        samples=lambda device: [module.Sample(torch.ones(3, device=device))],
+    )
+    def doubled(x):
+        double[(1,)](x, 3)
+        return x
+
+    assert doubled(torch.ones(1)).item() == 2.0
+    assert "ModuleNotFoundError: import of triton halted" in module.try_kernel(doubled, CPU)

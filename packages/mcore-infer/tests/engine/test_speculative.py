@@ -15,9 +15,9 @@ from mcore_infer import (
     ScoreRequest,
     TokenRules,
 )
+from mcore_models.building.mtp_model import MTP_TOKENS
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
-from mcore_models.mtp_model import MTP_TOKENS
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.mesh import ParallelContext
 

@@ -16,17 +16,16 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from mcore_models.checks.encoders import encoder_layout_problems
-from mcore_models.checks.inputs import check_inputs
+from mcore_models.building.encoder_layouts import encoder_layout_problems
+from mcore_models.building.stage_model import StageModel, check_inputs
 from mcore_models.encoder_config import BertConfig
 from mcore_models.layers.encoder_decoder_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.heads import MaskedTokenHead, Pooler
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.replicated_linear import ReplicatedLinear
-from mcore_models.layers.residual import Residual, stream_norm
+from mcore_models.layers.residual import stream_norm
 from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch
-from mcore_models.stage_model import StageModel
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -144,7 +143,7 @@ class BERT(StageModel):
             mask = (padding_mask > 0)[:, None, None, :]  # [B, Z] -> [B, 1, 1, Z]
         inputs = MaskedInputs(mask=mask)
         blocks = list(self.blocks.values())
-        stream = self.run_blocks(blocks, Residual.begin(x), inputs, self.training)
+        stream = self.run_blocks(blocks, x, inputs, self.training)
         if self.stage.has_loss and not self.config.post_layer_norm:
             return stream.normed(self.final_norm)[0]
         return stream.total()

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from mcore_models.building.initialization import initialize_
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
-from mcore_models.initialization import initialize_
 from mcore_models.layers.block import build_block
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts

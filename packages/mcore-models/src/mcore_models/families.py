@@ -11,8 +11,8 @@ from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from mcore_models.checks.encoders import encoder_layout_problems, t5_layout_problems
-from mcore_models.checks.layouts import layout_problems
+from mcore_models.building.encoder_layouts import encoder_layout_problems, t5_layout_problems
+from mcore_models.building.layouts import layout_problems
 from mcore_models.config import TransformerConfig
 from mcore_models.encoder_config import BertConfig, T5Config, num_stack_layers
 from mcore_models.encoder_shapes import (

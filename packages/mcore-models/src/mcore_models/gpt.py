@@ -13,18 +13,17 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from mcore_models.checks.inputs import check_inputs
+from mcore_models.building.mtp_model import MTP_TOKENS, MTPLanguageModel
+from mcore_models.building.stage_model import StageModel, check_inputs
 from mcore_models.layers.block import build_block
-from mcore_models.layers.block_inputs import BlockInputs, build_inputs
+from mcore_models.layers.block_inputs import build_inputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.mtp import PredictionLayer
 from mcore_models.layers.position_embedding import PositionEmbedding
 from mcore_models.layers.residual import Residual, stream_norm
 from mcore_models.logical_tensors import further_mixers
-from mcore_models.mtp_model import MTP_TOKENS, MTPLanguageModel
 from mcore_models.mup import embedding_factor, logits_factor
 from mcore_models.protocol import MicroBatch, ModelState
-from mcore_models.stage_model import StageModel
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -134,7 +133,8 @@ class GPT(StageModel, MTPLanguageModel):
         if self.stage.has_embedding:
             x = self.embedded(x, positions)
         inputs = build_inputs(self.config, positions, length, x.dtype, documents, state)
-        stream = self._run(list(self.blocks.values()), x, inputs)
+        blocks = list(self.blocks.values())
+        stream = self.run_blocks(blocks, x, inputs, self.training and state is None)
         if not self.is_normed:
             return stream.total(), stream.aux
         return stream.normed(self.final_norm)[0], stream.aux
@@ -149,7 +149,7 @@ class GPT(StageModel, MTPLanguageModel):
         inputs = build_inputs(self.config, positions, length, hidden.dtype, batch.documents)
 
         def run(block: nn.Module, x: Tensor) -> Residual:
-            return self._run([block], x, inputs)
+            return self.run_blocks([block], x, inputs, self.training)
 
         found, total = [], torch.zeros((), device=hidden.device)
         for depth, layer in enumerate(self.mtp):
@@ -168,12 +168,8 @@ class GPT(StageModel, MTPLanguageModel):
         return self.mtp[0](
             hidden,
             self.embedded(tokens, positions),
-            lambda block, x: self._run([block], x, inputs),
+            lambda block, x: self.run_blocks([block], x, inputs, is_trained=False),
         )[0]
-
-    def _run(self, blocks: Sequence[nn.Module], x: Tensor, inputs: BlockInputs) -> Residual:
-        is_trained = self.training and inputs.state is None
-        return self.run_blocks(blocks, Residual.begin(x), inputs, is_trained)
 
     def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
         """Score the vocabulary: this rank's slice of it, padding included as zeros.

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from mcore_models.building.initialization import initialize_
 from mcore_models.config import AttentionBackend, TransformerConfig
-from mcore_models.initialization import initialize_
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from mcore_models.checks.encoders import t5_layout_problems
-from mcore_models.checks.inputs import check_inputs
+from mcore_models.building.encoder_layouts import t5_layout_problems
+from mcore_models.building.stage_model import StageModel, check_inputs
 from mcore_models.encoder_config import T5Config, encoder_layers, num_stack_layers
 from mcore_models.layers.encoder_decoder_block import MaskedBlock, MaskedInputs
 from mcore_models.layers.heads import OutputBias
@@ -30,9 +30,8 @@ from mcore_models.layers.relative_bias import (
     distance_buckets,
     position_scores,
 )
-from mcore_models.layers.residual import Residual, stream_norm
+from mcore_models.layers.residual import stream_norm
 from mcore_models.protocol import LABELS, LM_LOSS, LOSS_MASK, Entry, MicroBatch, ModelState
-from mcore_models.stage_model import StageModel
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.pipeline_parallel.runner import Payload, PayloadShape
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -284,7 +283,7 @@ class T5(StageModel):
 
     def _run(self, stack: T5Stack, x: Tensor, inputs: MaskedInputs) -> Tensor:
         blocks = list(stack.blocks.values())
-        stream = self.run_blocks(blocks, Residual.begin(x), inputs, self.training)
+        stream = self.run_blocks(blocks, x, inputs, self.training)
         if stack.final_norm is not None:
             return stream.normed(stack.final_norm)[0]
         return stream.total()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.optional_kernels import kernel_failure
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def error(got, want):
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("width", [7, 1024, 2500])
 def test_gated_units_equal_plain_torch(dtype, activation, width):
-    from mcore_moe.kernels.gate import fused_gated
+    from mcore_moe.kernels.gate import gated
 
     torch.manual_seed(0)
     x = torch.randn(9, 2, 2 * width, device="cuda", dtype=dtype, requires_grad=True)
@@ -32,7 +32,7 @@ def test_gated_units_equal_plain_torch(dtype, activation, width):
     act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     want = act * up
     want.backward(dy.double())
-    got = fused_gated(x, activation)
+    got = gated.launch(x, activation)
     got.backward(dy)
     assert error(got, want.detach()) < TOLERANCE[dtype]
     assert error(x.grad, wide.grad) < TOLERANCE[dtype]
@@ -41,7 +41,7 @@ def test_gated_units_equal_plain_torch(dtype, activation, width):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "g", "size"), [(4, 2, 64), (3, 1, 80), (32, 8, 128)])
 def test_rotary_split_equals_plain_torch(dtype, n, g, size):
-    from mcore_models.kernels.rope import fused_rotary_split
+    from mcore_models.kernels.rope import rotary_split
 
     torch.manual_seed(0)
     seq, batch = 5, 2
@@ -63,7 +63,7 @@ def test_rotary_split_equals_plain_torch(dtype, n, g, size):
     want = plain(wide)
     torch.autograd.backward(want, [t.double() for t in grads])
     x = qkv.clone().requires_grad_()
-    got = fused_rotary_split(x, angle.cos(), angle.sin(), n, g)
+    got = rotary_split.launch(x, angle.cos(), angle.sin(), n, g)
     torch.autograd.backward(got, grads)
     for a, b in zip(got, want, strict=True):
         assert error(a, b.detach()) < TOLERANCE[dtype]
@@ -140,7 +140,7 @@ def test_a_norm_gives_the_same_bits_every_time():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "g", "size"), [(4, 2, 64), (3, 1, 80), (32, 4, 128)])
 def test_norm_and_rotary_split_equals_plain_torch(dtype, n, g, size):
-    from mcore_models.kernels.qk_norm_rope import fused_norm_rotary_split
+    from mcore_models.kernels.qk_norm_rope import norm_rotary_split
 
     torch.manual_seed(0)
     seq, batch = 37, 2
@@ -162,7 +162,7 @@ def test_norm_and_rotary_split_equals_plain_torch(dtype, n, g, size):
 
     narrow = [t.requires_grad_() for t in (qkv, *weights)]
     wide = [t.detach().double().requires_grad_() for t in narrow]
-    got = fused_norm_rotary_split(*narrow, *tables, n, g, epsilon=1e-6)
+    got = norm_rotary_split.launch(*narrow, *tables, n, g, epsilon=1e-6)
     want = plain(*wide)
     for a, b in zip(got, want, strict=True):
         assert error(a, b.detach()) < TOLERANCE[dtype]
@@ -182,15 +182,14 @@ def test_norm_and_rotary_split_equals_plain_torch(dtype, n, g, size):
     ],
 )
 def test_the_gated_delta_rule_equals_plain_torch(packed, width, channels):
-    from mcore_models.layers.recurrent.delta_rule import (
-        DELTA_KERNELS,
+    from mcore_models.kernels.delta import (
         delta_rule_plain,
         gated_delta_rule,
         kernel_widths,
     )
 
     device, kind = torch.device("cuda"), (torch.bfloat16, *kernel_widths(width, channels))
-    assert kernel_failure(DELTA_KERNELS, device, *kind) == ""
+    assert kernel_failure(gated_delta_rule, device, *kind) == ""
     torch.manual_seed(0)
     length, rows, groups, heads = 333, 2, 2, 4
     there = {"device": "cuda", "dtype": torch.bfloat16}

@@ -17,12 +17,12 @@ from mcore_models.gpt import GPT
 from mcore_models.kernels.attention_backends import attend
 from mcore_models.kernels.transformer_engine import use_transformer_engine
 from mcore_moe.config import MoEConfig
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.context_parallel.packed_sequences import Documents
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.kernels.fp8_cast import cast_plain, dequantized
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import Fp8Gemm, WeightCasts, delayed_scales, layer_gemms
-from mcore_parallel.precision.fp8_cast import cast_plain, dequantized
 from mcore_parallel.precision.fp8_recipes import Rowwise
 from mcore_parallel.precision.transformer_engine import EXTRA, by_transformer_engine, refusal
 from mcore_parallel.sharding import named_shards

@@ -13,8 +13,8 @@ from mcore_models.kernels.transformer_engine import (
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_moe.experts.grouped_gemm import grouped_linear
 from mcore_moe.experts.transformer_engine import transformer_engine_linear
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.context_parallel.packed_sequences import Documents
-from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.optional_kernels import both_passes
 from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8 import Fp8Gemm, WeightCasts

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_models.layers.recurrent.delta_rule import (
+from mcore_models.kernels.delta import (
     delta_rule_plain,
     gated_delta_rule,
     in_widths,

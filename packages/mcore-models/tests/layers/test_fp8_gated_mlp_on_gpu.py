@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from mcore_models.layers.fp8_gated_mlp import GATED_CAST_KERNEL, Fp8GatedMLP, GatedCast
+from mcore_models.kernels.gated_fp8 import cast_gated
+from mcore_models.layers.fp8_gated_mlp import Fp8GatedMLP, GatedCast
 from mcore_models.layers.mlp import MLP
 from mcore_parallel import optional_kernels
+from mcore_parallel.kernels.fp8_cast import cast_plain
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import kernel_failure
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import WeightCasts, delayed_scales, fp8_gemms
-from mcore_parallel.precision.fp8_cast import cast_plain
 from mcore_parallel.precision.fp8_recipes import Delayed
 
 pytestmark = pytest.mark.gpu
@@ -60,13 +61,13 @@ def test_a_layer_in_16_bits_does_not_try_the_kernel():
     layer = MLP(64, 48, device="cuda", dtype=torch.bfloat16)
     layer(torch.randn(16, 2, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
     tried = set(optional_kernels._FAILURES) - before
-    assert not [kernel for kernel, *_ in tried if kernel is GATED_CAST_KERNEL]
+    assert not [kernel for kernel, *_ in tried if kernel is cast_gated]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_layer_computes_what_it_computes_by_single_kernels(recipe):
     device = torch.device("cuda")
-    assert kernel_failure(GATED_CAST_KERNEL, device, torch.bfloat16) == ""
+    assert kernel_failure(cast_gated, device, torch.bfloat16) == ""
     config, ctx = (
         Fp8Config(fp8_format="hybrid", fp8_recipe=recipe),
         ParallelContext.single(device),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from mcore_models.layers.fp8_gated_mlp import Fp8GatedMLP, GatedCast
 from mcore_models.layers.mlp import MLP
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.config import Fp8Config

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_models.config import TransformerConfig
-from mcore_models.layers.rope import rotary_frequencies, rotary_tables, rotate
+from mcore_models.kernels.rope import rotate
+from mcore_models.layers.rope import rotary_frequencies, rotary_tables
 
 
 def config(**changes):

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_models.layers.recurrent.causal_conv import causal_conv
-from mcore_models.layers.recurrent.ssd import ssd
+from mcore_models.kernels.conv import causal_conv
+from mcore_models.kernels.ssd import ssd
 
 
 def recurrence(x, dt, A, B, C, D, state=None, starts=None):

@@ -5,9 +5,10 @@ import torch
 
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.gpt import GPT
+from mcore_models.kernels.few_bits import widen_levels
 from mcore_models.peft.attaching import adapted_linears, attach_adapters, merge_adapters
 from mcore_models.peft.config import PeftConfig
-from mcore_models.peft.quantized_base import LEVELS_KERNEL, QuantizedMatrix, quantize_base
+from mcore_models.peft.quantized_base import QuantizedMatrix, quantize_base
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import works
 from mcore_parallel.rng import RngStreams
@@ -35,7 +36,7 @@ def test_levels_are_those_of_the_paper_and_rounding_is_to_the_nearest():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_kernel_widens_to_the_bits_of_plain_torch(dtype):
-    assert works(LEVELS_KERNEL, torch.device("cuda"), dtype)
+    assert works(widen_levels, torch.device("cuda"), dtype)
     for shape in ((4096, 4096), (300, 64 * 33), (77, 150), (1, 2), (5, 63)):
         matrix = QuantizedMatrix(torch.randn(shape, device="cuda"), 4)
         out = torch.full(shape, torch.nan, device="cuda", dtype=dtype)

@@ -24,11 +24,10 @@ from mcore_moe.experts.network import DEFAULT_NETWORK, ExpertNetwork
 from mcore_moe.experts.shared_expert import SharedExpert
 from mcore_moe.routing.router import Router
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.async_collectives import OverlapCallback
-from mcore_parallel.autograd_functions import cast_factor
-from mcore_parallel.collectives import copy_to, reduce_from
+from mcore_parallel.autograd.functions import cast_factor
+from mcore_parallel.autograd.recomputing import recompute
+from mcore_parallel.collectives import OverlapCallback, copy_to, reduce_from
 from mcore_parallel.precision.fp8 import WeightCasts
-from mcore_parallel.recomputing import recompute
 from mcore_parallel.rng import RngStreams
 
 

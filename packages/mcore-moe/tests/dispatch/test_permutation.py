@@ -3,16 +3,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_moe import permute, plan_rows, unpermute
+from mcore_moe import RowPlan, permute, plan_rows, unpermute
 from mcore_moe.dispatch.permutation import (
     permute_probs,
     permute_reference,
-    plan_rows_plain,
     plan_slice,
     trimmed,
     unpermute_reference,
     within_capacity,
 )
+from mcore_moe.kernels.rows import plan_choices
 
 IDS = torch.tensor([[0, 1], [1, 3], [1, 0]])
 PROBS = torch.tensor([[0.731059, 0.268941], [0.731059, 0.268941], [0.622459, 0.377541]])
@@ -117,7 +117,7 @@ def test_gradients_of_probs_come_back_to_their_choices():
 def test_a_plan_that_is_trimmed_forgets_rows_of_no_expert():
     keep = within_capacity(IDS, PROBS, 4, capacity=1)
     # As on a GPU: as many rows as choices, the last of them of no expert.
-    whole = plan_rows_plain(IDS.where(keep, 4), 4, has_all=True)
+    whole = RowPlan(*plan_choices.reference(IDS.where(keep, 4), 4, has_all=True), True, True)
     plan, wanted = trimmed(whole, int(keep.sum())), plan_rows(IDS, 4, keep)
     for name in ("choices", "slots", "offsets"):
         assert torch.equal(getattr(plan, name), getattr(wanted, name)), name

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from mcore_moe import ExpertNetwork, Experts, MoEConfig, MoELayer, Routing, plan_rows
 from mcore_moe.dispatch.permutation import plan_slice
 from mcore_moe.experts import weight_gradient
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
-from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from mcore_moe import MoEConfig, Routing, build_dispatcher, sequential_linear
-from mcore_moe.dispatch.permutation import expert_offsets
-from mcore_moe.experts.fp8_rows import cast_rows, fp8_linear, packed, unpacked
-from mcore_parallel.grad_slot import grad_slot
+from mcore_moe.experts.fp8_rows import fp8_linear, packed, unpacked
+from mcore_moe.kernels.fp8_rows import cast_rows
+from mcore_moe.kernels.rows import expert_offsets
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE
 from mcore_parallel.precision.fp8 import WeightCasts
 

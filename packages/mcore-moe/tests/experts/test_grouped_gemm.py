@@ -5,7 +5,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_moe import MoEConfig, MoELayer, grouped_linear, sequential_linear
-from mcore_moe.dispatch.permutation import expert_offsets
 from mcore_moe.experts.grouped_gemm import accumulating_linear
 from mcore_moe.experts.weight_gradient import (
     Factors,
@@ -13,7 +12,8 @@ from mcore_moe.experts.weight_gradient import (
     merge_parts,
     rows_by_expert,
 )
-from mcore_parallel.grad_slot import grad_slot
+from mcore_moe.kernels.rows import expert_offsets
+from mcore_parallel.autograd.grad_slot import grad_slot
 
 OFFSETS = [
     expert_offsets(torch.tensor(c)) for c in ([2, 0, 3], [0, 0, 5], [5, 0, 0], [0, 0, 0])

@@ -14,7 +14,7 @@ from mcore_moe import (
     replay_routing,
 )
 from mcore_moe.routing.topk import balanced_ids, balanced_stride
-from mcore_parallel.recomputing import recompute
+from mcore_parallel.autograd.recomputing import recompute
 
 
 def build(seed=0, **fields):

@@ -1,10 +1,18 @@
-"""Optional kernels are tried before their first use, with plain torch as the fallback.
+"""``@optional_kernel``: a kernel with its plain reference, and the choice between the two.
 
-A kernel may be missing, be built for another GPU, or raise in its compiler. Before its first
-use ``works`` compares it with plain torch on small tensors, forward and backward. If it raises
-or its results differ, one warning names the versions of its packages, and torch's own
-operations replace it for the rest of the process. What is compiled for the sizes of a model
-may fail there alone: see ``give_up``.
+A kernel may be missing, be built for another GPU, or raise in its compiler. A decorated
+function is called like its reference and has the reference's results:
+
+    @optional_kernel("AdamW in Triton", reference=adamw_plain, kind=_kind, samples=_samples)
+    def adamw(main, grad, ...): ...  # launches the kernel
+
+A call on a GPU launches the kernel if ``kind`` accepts the arguments. The first such call for
+a device and a kind is preceded by a trial: the kernel and its reference run on ``samples``,
+forward and backward. If the kernel raises or its results differ, one warning names the versions
+of its packages, and the reference replaces it for the rest of the process. A kernel that fails
+for the sizes of a model alone is given up by ``give_up``. On a CPU, and in code that
+``torch.compile`` traces and fuses itself, the reference runs. The same samples, and more in the
+tests, are compared in Triton's interpreter and on a GPU.
 
 A trial runs in a new thread, so autocast, inference mode, hooks on saved tensors and dispatch
 modes of the caller do not affect it. It draws no random numbers.
@@ -16,7 +24,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import update_wrapper
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,14 +34,46 @@ from torch import Tensor
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
+
+class _TritonIsMissing:
+    """Stands for ``triton`` and ``triton.language`` where they cannot be imported.
+
+    Kernels can be declared; their trial raises the import's error.
+    """
+
+    def __init__(self, error: ImportError) -> None:
+        self._error = error
+
+    def jit(self, _function: Any = None, **_options: Any) -> Any:
+        return self if _function is not None else self.jit
+
+    def constexpr(self, value: Any) -> Any:
+        return value
+
+    def __getitem__(self, _grid: Any) -> Any:
+        raise self._error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as _error:  # torch for CPUs, and macOS
+    triton = tl = _TritonIsMissing(_error)
+
 log = logging.getLogger(__name__)
 
 TOLERANCE = 0.05
 """Largest error of a result relative to its largest element: above bfloat16's rounding, below
-any mistake."""
+any mistake. Of fp8 numbers, whose neighbours are 7 to 14 % apart, the share that differs."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OptionalKernel:
     """A kernel that torch can replace, and a trial that shows whether it works here."""
 
@@ -44,13 +86,130 @@ class OptionalKernel:
     on small tensors, forward and backward, and returns the results in pairs."""
 
 
+class Sample:
+    """Arguments of one call. Tensors that require a gradient are compared in backward too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the arguments."""
+        self.args, self.kwargs = args, kwargs
+
+
+class KernelFunction(OptionalKernel, Generic[P, R]):
+    """A kernel and its reference behind one call; see ``optional_kernel``.
+
+    Attributes:
+        launch: runs the kernel, whatever the device.
+        reference: computes the same in plain torch.
+        kind: maps the arguments of a call to what the kernel is compiled for; None: the kernel
+            is not made for these arguments.
+        samples: maps a device and a kind to small calls; without a kind, to calls that
+            Triton's interpreter computes exactly.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        packages: tuple[str, ...],
+        launch: Callable[P, R],
+        reference: Callable[P, R],
+        kind: Callable[..., tuple[Hashable, ...] | None],
+        samples: Callable[..., Iterable[Sample]],
+    ) -> None:
+        super().__init__(name, packages, self._trial)
+        self.launch, self.reference, self.kind, self.samples = launch, reference, kind, samples
+        update_wrapper(self, launch)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Launch the kernel if it takes these arguments, else run the reference."""
+        if self.takes(*args, **kwargs):
+            return self.launch(*args, **kwargs)
+        return self.reference(*args, **kwargs)
+
+    def takes(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether a call with these arguments launches the kernel; tries it first.
+
+        Args:
+            *args: of the call, or those of them that ``kind`` reads; the first is a tensor.
+            **kwargs: of the call.
+        """
+        device = args[0].device
+        if torch.compiler.is_compiling() or device.type != "cuda":
+            return False
+        kind = self.kind(*args, **kwargs)
+        return kind is not None and works(self, device, *kind)
+
+    def _trial(self, device: torch.device, *kind: Hashable) -> Iterable[tuple[Tensor, Tensor]]:
+        for sample in self.samples(device, *kind):
+            yield from compared(self, sample)
+
+
+def optional_kernel(
+    name: str,
+    *,
+    reference: Callable[P, R],
+    kind: Callable[..., tuple[Hashable, ...] | None],
+    samples: Callable[..., Iterable[Sample]],
+    packages: tuple[str, ...] = ("triton",),
+) -> Callable[[Callable[P, R]], KernelFunction[P, R]]:
+    """Return a decorator of a function that launches a kernel.
+
+    Args:
+        name: for the warning.
+        reference: computes the same in plain torch.
+        kind: maps the arguments of a call on a GPU to what the kernel is compiled for (dtype,
+            head size, ...); None: the reference runs.
+        samples: maps a device and a kind to small calls for the trial. The values of the kind
+            have defaults, with which Triton's interpreter runs the samples in the tests.
+        packages: distributions that provide the kernel; the warning names their versions.
+    """
+
+    def decorate(launch: Callable[P, R]) -> KernelFunction[P, R]:
+        return KernelFunction(name, packages, launch, reference, kind, samples)
+
+    return decorate
+
+
+def compared(kernel: KernelFunction[..., Any], sample: Sample) -> list[tuple[Tensor, Tensor]]:
+    """Run a sample by a kernel and by its reference; return their results in pairs.
+
+    Results are the outputs, the tensors among the arguments, which may be written in place, and
+    the gradients of those that require one.
+    """
+    results = []
+    for function in (kernel.launch, kernel.reference):
+        copies: dict[int, Any] = {}  # by identity: two arguments may be one tensor
+        args = [_copy(x, copies) for x in sample.args]
+        kwargs = {name: _copy(x, copies) for name, x in sample.kwargs.items()}
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        outputs = function(*args, **kwargs)
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs or ())
+        leaves = [x for x in inputs if x.requires_grad]
+        grads: Sequence[Tensor] = ()
+        if leaves:
+            roots = [y for y in outputs if y.requires_grad]
+            weights = [wave(*y.shape, device=y.device, dtype=y.dtype) for y in roots]
+            grads = torch.autograd.grad(roots, leaves, weights, materialize_grads=True)
+        written = [x for x in inputs if not x.requires_grad]
+        results.append([*outputs, *written, *grads])
+    return list(zip(*results, strict=True))
+
+
+def _copy(x: Any, copies: dict[int, Any]) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if id(x) not in copies:
+        # Leaves are not written, and keep their strides.
+        copies[id(x)] = x.detach().requires_grad_() if x.requires_grad else x.clone()
+    return copies[id(x)]
+
+
 _Key = tuple[OptionalKernel, torch.device, tuple[Hashable, ...]]
 # Why kernels failed, by kernel, device and kind; empty: they work. Tried once in a process.
 _FAILURES: dict[_Key, str] = {}
 
 
 def works(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> bool:
-    """Say whether a kernel may be chosen; no communication.
+    """Return whether a kernel may be chosen; no communication.
 
     The first call for a device and a kind tries it, which may compile for some seconds and
     waits for the device.
@@ -58,13 +217,13 @@ def works(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> bool
     Args:
         kernel: to try.
         device: of the tensors; a GPU without an index is the current one.
-        kind: passed to the trial: what else the kernel is compiled for.
+        kind: what the kernel is compiled for; passed to the trial.
     """
     return not kernel_failure(kernel, device, *kind)
 
 
 def kernel_failure(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> str:
-    """Say why a kernel must not be chosen; empty: it may. See ``works``."""
+    """Return why a kernel must not be chosen; empty if it may. Tries it as ``works`` does."""
     key = kernel, _with_index(device), kind
     if key not in _FAILURES:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -150,6 +309,11 @@ def wave(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.arange(size, device=device).mul(0.7).sin().view(shape).to(dtype)
 
 
+def sine_leaf(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a ``wave`` that requires a gradient, for a sample that is compared in backward."""
+    return wave(*shape, device=device, dtype=dtype).requires_grad_()
+
+
 def both_passes(
     function: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Tensor
 ) -> list[Tensor]:
@@ -170,7 +334,11 @@ def try_kernel(kernel: OptionalKernel, device: torch.device, *kind: Hashable) ->
     def run() -> None:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for number, (got, want) in enumerate(kernel.trial(device, *kind)):
-                _check(number, got.detach().double(), want.detach().double())
+                error = largest_error(got, want)
+                if not error <= TOLERANCE:
+                    raise ArithmeticError(
+                        f"result {number} is off by {error:.2g} of its largest element"
+                    )
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
@@ -182,7 +350,19 @@ def try_kernel(kernel: OptionalKernel, device: torch.device, *kind: Hashable) ->
     return ""
 
 
-def _check(number: int, got: Tensor, want: Tensor) -> None:
-    error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
-    if not error <= TOLERANCE:
-        raise ArithmeticError(f"result {number} is off by {error:.2g} of its largest element")
+def largest_error(got: Tensor, want: Tensor) -> float:
+    """Return the largest error relative to the largest element; exact for integers.
+
+    Of fp8 numbers, the share that differs.
+    """
+    if got.shape != want.shape:
+        return float("nan")
+    if not want.numel():
+        return 0.0
+    got, want = got.detach(), want.detach()
+    if not want.is_floating_point():
+        return float((got != want).any())
+    if want.dtype.itemsize == 1:
+        return float((got.float() != want.float()).float().mean())
+    got, want = got.double(), want.double()
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))

@@ -203,6 +203,20 @@ def sliced(
     return ParamLayout((Part(name, shape, offsets, (0,) * len(shape), lengths),))
 
 
+def layer_stacks(chunk: nn.Module) -> list[list[nn.Module]]:
+    """List the layers of each stack of a chunk, in forward order.
+
+    A stack is a container named ``blocks``: of the chunk itself, or of a part such as an
+    encoder.
+    """
+    return [
+        list(module.children())
+        for name, module in chunk.named_modules()
+        if name.rpartition(".")[2] == "blocks"
+        and isinstance(module, nn.ModuleDict | nn.ModuleList)
+    ]
+
+
 def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
     """Walk every parameter once with its layout, logical names made whole.
 

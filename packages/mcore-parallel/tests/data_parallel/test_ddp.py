@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.collectives import (
     all_gather,
     all_reduce,
@@ -27,7 +28,6 @@ from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.grads import clip_coefficient
-from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import (
     DistributedOptimizer,
 )
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.data_parallel.optimizer_segments import has_weight_decay
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig, SGDConfig
 from mcore_parallel.optimizers.sgd import SGD
-from mcore_parallel.optimizers.weight_decay import has_weight_decay
 from mcore_parallel.sharding import ParamLayout, Part, named_parameters, named_shards, whole
 from mcore_parallel.testing.ranks import gather_logical, run_ranks
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mcore_parallel.autograd.grad_slot import grad_slot, overwrites
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES
 from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
-from mcore_parallel.grad_slot import grad_slot, overwrites
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
@@ -257,7 +257,7 @@ def test_hybrid_sharding_sums_over_instances_once_and_finds_a_copy_that_came_apa
 
 def test_contradicting_options_are_refused():
     for options, message in (
-        ({"use_torch_fsdp2": True, "ddp_bucket_size": 5}, "--ddp-bucket-size has no effect"),
+        ({"use_torch_fsdp2": True, "ddp_bucket_size": 5}, "--ddp-bucket-size 5 has no effect"),
         ({"use_torch_fsdp2": True, "data_parallel_sharding_strategy": "optim"}, "leave one"),
         (
             {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "no_shard"},

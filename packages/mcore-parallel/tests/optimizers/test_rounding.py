@@ -2,7 +2,7 @@
 
 import torch
 
-from mcore_parallel.optimizers.rounding import round_stochastically_
+from mcore_parallel.kernels.rounding import round_stochastically_
 
 
 def rounded(wide, step=1):

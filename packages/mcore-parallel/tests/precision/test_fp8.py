@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import (
     ParallelConfig,
 )
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.kernels.fp8_cast import cast_plain, dequantized
+from mcore_parallel.kernels.fp8_fine_cast import cast_blocks, dequantized_lines
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.precision.config import Fp8Config
@@ -21,8 +23,7 @@ from mcore_parallel.precision.fp8 import (
     fp8_gemms,
     layer_gemms,
 )
-from mcore_parallel.precision.fp8_cast import cast, cast_plain, dequantized
-from mcore_parallel.precision.fp8_fine_cast import cast_blocks, cast_lines, dequantized_lines
+from mcore_parallel.precision.fp8_cast import cast, cast_lines
 from mcore_parallel.precision.fp8_recipes import Cut, Delayed, Tensorwise
 from mcore_parallel.precision.gemm import PLAIN_GEMM
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

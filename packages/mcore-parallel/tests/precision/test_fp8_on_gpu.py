@@ -3,21 +3,23 @@
 import pytest
 import torch
 
-from mcore_parallel.grad_slot import grad_slot
-from mcore_parallel.kernels.fp8_cast import cast_by, largest
+from mcore_parallel.autograd.grad_slot import grad_slot
+from mcore_parallel.kernels.fp8_cast import (
+    cast_by,
+    cast_plain,
+    dequantized,
+    largest_magnitude,
+)
+from mcore_parallel.kernels.fp8_fine_cast import (
+    cast_blocks,
+    cast_lines_by,
+    dequantized_lines,
+)
 from mcore_parallel.optional_kernels import kernel_failure
 from mcore_parallel.precision.delayed_scaling import DelayedScales
 from mcore_parallel.precision.fp8 import Fp8Gemm, WeightCasts
-from mcore_parallel.precision.fp8_accumulation import ADDING_KERNEL, add_scaled_matmul
-from mcore_parallel.precision.fp8_cast import CAST_KERNEL, cast, cast_plain, dequantized
-from mcore_parallel.precision.fp8_fine_cast import (
-    FINE_CAST_KERNEL,
-    cast_blocks,
-    cast_blocks_plain,
-    cast_lines,
-    cast_lines_plain,
-    dequantized_lines,
-)
+from mcore_parallel.precision.fp8_accumulation import add_scaled_matmul
+from mcore_parallel.precision.fp8_cast import cast, cast_lines
 from mcore_parallel.precision.fp8_recipes import (
     Blockwise,
     Cut,
@@ -50,10 +52,12 @@ def same_bits(got, want):
 def test_no_kernel_is_refused_by_its_trial():
     cuda = torch.device("cuda")
     for dtype in (torch.bfloat16, torch.float32):
-        assert kernel_failure(CAST_KERNEL, cuda, dtype) == ""
+        for kernel in (largest_magnitude, cast_by):
+            assert kernel_failure(kernel, cuda, dtype) == ""
         for grad_dtype in (E4M3, E5M2):
-            assert kernel_failure(ADDING_KERNEL, cuda, dtype, grad_dtype) == ""
-    assert kernel_failure(FINE_CAST_KERNEL, cuda, torch.bfloat16) == ""
+            assert kernel_failure(add_scaled_matmul, cuda, dtype, grad_dtype) == ""
+    for kernel in (cast_lines_by, cast_blocks):
+        assert kernel_failure(kernel, cuda, torch.bfloat16) == ""
 
 
 @pytest.mark.parametrize("narrow", [E4M3, E5M2])
@@ -65,13 +69,15 @@ def test_the_kernels_cast_to_the_same_bits_as_torch(shape, dtype, narrow):
     x[0, :3] = torch.tensor([0.0, -5e-2, 1e-20])
     amax = x.abs().max().float().view(1)
     want = cast_plain(x, amax, narrow)
-    assert torch.equal(largest(x), amax)
-    assert same_bits(cast_by(x, amax, narrow), want)
-    only_columns = cast_by(x, amax, narrow, has_rows=False)
+    assert torch.equal(largest_magnitude.launch(x), amax)
+    assert same_bits(cast_by.launch(x, amax, narrow), want)
+    only_columns = cast_by.launch(x, amax, narrow, has_rows=False)
     assert only_columns[0].numel() == 0
     assert torch.equal(bits(only_columns[1]), bits(want.columns))
     earlier, seen = amax / 3, amax / 2
-    assert same_bits(cast_by(x, earlier, narrow, seen=seen), cast_plain(x, earlier, narrow))
+    assert same_bits(
+        cast_by.launch(x, earlier, narrow, seen=seen), cast_plain(x, earlier, narrow)
+    )
     assert torch.equal(seen, amax)
 
 
@@ -80,7 +86,7 @@ def test_what_is_not_finite_is_nan_under_an_earlier_scale_too():
     x[3, 5], x[4, 6] = float("inf"), float("nan")
     for narrow in (E4M3, E5M2):
         seen = torch.zeros(1, device="cuda")
-        rows, columns, _ = cast_by(x, torch.ones(1, device="cuda"), narrow, seen=seen)
+        rows, columns, _ = cast_by.launch(x, torch.ones(1, device="cuda"), narrow, seen=seen)
         for lost in (rows.float().isnan(), columns.t().float().isnan()):
             assert lost[3, 5]
             assert lost[4, 6]
@@ -99,10 +105,10 @@ def test_casts_with_many_scales_have_the_same_bits_as_torch(shape, strange, narr
     x[:128, :128] = 0
     x[-1, -1] = strange
     tops = x.abs().amax(1).float(), x.abs().amax(0).float()
-    pairs = [(cast_lines(x, narrow), cast_lines_plain(x, *tops, narrow))]
+    pairs = [(cast_lines(x, narrow), cast_lines_by.reference(x, *tops, narrow))]
     for is_square in (False, True):
         got = cast_blocks(x, narrow, is_square=is_square)
-        pairs.append((got, cast_blocks_plain(x, narrow, is_square=is_square)))
+        pairs.append((got, cast_blocks.reference(x, narrow, is_square=is_square)))
     for got, want in pairs:
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
@@ -117,7 +123,7 @@ def test_zeros_stay_zero_and_what_is_not_finite_makes_the_scale_nan():
         assert cast(x, E5M2).scale_inv.isnan().all()
         for narrow in (E4M3, E5M2):
             own, want = (
-                cast_by(x, largest(x), narrow),
+                cast_by.launch(x, largest(x), narrow),
                 cast_plain(x, x.abs().amax().view(1), narrow),
             )
             assert all(a.float().isnan().all() for a in (*own, *want))

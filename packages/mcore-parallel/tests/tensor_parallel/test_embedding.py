@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.rng import fill_normal_
 from mcore_parallel.sharding import named_shards

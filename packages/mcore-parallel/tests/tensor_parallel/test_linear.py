@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.rng import fill_normal_
@@ -296,7 +296,7 @@ def deferred_gradients(sequence_parallel):
         column = ColumnParallelLinear(D, 8, bias=True, **options)
         row = RowParallelLinear(8, D, bias=True, **options)
         if queue is not None:
-            queue.serve(nn.Sequential(column, row))
+            queue.attach(nn.Sequential(column, row))
         for layer in (column, row):
             fill(layer)
             grad_slot(layer.weight).main = torch.zeros_like(layer.weight)

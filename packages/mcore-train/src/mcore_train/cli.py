@@ -137,7 +137,7 @@ def verify(words: Sequence[str]) -> int:
         needs=command.needs,
         check=check,
     )
-    from mcore_train.layout_check.small_run_degrees import smallest_world
+    from mcore_train.layout_check.small_layout import smallest_world
     from mcore_train.layout_check.verification import run_verification
 
     if config.run.device == "cuda" and not is_launched():
@@ -156,14 +156,6 @@ def schedule(words: Sequence[str]) -> int:
     return 0
 
 
-def plan(words: Sequence[str]) -> int:
-    """Search the layouts of a model on a cluster."""
-    from mcore_train.planning.command import run_plan
-
-    print(run_plan(words))
-    return 0
-
-
 def launch(words: Sequence[str]) -> int:
     """Render, submit and follow jobs on several hosts."""
     from mcore_train.launching.cli import launch as run_verb
@@ -176,6 +168,35 @@ def triage(words: Sequence[str]) -> int:
     from mcore_train.diagnosis.cli import triage_logs
 
     return parse_options(triage_logs, "mcore-train triage", words)
+
+
+def memory(words: Sequence[str]) -> int:
+    """Print a snapshot of GPU memory by class of tensors."""
+    from mcore_train.diagnosis.cli import show_snapshot
+
+    return parse_options(show_snapshot, "mcore-train memory", words)
+
+
+def doctor(words: Sequence[str]) -> int:
+    """Check a cluster before a run, or judge the numbers of a run."""
+    from mcore_train.diagnosis.cli import judge_run, report_cluster
+
+    if words and not words[0].startswith("-"):
+        return parse_options(judge_run, "mcore-train doctor RUN", words)
+    from mcore_train.diagnosis.doctor import DoctorConfig
+
+    config = parse_options(DoctorConfig, "mcore-train doctor", words)
+    if config.options.nproc:
+        return start_ranks("doctor", words, config.options.nproc)
+    return report_cluster(config)
+
+
+def plan(words: Sequence[str]) -> int:
+    """Search the layouts of a model on a cluster."""
+    from mcore_train.planning.command import run_plan
+
+    print(run_plan(words))
+    return 0
 
 
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
@@ -226,8 +247,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "verify gpt FLAGS (bert, t5): does this layout compute what one rank does?",
         verify,
     ),
-    "plan": ("from a model and a cluster to the fastest layouts that fit", plan),
     "launch": ("start a run on several hosts: Slurm, Kubernetes, Ray, SkyPilot, here", launch),
+    "plan": ("from a model and a cluster to the fastest layouts that fit", plan),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
+    "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),
+    "doctor": ("is this cluster healthy? doctor RUN: what the numbers of a run tell", doctor),
 }

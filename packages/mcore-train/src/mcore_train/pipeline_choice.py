@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 from functools import lru_cache
 
+from mcore_base.options import find_faults
 from mcore_models.config import TransformerConfig
 from mcore_models.counting import GPU_GIB, USABLE
 from mcore_models.families import Family
@@ -25,9 +26,8 @@ from mcore_parallel.pipeline_parallel.search import (
     search_schedules,
     search_table,
 )
-from mcore_train.batch_ramp import build_ramp
-from mcore_train.composition import TrainConfig
-from mcore_train.options.option_conflicts import find_option_conflicts
+from mcore_train.batches.batch_ramp import build_ramp
+from mcore_train.composition import TrainConfig, parts
 
 FLOPS = 500e12
 """Of a GPU in a second, as an H200 reaches in bf16 layers."""
@@ -43,7 +43,7 @@ def choose_schedule(
     """Put the best schedule in the place of auto, and log what was compared.
 
     Args:
-        config: all options, without conflicts beside those of a schedule.
+        config: all options, whose only conflicts may be those of a schedule.
         family: of the model.
         world_size: ranks of the job.
         vocab_size: tokens of the model.
@@ -181,13 +181,13 @@ def _summed_shapes(
 
 
 def _problem(config: TrainConfig, pipeline: PipelineConfig, num_microbatches: int) -> str:
-    """Say what refuses a schedule: a batch of the ramp, or options beside it."""
+    """Return why a schedule is refused: by a batch of the ramp or other options; or empty."""
     ramp, final = config.batch.rampup_batch_size, config.batch.global_batch_size
     if ramp and final:
         pp = config.parallelism.pipeline_model_parallel_size
         for size in build_ramp(ramp, final).sizes():
             check_schedule(pipeline, pp, max(1, size * num_microbatches // final))
-    return next(find_option_conflicts(replace(config, pipeline=pipeline)), "")
+    return next(iter(find_faults(*parts(replace(config, pipeline=pipeline)))), "")
 
 
 def _cap_bytes(text: str) -> float:

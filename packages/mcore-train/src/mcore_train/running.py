@@ -1,4 +1,4 @@
-"""A run from its config to its end: the five lines that everything else hangs on."""
+"""A run from its config to its end: plan, world, assembly, checkpoint, training."""
 
 import contextlib
 import faulthandler
@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 def run_training(
     config: TrainConfig, family: Family = GPT_FAMILY, tables: Tables | None = None
 ) -> int:
-    """Train as the config says, on this process's place in the world.
+    """Train by a config, as this process's rank of the launcher's world.
 
     Args:
         config: the options.
         family: of the model; one of ``FAMILIES`` or your own.
-        tables: optimizers, fp8 recipes and data-parallel engines by the names in the config.
+        tables: optimizers, fp8 recipes and data-parallel engines by option value.
 
     Returns:
         0, also after a signal that ended the run cleanly.
 
     Raises:
-        ValueError: for everything that contradicts itself or the world, before any collective.
+        ValueError: with every conflict of options and world, before any collective.
     """
     world = launcher.read_environment()
     console = set_up(world.rank == 0)
@@ -77,7 +77,7 @@ def run_training(
 def joined_world(plan: Plan) -> Iterator[ParallelContext]:
     """Join the launcher's world and build the plan's groups; leave both at the end.
 
-    Meanwhile a rank that fails, dies or hangs ends all of them (see ``Watch``).
+    Inside, a rank that fails, dies or hangs ends all ranks (see ``Watch``).
     """
     config = plan.config
     if not faulthandler.is_enabled():
@@ -131,7 +131,7 @@ def check_same_options(config: TrainConfig, ctx: ParallelContext) -> None:
     """Compare the options of all ranks; all of them call it together.
 
     Raises:
-        ValueError: on all ranks, if one was given others than the first, with each of them.
+        ValueError: on all ranks, naming the options in which a rank differs from rank 0.
     """
     first, *others = gather_json(flat(config), ctx.world)
     for rank, options in enumerate(others, start=1):

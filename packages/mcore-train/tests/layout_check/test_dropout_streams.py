@@ -8,7 +8,8 @@ from mcore_parallel.rng import RngStreams
 from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.composition import compose
 from mcore_train.layout_check.dropout_streams import noise_faults
-from mcore_train.layout_check.trial import build_rows, build_run
+from mcore_train.layout_check.rows import build_rows
+from mcore_train.layout_check.trial import build_run
 from mcore_train.resolution import resolve
 
 TINY = {

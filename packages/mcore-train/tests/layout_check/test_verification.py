@@ -17,8 +17,9 @@ from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.cli import main
 from mcore_train.composition import compose
 from mcore_train.layout_check.certificate import Certificate, Line
+from mcore_train.layout_check.rows import build_rows
 from mcore_train.layout_check.small_run import build_small_run
-from mcore_train.layout_check.trial import build_rows, build_run, whole_weights
+from mcore_train.layout_check.trial import build_run, whole_weights
 from mcore_train.layout_check.verification import (
     alone,
     conclude,

@@ -2,8 +2,8 @@
 
 from mcore_infer.config import Drafts
 from mcore_infer.writing import ScoreRequest, Writing
+from mcore_models.building.mtp_model import MTPLanguageModel
 from mcore_models.config import TransformerConfig
-from mcore_models.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 

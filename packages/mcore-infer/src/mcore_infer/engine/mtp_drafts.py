@@ -26,7 +26,7 @@ from mcore_infer.engine.step_layout import step_tensors
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
 from mcore_infer.stages import last_stage_logits
 from mcore_infer.writing import Writing
-from mcore_models.mtp_model import MTPLanguageModel
+from mcore_models.building.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
 
 

@@ -21,7 +21,7 @@ from mcore_ckpt.formats.quantized_layouts import LAYOUTS, QuantLayout
 from mcore_ckpt.mapping.low_bits import LARGEST, Code, decode, encode, unpack
 from mcore_infer.engine.kernels.skinny_gemm_tiles import tiles_for
 from mcore_infer.quantization.tile_choices import TileChoices
-from mcore_parallel.grad_slot import GradSlot
+from mcore_parallel.autograd.grad_slot import GradSlot
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.precision.fp8_recipes import Factor, Rowwise, Tensorwise
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands

@@ -22,7 +22,7 @@ _DIGITS = {torch.bfloat16: (1, 256, 65536), torch.float16: (1, 2048)}
 _LIFT = {torch.bfloat16: 1, torch.float16: 16}
 """What the key carries of an upper digit's worth: float16 holds no large slope times 2048."""
 _NARROW_CHANNELS = 8
-"""Channels in 16 bits: kernels want heads of a multiple of 8."""
+"""Channels in 16 bits: kernels take heads of a multiple of 8."""
 
 
 def alibi_slopes(num_heads: int, device: torch.device | None = None) -> Float[Tensor, " N"]:

@@ -1,20 +1,26 @@
-"""Triton kernels of the short causal convolution with SiLU behind it, forward and backward.
+"""The short causal convolution before a recurrent state: Triton kernels and reference.
 
-A program has a tile of tokens and channels; its few earlier tokens come from the cache. The
-plain form is ``layers.recurrent.causal_conv``. Backward writes the gradient before the
-activation once, in the inputs' dtype, and sums the weights' over each tile; the tiles are
-summed in a fixed order.
+A program has a tile of tokens and channels; its few earlier tokens come from the cache.
+Backward writes the gradient before the activation once, in the inputs' dtype, and sums the
+weights' over each tile; the tiles are summed in a fixed order.
 """
 
+from collections.abc import Iterator
 from typing import Any, no_type_check
 
 import torch
-import triton
-import triton.language as tl
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.optional_kernels import (
+    Sample,
+    optional_kernel,
+    sine_leaf,
+    tl,
+    triton,
+)
 
 _TOKENS, _CHANNELS = 32, 128
 """Of a tile."""
@@ -187,14 +193,78 @@ class _Convolution(OnceDifferentiable):
         return dx, dweight, dbias, None
 
 
-def fused_conv_silu(
+def causal_conv(
     x: Float[Tensor, "S B F"],
     weight: Float[Tensor, "F 1 W"],
     bias: Float[Tensor, " F"] | None = None,
     *,
     starts: Bool[Tensor, "S B"] | None = None,
+    before: Float[Tensor, "w B F"] | None = None,
 ) -> Float[Tensor, "S B F"]:
-    """Compute ``silu(causal_conv(...))``; all arguments are as there."""
+    """Mix every channel with its last W tokens; no communication.
+
+    Args:
+        x: inputs.
+        weight: of each channel, the newest token's last.
+        bias: of each channel.
+        starts: first tokens of documents, which see none before.
+        before: the W - 1 inputs before the first; None: zeros.
+    """
+    width, length = weight.shape[-1], x.shape[0]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if before is None:
+        before = x.new_zeros(width - 1, *x.shape[1:])
+    padded = torch.cat([before.to(x.dtype), x])
+    taps = weight[:, 0].to(wide)
+    y = x * taps[:, -1]
+    sees = None if starts is None else torch.ones_like(starts)
+    for lag in range(1, width):
+        earlier = padded[width - 1 - lag : width - 1 - lag + length] * taps[:, -1 - lag]
+        if sees is not None and starts is not None:
+            # A token sees the one ``lag`` before it if no document begins in between.
+            newer = F.pad(starts, (0, 0, lag - 1, 0))[:length]
+            sees = sees & ~newer
+            earlier = earlier * sees[..., None]
+        y = y + earlier
+    if bias is not None:
+        y = y + bias.to(wide)
+    return y.to(x.dtype)
+
+
+def _plain(
+    x: Float[Tensor, "S B F"],
+    weight: Float[Tensor, "F 1 W"],
+    bias: Float[Tensor, " F"] | None = None,
+    *,
+    starts: Bool[Tensor, "S B"] | None = None,
+    before: Float[Tensor, "w B F"] | None = None,
+) -> Float[Tensor, "S B F"]:
+    return F.silu(causal_conv(x, weight, bias, starts=starts, before=before))
+
+
+def _kind(
+    x: Tensor, *_: object, before: Tensor | None = None, **__: object
+) -> tuple[torch.dtype] | None:
+    return None if before is not None or x.dtype == torch.float64 else (x.dtype,)
+
+
+def _samples(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Sample]:
+    shapes = (40, 2, 136), (136, 1, 4), (136,)
+    yield Sample(*(sine_leaf(*shape, device=device, dtype=dtype) for shape in shapes))
+
+
+@optional_kernel(
+    "a short convolution in Triton", reference=_plain, kind=_kind, samples=_samples
+)
+def conv_silu(
+    x: Float[Tensor, "S B F"],
+    weight: Float[Tensor, "F 1 W"],
+    bias: Float[Tensor, " F"] | None = None,
+    *,
+    starts: Bool[Tensor, "S B"] | None = None,
+    before: Float[Tensor, "w B F"] | None = None,  # noqa: ARG001 - the reference continues
+) -> Float[Tensor, "S B F"]:
+    """Apply SiLU to ``causal_conv``, whose arguments these are; on a GPU in one kernel."""
     docs = None if starts is None else starts.cumsum(0, dtype=torch.int32)
     x = x if x.stride(2) == 1 else x.contiguous()
     return _Convolution.apply(x, weight.contiguous(), bias, docs)

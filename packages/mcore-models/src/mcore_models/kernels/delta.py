@@ -1,20 +1,35 @@
-"""Triton kernels of the gated delta rule, forward and backward, a chunk of tokens at a time.
+"""The gated delta rule: a state that decays, and is corrected where a key points, by chunks.
 
-``layers.recurrent.delta_rule``: the formulas and the reference in plain torch. With S the lower
-triangular system of a chunk, the corrections of a state M are S^-1 (beta V) - S^-1 (beta e^G K)
-M. Both products are computed chunk by chunk; then one kernel walks over the chunks of a head,
-keeps a part of the state in registers and writes what each chunk begins from and its
-corrections; at last each chunk is read. Only the inputs and S^-1 are kept for backward.
+Every head keeps a state M of K x H numbers. A token lets it decay, replaces what it holds
+under the token's key by a share of the token's value, and reads it by the token's query:
+
+    M_t = e^{g_t} M_{t-1}
+    M_t = M_t + k_t (beta_t (v_t - M_t^T k_t))^T        o_t = M_t^T q_t
+
+Inside a chunk of Q tokens each correction depends on the earlier ones, through a lower
+triangular system of Q equations: with A_ij = beta_i (k_i . k_j) e^{G_i - G_j} for j < i and G
+the running sum of g, the corrections are (I + A)^{-1} (beta V - beta e^G K M). So most of the
+work is GEMMs, only the states at the chunks' ends are sequential, and the result does not
+depend on Q but for rounding. A step of generation is the same maths with one token.
+
+In the Triton kernels, with S = I + A, the products S^{-1} (beta V) and S^{-1} (beta e^G K) are
+computed chunk by chunk; then one kernel walks over the chunks of a head, keeps a part of the
+state in registers and writes what each chunk begins from and its corrections; at last each
+chunk is read. Only the inputs and S^{-1} are kept for backward.
+
+N heads with values of H channels, G key heads (each the query and key of N / G neighbouring
+heads) of K channels.
 
 Reference:
-    Yang et al. 2024, arXiv:2412.06464, section 3.
+    Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464, section 3; the triangular form,
+    Yang et al. 2024, arXiv:2406.06484, section 3.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any, no_type_check
 
 import torch
-import triton
-import triton.language as tl
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -24,11 +39,17 @@ from mcore_models.kernels.delta_backward import (
     state_gradients,
     system_gradients,
 )
+from mcore_models.kernels.ssd import NARROW
 from mcore_models.kernels.ssd_chunks import inside_chunk, of_group, of_head, running_of
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 CHUNK = 64
-"""Tokens of a chunk."""
+"""Tokens of a chunk, Q; memory grows with S x Q, the sequential steps with S / Q."""
+RAN_ON_GPU = ((128, 128),)
+"""Channels of keys and values with which the kernels are right on an H200, least first: 16 x 16
+gave NaN and 64 x 32 errors of 1, so others are not tried. Narrower keys and values are padded
+with zeros; wider values are cut into several heads, which are independent."""
 _SYSTEM = {"num_warps": 4, "num_stages": 1}
 _STATES = {"num_warps": 4, "num_stages": 3}
 _OUTPUTS = {"num_warps": 4, "num_stages": 1}
@@ -326,7 +347,146 @@ def _strided(x: Tensor) -> tuple[Tensor, int, int]:
     return x, x.stride(0), x.stride(1)
 
 
-def fused_delta_rule(
+def delta_rule_plain(
+    q: Float[Tensor, "S B G K"],
+    k: Float[Tensor, "S B G K"],
+    v: Float[Tensor, "S B N H"],
+    g: Float[Tensor, "S B N"],
+    beta: Float[Tensor, "S B N"],
+    *,
+    chunk_size: int = CHUNK,
+    starts: Bool[Tensor, "S B"] | None = None,
+    state: Float[Tensor, "B N K H"] | None = None,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
+    """Compute ``gated_delta_rule`` in plain torch."""
+    length, heads = v.shape[0], v.shape[2]
+    wide = torch.promote_types(v.dtype, torch.float32)
+    size = min(chunk_size, length)
+    q, k = (x.to(wide).repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    q, k, values = (_chunks(x, size) for x in (q, k, v.to(wide)))  # [b, N, c, Q, K or H]
+    decay, share = (_chunks(x.to(wide)[..., None], size) for x in (g, beta))  # [b, N, c, Q, 1]
+    sums = decay.cumsum(3)
+    last = sums[:, :, :, -1:]  # the decay over the whole chunk
+    sees = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
+    from_before, to_end, over = sums.exp(), (last - sums).exp(), last.exp()
+    if starts is not None:
+        documents = F.pad(starts, (0, 0, 0, -length % size)).t().long().cumsum(1)
+        mine = documents.unflatten(1, (-1, size))[:, None]  # [b, 1, c, Q]
+        ends = mine[..., -1:]
+        previous = F.pad(ends[:, :, :-1], (0, 0, 1, 0))
+        sees = sees & (mine[..., :, None] == mine[..., None, :])
+        from_before = from_before * (mine == previous)[..., None]
+        to_end = to_end * (mine == ends)[..., None]
+        over = over * (ends == previous)[..., None]
+    # Masked before exp: the sum above the diagonal grows without bound.
+    inside = (sums - sums.transpose(3, 4)).masked_fill(~sees, -torch.inf).exp()  # [.., Q, Q]
+
+    system = (share * (k @ k.transpose(3, 4)) * inside).tril(-1)
+    known = torch.cat([share * values, share * from_before * k], -1)
+    solved = torch.linalg.solve_triangular(
+        system + torch.eye(size, dtype=wide, device=v.device),
+        known,
+        upper=False,
+        unitriangular=True,
+    )
+    new, erased = solved.split((values.shape[-1], k.shape[-1]), -1)
+    memory = values.new_zeros(*values.shape[:2], k.shape[-1], values.shape[-1])
+    if state is not None:
+        memory = state.to(wide)
+    before, corrections = [], []
+    kept = (to_end * k).transpose(3, 4)
+    for chunk in range(values.shape[2]):
+        before.append(memory)
+        corrections.append(new[:, :, chunk] - erased[:, :, chunk] @ memory)
+        memory = over[:, :, chunk] * memory + kept[:, :, chunk] @ corrections[-1]
+    read = (from_before * q) @ torch.stack(before, 2)
+    y = read + ((q @ k.transpose(3, 4)) * inside) @ torch.stack(corrections, 2)
+    return y.flatten(2, 3)[:, :, :length].permute(2, 0, 1, 3).to(v.dtype), memory
+
+
+def _chunks(x: Tensor, size: int) -> Tensor:
+    """Cut ``[S, b, N, X]`` into ``[b, N, c, Q, X]``; zeros change no state."""
+    padded = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -x.shape[0] % size))
+    return padded.permute(1, 2, 0, 3).unflatten(2, (-1, size))
+
+
+def kernel_widths(keys: int, values: int) -> tuple[int, int] | None:
+    """Return the widths of keys and values that kernels compute with; None: they cannot.
+
+    Args:
+        keys: channels of a key, K.
+        values: channels of a value, H.
+    """
+    fitting = [pair for pair in RAN_ON_GPU if pair[0] >= keys]
+    chosen = [pair for pair in fitting if pair[1] >= values] or fitting[-1:]
+    return chosen[0] if chosen else None
+
+
+def _kind(_q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Any:
+    widths = kernel_widths(k.shape[-1], v.shape[-1])
+    return (v.dtype, *widths) if widths and v.dtype in NARROW else None
+
+
+def _samples(
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    numbers: int = 128,
+    channels: int = 128,
+) -> Iterator[Sample]:
+    wide: dict[str, Any] = {"device": device, "dtype": torch.float32}
+    keys = F.normalize(wave(150, 1, 1, numbers, **wide), dim=-1)
+    inputs = [
+        keys.flip(0).to(dtype),
+        keys.to(dtype),
+        wave(150, 1, 2, channels, device=device, dtype=dtype),
+        wave(150, 1, 2, **wide).abs() * -0.2,
+        wave(150, 1, 2, **wide).abs(),
+    ]
+    yield Sample(*(x.requires_grad_() for x in inputs))
+
+
+@optional_kernel(
+    "the gated delta rule in Triton",
+    reference=delta_rule_plain,
+    kind=_kind,
+    samples=_samples,
+)
+def gated_delta_rule(
+    q: Float[Tensor, "S B G K"],
+    k: Float[Tensor, "S B G K"],
+    v: Float[Tensor, "S B N H"],
+    g: Float[Tensor, "S B N"],
+    beta: Float[Tensor, "S B N"],
+    *,
+    chunk_size: int = CHUNK,  # noqa: ARG001 - of the reference
+    starts: Bool[Tensor, "S B"] | None = None,
+    state: Float[Tensor, "B N K H"] | None = None,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
+    """Run the recurrence over whole sequences; no communication.
+
+    Args:
+        q: queries, already scaled.
+        k: keys; of length 1, else the state may grow without bound.
+        v: values.
+        g: logarithms of the decay, 0 or less.
+        beta: share of what a key holds that is replaced, from 0 to 1.
+        chunk_size: tokens of a chunk; kernels have their own.
+        starts: tokens before which the state is cleared: the first of each packed document.
+        state: before the first token; None: zeros.
+
+    Returns:
+        The outputs in the dtype of ``v``, and the state after the last token, float32 or
+        wider, as all that is computed between. In the kernels GEMMs read the dtype of ``v``,
+        and the states between chunks have it too.
+    """
+    widths = kernel_widths(k.shape[-1], v.shape[-1])
+    assert widths is not None
+    return in_widths(launch_widths, widths, q, k, v, g, beta, starts=starts, state=state)
+
+
+def in_widths(
+    rule: Callable[..., tuple[Tensor, Tensor]],
+    widths: tuple[int, int],
     q: Float[Tensor, "S B G K"],
     k: Float[Tensor, "S B G K"],
     v: Float[Tensor, "S B N H"],
@@ -336,11 +496,42 @@ def fused_delta_rule(
     starts: Bool[Tensor, "S B"] | None = None,
     state: Float[Tensor, "B N K H"] | None = None,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
-    """Compute what ``layers.recurrent.delta_rule.gated_delta_rule`` does, see there.
+    """Compute ``gated_delta_rule`` by a rule for keys and values of other widths.
 
-    K and H are powers of two, from 16 to 128; ``in_widths`` there serves others.
-    What GEMMs read is in the dtype of ``v``, the states between chunks too.
+    Padding a key or a value with zeros changes nothing. The columns of a state are
+    independent: a wider value is cut into several heads that share decay, share and key.
     """
+    numbers, channels, heads = k.shape[-1], v.shape[-1], v.shape[2]
+    width = widths[1]
+    blocks = -(-channels // width)
+    more = widths[0] - numbers, blocks * width - channels
+    if (blocks, *more) == (1, 0, 0):
+        return rule(q, k, v, g, beta, starts=starts, state=state)
+    q, k = (F.pad(x, (0, more[0])) for x in (q, k))
+    v = F.pad(v, (0, more[1])).view(*v.shape[:2], heads * blocks, width)
+    g, beta = (x.repeat_interleave(blocks, 2) for x in (g, beta))
+    if state is not None:
+        state = F.pad(state, (0, more[1], 0, more[0])).unflatten(3, (blocks, width))
+        state = state.movedim(3, 2).flatten(1, 2)  # [B, N blocks, K, H of a block]
+    y, end = rule(q, k, v, g, beta, starts=starts, state=state)
+    end = end.unflatten(1, (heads, blocks)).movedim(2, 3).flatten(3)
+    return (
+        y.reshape(*y.shape[:2], heads, blocks * width)[..., :channels],
+        end[:, :, :numbers, :channels],
+    )
+
+
+def launch_widths(
+    q: Float[Tensor, "S B G K"],
+    k: Float[Tensor, "S B G K"],
+    v: Float[Tensor, "S B N H"],
+    g: Float[Tensor, "S B N"],
+    beta: Float[Tensor, "S B N"],
+    *,
+    starts: Bool[Tensor, "S B"] | None = None,
+    state: Float[Tensor, "B N K H"] | None = None,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
+    """Launch the kernels as they are; K and H are powers of two, from 16 to 128."""
     q, k, v = (_dense(x.to(v.dtype)) for x in (q, k, v))
     docs: Int[Tensor, "S B"] | None = None
     if starts is not None:

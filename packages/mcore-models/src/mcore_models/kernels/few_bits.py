@@ -1,16 +1,18 @@
-"""Widen a matrix of 4-bit levels in one Triton kernel: codes and scales in, weights out.
+"""Weights dequantized from 4-bit levels, codes and scales: Triton kernel and reference.
 
 A program reads bytes, two levels in each, looks both up among the 16, multiplies them by the
-scale of their block of 64 and writes the rounded numbers. Bits are those of the plain form,
-``peft.quantized_base.QuantizedMatrix.widened``, cast.
+scale of their block of 64 and writes the rounded numbers. The reference gives the same bits.
 """
 
+from collections.abc import Iterator
 from typing import no_type_check
 
-import triton
-import triton.language as tl
+import torch
+import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
+
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 _BYTES = 1024
 """Of a program."""
@@ -39,6 +41,34 @@ def _widen(
     tl.store(out + place, pairs, mask=there)
 
 
+def _plain(
+    codes: UInt8[Tensor, "F blocks 32"],
+    scales: Float[Tensor, "F blocks 1"],
+    levels: Float[Tensor, "16"],
+    out: Float[Tensor, "F D"],
+) -> None:
+    byte = torch.arange(256, device=codes.device)
+    pairs = torch.stack([levels[byte & 15], levels[byte >> 4]], 1)  # of each byte
+    shares = F.embedding(codes.int(), pairs).flatten(-2)  # [F, blocks, 32] -> [F, blocks, 64]
+    out.copy_(shares.mul_(scales).flatten(1)[:, : out.shape[1]])
+
+
+def _samples(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Sample]:
+    levels = wave(16, device=device, dtype=torch.float32)
+    for columns in (128, 150):
+        blocks = -(-columns // 64)
+        codes = torch.arange(37 * blocks * 32, device=device).view(37, blocks, 32)
+        scales = wave(37, blocks, 1, device=device, dtype=torch.float32)
+        out = torch.empty(37, columns, device=device, dtype=dtype)
+        yield Sample(codes.to(torch.uint8), scales, levels, out)
+
+
+@optional_kernel(
+    "widening 4-bit weights in Triton",
+    reference=_plain,
+    kind=lambda *args: None if args[3].dtype == torch.float64 else (args[3].dtype,),
+    samples=_samples,
+)
 def widen_levels(
     codes: UInt8[Tensor, "F blocks 32"],
     scales: Float[Tensor, "F blocks 1"],
@@ -50,7 +80,7 @@ def widen_levels(
     Args:
         codes: contiguous; the even column's level in the low bits.
         scales: contiguous, of each 64 columns.
-        levels: what codes stand for, float32.
+        levels: number of each code, float32.
         out: written.
     """
     columns, row_bytes = out.shape[1], codes.shape[1] * codes.shape[2]

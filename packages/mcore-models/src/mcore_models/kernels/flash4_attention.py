@@ -8,6 +8,7 @@ through strided views.
 ``forward_block`` and ``backward_block`` are the same kernels for blocks of context parallelism.
 """
 
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -17,8 +18,13 @@ from torch import Tensor
 
 from mcore_models.kernels import availability
 from mcore_models.kernels.availability import without_compiler_noise
-from mcore_parallel.autograd_functions import OnceDifferentiable
-from mcore_parallel.optional_kernels import OptionalKernel, both_passes, kernel_failure, wave
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.optional_kernels import (
+    Sample,
+    kernel_failure,
+    optional_kernel,
+    sine_leaf,
+)
 
 _PACKAGE = "flash-attn-4"
 EXTRA = 'flash-attn-4 is not installed: pip install "mcore-models[flash4]"'
@@ -33,16 +39,16 @@ def is_installed() -> bool:
 
 
 def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
-    """Say why these tensors need another backend; empty: they do not.
+    """Return why these tensors need another backend; empty: they do not.
 
     The kernels are tried the first time that nothing else excludes them.
     """
     why_not = misfit(q, v, dropout_prob)
-    return why_not or kernel_failure(FLASH4_KERNEL, q.device, *kind(q, v))
+    return why_not or kernel_failure(flash4_attention, q.device, *kind(q, v))
 
 
 def misfit(q: Tensor, v: Tensor, dropout_prob: float) -> str:
-    """Say why the kernels are not made for these tensors or this device; tries nothing."""
+    """Return why the kernels are not made for these tensors or this device; tries nothing."""
     particular = (
         (
             q.shape[-1] not in _SIZES or v.shape[-1] != q.shape[-1],
@@ -54,35 +60,8 @@ def misfit(q: Tensor, v: Tensor, dropout_prob: float) -> str:
 
 
 def kind(q: Tensor, v: Tensor) -> tuple[torch.dtype, int, int]:
-    """What kernels are compiled for: dtype, channels, query heads to a key/value head."""
+    """Return what kernels are compiled for: dtype, channels, queries to a key/value head."""
     return q.dtype, q.shape[-1], q.shape[-2] // v.shape[-2]
-
-
-def _try_kernel(
-    device: torch.device, dtype: torch.dtype, size: int, ratio: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Compare causal attention of one group with torch's, in float32."""
-    q, k, v = (wave(256, 1, heads, size, device=device, dtype=dtype) for heads in (ratio, 1, 1))
-
-    def fast(*qkv: Tensor) -> Tensor:
-        return flash4_attention(*qkv, causal=True, scale=None, window=-1)
-
-    def plain(*qkv: Tensor) -> Tensor:
-        # Written out: torch's own kernels may refuse under deterministic algorithms.
-        q, k, v = (x.permute(1, 2, 0, 3).float() for x in qkv)  # heads before tokens
-        scores = q @ k.transpose(-1, -2) * size**-0.5
-        hidden = torch.ones(256, 256, dtype=torch.bool, device=device).triu(1)
-        out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-        return out.permute(2, 0, 1, 3).to(dtype)
-
-    return list(zip(both_passes(fast, q, k, v), both_passes(plain, q, k, v), strict=True))
-
-
-FLASH4_KERNEL = OptionalKernel(
-    "attention by flash-attn-4",
-    (_PACKAGE, "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"),
-    _try_kernel,
-)
 
 
 def is_faster(q: Tensor, k: Tensor) -> bool:
@@ -90,6 +69,42 @@ def is_faster(q: Tensor, k: Tensor) -> bool:
     return min(q.shape[0], k.shape[0]) >= _SHORTEST
 
 
+def _plain(
+    q: Float[Tensor, "S B N H"],
+    k: Float[Tensor, "Z B G H"],
+    v: Float[Tensor, "Z B G H"],
+    *,
+    causal: bool,
+    scale: float | None,
+    window: int,
+) -> Float[Tensor, "S B N H"]:
+    # Written out in float32: torch's own kernels may refuse under deterministic algorithms.
+    assert causal
+    assert scale is None
+    assert window < 0
+    dtype, size, length = q.dtype, q.shape[-1], q.shape[0]
+    q, k, v = (x.permute(1, 2, 0, 3).float() for x in (q, k, v))  # [S, B, N, H] -> [B, N, S, H]
+    scores = q @ k.transpose(-1, -2) * size**-0.5
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    return out.permute(2, 0, 1, 3).to(dtype)
+
+
+def _samples(
+    device: torch.device, dtype: torch.dtype, size: int, ratio: int
+) -> Iterator[Sample]:
+    heads = (ratio, 1, 1)
+    qkv = (sine_leaf(256, 1, n, size, device=device, dtype=dtype) for n in heads)
+    yield Sample(*qkv, causal=True, scale=None, window=-1)
+
+
+@optional_kernel(
+    "attention by flash-attn-4",
+    reference=_plain,
+    kind=lambda q, _, v, **__: kind(q, v),
+    samples=_samples,
+    packages=(_PACKAGE, "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"),
+)
 def flash4_attention(
     q: Float[Tensor, "S B N H"],
     k: Float[Tensor, "Z B G H"],
@@ -99,7 +114,7 @@ def flash4_attention(
     scale: float | None,
     window: int,
 ) -> Float[Tensor, "S B N H"]:
-    """Attend as ``attention_backends.attend`` does; see there.
+    """Attend by flash-attn-4; the arguments are those of ``attention_backends.attend``.
 
     The gradient is the same in every run if torch's deterministic algorithms are on.
     """
@@ -192,6 +207,6 @@ def forward_block(
 def backward_block(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make the gradients of ``forward_block``; see there."""
+    """Return the gradients of ``forward_block`` with respect to q, k and v."""
     lse = lse.permute(1, 2, 0).contiguous()  # [S, B, N] -> [B, N, S]
     return _backward(grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, causal)

@@ -1,4 +1,4 @@
-"""Triton kernels that compute a gated activation, or its gradient, and cast it to fp8.
+"""A gated activation, or its gradient, computed and cast to fp8: Triton kernels and references.
 
 One program reads a tile of gate and up-projection, and in backward one of the output's
 gradient; it rounds what it computes to the tensor's own dtype and casts it as
@@ -6,15 +6,16 @@ gradient; it rounds what it computes to the tensor's own dtype and casts it as
 magnitude. The bits are those of ``mcore_moe.kernels.gate`` and that cast in turn.
 """
 
+from collections.abc import Iterator
 from typing import no_type_check
 
 import torch
-import triton
-import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_moe.activations import activation_function
 from mcore_moe.kernels.gate import KINDS, activate
+from mcore_parallel.kernels.fp8_cast import SMALLEST_AMAX, Fp8, cast_by
 from mcore_parallel.kernels.fp8_tiles import (
     empty_outputs,
     load_quarters,
@@ -23,7 +24,7 @@ from mcore_parallel.kernels.fp8_tiles import (
     raised,
     store_both,
 )
-from mcore_parallel.precision.fp8_cast import SMALLEST_AMAX, Fp8
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 _TILES = (16, 128, 8), (16, 64, 4)
 """Words of the transpose, columns and warps of a program: of outputs, and of gradients."""
@@ -119,7 +120,68 @@ def _gate_and_note(
     raised(seen, most, x.dtype.element_ty)
 
 
-def largest(
+def gate_reference(
+    x: Float[Tensor, "T F2"], grad: Float[Tensor, "T F"] | None, activation: str
+) -> Float[Tensor, "T _"]:
+    """Return activation(gate) * up, or with ``grad`` the gradient of x, rounded to x's dtype.
+
+    Computed in float32 without any kernel: a trial must not begin another one.
+    """
+    leaf = x.detach().float().requires_grad_()
+    with torch.enable_grad():
+        gate, up = leaf.chunk(2, -1)
+        y = activation_function(activation)(gate) * up
+        if grad is not None:
+            y = torch.autograd.grad(y, leaf, grad.float())[0]
+    return y.detach().to(x.dtype)
+
+
+def _largest_plain(
+    x: Float[Tensor, "T F2"], grad: Float[Tensor, "T F"] | None, activation: str
+) -> Float[Tensor, " 1"]:
+    return gate_reference(x, grad, activation).abs().amax().float().view(1)
+
+
+def _cast_plain(
+    x: Float[Tensor, "T F2"],
+    grad: Float[Tensor, "T F"] | None,
+    activation: str,
+    amax: Float[Tensor, " 1"],
+    dtype: torch.dtype,
+    *,
+    has_rows: bool = True,
+    seen: Float[Tensor, " 1"] | None = None,
+) -> Fp8:
+    matrix = gate_reference(x, grad, activation)
+    return cast_by.reference(matrix, amax, dtype, has_rows=has_rows, seen=seen)
+
+
+def _kind(x: Tensor, *_: object, **__: object) -> tuple[torch.dtype] | None:
+    return (x.dtype,) if x.dtype in (torch.bfloat16, torch.float16) else None
+
+
+def _largest_samples(
+    device: torch.device, dtype: torch.dtype = torch.float16
+) -> Iterator[Sample]:
+    x, grad = (3.0 * wave(96, n, device=device, dtype=dtype) for n in (160, 80))
+    for activation in KINDS:
+        yield Sample(x, None, activation)
+        yield Sample(x, grad, activation)
+
+
+def _cast_samples(device: torch.device, dtype: torch.dtype = torch.float16) -> Iterator[Sample]:
+    for sample in _largest_samples(device, dtype):
+        narrow = torch.float8_e4m3fn if sample.args[1] is None else torch.float8_e5m2
+        yield Sample(*sample.args, _largest_plain(*sample.args), narrow)
+
+
+@optional_kernel(
+    "largest magnitudes of gated activations",
+    reference=_largest_plain,
+    kind=_kind,
+    samples=_largest_samples,
+)
+def largest_gated(
     x: Float[Tensor, "T F2"], grad: Float[Tensor, "T F"] | None, activation: str
 ) -> Float[Tensor, " 1"]:
     """Return the largest magnitude of the output, or of x's gradient; NaN if there is one."""
@@ -137,7 +199,13 @@ def largest(
     return seen.view(torch.float32)
 
 
-def cast_by(
+@optional_kernel(
+    "gated activations cast to fp8",
+    reference=_cast_plain,
+    kind=lambda x, *_, **__: None if x.shape[0] % 4 else _kind(x),
+    samples=_cast_samples,
+)
+def cast_gated(
     x: Float[Tensor, "T F2"],
     grad: Float[Tensor, "T F"] | None,
     activation: str,

@@ -1,21 +1,32 @@
-"""Triton kernels of a norm and a gate by groups of channels, forward and backward.
+"""A norm and a gate by groups of channels: Triton kernels and reference.
 
-``norm(y * silu(z)) * weight``, or with the gate behind: ``norm(y) * weight * silu(z)``.
+``norm(y * silu(z)) * weight``, or with the gate last: ``norm(y) * weight * silu(z)``.
 A row is read once in forward and once in backward. A program of backward walks over many rows
 of a group and keeps its part of the weight's gradient in registers; the parts are summed in a
-fixed order. The plain form is ``layers.recurrent.gated_norm.GatedNorm.plain``.
+fixed order.
 """
 
+from collections.abc import Iterator
 from typing import Any, no_type_check
 
 import torch
-import triton
-import triton.language as tl
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.collectives import copy_to, reduce_from
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.optional_kernels import (
+    Sample,
+    optional_kernel,
+    sine_leaf,
+    tl,
+    triton,
+)
 
+WIDEST = 8192
+"""Channels of a group that the kernels are made for: a row is one program's registers."""
 _PROGRAMS, _WIDE = 528, 2048
 """Of the backward pass, each over many rows; more where groups are narrower than the second."""
 
@@ -125,17 +136,69 @@ class _GatedNorm(OnceDifferentiable):
         return dy, dz, parts.sum(0).to(weight.dtype), None, None, None
 
 
-def fused_gated_norm(
-    y: Float[Tensor, "S B F"],
-    z: Float[Tensor, "S B F"],
+def _plain(
+    y: Float[Tensor, "*B F"],
+    z: Float[Tensor, "*B F"],
     weight: Float[Tensor, " F"],
     *,
     group_size: int,
     epsilon: float,
     gates_first: bool = True,
-) -> Float[Tensor, "S B F"]:
-    """Gate, then norm each group of ``group_size`` neighbouring channels; or the other way."""
+    holders: Axis = SINGLE,
+) -> Float[Tensor, "*B F"]:
+    wide = torch.promote_types(y.dtype, torch.float32)
+    gate = F.silu(z.to(wide))
+    gated = y.to(wide) * gate if gates_first else y.to(wide)
+    blocks = gated.unflatten(-1, (-1, group_size // holders.size))
+    squares = blocks.square().sum(-1, keepdim=True)
+    # Every holder's output depends on every holder's squares: summed in both passes.
+    squares = copy_to(reduce_from(squares, holders), holders)
+    normed = blocks * torch.rsqrt(squares / group_size + epsilon)
+    if gates_first:
+        return weight * normed.flatten(-2).to(y.dtype)
+    return (weight * normed.flatten(-2) * gate).to(y.dtype)
+
+
+def _kind(
+    y: Tensor, *_: object, group_size: int, holders: Axis = SINGLE, **__: object
+) -> tuple[torch.dtype] | None:
+    is_fit = y.dtype != torch.float64 and group_size <= WIDEST and holders.size == 1
+    return (y.dtype,) if is_fit else None
+
+
+def _samples(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Sample]:
+    shapes = (9, 2, 80), (9, 2, 80), (80,)
+    inputs = [sine_leaf(*shape, device=device, dtype=dtype) for shape in shapes]
+    for gates_first in (True, False):
+        yield Sample(*inputs, group_size=40, epsilon=1e-5, gates_first=gates_first)
+
+
+@optional_kernel("a gated norm in Triton", reference=_plain, kind=_kind, samples=_samples)
+def gated_norm(
+    y: Float[Tensor, "*B F"],
+    z: Float[Tensor, "*B F"],
+    weight: Float[Tensor, " F"],
+    *,
+    group_size: int,
+    epsilon: float,
+    gates_first: bool = True,
+    holders: Axis = SINGLE,  # noqa: ARG001 - the reference reduces
+) -> Float[Tensor, "*B F"]:
+    """Return ``norm(y * silu(z)) * weight``, or ``norm(y) * weight * silu(z)``.
+
+    RMSNorm of each group of neighbouring channels. Statistics are float32 or wider.
+
+    Args:
+        y: outputs, contiguous for the kernel's speed.
+        z: gates.
+        weight: of each channel.
+        group_size: channels of a group, over all holders.
+        epsilon: added to the mean square.
+        gates_first: whether the output is gated before it is normed, or after.
+        holders: ranks that share each group; sums of squares are all-reduced over them in
+            forward and backward, by the reference.
+    """
     flat = z.reshape(-1, z.shape[-1])
     rows = flat if flat.stride(1) == 1 else flat.contiguous()
-    inputs = y.contiguous().flatten(0, 1), rows, weight
+    inputs = y.contiguous().flatten(0, -2), rows, weight
     return _GatedNorm.apply(*inputs, group_size, epsilon, gates_first).view(y.shape)

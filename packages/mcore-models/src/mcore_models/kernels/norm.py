@@ -1,24 +1,32 @@
-"""Triton kernels of a norm with the residual addition before it, forward and backward.
+"""A norm with the residual addition before it: Triton kernels and references.
 
 A block adds a branch to the residual stream and norms the sum. Forward reads the two once
 and writes the sum and the normed value; backward reads the sum, the normed value's gradient
 and the stream's own, and writes one gradient, that of stream and branch alike. A program of
 backward walks over many rows and keeps its part of the weight's gradient in registers; the
-parts are summed in a fixed order, straight into the main gradient where there is one. The
-references are the ``forward`` methods of ``norm``; imported only where tensors are on a GPU.
+parts are summed in a fixed order, into the main gradient if the weight has one.
 """
 
+from collections.abc import Iterator
 from typing import Any, no_type_check
 
 import torch
-import triton
-import triton.language as tl
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
-from mcore_parallel.grad_slot import slot_of
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.autograd.grad_slot import slot_of
+from mcore_parallel.optional_kernels import (
+    Sample,
+    optional_kernel,
+    sine_leaf,
+    tl,
+    triton,
+)
 
+NARROWEST, WIDEST = 256, 16384
+"""Channels that the kernels are made for: a row is one program's registers."""
 _PROGRAMS_PER_PROCESSOR = 3
 """Of the backward pass, each over many rows; 3 of 4 warps stay on a processor together."""
 
@@ -245,7 +253,56 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def fused_norm(
+def _norm_plain(
+    x: Float[Tensor, "*B D"],
+    weight: Float[Tensor, " D"],
+    bias: Float[Tensor, " D"] | None,
+    *,
+    epsilon: float,
+    offset: float = 0.0,
+) -> Float[Tensor, "*B D"]:
+    weight = weight + offset if offset else weight
+    wide = x.to(torch.promote_types(x.dtype, weight.dtype))  # they differ under autocast
+    if bias is None:
+        return F.rms_norm(wide, weight.shape, weight, epsilon).to(x.dtype)
+    return F.layer_norm(wide, weight.shape, weight, bias, epsilon).to(x.dtype)
+
+
+def _add_and_norm_plain(
+    x: Float[Tensor, "*B D"],
+    branch: Float[Tensor, "*B D"],
+    weight: Float[Tensor, " D"],
+    bias: Float[Tensor, " D"] | None,
+    *,
+    epsilon: float,
+    offset: float = 0.0,
+) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
+    total = x + branch
+    return _norm_plain(total, weight, bias, epsilon=epsilon, offset=offset), total
+
+
+def _kind(x: Tensor, *_: object, **__: object) -> tuple[torch.dtype] | None:
+    is_fit = x.dtype != torch.float64 and NARROWEST <= x.shape[-1] <= WIDEST
+    return (x.dtype,) if is_fit else None
+
+
+def _samples(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Sample]:
+    x, weight, bias = (
+        sine_leaf(*shape, device=device, dtype=dtype)
+        for shape in ((2, NARROWEST), (NARROWEST,), (NARROWEST,))
+    )
+    yield Sample(x, weight, bias, epsilon=1e-5)
+
+
+def _add_samples(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Sample]:
+    for sample in _samples(device, dtype):
+        x, *parameters = sample.args
+        branch = x.detach().flip(0).requires_grad_()
+        yield Sample(x, branch, *parameters, **sample.kwargs)
+
+
+@optional_kernel("norms in Triton", reference=_norm_plain, kind=_kind, samples=_samples)
+def norm(
     x: Float[Tensor, "*B D"],
     weight: Float[Tensor, " D"],
     bias: Float[Tensor, " D"] | None,
@@ -256,7 +313,7 @@ def fused_norm(
     """Norm the last dimension; with a bias a LayerNorm, without one an RMSNorm.
 
     Args:
-        x: on a GPU, computed in float32; D at most 16384.
+        x: statistics are float32 or wider; the result has its dtype.
         weight: of the norm. If it has a main gradient, its gradient is added there.
         bias: of a LayerNorm, likewise.
         epsilon: added to the mean square.
@@ -266,7 +323,13 @@ def fused_norm(
     return out
 
 
-def fused_add_and_norm(
+@optional_kernel(
+    "norms with an addition in Triton",
+    reference=_add_and_norm_plain,
+    kind=_kind,
+    samples=_add_samples,
+)
+def add_and_norm(
     x: Float[Tensor, "*B D"],
     branch: Float[Tensor, "*B D"],
     weight: Float[Tensor, " D"],
@@ -275,7 +338,7 @@ def fused_add_and_norm(
     epsilon: float,
     offset: float = 0.0,
 ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
-    """Norm the sum of ``x`` and ``branch``, rounded to their dtype; see ``fused_norm``.
+    """Norm the sum of ``x`` and ``branch``, rounded to their dtype; see ``norm``.
 
     Returns:
         The normed sum, and the sum.

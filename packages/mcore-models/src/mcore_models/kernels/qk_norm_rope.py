@@ -1,20 +1,28 @@
-"""Triton kernels that split a fused q·k·v into heads, norm queries and keys, and rotate them.
+"""Queries and keys split from q·k·v, normed and rotated: Triton kernels and reference.
 
 One read and one write, forward and backward. Norm and rotation happen in float32 without a
 rounding between. The gradients of the two weights are sums over tokens and heads, added up in
-fixed order. The plain reference is ``RMSNorm`` and ``rope.rotate``; imported only where tensors
-are on a GPU.
+fixed order.
 """
 
+from collections.abc import Iterator
 from typing import Any, no_type_check
 
 import torch
-import triton
-import triton.language as tl
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_models.kernels.rope import kind_of_heads, rotate
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.optional_kernels import (
+    Sample,
+    optional_kernel,
+    sine_leaf,
+    tl,
+    triton,
+    wave,
+)
 
 _HEADS = 16  # of one program
 _TOKENS = 4  # of one program in backward, which sums over them
@@ -229,7 +237,49 @@ class _NormRotarySplit(OnceDifferentiable):
         return dqkv, of_q, of_k, None, None, None, None, None
 
 
-def fused_norm_rotary_split(
+def _plain(
+    qkv: Float[Tensor, "S B X"],
+    q_weight: Float[Tensor, " H"],
+    k_weight: Float[Tensor, " H"],
+    cos: Float[Tensor, "S H2"],
+    sin: Float[Tensor, "S H2"],
+    num_heads: int,
+    num_groups: int,
+    *,
+    epsilon: float,
+    offset: float = 0.0,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
+    heads, tables = (num_heads, num_groups, num_groups), (cos, sin)
+    q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2)
+    # Not rounded between norm and rotation.
+    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    q = F.rms_norm(q, q_weight.shape, q_weight.to(q.dtype) + offset, epsilon)
+    k = F.rms_norm(k, k_weight.shape, k_weight.to(k.dtype) + offset, epsilon)
+    q, k = rotate(q, tables), rotate(k, tables)
+    return q.to(qkv.dtype), k.to(qkv.dtype), v.to(qkv.dtype)
+
+
+def _samples(
+    device: torch.device, dtype: torch.dtype = torch.float32, size: int = 10
+) -> Iterator[Sample]:
+    tables = (wave(3, size // 2, device=device, dtype=torch.float32) for _ in range(2))
+    # Three heads: the waves of two cancel each other in a weight's gradient at 128 channels.
+    qkv, *weights = (
+        sine_leaf(*shape, device=device, dtype=dtype)
+        for shape in ((3, 2, 5 * size), (size,), (size,))
+    )
+    yield Sample(qkv, *weights, *tables, 3, 1, epsilon=1e-5)
+
+
+@optional_kernel(
+    "norm and rotary embedding in Triton",
+    reference=_plain,
+    kind=lambda qkv, q_weight, _, cos, sin, *__, **___: kind_of_heads(
+        qkv, q_weight.shape[0], (cos, sin)
+    ),
+    samples=_samples,
+)
+def norm_rotary_split(
     qkv: Float[Tensor, "S B X"],
     q_weight: Float[Tensor, " H"],
     k_weight: Float[Tensor, " H"],
@@ -244,7 +294,7 @@ def fused_norm_rotary_split(
     """Split a fused q·k·v into heads; norm q and k by their root mean square and rotate them.
 
     Args:
-        qkv: contiguous, [q heads; k groups; v groups] in its last dimension, on a GPU.
+        qkv: contiguous, [q heads; k groups; v groups] in its last dimension.
         q_weight: of the norm of every query head.
         k_weight: of the norm of every key head.
         cos: cosine for each position and pair, float32; pair i is lanes i and i + H/2.

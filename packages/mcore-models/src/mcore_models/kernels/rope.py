@@ -1,18 +1,57 @@
-"""Triton kernel that splits a fused q·k·v into heads and turns them by their positions.
+"""Heads rotated by their positions: in plain torch, and split from q·k·v in one Triton kernel.
 
-One read and one write, forward and backward, at the memory limit; a compiled region reaches
-a third of it here, because the gradient is a concatenation. The reference is
-``rope.rotate``; imported only where tensors are on a GPU.
+The kernel reads and writes once, forward and backward, at the memory limit; a compiled region
+reaches a third of it, because the gradient is a concatenation.
 """
 
+from collections.abc import Iterator
 from typing import Any, no_type_check
 
-import triton
-import triton.language as tl
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.optional_kernels import (
+    Sample,
+    optional_kernel,
+    sine_leaf,
+    tl,
+    triton,
+    wave,
+)
+
+RotaryTables = tuple[Tensor, Tensor]
+"""Cosine and sine of every position's angles, each ``[S, h]``, or ``[S, B, h]`` where the
+sequences of a batch have positions of their own; h is half the rotated channels."""
+
+
+def rotate(
+    x: Float[Tensor, "S B N H"], tables: RotaryTables, interleaved: bool = False
+) -> Float[Tensor, "S B N H"]:
+    """Rotate the first 2h channels of every head by their positions; keep the others.
+
+    Args:
+        x: queries or keys.
+        tables: cosine and sine of the positions of x.
+        interleaved: whether neighbouring channels make a pair.
+    """
+    cos, sin = (_for_heads(table) for table in tables)
+    size = 2 * cos.shape[-1]
+    rotated, rest = x[..., :size].to(cos.dtype), x[..., size:]
+    if interleaved:
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        out = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = rotated.chunk(2, -1)
+        out = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    out = out.to(x.dtype)
+    return torch.cat([out, rest], -1) if rest.shape[-1] else out
+
+
+def _for_heads(table: Tensor) -> Tensor:
+    """Give a table the dimensions of ``[S, B, N, h]``."""
+    return table.unsqueeze(-2) if table.dim() == 3 else table[:, None, None]
 
 
 @triton.jit
@@ -126,7 +165,48 @@ def _launch_rotate(
     )
 
 
-def fused_rotary_split(
+def _split_plain(
+    qkv: Float[Tensor, "S B X"],
+    cos: Float[Tensor, "S H2"],
+    sin: Float[Tensor, "S H2"],
+    num_heads: int,
+    num_groups: int,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
+    heads = num_heads, num_groups, num_groups
+    q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2)
+    return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
+
+
+def kind_of_heads(
+    qkv: Tensor, size: int, tables: RotaryTables
+) -> tuple[torch.dtype, int] | None:
+    """Return what kernels that split and rotate are compiled for; None: they cannot.
+
+    Args:
+        qkv: what they split.
+        size: channels of a head.
+        tables: cosine and sine; of each batch entry, they are no kernel's.
+    """
+    is_fit = qkv.dtype != torch.float64 and tables[0].dim() == 2
+    return (qkv.dtype, size) if is_fit else None
+
+
+def _samples(
+    device: torch.device, dtype: torch.dtype = torch.float32, size: int = 10
+) -> Iterator[Sample]:
+    tables = (wave(3, size // 2, device=device, dtype=torch.float32) for _ in range(2))
+    yield Sample(sine_leaf(3, 2, 4 * size, device=device, dtype=dtype), *tables, 2, 1)
+
+
+@optional_kernel(
+    "rotary embedding in Triton",
+    reference=_split_plain,
+    kind=lambda qkv, cos, sin, n, g: kind_of_heads(
+        qkv, qkv.shape[-1] // (n + 2 * g), (cos, sin)
+    ),
+    samples=_samples,
+)
+def rotary_split(
     qkv: Float[Tensor, "S B X"],
     cos: Float[Tensor, "S H2"],
     sin: Float[Tensor, "S H2"],
@@ -136,7 +216,7 @@ def fused_rotary_split(
     """Split a fused q·k·v into heads and rotate q and k by their positions.
 
     Args:
-        qkv: contiguous, [q heads; k groups; v groups] in its last dimension, on a GPU.
+        qkv: contiguous, [q heads; k groups; v groups] in its last dimension.
         cos: cosine for each position and pair, float32; pair i is lanes i and i + H/2.
         sin: sine likewise.
         num_heads: N, query heads on this rank.

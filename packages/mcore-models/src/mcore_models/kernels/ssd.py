@@ -1,28 +1,45 @@
-"""Triton kernels of the state-space form, forward and backward, a chunk of tokens at a time.
+"""State-space duality: the recurrence of Mamba-2 over a sequence, a chunk of tokens at a time.
 
-``layers.recurrent.ssd``: the formulas and the reference in plain torch. Only the states at the
-chunks' ends are sequential: one kernel walks over the chunks of a head, keeps the state in
-registers and writes what each chunk begins from; another, backwards, does the same for
-gradients. All else is computed chunk by chunk, all heads of a group after another in one
-program, so that what they share (B, C and the scores C B^T) is loaded and computed once, and
-the gradients of B and C are summed in registers. Nothing of S x Q numbers is ever in memory.
+Every head keeps a state of H x K numbers, which decays, takes the token in and is read:
+
+    state_t = exp(dt_t A) state_{t-1} + dt_t x_t B_t^T        y_t = state_t C_t + D x_t
+
+Inside a chunk of Q tokens this is attention without softmax, C_t B_s^T weighted by the decay
+from s to t; across chunks only the states at their ends matter. So most of the work is GEMMs,
+and the result does not depend on Q but for rounding. A step of generation is the same maths
+with one token.
+
+N heads of H channels, G groups (each the B and C of N / G neighbouring heads), K numbers of
+state for a channel.
+
+In the Triton kernels only the states at the chunks' ends are sequential: one kernel walks over
+the chunks of a head, keeps the state in registers and writes what each chunk begins from;
+another, backwards, does the same for gradients. All else is computed chunk by chunk, all heads
+of a group after another in one program, so that what they share (B, C and the scores C B^T) is
+loaded and computed once, and the gradients of B and C are summed in registers. Nothing of S x Q
+numbers is ever in memory.
 
 Reference:
-    Dao and Gu 2024, arXiv:2405.21060, section 6.
+    Dao and Gu 2024, Transformers are SSMs, arXiv:2405.21060, section 6.
 """
 
+from collections.abc import Iterator
 from typing import Any, no_type_check
 
 import torch
-import triton
-import triton.language as tl
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mcore_models.kernels.ssd_backward import group_gradients, input_gradients, state_gradients
 from mcore_models.kernels.ssd_chunks import decays, inside_chunk, of_group
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
+WIDTHS = (16, 32, 64, 128)
+"""Channels of a head, and numbers of state, that the kernels ran with."""
+NARROW = (torch.bfloat16, torch.float16)
+"""Dtypes of the kernels: in float32 their exact GEMMs compile for half a minute."""
 CHUNK = 64
 """Tokens of a chunk."""
 _PROGRAMS = 256
@@ -271,7 +288,7 @@ def _strided(x: Tensor) -> tuple[Tensor, int, int]:
     return x, x.stride(0), x.stride(1)
 
 
-def fused_ssd(
+def ssd_plain(
     x: Float[Tensor, "S B N H"],
     dt: Float[Tensor, "S B N"],
     A: Float[Tensor, " N"],
@@ -279,13 +296,150 @@ def fused_ssd(
     C: Float[Tensor, "S B G K"],
     D: Float[Tensor, " N"],
     *,
+    chunk_size: int = 128,
     starts: Bool[Tensor, "S B"] | None = None,
     state: Float[Tensor, "B N H K"] | None = None,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N H K"]]:
-    """Compute what ``layers.recurrent.ssd.ssd`` does; all arguments are as there.
+    """Compute ``ssd`` in plain torch."""
+    length, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
+    size = min(chunk_size, length)
+    groups = B.shape[2]
+    step = dt.to(wide)
+    decay = _chunks((step * A.to(wide)).unflatten(2, (groups, -1)), size)  # [c, Q, b, G, R]
+    entering = step[..., None] * x.to(wide)
+    entering = _chunks(entering.unflatten(2, (groups, -1)), size)  # [c, Q, b, G, R, H]
+    B_, C_ = (_chunks(part.to(wide), size) for part in (B, C))  # [c, Q, b, G, K]
+    sums = decay.cumsum(1)
+    last = sums[:, -1]  # [c, b, G, R]: the decay over the whole chunk
+    documents = None
+    if starts is not None:
+        documents = _chunks(starts, size).flatten(0, 1).cumsum(0).unflatten(0, (-1, size))
 
-    States between chunks, which GEMMs read, are in the dtype of ``x``. Backward computes them
-    again.
+    y = _inside_chunks(sums, entering, B_, C_, documents)
+    to_end = (last[:, None] - sums).exp()
+    if documents is not None:
+        to_end = to_end * _alike(documents, documents[:, -1:], to_end)
+    added = torch.einsum("cqbgrh,cqbgk->cbgrhk", entering * to_end[..., None], B_)
+    first = x.new_zeros(added.shape[1:], dtype=wide)
+    if state is not None:
+        first = state.to(wide).unflatten(1, (groups, -1))
+    before, end = _carry(first, last, added, documents)
+    from_before = sums.exp()
+    if documents is not None:
+        ends = documents[:, -1:]
+        previous = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+        from_before = from_before * _alike(documents, previous, from_before)
+    read = torch.einsum("cqbgk,cbgrhk->cqbgrh", C_, before)
+    y = y + from_before[..., None] * read
+    y = y.flatten(0, 1)[:length].flatten(2, 3)  # [c, Q, b, G, R, H] -> [S, b, N, H]
+    return (y + D[:, None].to(wide) * x.to(wide)).to(x.dtype), end.flatten(1, 2)
+
+
+def _chunks(x: Tensor, size: int) -> Tensor:
+    """Cut along dimension 0; zeros after the last token leave the state as it is."""
+    padding = -x.shape[0] % size
+    return F.pad(x, [0, 0] * (x.dim() - 1) + [0, padding]).unflatten(0, (-1, size))
+
+
+def _alike(documents: Tensor, others: Tensor, like: Tensor) -> Tensor:
+    """Return 1 where tokens of ``[c, Q, b]`` belong to the document of others, else 0."""
+    return (documents == others)[..., None, None].to(like.dtype)
+
+
+def _inside_chunks(
+    sums: Tensor, entering: Tensor, B: Tensor, C: Tensor, documents: Tensor | None
+) -> Tensor:
+    """What tokens read of the tokens of their own chunk."""
+    size = sums.shape[1]
+    at = sums.movedim(1, -1)  # [c, b, G, R, Q]
+    sees = torch.ones(size, size, dtype=torch.bool, device=sums.device).tril()
+    if documents is not None:
+        mine = documents.movedim(1, -1)  # [c, b, Q]
+        sees = sees & (mine[..., :, None] == mine[..., None, :])[:, :, None, None]
+    # Masked before exp: the sum above the diagonal grows without bound.
+    decay = (at[..., :, None] - at[..., None, :]).masked_fill(~sees, -torch.inf).exp()
+    scores = torch.einsum("cqbgk,csbgk->cbgqs", C, B)
+    return torch.einsum("cbgrqs,csbgrh->cqbgrh", decay * scores[:, :, :, None], entering)
+
+
+def _carry(
+    first: Tensor, last: Tensor, added: Tensor, documents: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the states before all chunks ``[c, b, G, R, H, K]``, and after the last."""
+    state, before = first, []
+    kept = last.exp()
+    if documents is not None:
+        ends = documents[:, -1]  # [c, b]
+        previous = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+        kept = kept * (ends == previous)[..., None, None].to(kept.dtype)
+    for share, new in zip(kept, added, strict=True):
+        before.append(state)
+        state = share[..., None, None] * state + new
+    return torch.stack(before), state
+
+
+def is_kernel_width(channels: int, numbers: int) -> bool:
+    """Return whether the kernels are made for heads of such sizes."""
+    return channels in WIDTHS and numbers in WIDTHS
+
+
+def _kind(x: Tensor, _dt: Tensor, _A: Tensor, B: Tensor, *_: object, **__: object) -> Any:
+    widths = x.shape[-1], B.shape[-1]
+    return (x.dtype, *widths) if x.dtype in NARROW and is_kernel_width(*widths) else None
+
+
+def _samples(
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    channels: int = 16,
+    numbers: int = 16,
+) -> Iterator[Sample]:
+    wide: dict[str, Any] = {"device": device, "dtype": torch.float32}
+    narrow: dict[str, Any] = {"device": device, "dtype": dtype}
+    inputs = [
+        wave(150, 1, 2, channels, **narrow),
+        wave(150, 1, 2, **wide).abs() * 0.2,
+        -1 - wave(2, **wide).abs(),
+        wave(150, 1, 1, numbers, **narrow),
+        wave(150, 1, 1, numbers, **narrow).flip(0),
+        wave(2, **narrow),
+    ]
+    yield Sample(*(x.requires_grad_() for x in inputs))
+
+
+@optional_kernel(
+    "the state-space form in Triton", reference=ssd_plain, kind=_kind, samples=_samples
+)
+def ssd(
+    x: Float[Tensor, "S B N H"],
+    dt: Float[Tensor, "S B N"],
+    A: Float[Tensor, " N"],
+    B: Float[Tensor, "S B G K"],
+    C: Float[Tensor, "S B G K"],
+    D: Float[Tensor, " N"],
+    *,
+    chunk_size: int = 128,  # noqa: ARG001 - of the reference
+    starts: Bool[Tensor, "S B"] | None = None,
+    state: Float[Tensor, "B N H K"] | None = None,
+) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N H K"]]:
+    """Run the recurrence over whole sequences; no communication.
+
+    Args:
+        x: what each head takes in.
+        dt: step sizes, positive.
+        A: decay rates, negative.
+        B: how a token enters the state.
+        C: how it is read.
+        D: share of the input that goes past the state.
+        chunk_size: tokens of a chunk, Q; memory grows with S x Q, the rest of the work with
+            S / Q. Kernels choose their own.
+        starts: tokens before which the state is cleared: the first of each packed document.
+        state: before the first token; None: zeros.
+
+    Returns:
+        The outputs in the dtype of ``x``, and the state after the last token, float32 or
+        wider, as all that is computed between. In the kernels states between chunks, which
+        GEMMs read, are in the dtype of ``x``; backward computes them again.
     """
     x, B, C = (_dense(part) for part in (x, B, C))
     docs: Int[Tensor, "S B"] | None = None

@@ -21,7 +21,7 @@ from mcore_models.layers.mla import LatentAttention
 from mcore_models.layers.norm import LayerNorm, RMSNorm
 from mcore_moe.experts.experts import Experts
 from mcore_moe.experts.transformer_engine import transformer_engine_linear
-from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
+from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.precision.transformer_engine import by_transformer_engine
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

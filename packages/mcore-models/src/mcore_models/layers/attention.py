@@ -2,7 +2,7 @@
 
 Queries, keys and values are one GEMM. Where there are fewer key/value heads than tensor
 ranks, neighbouring ranks hold the same ones and each sees its own queries' share of their
-gradient. Under context parallelism the keys of other ranks come as ``--cp-comm-type`` says.
+gradient. Under context parallelism ``--cp-comm-type`` decides how the keys of other ranks come.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.checks.layouts import cannot_be_cut, cp_comm_type
+from mcore_models.building.layouts import cannot_be_cut, cp_comm_type
 from mcore_models.config import chunk, is_local, is_rotated, window
 from mcore_models.kernels.alibi import alibi_slopes
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
+from mcore_models.kernels.rope import RotaryTables, rotate
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import HeadNorm, RMSNorm, SplitRMSNorm, build_norm, l2_normed
-from mcore_models.layers.rope import RotaryTables, rotary_kernel, rotate
+from mcore_models.layers.rope import rotary_kernel
 from mcore_models.logical_tensors import (
     has_attention_bias,
     has_qkv_bias,
@@ -31,6 +32,7 @@ from mcore_models.logical_tensors import (
 )
 from mcore_models.mup import score_scale
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
+from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.ring_attention import ring_attention
@@ -39,8 +41,6 @@ from mcore_parallel.context_parallel.zigzag import (
     ulysses_attention,
 )
 from mcore_parallel.mesh import Axis
-from mcore_parallel.optional_kernels import works
-from mcore_parallel.recomputing import recompute
 from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -251,19 +251,16 @@ class Attention(nn.Module):
     ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
         """Split the GEMM's output into heads, norm them, rotate them."""
         H = head_dim(self.config)
-        if rotary is not None and self._has_kernel(qkv, rotary):
+        kernel = None if rotary is None else rotary_kernel(self.config)
+        if rotary is not None and kernel is not None:
             rows_q, rows_k, _ = self.qkv.output_sizes[:3]
-            heads = rows_q // H, rows_k // H
-            q_norm, k_norm = self.q_norm, self.k_norm
-            if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
-                from mcore_models.kernels.qk_norm_rope import fused_norm_rotary_split
-
-                weights = q_norm.weight, k_norm.weight
-                constants = {"epsilon": q_norm.epsilon, "offset": float(q_norm.zero_centered)}
-                return fused_norm_rotary_split(qkv, *weights, *rotary, *heads, **constants)
-            from mcore_models.kernels.rope import fused_rotary_split
-
-            return fused_rotary_split(qkv, *rotary, *heads)
+            args, constants = (*rotary, rows_q // H, rows_k // H), {}
+            if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+                args = self.q_norm.weight, self.k_norm.weight, *args
+                constants["epsilon"] = self.q_norm.epsilon
+                constants["offset"] = float(self.q_norm.zero_centered)
+            if kernel.takes(qkv, *args, **constants):
+                return kernel.launch(qkv, *args, **constants)
         q, k, v = qkv.split(self.qkv.output_sizes[:3], dim=-1)
         is_whole = self.config.qk_norm_width == "layer"
         if is_whole and self.q_norm is not None and self.k_norm is not None:
@@ -277,14 +274,3 @@ class Attention(nn.Module):
             if self.config.qk_l2_norm:
                 q, k = (l2_normed(x, self.config.norm_epsilon) for x in (q, k))
         return q, k, v
-
-    def _has_kernel(self, qkv: Tensor, rotary: RotaryTables) -> bool:
-        kernel = rotary_kernel(self.config)
-        return (
-            kernel is not None
-            and qkv.is_cuda
-            and qkv.dtype != torch.float64
-            and rotary[0].dim() == 2
-            and not torch.compiler.is_compiling()
-            and works(kernel, qkv.device, qkv.dtype, head_dim(self.config))
-        )

@@ -20,8 +20,8 @@ from mcore_models.kernels.attention_backends import GPU_BACKENDS, attend, check_
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.logical_tensors import has_qkv_bias, head_dim, num_kv_heads
 from mcore_models.protocol import RecurrentState
+from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.context_parallel.zigzag import zigzag_join
-from mcore_parallel.recomputing import recompute
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
     Output,

@@ -23,12 +23,12 @@ from mcore_models.layers.residual import (
 )
 from mcore_models.logical_tensors import ffn_size
 from mcore_models.protocol import ModelState
-from mcore_parallel.recomputing import recompute
+from mcore_parallel.autograd.recomputing import recompute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedInputs:
-    """What all blocks of a stack are given beside the residual stream."""
+    """Inputs of all blocks of a stack other than the residual stream."""
 
     mask: Tensor | None = None
     """Of attention among the stack's own tokens, see ``MaskedAttention``."""
@@ -106,7 +106,7 @@ class MaskedBlock(ResidualBlock):
     ) -> Residual:
         """Return ``norm(x + dropout(mixer(x)))``."""
         x = stream.total()
-        y = self.dropout(self.run(mixer, x, recomputed_as))
+        y = self.dropout(self.recomputing(mixer, recomputed_as)(x))
         if "layernorm" in self.recomputed and self.training:
             return Residual(recompute(norm, x + y), None, stream.aux)
         return Residual(norm.add_and_norm(x, y)[0], None, stream.aux)
@@ -128,7 +128,7 @@ class MaskedBlock(ResidualBlock):
 
 
 def _build_mlp(setup: LayerSetup) -> Any:
-    """Build the feed-forward layer: of a T5 as ``--feed-forward-proj`` says."""
+    """Build the feed-forward layer: of a T5 by ``--feed-forward-proj``."""
     config = setup.config
     if not isinstance(config, T5Config):
         return MIXERS["mlp"].build(setup)

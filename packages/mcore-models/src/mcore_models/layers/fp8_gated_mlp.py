@@ -5,7 +5,6 @@ and one kernel of backward reads them again with the gradient. The reference com
 and casts the result; the bits are the same.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,11 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_models.kernels.gated_fp8 import cast_gated, largest_gated
 from mcore_models.layers.mlp import MLP
-from mcore_moe.activations import FUSED, activation_function, gated
-from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+from mcore_moe.kernels.gate import KINDS, gated
+from mcore_parallel.kernels.fp8_cast import Fp8
+from mcore_parallel.optional_kernels import works
 from mcore_parallel.precision.fp8 import Fp8Gemm
-from mcore_parallel.precision.fp8_cast import DeferredMatrix, Fp8, cast_plain
+from mcore_parallel.precision.fp8_cast import DeferredMatrix
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from mcore_parallel.tensor_parallel.linear_autograd import column_row_pair
 
@@ -36,7 +37,7 @@ class Fp8GatedMLP(MLP):
         gemms = options["gemms"]
         is_fp8 = isinstance(gemms.column, Fp8Gemm) and isinstance(gemms.row, Fp8Gemm)
         is_plain = not (options["bias"] or options["clamp"] or options["offset"])
-        return is_fp8 and is_plain and options["gated"] and options["activation"] in FUSED
+        return is_fp8 and is_plain and options["gated"] and options["activation"] in KINDS
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Transform every token; communicates as the two linears do."""
@@ -68,7 +69,7 @@ class Fp8GatedMLP(MLP):
         gathered = x.expand(fc1.axis.size, *x.shape) if fc1.sequence_parallel else x
         if not (first.takes_deferred(gathered) and second.takes_deferred(gathered)):
             return None
-        return None if x.is_cuda and not _has_kernel(x) else (first, second)
+        return None if x.is_cuda and not _has_kernels(x) else (first, second)
 
 
 class GatedCast(DeferredMatrix):
@@ -93,11 +94,7 @@ class GatedCast(DeferredMatrix):
 
     def largest(self) -> Float[Tensor, " 1"]:
         """Return the largest magnitude; by the kernel on a GPU, which keeps nothing else."""
-        if not self._uses_kernel():
-            return super().largest()
-        from mcore_models.kernels.gated_fp8 import largest
-
-        return largest(*self._flat())
+        return largest_gated.launch(*self._flat()) if self._fits() else super().largest()
 
     def cast(
         self,
@@ -108,16 +105,13 @@ class GatedCast(DeferredMatrix):
         seen: Float[Tensor, " 1"] | None,
     ) -> Fp8:
         """Cast by a known magnitude; by the kernel on a GPU."""
-        if not self._uses_kernel():
+        if not self._fits():
             return super().cast(amax, dtype, has_rows=has_rows, seen=seen)
-        from mcore_models.kernels.gated_fp8 import cast_by
+        return cast_gated.launch(*self._flat(), amax, dtype, has_rows=has_rows, seen=seen)
 
-        return cast_by(*self._flat(), amax, dtype, has_rows=has_rows, seen=seen)
-
-    def _uses_kernel(self) -> bool:
-        hidden = self._factors[0]
-        is_in_words = self.shape[:-1].numel() % 4 == 0
-        return hidden.is_cuda and is_in_words and _has_kernel(hidden)
+    def _fits(self) -> bool:
+        # The transpose is written in words of 4 bytes.
+        return self.shape[:-1].numel() % 4 == 0 and _has_kernels(self._factors[0])
 
     def _flat(self) -> tuple[Tensor, Tensor | None, str]:
         hidden, grad, activation = self._factors
@@ -134,40 +128,5 @@ class GatedCast(DeferredMatrix):
             return torch.autograd.grad(gated(leaf, activation), leaf, grad)[0]
 
 
-def _has_kernel(x: Tensor) -> bool:
-    is_narrow = x.dtype in (torch.bfloat16, torch.float16)
-    return is_narrow and works(GATED_CAST_KERNEL, x.device, x.dtype)
-
-
-def _try_kernel(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Compute and cast by the kernel, and one after the other in torch; a trial.
-
-    A last bit of 16 may be rounded otherwise, and a number then be one of fp8's next to it.
-    """
-    from mcore_models.kernels.gated_fp8 import cast_by, largest
-
-    x, dy = (3.0 * wave(96, n, device=device, dtype=dtype) for n in (160, 80))
-    for activation in FUSED:
-        for grad, narrow in ((None, torch.float8_e4m3fn), (dy, torch.float8_e5m2)):
-            matrix = _in_float32(x, grad, activation).to(dtype)
-            amax = matrix.abs().amax().float().view(1)
-            yield largest(x, grad, activation), amax
-            got = cast_by(x, grad, activation, amax, narrow)
-            want = cast_plain(matrix, amax, narrow)
-            yield got.scale_inv, want.scale_inv
-            for a, b in zip(got[:2], want[:2], strict=True):
-                share_of_equal = (a.float() == b.float()).float().mean().view(1)
-                yield share_of_equal, torch.ones_like(share_of_equal)
-
-
-def _in_float32(x: Tensor, grad: Tensor | None, activation: str) -> Tensor:
-    """Compute without any kernel: a trial must not begin another one."""
-    leaf = x.detach().float().requires_grad_()
-    with torch.enable_grad():
-        gate, up = leaf.chunk(2, -1)
-        y = activation_function(activation)(gate) * up
-        return y.detach() if grad is None else torch.autograd.grad(y, leaf, grad.float())[0]
-
-
-GATED_CAST_KERNEL = OptionalKernel("gated activations cast to fp8", ("triton",), _try_kernel)
-"""What lies between fp8 linears where it works."""
+def _has_kernels(x: Tensor) -> bool:
+    return largest_gated.takes(x) and works(cast_gated, x.device, x.dtype)

@@ -22,19 +22,20 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_models.checks.layouts import cp_comm_type
+from mcore_models.building.layouts import cp_comm_type
 from mcore_models.config import TransformerConfig, yarn_magnitude
 from mcore_models.kernels.attention_backends import attend, check_backend
 from mcore_models.kernels.fused_blocks import blocks_for
+from mcore_models.kernels.rope import RotaryTables, rotate
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import RMSNorm
 from mcore_models.layers.replicated_linear import ReplicatedLinear
-from mcore_models.layers.rope import RotaryTables, rotate
 from mcore_models.mup import score_scale
 from mcore_models.peft.lora import full_weight
 from mcore_models.protocol import LayerState
 from mcore_models.qk_clip.score_tracking import ScoreTracker, largest_scores
+from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.collectives import copy_to, gather_partial_from
 from mcore_parallel.context_parallel.all_gather_attention import gathered_attention
 from mcore_parallel.context_parallel.packed_sequences import Documents
@@ -44,7 +45,6 @@ from mcore_parallel.context_parallel.ring_attention import (
 )
 from mcore_parallel.context_parallel.zigzag import context_attention, ulysses_attention
 from mcore_parallel.mesh import SINGLE
-from mcore_parallel.recomputing import recompute
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 LATENT_EPSILON = 1e-6
@@ -69,9 +69,9 @@ class LatentAttention(nn.Module):
     def __init__(self, setup: LayerSetup) -> None:
         """Allocate this rank's heads; weights are zero until the model fills them.
 
-        Projections down to latent vectors multiply in the model's dtype, those of heads as
-        ``setup.gemms`` says. ``core_attn`` computes everything behind the projections up
-        again in backward, ``mla_up_proj`` these too.
+        Projections down to latent vectors multiply in the model's dtype, those of heads by
+        ``setup.gemms``. With ``core_attn`` backward computes again everything after the
+        projections up, with ``mla_up_proj`` these too.
         """
         super().__init__()
         config, ctx, self.layer = setup.config, setup.ctx, setup.layer
@@ -245,7 +245,7 @@ class LatentAttention(nn.Module):
 
 
 def _score_factor(config: TransformerConfig) -> float:
-    """Factor on all scores beside that of their width: muP's, and YaRN's."""
+    """Return the factor on all scores besides that of their width: muP's times YaRN's."""
     width = config.qk_head_dim + config.qk_pos_emb_head_dim
     factor = score_scale(config, width) * math.sqrt(width) if config.use_mup else 1.0
     if config.rope_type != "yarn":

@@ -1,7 +1,7 @@
 """The dense feed-forward layer: widen, activate, narrow.
 
-A gated layer multiplies an activated projection (gate) with a plain one (up); both stand in
-one weight, gate first, so that they are one GEMM.
+A gated layer multiplies an activated projection (gate) with a plain one (up); one weight
+holds both, gate first, so that they are one GEMM.
 """
 
 from typing import Any
@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_moe.activations import activation_function, gated
+from mcore_moe.activations import activation_function
+from mcore_moe.kernels.gate import gated
+from mcore_parallel.autograd.recomputing import recompute_between
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
-from mcore_parallel.recomputing import recompute_between
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
     Output,
@@ -55,7 +56,7 @@ class MLP(nn.Module):
             gated: whether fc1 gives a gate too.
             activation: see ``mcore_moe.activations``.
             bias: whether both GEMMs have one.
-            clamp: of gates and up-projections, see ``mcore_moe.activations.gated``.
+            clamp: of gates and up-projections, see ``mcore_moe.kernels.gate.gated``.
             offset: of up-projections, likewise.
             axis: ranks that share the width.
             sequence_parallel: whether tokens are cut over ``axis`` outside the layer.

@@ -2,13 +2,12 @@
 
 A norm's weight is whole on every tensor rank. Its gradient is whole too when all ranks see
 the same tokens and channels; when they see different tokens (sequence parallelism) or
-different heads (norms of queries and keys) it is a part of a sum, and the layout says so.
+different heads (norms of queries and keys) it is a part of a sum, which the layout declares.
 
 Norms of the residual stream come after an addition: ``add_and_norm`` makes both, on a GPU in
-one kernel.
+one kernel (``kernels.norm``).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -18,21 +17,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
+from mcore_models.kernels import norm as kernels
 from mcore_models.logical_tensors import head_dim
 from mcore_parallel.collectives import copy_to, reduce_from
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
 from mcore_parallel.sharding import ParamLayout, sliced, whole
-
-NARROWEST, WIDEST = 256, 16384
-"""Channels that the kernels are made for: a row is one program's registers."""
 
 NormKernel = Callable[..., Tensor]
 """Called with x, weight, bias (None: RMSNorm), ``epsilon`` and ``offset`` of the weight."""
 
 
-class _Norm(nn.Module, ABC):
-    """What RMSNorm and LayerNorm share: a weight, a kernel, and the addition before.
+class _Norm(nn.Module):
+    """A weight, the choice of a kernel, and the addition before: RMSNorm and LayerNorm.
 
     Statistics are float32 or wider; the result has the input's dtype.
     """
@@ -67,22 +63,16 @@ class _Norm(nn.Module, ABC):
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
         """Norm the last dimension."""
-        if self.kernel is not None:
-            return self.kernel(x, *self.parameters_of_kernel(), **self._constants())
-        if _has_kernel(x):
-            return _kernels().fused_norm(x, *self.parameters_of_kernel(), **self._constants())
-        weight = self.weight + 1 if self.zero_centered else self.weight
-        wide = torch.promote_types(x.dtype, weight.dtype)  # they differ under autocast
-        return self._plain(x.to(wide), weight).to(x.dtype)
+        kernel = kernels.norm if self.kernel is None else self.kernel
+        return kernel(x, *self.parameters_of_kernel(), **self._constants())
 
     def add_and_norm(
         self, x: Float[Tensor, "*B D"], branch: Float[Tensor, "*B D"]
     ) -> tuple[Float[Tensor, "*B D"], Float[Tensor, "*B D"]]:
         """Return the norm of ``x + branch``, and the sum; one kernel on a GPU."""
-        if self.kernel is None and _has_kernel(x):
-            return _kernels().fused_add_and_norm(
-                x, branch, *self.parameters_of_kernel(), **self._constants()
-            )
+        if self.kernel is None:
+            parameters = self.parameters_of_kernel()
+            return kernels.add_and_norm(x, branch, *parameters, **self._constants())
         total = x + branch
         return self(total), total
 
@@ -100,10 +90,6 @@ class _Norm(nn.Module, ABC):
     def _constants(self) -> dict[str, float]:
         return {"epsilon": self.epsilon, "offset": float(self.zero_centered)}
 
-    @abstractmethod
-    def _plain(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Norm by torch's own operations."""
-
 
 class RMSNorm(_Norm):
     """Divide by the root mean square, times a learned weight.
@@ -111,9 +97,6 @@ class RMSNorm(_Norm):
     Reference:
         Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-
-    def _plain(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.epsilon)
 
 
 class LayerNorm(_Norm):
@@ -129,11 +112,8 @@ class LayerNorm(_Norm):
         self.bias = nn.Parameter(torch.zeros_like(self.weight)) if bias else None
 
     def parameters_of_kernel(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias; zeros where there is none."""
+        """Return weight and bias; zeros for a norm without a bias."""
         return self.weight, torch.zeros_like(self.weight) if self.bias is None else self.bias
-
-    def _plain(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
 
 
 def build_norm(
@@ -256,40 +236,6 @@ def l2_normed(x: Float[Tensor, "*B H"], epsilon: float) -> Float[Tensor, "*B H"]
     """Divide by the root mean square of the last dimension, float32 or wider inside."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
-
-
-def _has_kernel(x: Tensor) -> bool:
-    """Say whether the kernel is the faster way: compilers fuse plain torch as well."""
-    return (
-        x.is_cuda
-        and x.dtype != torch.float64
-        and NARROWEST <= x.shape[-1] <= WIDEST
-        and not torch.compiler.is_compiling()
-        and works(NORM_KERNELS, x.device, x.dtype)
-    )
-
-
-def _kernels() -> Any:
-    from mcore_models.kernels import norm
-
-    return norm
-
-
-def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    def fused(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return _kernels().fused_add_and_norm(*tensors, epsilon=1e-5)
-
-    def plain(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + branch
-        return F.layer_norm(total, weight.shape, weight, bias, 1e-5), total
-
-    shapes = (2, NARROWEST), (2, NARROWEST), (NARROWEST,), (NARROWEST,)
-    inputs = [wave(*shape, device=device, dtype=dtype) for shape in shapes]
-    got, want = (both_passes(function, *inputs) for function in (fused, plain))
-    return list(zip(got, want, strict=True))
-
-
-NORM_KERNELS = OptionalKernel("norms in Triton", ("triton",), _try_kernels)
 
 
 def _identity(

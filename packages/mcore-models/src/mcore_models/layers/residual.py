@@ -5,6 +5,7 @@ adds and norms in one kernel. ``Residual`` carries the stream and the output sti
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from mcore_models.config import TransformerConfig
 from mcore_models.layers.norm import LayerNorm, RMSNorm, build_norm
+from mcore_parallel.autograd.recomputing import recompute, recompute_between
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
-from mcore_parallel.recomputing import recompute, recompute_between
 from mcore_parallel.rng import RngStreams, StreamDropout
 
 Norm = RMSNorm | LayerNorm | nn.Identity
@@ -87,8 +88,8 @@ def stream_dropout(
 class ResidualBlock(nn.Module):
     """A layer that adds the outputs of its mixers to the residual stream.
 
-    Subclasses put ``mix`` and ``add`` together. Selective recomputation is here, so that
-    mixers and norms need not know of it.
+    Subclasses put ``mix`` and ``add`` together. Selective recomputation is here, and mixers
+    and norms have no part in it.
 
     Attributes:
         dropout: of every mixer's output.
@@ -128,16 +129,20 @@ class ResidualBlock(nn.Module):
             # Backward needs x itself, from which the norm is computed again.
             stream = stream.settled()
             if recomputed_as in self.recomputed:
-                return self.run(lambda x: mixer(norm(x)), stream.x, recomputed_as), stream
+                run = self.recomputing(lambda x: mixer(norm(x)), recomputed_as)
+                return run(stream.x), stream
             return recompute_between(norm, mixer, stream.x), stream
         normed, stream = stream.normed(norm)
-        return self.run(mixer, normed, recomputed_as), stream
+        mixer = self.recomputing(mixer, recomputed_as)
+        return mixer(normed), stream
 
-    def run(self, mixer: Callable[[Tensor], Output], x: Tensor, recomputed_as: str) -> Output:
-        """Call a mixer; backward calls it again if ``--recompute-modules`` has its name."""
-        if recomputed_as in self.recomputed and self.training:
-            return recompute(mixer, x, streams=self.streams)
-        return mixer(x)
+    def recomputing(
+        self, mixer: Callable[[Tensor], Output], name: str
+    ) -> Callable[[Tensor], Output]:
+        """Return a mixer that backward runs again if ``--recompute-modules`` has its name."""
+        if name in self.recomputed and self.training:
+            return partial(recompute, mixer, streams=self.streams)
+        return mixer
 
     def add(
         self, stream: Residual, output: MixerOutput, post_norm: Norm | None = None

@@ -8,19 +8,17 @@ Su et al. 2021, arXiv:2104.09864.
 """
 
 import math
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_models.config import TransformerConfig, rotary_size, yarn_magnitude
+from mcore_models.kernels.qk_norm_rope import norm_rotary_split
+from mcore_models.kernels.rope import RotaryTables, rotary_split
 from mcore_models.logical_tensors import head_dim
-from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave
-
-RotaryTables = tuple[Tensor, Tensor]
-"""Cosine and sine of every position's angles, each ``[S, h]``, or ``[S, B, h]`` where the
-sequences of a batch have positions of their own; h is half the rotated channels."""
+from mcore_parallel.optional_kernels import KernelFunction
 
 
 def build_rotary(
@@ -74,7 +72,7 @@ def query_temperature(
 def rotary_frequencies(
     config: TransformerConfig, device: torch.device | str | None = None, length: int = 0
 ) -> Float[Tensor, " h"]:
-    """Angle per position of each pair of channels, float64, stretched as the config says."""
+    """Angle per position of each pair of channels, float64, stretched by the config."""
     base = config.rotary_base
     if config.rope_type == "dynamic":
         base = _grown_base(config, length)
@@ -156,89 +154,17 @@ def rotary_tables(
     return cos.to(wide), sin.to(wide)
 
 
-def rotate(
-    x: Float[Tensor, "S B N H"], tables: RotaryTables, interleaved: bool = False
-) -> Float[Tensor, "S B N H"]:
-    """Turn the first 2h channels of every head; the others pass.
-
-    Args:
-        x: queries or keys.
-        tables: cosine and sine of the positions of x.
-        interleaved: whether neighbouring channels make a pair.
-    """
-    cos, sin = (_for_heads(table) for table in tables)
-    size = 2 * cos.shape[-1]
-    turned, rest = x[..., :size].to(cos.dtype), x[..., size:]
-    if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        out = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-    else:
-        a, b = turned.chunk(2, -1)
-        out = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    out = out.to(x.dtype)
-    return torch.cat([out, rest], -1) if rest.shape[-1] else out
-
-
-def _try_kernel(
-    device: torch.device, dtype: torch.dtype, size: int
-) -> list[tuple[Tensor, Tensor]]:
-    from mcore_models.kernels.rope import fused_rotary_split
-
-    cos, sin = (wave(3, size // 2, device=device, dtype=torch.float32) for _ in range(2))
-
-    def plain(qkv: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = qkv.unflatten(-1, (4, size)).split((2, 1, 1), 2)
-        return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
-
-    qkv = wave(3, 2, 4 * size, device=device, dtype=dtype)
-    got = both_passes(lambda qkv: fused_rotary_split(qkv, cos, sin, 2, 1), qkv)
-    return list(zip(got, both_passes(plain, qkv), strict=True))
-
-
-def _try_norm_kernel(
-    device: torch.device, dtype: torch.dtype, size: int
-) -> list[tuple[Tensor, Tensor]]:
-    from mcore_models.kernels.qk_norm_rope import fused_norm_rotary_split
-
-    cos, sin = (wave(3, size // 2, device=device, dtype=torch.float32) for _ in range(2))
-
-    def plain(qkv: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = qkv.unflatten(-1, (5, size)).split((3, 1, 1), 2)
-        q, k = F.rms_norm(q, (size,), of_q, 1e-5), F.rms_norm(k, (size,), of_k, 1e-5)
-        return rotate(q, (cos, sin)), rotate(k, (cos, sin)), v
-
-    def fused(qkv: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, ...]:
-        return fused_norm_rotary_split(qkv, of_q, of_k, cos, sin, 3, 1, epsilon=1e-5)
-
-    # Three heads: the waves of two cancel each other in a weight's gradient at 128 channels.
-    shapes = (3, 2, 5 * size), (size,), (size,)
-    inputs = [wave(*shape, device=device, dtype=dtype) for shape in shapes]
-    want = both_passes(plain, *(x.float() for x in inputs))  # plain torch rounds between
-    return list(zip(both_passes(fused, *inputs), want, strict=True))
-
-
-ROTARY_KERNEL = OptionalKernel("rotary embedding in Triton", ("triton",), _try_kernel)
-NORM_ROTARY_KERNEL = OptionalKernel(
-    "norm and rotary embedding in Triton", ("triton",), _try_norm_kernel
-)
-
-
-def rotary_kernel(config: TransformerConfig) -> OptionalKernel | None:
-    """Return what splits, norms and rotates the heads of a model; None if no kernel does."""
+def rotary_kernel(config: TransformerConfig) -> KernelFunction[..., Any] | None:
+    """Return the kernel that splits, norms and rotates the heads of a model, or None."""
     is_rope = config.position_embedding_type == "rope" and not config.multi_latent_attention
     is_plain = not (config.rotary_interleaved or config.qk_l2_norm)
     is_plain = is_plain and not config.attention_output_gate
     if not (is_rope and is_plain and rotary_size(config) == head_dim(config)):
         return None
     if not config.qk_layernorm:
-        return ROTARY_KERNEL
+        return rotary_split
     by_head = config.normalization == "RMSNorm" and config.qk_norm_width == "head"
-    return NORM_ROTARY_KERNEL if by_head else None
-
-
-def _for_heads(table: Tensor) -> Tensor:
-    """Give a table the dimensions of ``[S, B, N, h]``."""
-    return table.unsqueeze(-2) if table.dim() == 3 else table[:, None, None]
+    return norm_rotary_split if by_head else None
 
 
 def _stretch(frequencies: Tensor, config: TransformerConfig) -> Tensor:

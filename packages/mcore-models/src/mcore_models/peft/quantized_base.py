@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_models.kernels.few_bits import widen_levels
 from mcore_models.peft.attaching import adapted_linears
 from mcore_models.peft.config import BLOCK
 from mcore_moe.experts.experts import Experts
-from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 
 
 class QuantizedMatrix:
@@ -47,21 +47,17 @@ class QuantizedMatrix:
 
     def widened(self) -> Float[Tensor, "F D"]:
         """Return the matrix, float32."""
-        if self.bits == 8:
-            shares = self.codes.float().div_(127)
-        else:
-            pairs = _pairs(self.codes.device)
-            shares = F.embedding(self.codes.int(), pairs).flatten(-2)  # [F, blocks, 64]
-        return shares.mul_(self.scales).flatten(1)[:, : self.columns]
+        out = self.scales.new_empty(self.scales.shape[0], self.columns)
+        self.widen_into(out)
+        return out
 
     def widen_into(self, out: Float[Tensor, "F D"]) -> None:
-        """Write the matrix into a contiguous one of any dtype: 4 bits on a GPU by a kernel."""
-        if self.bits == 4 and _has_kernel(out):
-            from mcore_models.kernels.few_bits import widen_levels
-
+        """Write the matrix into a contiguous one of any dtype."""
+        if self.bits == 4:
             widen_levels(self.codes, self.scales, _levels(out.device), out)
         else:
-            out.copy_(self.widened())
+            shares = self.codes.float().div_(127)
+            out.copy_(shares.mul_(self.scales).flatten(1)[:, : self.columns])
 
     @property
     def num_bytes(self) -> int:
@@ -77,33 +73,6 @@ def _levels(device: torch.device) -> Float[Tensor, " levels"]:
     below = -torch.special.ndtri(torch.linspace(last, 0.5, 8, dtype=torch.float64)[:-1])
     found = torch.cat([below, above.new_zeros(1), above]).sort().values
     return (found / found.max()).float().to(device)
-
-
-@cache
-def _pairs(device: torch.device) -> Float[Tensor, "256 2"]:
-    """Return the two levels that each byte stands for, the one of its low bits first."""
-    levels, byte = _levels(device), torch.arange(256, device=device)
-    return torch.stack([levels[byte & 15], levels[byte >> 4]], 1)
-
-
-def _has_kernel(out: Tensor) -> bool:
-    is_fit = out.is_cuda and out.dtype != torch.float64
-    return is_fit and works(LEVELS_KERNEL, out.device, out.dtype)
-
-
-def _try_kernel(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    from mcore_models.kernels.few_bits import widen_levels
-
-    found = []
-    for columns in (128, 150):
-        matrix = QuantizedMatrix(wave(37, columns, device=device, dtype=torch.float32), 4)
-        got = torch.empty(37, columns, device=device, dtype=dtype)
-        widen_levels(matrix.codes, matrix.scales, _levels(device), got)
-        found.append((got, matrix.widened().to(dtype)))
-    return found
-
-
-LEVELS_KERNEL = OptionalKernel("widening 4-bit weights in Triton", ("triton",), _try_kernel)
 
 
 def _matrices(weight: Float[Tensor, "... F D"]) -> list[Tensor]:

@@ -25,15 +25,15 @@ from mcore_moe.dispatch.protocol import (
 from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
 from mcore_moe.experts.fp8_rows import exchange_narrow, wire_casts
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.async_collectives import (
+from mcore_parallel.autograd.recomputing import recompute
+from mcore_parallel.collectives import (
     CollectiveHandle,
     OverlapCallback,
+    all_gather,
     begin_gather_partial,
     begin_reduce_scatter,
 )
-from mcore_parallel.collectives import all_gather
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.recomputing import recompute
 
 
 class AllGatherDispatcher(Dispatcher):

@@ -39,10 +39,9 @@ from mcore_moe.dispatch.protocol import (
 from mcore_moe.dispatch.uneven_collectives import gather_uneven, reduce_scatter_uneven
 from mcore_moe.experts.fp8_rows import exchange_narrow, wire_casts
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.async_collectives import OverlapCallback, begin_all_to_all
-from mcore_parallel.collectives import all_gather, all_to_all
+from mcore_parallel.autograd.recomputing import recompute
+from mcore_parallel.collectives import OverlapCallback, all_gather, all_to_all, begin_all_to_all
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.recomputing import recompute
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
-from mcore_parallel.optional_kernels import OptionalKernel, both_passes, wave, works
+from mcore_moe.kernels.rows import (
+    copy_to_rows,
+    count_ids,
+    plan_choices,
+    sum_rows,
+    take_rows,
+)
+from mcore_parallel.autograd.functions import OnceDifferentiable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +55,6 @@ class RowPlan:
         return self.choices if topk == 1 else self.choices // topk
 
 
-def expert_offsets(counts: Int[Tensor, " E"]) -> Int[Tensor, " E1"]:
-    """Return the begin of each expert's rows and the end of the last, as int32."""
-    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-
-
 def plan_rows(
     ids: Int[Tensor, "T k"],
     num_experts: int,
@@ -72,62 +73,11 @@ def plan_rows(
     """
     if keep is not None:
         ids = ids.where(keep, num_experts)  # sorted after all experts
-    if _has_plan_kernel(ids):
-        from mcore_moe.kernels.rows import fused_plan
-
-        has_all = keep is None and not capacity
-        return RowPlan(
-            *fused_plan(ids, num_experts, capacity, has_all=has_all), has_all, has_all
-        )
-    return plan_rows_plain(ids, num_experts, capacity, has_all=keep is None)
-
-
-def plan_rows_plain(
-    ids: Int[Tensor, "T k"], num_experts: int, capacity: int = 0, *, has_all: bool = False
-) -> RowPlan:
-    """Reference of ``kernels.rows.fused_plan`` in plain torch, by sorting.
-
-    Args:
-        ids: chosen experts; ``num_experts``: the choice gets no row.
-        num_experts: E.
-        capacity: as in ``plan_rows``.
-        has_all: whether every choice gets a row; else the host waits for their number.
-    """
-    num_choices = ids.numel()
-    flat = ids.reshape(-1)
-    order = flat.argsort(stable=True)
-    counts = _count(flat, num_experts + 1)[:num_experts]
-    if capacity:
-        return _filled(order, flat, counts, tuple(ids.shape), capacity)
-    if not has_all:
-        order = order[: int(counts.sum())]
-    slots = torch.full_like(flat, order.numel())
-    slots[order] = torch.arange(order.numel(), device=ids.device)
-    is_complete = order.numel() == num_choices
-    return RowPlan(order, slots.view(ids.shape), expert_offsets(counts), is_complete, True)
-
-
-def _filled(
-    order: Tensor, flat: Tensor, counts: Tensor, shape: tuple[int, ...], capacity: int
-) -> RowPlan:
-    """Plan rows with exactly ``capacity`` for each expert; dropped choices get no row."""
-    num_choices, num_experts = flat.numel(), counts.numel()
-    num_rows = num_experts * capacity
-    # ``order`` lists the choices by expert, dropped ones (expert number E) last. A choice's
-    # place among its expert's choices is its position in ``order`` minus the expert's start.
-    starts = counts.cumsum(0) - counts
-    experts = flat[order]
-    kept = experts < num_experts
-    padded_starts = torch.nn.functional.pad(starts, (0, 1))
-    places = torch.arange(num_choices, device=flat.device) - padded_starts[experts]
-    # Dropped choices all write to an extra row at the end, which is cut off below.
-    rows = (experts * capacity + places).where(kept, num_rows)
-    choices = torch.full((num_rows + 1,), num_choices, device=flat.device)
-    choices[rows] = order
-    slots = torch.empty_like(flat)
-    slots[order] = rows
-    offsets = expert_offsets(torch.full_like(counts, capacity))
-    return RowPlan(choices[:num_rows], slots.view(shape), offsets, False)
+    has_all = keep is None and not capacity
+    choices, slots, offsets = plan_choices(ids, num_experts, capacity, has_all=has_all)
+    # Without a capacity the reference has no row that names no token, and kernels may have.
+    is_dense = has_all or (not capacity and choices.numel() < ids.numel())
+    return RowPlan(choices, slots, offsets, has_all, is_dense)
 
 
 def trimmed(plan: RowPlan, num_rows: int) -> RowPlan:
@@ -181,7 +131,7 @@ def within_capacity(
         order = by_prob[flat[by_prob].argsort(stable=True)]
     else:
         order = flat.argsort(stable=True)
-    counts = _count(flat, num_experts + 1)
+    counts = count_ids(flat, num_experts + 1)
     starts = counts.cumsum(0) - counts
     places = torch.arange(flat.numel(), device=ids.device) - starts[flat[order]]
     keep = torch.empty_like(flat, dtype=torch.bool)
@@ -228,87 +178,17 @@ def unpermute_reference(rows: Float[Tensor, "R D"], plan: RowPlan) -> Float[Tens
     return torch.stack(sums) if sums else rows.new_zeros(0, rows.shape[1])
 
 
-def put_rows(
-    rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], places: Int[Tensor, " T"]
-) -> None:
-    """Write each row of ``x`` to the row of ``rows`` that ``places`` names; no row twice."""
-    if _has_kernels(x):
-        from mcore_moe.kernels.rows import copy_into_rows
-
-        copy_into_rows(rows, x, places.unsqueeze(1))
-    else:
-        rows.index_copy_(0, places, x)
-
-
-def _count(ids: Tensor, size: int) -> Tensor:
-    return ids.new_zeros(size).scatter_add_(0, ids, torch.ones_like(ids))
-
-
-def _take(x: Tensor, index: Tensor, is_complete: bool) -> Tensor:
-    """Gather rows of ``x``; an index one past the end gives zeros."""
-    if not is_complete:
-        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-    return x.index_select(0, index)
-
-
-def _copy_tokens(x: Tensor, choices: Tensor, slots: Tensor, is_complete: bool) -> Tensor:
-    if _has_kernels(x):
-        from mcore_moe.kernels.rows import copy_to_rows
-
-        return copy_to_rows(x, slots, choices.numel(), is_complete)
-    return _take(x, choices // slots.shape[1], is_complete)
-
-
-def _sum_slots(rows: Tensor, slots: Tensor, is_complete: bool) -> Tensor:
-    if _has_kernels(rows):
-        from mcore_moe.kernels.rows import sum_rows
-
-        return sum_rows(rows, slots)
-    taken = _take(rows, slots.reshape(-1), is_complete)
-    return taken.view(*slots.shape, rows.shape[1]).sum(1)  # [T*k, D] -> [T, D]
-
-
-def _has_kernels(x: Tensor) -> bool:
-    return x.dtype != torch.float64 and _has_plan_kernel(x)
-
-
-def _has_plan_kernel(x: Tensor) -> bool:
-    if not x.is_cuda or torch.compiler.is_compiling():
-        return False
-    return works(ROWS_KERNELS, x.device)
-
-
-def _try_kernels(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    from mcore_moe.kernels import rows
-
-    ids = torch.tensor([[2, 0], [0, 3], [2, 3]], device=device)
-    choices, slots, offsets = rows.fused_plan(ids, 3)
-    plan = plan_rows_plain(ids, 3)
-    taken = [choices[:4], slots.clamp(max=4), offsets], [plan.choices, plan.slots, plan.offsets]
-    x = wave(3, 40, device=device, dtype=torch.bfloat16)
-    got = rows.copy_to_rows(x, slots, 4, is_complete=False)
-    want = both_passes(lambda x: unpermute_reference(permute_reference(x, plan), plan), x)
-    return [
-        *zip(*taken, strict=True),
-        (got, permute_reference(x, plan)),
-        (rows.sum_rows(got, slots), want[0]),
-    ]
-
-
-ROWS_KERNELS = OptionalKernel("rows by expert in Triton", ("triton",), _try_kernels)
-
-
 class _Permute(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, choices: Tensor, slots: Tensor, complete: bool) -> Tensor:
         ctx.save_for_backward(slots)
         ctx.complete = complete
-        return _copy_tokens(x, choices, slots, complete)
+        return copy_to_rows(x, choices, slots, complete)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (slots,) = ctx.saved_tensors
-        return _sum_slots(grad, slots, ctx.complete), None, None, None
+        return sum_rows(grad, slots, ctx.complete), None, None, None
 
 
 class _Unpermute(OnceDifferentiable):
@@ -318,12 +198,12 @@ class _Unpermute(OnceDifferentiable):
     ) -> Tensor:
         ctx.save_for_backward(choices, slots)
         ctx.complete = complete
-        return _sum_slots(rows, slots, complete)
+        return sum_rows(rows, slots, complete)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         choices, slots = ctx.saved_tensors
-        return _copy_tokens(grad, choices, slots, ctx.complete), None, None, None
+        return copy_to_rows(grad, choices, slots, ctx.complete), None, None, None
 
 
 class _PermuteProbs(OnceDifferentiable):
@@ -334,10 +214,10 @@ class _PermuteProbs(OnceDifferentiable):
         # every: whether every row has a choice, and whether every choice has a row.
         ctx.save_for_backward(slots)
         ctx.every = every
-        return _take(probs.reshape(-1), choices, every[0])
+        return take_rows(probs.reshape(-1), choices, every[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (slots,) = ctx.saved_tensors
-        taken = _take(grad, slots.reshape(-1), ctx.every[1])
+        taken = take_rows(grad, slots.reshape(-1), ctx.every[1])
         return taken.view(slots.shape), None, None, None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mcore_moe.dispatch.permutation import RowPlan
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.async_collectives import CollectiveHandle, OverlapCallback
+from mcore_parallel.collectives import CollectiveHandle, OverlapCallback
 
 RunExperts = Callable[[Tensor, Tensor, RowPlan], Tensor]
 """``Experts``, or a function with its arguments: tokens, weights of their choices, plan."""

@@ -32,10 +32,10 @@ from mcore_moe.dispatch.protocol import (
     RunExperts,
 )
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.mesh import Axis
-from mcore_parallel.recomputing import recompute
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mcore_moe.activations import weighted_gated
 from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import RowPlan, permute, permute_probs, unpermute
 from mcore_moe.experts.fp8_rows import fp8_linear
@@ -29,11 +28,12 @@ from mcore_moe.experts.grouped_gemm import (
 )
 from mcore_moe.experts.network import DEFAULT_NETWORK, ExpertNetwork
 from mcore_moe.kernels import quack_gemm
-from mcore_parallel.autograd_functions import cast_factor
-from mcore_parallel.grad_slot import grad_slot, overwrites, slot_of
+from mcore_moe.kernels.gate import weighted_gated
+from mcore_parallel.autograd.functions import cast_factor
+from mcore_parallel.autograd.grad_slot import grad_slot, overwrites, slot_of
+from mcore_parallel.autograd.recomputing import recompute_between
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import WeightCasts
-from mcore_parallel.recomputing import recompute_between
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import ParamLayout, Part, named_parameters
 

@@ -14,7 +14,7 @@ Reference:
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -23,53 +23,11 @@ from torch import Tensor
 from mcore_moe.config import MoEConfig
 from mcore_moe.experts.grouped_gemm import sequential_linear
 from mcore_moe.experts.weight_gradient import Factors, take_weight_gradient
-from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
-from mcore_parallel.grad_slot import slot_of
-from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+from mcore_moe.kernels.fp8_rows import FP8, Fp8Rows, cast_rows
+from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor
+from mcore_parallel.autograd.grad_slot import slot_of
 from mcore_parallel.precision.fp8 import WeightCasts
-from mcore_parallel.precision.fp8_fine_cast import cast_lines, scaled_by_tops
-
-FP8 = torch.float8_e4m3fn
-
-
-class Fp8Rows(NamedTuple):
-    """Rows in fp8."""
-
-    numbers: Shaped[Tensor, "*R D"]
-    """e4m3."""
-    scales: Float[Tensor, "*R 1"]
-    """Multiply the numbers; float32, float64 for float64 rows."""
-
-    def wide(self) -> Float[Tensor, "*R D"]:
-        """Return the rows dequantized, in the dtype of the scales."""
-        return self.numbers.to(self.scales.dtype) * self.scales
-
-    def taken(self, index: Int[Tensor, " Q"]) -> "Fp8Rows":
-        """Copy rows by index; a row is a multiple of 8 bytes.
-
-        index_select has no kernel for fp8, and moves int64 words faster than bytes.
-        """
-        words = self.numbers.view(torch.int64).index_select(0, index)
-        return Fp8Rows(words.view(self.numbers.dtype), self.scales.index_select(0, index))
-
-
-def cast_rows(x: Float[Tensor, "*R D"]) -> Fp8Rows:
-    """Cast rows by their largest magnitudes, in one kernel on a GPU.
-
-    NaN stays NaN, and a row with infinity becomes NaN.
-    """
-    x = x.detach().contiguous()
-    if x.is_cuda and x.dtype == torch.bfloat16 and works(ROW_KERNEL, x.device):
-        from mcore_moe.kernels.fp8_rows import fused_cast_rows
-
-        return Fp8Rows(*fused_cast_rows(x))
-    return cast_rows_plain(x)
-
-
-def cast_rows_plain(x: Float[Tensor, "*R D"]) -> Fp8Rows:
-    """Reference of ``kernels.fp8_rows.fused_cast_rows`` in plain torch."""
-    tops = x.abs().to(torch.promote_types(x.dtype, torch.float32)).amax(-1, keepdim=True)
-    return Fp8Rows(*scaled_by_tops(x, tops, FP8, is_power=False))
+from mcore_parallel.precision.fp8_cast import cast_lines
 
 
 def exchange_narrow(
@@ -215,14 +173,3 @@ def _has_grouped_kernel(a: Fp8Rows, b: Fp8Rows) -> bool:
         return False
     is_aligned = all(size % 16 == 0 for size in b.numbers.shape[1:])
     return is_aligned and a.scales.dtype == torch.float32
-
-
-def _try_kernel(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    from mcore_moe.kernels.fp8_rows import fused_cast_rows
-
-    x = 3.0 * wave(2, 5, 48, device=device, dtype=torch.bfloat16)
-    pairs = zip(fused_cast_rows(x), cast_rows_plain(x), strict=True)
-    return [(got.float(), want.float()) for got, want in pairs]
-
-
-ROW_KERNEL = OptionalKernel("rows in fp8 by Triton", ("triton",), _try_kernel)

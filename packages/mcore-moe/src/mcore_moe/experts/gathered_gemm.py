@@ -12,12 +12,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_moe.dispatch.permutation import RowPlan
-from mcore_moe.experts.fp8_rows import cast_rows, multiply_rows, weight_casts
+from mcore_moe.experts.fp8_rows import multiply_rows, weight_casts
 from mcore_moe.experts.weight_gradient import Factors, take_weight_gradient
+from mcore_moe.kernels.fp8_rows import cast_rows
 from mcore_moe.kernels.quack_gemm import multiply
 from mcore_moe.kernels.rows import sum_rows
-from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
-from mcore_parallel.grad_slot import slot_of
+from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor
+from mcore_parallel.autograd.grad_slot import slot_of
 from mcore_parallel.precision.fp8 import WeightCasts
 
 

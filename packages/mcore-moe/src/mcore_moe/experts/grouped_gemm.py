@@ -20,8 +20,8 @@ from mcore_moe.experts.weight_gradient import (
     take_weight_gradient,
 )
 from mcore_moe.kernels import quack_gemm
-from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
-from mcore_parallel.grad_slot import slot_of
+from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor
+from mcore_parallel.autograd.grad_slot import slot_of
 
 Linear = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``grouped_linear`` or ``sequential_linear``."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_parallel.grad_slot import overwrites
+from mcore_parallel.autograd.grad_slot import overwrites
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import ParamLayout, whole

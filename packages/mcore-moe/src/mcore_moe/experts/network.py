@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_moe.activations import activation_function, gated
+from mcore_moe.activations import activation_function
+from mcore_moe.kernels.gate import gated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +20,7 @@ class ExpertNetwork:
     bias: bool = False
     """Whether both GEMMs of routed experts have a bias; a shared expert has none."""
     clamp: float = 0.0
-    """Bound of gates and up-projections, see ``activations.gated``; 0: none."""
+    """Bound of gates and up-projections, see ``kernels.gate.gated``; 0: none."""
     offset: float = 0.0
     """Added to up-projections."""
     init_std: float = 0.02

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
-from mcore_parallel.grad_slot import slot_of
+from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor
+from mcore_parallel.autograd.grad_slot import slot_of
 
 
 def transformer_engine_linear(

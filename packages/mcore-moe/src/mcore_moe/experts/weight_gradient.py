@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_moe.dispatch.permutation import put_rows
 from mcore_moe.kernels import quack_gemm
-from mcore_parallel.grad_slot import GradSlot, accumulate_matmul
+from mcore_moe.kernels.rows import put_rows
+from mcore_parallel.autograd.grad_slot import GradSlot, accumulate_matmul
 
 
 class Factors(NamedTuple):

@@ -21,7 +21,7 @@ from mcore_moe.config import MoEConfig
 from mcore_moe.dispatch.permutation import plan_rows, trimmed
 from mcore_moe.dispatch.protocol import DEFAULT_OPTIONS, Dispatched, Dispatcher, DispatchOptions
 from mcore_moe.routing.topk import Routing
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.mesh import Axis
 
 _WIDEST = 8176

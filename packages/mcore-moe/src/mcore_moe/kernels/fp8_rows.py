@@ -1,18 +1,41 @@
-"""Triton kernel that casts rows to fp8, each by its largest magnitude.
+"""Rows cast to e4m3, each by its largest magnitude: Triton kernel and reference."""
 
-The reference is ``fp8_rows.cast_rows_plain``.
-"""
-
-from typing import no_type_check
+from collections.abc import Iterator
+from typing import NamedTuple, no_type_check
 
 import torch
-import triton
-import triton.language as tl
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
+
+from mcore_parallel.kernels.fp8_fine_cast import scaled_by_tops
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
+
+FP8 = torch.float8_e4m3fn
+
 
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(2.0**-100)
+
+
+class Fp8Rows(NamedTuple):
+    """Rows in fp8."""
+
+    numbers: Shaped[Tensor, "*R D"]
+    """e4m3."""
+    scales: Float[Tensor, "*R 1"]
+    """Multiply the numbers; float32, float64 for float64 rows."""
+
+    def wide(self) -> Float[Tensor, "*R D"]:
+        """Return the rows dequantized, in the dtype of the scales."""
+        return self.numbers.to(self.scales.dtype) * self.scales
+
+    def taken(self, index: Int[Tensor, " Q"]) -> "Fp8Rows":
+        """Copy rows by index; a row is a multiple of 8 bytes.
+
+        index_select has no kernel for fp8, and moves int64 words faster than bytes.
+        """
+        words = self.numbers.view(torch.int64).index_select(0, index)
+        return Fp8Rows(words.view(self.numbers.dtype), self.scales.index_select(0, index))
 
 
 @triton.jit
@@ -41,18 +64,36 @@ def _cast(x, numbers, scales, width, BLOCK: tl.constexpr):
     tl.store(scales + row, inverse)
 
 
-def fused_cast_rows(
-    x: Float[Tensor, "*R D"],
-) -> tuple[Shaped[Tensor, "*R D"], Float[Tensor, "*R 1"]]:
-    """Return rows in e4m3, and the scales that dequantize them.
+def cast_rows_plain(x: Float[Tensor, "*R D"]) -> Fp8Rows:
+    """Compute ``cast_rows`` in plain torch."""
+    x = x.detach()
+    tops = x.abs().to(torch.promote_types(x.dtype, torch.float32)).amax(-1, keepdim=True)
+    return Fp8Rows(*scaled_by_tops(x, tops, FP8, is_power=False))
+
+
+def _samples(device: torch.device) -> Iterator[Sample]:
+    yield Sample(3.0 * wave(2, 5, 48, device=device, dtype=torch.bfloat16))
+
+
+@optional_kernel(
+    "rows in fp8 by Triton",
+    reference=cast_rows_plain,
+    kind=lambda x: () if x.dtype == torch.bfloat16 else None,
+    samples=_samples,
+)
+def cast_rows(x: Float[Tensor, "*R D"]) -> Fp8Rows:
+    """Cast rows to e4m3 by their largest magnitudes.
+
+    NaN stays NaN, and a row with infinity becomes NaN.
 
     Args:
-        x: contiguous; up to 65 536 columns.
+        x: up to 65 536 columns.
     """
+    x = x.detach().contiguous()
     numbers = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scales = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     if x.numel():
         block = triton.next_power_of_2(x.shape[-1])
         warps = min(16, max(1, block // 512))
         _cast[(scales.numel(),)](x, numbers, scales, x.shape[-1], block, num_warps=warps)
-    return numbers, scales
+    return Fp8Rows(numbers, scales)

@@ -1,23 +1,29 @@
-"""Triton kernel between the two GEMMs of a gated layer: activation(gate) * up.
+"""Between the two GEMMs of a gated layer, activation(gate) * up: Triton kernels and references.
 
 Experts also multiply by a weight for each row. Forward and backward read and write the rows
 once, at the limit of memory bandwidth; plain torch makes six passes. The gradient of a row's
-weight is a sum over the row by one program in fixed order: the same bits in every run. The
-references are in ``activations``; this module is imported only if tensors are on a GPU.
+weight is a sum over the row by one program in fixed order: the same bits in every run.
 """
 
+from collections.abc import Iterator
 from typing import Any, no_type_check
 
 import torch
-import triton
-import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_moe.activations import activation_function
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.optional_kernels import (
+    Sample,
+    optional_kernel,
+    sine_leaf,
+    tl,
+    triton,
+)
 
 KINDS = {"silu": 0, "gelu_tanh": 1}
-"""Number of an activation in the kernels."""
+"""Activations that the kernels compute, and their numbers there."""
 _WIDEST = 1024  # columns of one program
 _MOST_ROWS = 1024  # programs in the grid's first dimension if only the device has ``end``
 
@@ -165,38 +171,95 @@ def _block(width: int) -> tuple[int, int]:
     return block, max(1, block // 256)
 
 
-def fused_gated(x: Float[Tensor, "*R F2"], activation: str = "silu") -> Float[Tensor, "*R F"]:
-    """Return activation(gate) * up for ``x`` = [gate; up] in its last dimension.
+def _gated_plain(
+    x: Float[Tensor, "*B F2"], activation: str, clamp: float = 0.0, offset: float = 0.0
+) -> Float[Tensor, "*B F"]:
+    gate, up = x.chunk(2, -1)
+    if clamp:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return activation_function(activation)(gate) * (up + offset if offset else up)
+
+
+def _weighted_gated_plain(
+    x: Float[Tensor, "R F2"],
+    probs: Float[Tensor, " R"],
+    end: Int[Tensor, ""],  # noqa: ARG001 - later rows are computed too
+    activation: str,
+    clamp: float = 0.0,
+    offset: float = 0.0,
+) -> Float[Tensor, "R F"]:
+    hidden = _gated_plain(x, activation, clamp, offset)
+    return (hidden * probs[:, None]).to(x.dtype)
+
+
+def _kind(
+    x: Tensor, activation: str, clamp: float = 0.0, offset: float = 0.0
+) -> tuple[torch.dtype] | None:
+    is_plain = bool(clamp or offset) or activation not in KINDS or x.dtype == torch.float64
+    return None if is_plain else (x.dtype,)
+
+
+def _samples(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Sample]:
+    for activation in KINDS:
+        yield Sample(sine_leaf(3, 32, device=device, dtype=dtype), activation)
+
+
+def _weighted_samples(
+    device: torch.device, dtype: torch.dtype = torch.float32
+) -> Iterator[Sample]:
+    x, probs = (sine_leaf(*shape, device=device, dtype=dtype) for shape in ((3, 32), (3,)))
+    end = torch.tensor(3, dtype=torch.int32, device=device)
+    for activation in KINDS:
+        yield Sample(x, probs, end, activation)
+
+
+@optional_kernel(
+    "gated activations in Triton", reference=_gated_plain, kind=_kind, samples=_samples
+)
+def gated(
+    x: Float[Tensor, "*B F2"],
+    activation: str,
+    clamp: float = 0.0,  # noqa: ARG001 - the reference bounds
+    offset: float = 0.0,  # noqa: ARG001 - the reference adds
+) -> Float[Tensor, "*B F"]:
+    """Activate the first half of the channels and multiply it with the second.
 
     Args:
-        x: on a GPU; computed in float32, returned in its own dtype.
-        activation: ``silu`` or ``gelu_tanh``.
-
-    Raises:
-        KeyError: for another activation.
+        x: gate and up-projection; the kernel computes in float32.
+        activation: a key of ``ACTIVATIONS``; kernels compute those of ``KINDS``.
+        clamp: bounds gates from above and up-projections on both sides; 0: no bound.
+        offset: added to up-projections. Plain torch computes clamp and offset.
 
     Reference:
-        Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202.
+        Shazeer 2020, GLU variants improve transformer, arXiv:2002.05202. Clamp and offset are
+        those of gpt-oss: OpenAI 2025, arXiv:2508.10925.
     """
     return _Gated.apply(x.contiguous(), None, None, KINDS[activation])
 
 
-def fused_weighted_gated(
+@optional_kernel(
+    "weighted gated activations in Triton",
+    reference=_weighted_gated_plain,
+    kind=lambda x, _probs, _end, *shape: _kind(x, *shape),
+    samples=_weighted_samples,
+)
+def weighted_gated(
     x: Float[Tensor, "R F2"],
-    weight: Float[Tensor, " R"],
+    probs: Float[Tensor, " R"],
     end: Int[Tensor, ""],
-    activation: str = "silu",
+    activation: str,
+    clamp: float = 0.0,  # noqa: ARG001 - the reference bounds
+    offset: float = 0.0,  # noqa: ARG001 - the reference adds
 ) -> Float[Tensor, "R F"]:
-    """Return activation(gate) * up * weight for ``x`` = [gate; up] in its last dimension.
+    """Return ``gated`` times a weight for each row.
 
     Args:
-        x: on a GPU; computed in float32, returned in its own dtype.
-        weight: of each row.
-        end: number of rows in use, on the device; later rows are not computed, nor are their
-            gradients.
-        activation: ``silu`` or ``gelu_tanh``.
-
-    Raises:
-        KeyError: for another activation.
+        x: gate and up-projection of each row.
+        probs: weight of each row.
+        end: number of rows in use, on the device. Results and gradients of later rows are
+            undefined.
+        activation: as in ``gated``.
+        clamp: as in ``gated``.
+        offset: as in ``gated``.
     """
-    return _Gated.apply(x.contiguous(), weight.contiguous(), end, KINDS[activation])
+    return _Gated.apply(x.contiguous(), probs.contiguous(), end, KINDS[activation])

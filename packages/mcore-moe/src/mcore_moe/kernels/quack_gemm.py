@@ -11,13 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_parallel.optional_kernels import OptionalKernel, package_versions, wave, works
+from mcore_parallel.optional_kernels import (
+    Sample,
+    optional_kernel,
+    package_versions,
+    wave,
+    works,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,7 @@ class _Tile:
     cluster: tuple[int, int] = (2, 1)
 
 
+_PACKAGES = ("quack-kernels", "nvidia-cutlass-dsl")
 _WIDEST_GATHERED = 2048
 _NARROWEST_SORTED = 2048
 _WIDE, _PINGPONG = _Tile(128, 256), _Tile(128, 192, pingpong=True)
@@ -49,45 +57,7 @@ def multiply(
         sources: row of ``x`` for each row of the result; int32.
     """
     by_order = _ACROSS if sorts_faster(weight) else _PINGPONG
-    return _multiply(x, weight, offsets, sources, by_order if sources is None else _WIDE)
-
-
-def _multiply(
-    x: Tensor, weight: Tensor, offsets: Tensor, sources: Tensor | None, tile: _Tile
-) -> Tensor:
-    num_rows = x.shape[0] if sources is None else sources.shape[0]
-    out = x.new_empty(num_rows, weight.shape[2])
-    _run(tile)(x, weight, out, cu_seqlens_m=offsets, A_idx=sources)
-    return out
-
-
-def add_weight_gradient(
-    out: Float[Tensor, "e N K"],
-    grad: Float[Tensor, "M N"],
-    x: Float[Tensor, "L K"],
-    offsets: Int[Tensor, " e1"],
-    *,
-    grad_sources: Int[Tensor, " R"] | None = None,
-    x_sources: Int[Tensor, " R"] | None = None,
-    overwrite: bool,
-) -> None:
-    """Add ``grad^T x`` of each expert's rows to ``out`` in place.
-
-    Args:
-        out: of any dtype.
-        grad: gradient of the rows' results.
-        x: the rows.
-        offsets: where the rows of each expert begin, and the end of the last; int32.
-        grad_sources: row of ``grad`` for each row, if ``grad`` is gathered.
-        x_sources: row of ``x`` for each row, if ``x`` is gathered; at most one of the two.
-        overwrite: replace ``out``.
-    """
-    a, b = grad, x
-    if x_sources is not None:  # quack gathers its first factor: compute the transpose
-        a, b, out = x, grad, out.mT
-    sources = grad_sources if x_sources is None else x_sources
-    run = _run(_PINGPONG if sources is None else _WIDE)
-    run(a.t(), b, out, cu_seqlens_k=offsets, A_idx=sources, add_to_output=not overwrite)
+    return multiply_by_tile(x, weight, offsets, sources, by_order if sources is None else _WIDE)
 
 
 def gathers_faster(weight: Tensor) -> bool:
@@ -102,10 +72,7 @@ def sorts_faster(weight: Tensor) -> bool:
 
 def usable(x: Tensor, weight: Tensor) -> bool:
     """Whether these GEMMs can be used; the first call compiles and tries them."""
-    if torch.compiler.is_compiling() or not x.is_cuda or x.dtype != torch.bfloat16:
-        return False
-    aligned = all(size % 8 == 0 for size in weight.shape[1:])
-    return aligned and fits(x.device) and works(QUACK_KERNELS, x.device)
+    return multiply_by_tile.takes(x, weight) and works(add_weight_gradient, x.device)
 
 
 @cache
@@ -147,50 +114,123 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def _try_kernels(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def _multiply_plain(
+    x: Float[Tensor, "M K"],
+    weight: Float[Tensor, "e K N"],
+    offsets: Int[Tensor, " e1"],
+    sources: Int[Tensor, " R"] | None,
+    tile: _Tile,  # noqa: ARG001 - torch has its own
+) -> Float[Tensor, "R N"]:
+    rows = x if sources is None else x[sources.long()]
+    bounds = pairwise(offsets.tolist())
+    return torch.cat([rows[a:b] @ w for (a, b), w in zip(bounds, weight, strict=True)])
+
+
+def _add_plain(
+    out: Float[Tensor, "e N K"],
+    grad: Float[Tensor, "M N"],
+    x: Float[Tensor, "L K"],
+    offsets: Int[Tensor, " e1"],
+    *,
+    grad_sources: Int[Tensor, " R"] | None = None,
+    x_sources: Int[Tensor, " R"] | None = None,
+    overwrite: bool,
+) -> None:
+    grad = grad if grad_sources is None else grad[grad_sources.long()]
+    x = x if x_sources is None else x[x_sources.long()]
+    for total, (a, b) in zip(out, pairwise(offsets.tolist()), strict=True):
+        gradient = grad[a:b].float().t() @ x[a:b].float()
+        total.copy_(gradient if overwrite else total + gradient)
+
+
+def _kind(x: Tensor, weight: Tensor, *_: object) -> tuple[()] | None:
+    is_aligned = all(size % 8 == 0 for size in weight.shape[1:])
+    return () if x.dtype == torch.bfloat16 and is_aligned and fits(x.device) else None
+
+
+def _rows(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the offsets of three experts, one without rows, and tokens of their 16 rows."""
     offsets = torch.tensor([0, 5, 5, 16], dtype=torch.int32, device=device)
-    sources = torch.arange(16, dtype=torch.int32, device=device) * 5 % 7
+    return offsets, torch.arange(16, dtype=torch.int32, device=device) * 5 % 7
+
+
+def _multiply_samples(device: torch.device) -> Iterator[Sample]:
+    offsets, sources = _rows(device)
     tokens, rows = (wave(n, 64, device=device, dtype=torch.bfloat16) for n in (7, 16))
     weight = wave(3, 64, 128, device=device, dtype=torch.bfloat16)
-    pairs = []
-    for kernel in (weight, weight.mT.contiguous().mT):
-        want = _plain(rows, kernel)
-        pairs += [
-            (_multiply(rows, kernel, offsets, None, tile), want)
-            for tile in (_PINGPONG, _ACROSS)
-        ]
-        got = multiply(tokens, kernel, offsets, sources)
-        pairs.append((got, _plain(tokens[sources.long()], kernel)))
-    wide = wave(16, 128, device=device, dtype=torch.bfloat16)
+    for matrices in (weight, weight.mT.contiguous().mT):
+        for tile in (_PINGPONG, _ACROSS):
+            yield Sample(rows, matrices, offsets, None, tile)
+        yield Sample(tokens, matrices, offsets, sources, _WIDE)
+
+
+def _gradient_samples(device: torch.device) -> Iterator[Sample]:
+    offsets, sources = _rows(device)
+    tokens, rows = (wave(n, 64, device=device, dtype=torch.bfloat16) for n in (7, 16))
+    grad = wave(16, 128, device=device, dtype=torch.bfloat16)
     for dtype, overwrite in (
         (torch.float32, False),
         (torch.float32, True),
         (torch.bfloat16, True),
     ):
-        got, want = (wave(3, 128, 64, device=device, dtype=dtype) for _ in range(2))
-        add_weight_gradient(got, wide, tokens, offsets, x_sources=sources, overwrite=overwrite)
-        pairs.append((got, _plain_gradient(want, wide, tokens[sources.long()], overwrite)))
-        got, want = (wave(3, 128, 64, device=device, dtype=dtype) for _ in range(2))
-        add_weight_gradient(
-            got, wide[:7], rows, offsets, grad_sources=sources, overwrite=overwrite
-        )
-        pairs.append((got, _plain_gradient(want, wide[:7][sources.long()], rows, overwrite)))
-        got, want = (wave(3, 128, 64, device=device, dtype=dtype) for _ in range(2))
-        add_weight_gradient(got, wide, rows, offsets, overwrite=overwrite)
-        pairs.append((got, _plain_gradient(want, wide, rows, overwrite)))
-    return pairs
+        out = wave(3, 128, 64, device=device, dtype=dtype)
+        yield Sample(out, grad, tokens, offsets, x_sources=sources, overwrite=overwrite)
+        yield Sample(out, grad[:7], rows, offsets, grad_sources=sources, overwrite=overwrite)
+        yield Sample(out, grad, rows, offsets, overwrite=overwrite)
 
 
-def _plain(rows: Tensor, weight: Tensor) -> Tensor:
-    return torch.cat([rows[:5] @ weight[0], rows[5:] @ weight[2]])
-
-
-def _plain_gradient(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> Tensor:
-    parts = [grad[:5].float().t() @ x[:5].float(), grad[5:].float().t() @ x[5:].float()]
-    gradient = torch.stack([parts[0], torch.zeros_like(parts[0]), parts[1]])
-    return gradient if overwrite else total + gradient
-
-
-QUACK_KERNELS = OptionalKernel(
-    "grouped GEMMs of quack", ("quack-kernels", "nvidia-cutlass-dsl"), _try_kernels
+@optional_kernel(
+    "grouped GEMMs of quack",
+    reference=_multiply_plain,
+    kind=_kind,
+    samples=_multiply_samples,
+    packages=_PACKAGES,
 )
+def multiply_by_tile(
+    x: Float[Tensor, "M K"],
+    weight: Float[Tensor, "e K N"],
+    offsets: Int[Tensor, " e1"],
+    sources: Int[Tensor, " R"] | None,
+    tile: _Tile,
+) -> Float[Tensor, "R N"]:
+    """Compute ``multiply`` with a choice of tiles."""
+    num_rows = x.shape[0] if sources is None else sources.shape[0]
+    out = x.new_empty(num_rows, weight.shape[2])
+    _run(tile)(x, weight, out, cu_seqlens_m=offsets, A_idx=sources)
+    return out
+
+
+@optional_kernel(
+    "grouped weight gradients of quack",
+    reference=_add_plain,
+    kind=lambda out, _, x, *__, **___: _kind(x, out),
+    samples=_gradient_samples,
+    packages=_PACKAGES,
+)
+def add_weight_gradient(
+    out: Float[Tensor, "e N K"],
+    grad: Float[Tensor, "M N"],
+    x: Float[Tensor, "L K"],
+    offsets: Int[Tensor, " e1"],
+    *,
+    grad_sources: Int[Tensor, " R"] | None = None,
+    x_sources: Int[Tensor, " R"] | None = None,
+    overwrite: bool,
+) -> None:
+    """Add ``grad^T x`` of each expert's rows to ``out`` in place.
+
+    Args:
+        out: of any dtype.
+        grad: gradient of the rows' results.
+        x: the rows.
+        offsets: where the rows of each expert begin, and the end of the last; int32.
+        grad_sources: row of ``grad`` for each row, if ``grad`` is gathered.
+        x_sources: row of ``x`` for each row, if ``x`` is gathered; at most one of the two.
+        overwrite: replace ``out``.
+    """
+    a, b = grad, x
+    if x_sources is not None:  # quack gathers its first factor: compute the transpose
+        a, b, out = x, grad, out.mT
+    sources = grad_sources if x_sources is None else x_sources
+    run = _run(_PINGPONG if sources is None else _WIDE)
+    run(a.t(), b, out, cu_seqlens_k=offsets, A_idx=sources, add_to_output=not overwrite)

@@ -1,18 +1,18 @@
-"""Triton kernels that plan, copy and sum rows sorted by expert, without sorting anything.
+"""Rows sorted by expert, planned, copied and summed: Triton kernels and references.
 
-The plan is a counting sort in two passes: each block of choices counts its experts, a running
-sum turns the counts into the first rows of each (expert, block), and each block assigns its
-choices the rows from there on. The order is that of a stable sort. The host does not wait. The
-references are in ``permutation``.
+The kernels' plan is a counting sort in two passes: each block of choices counts its experts, a
+running sum turns the counts into the first rows of each (expert, block), and each block assigns
+its choices the rows from there on. The order is that of a stable sort. The host does not wait.
 """
 
+from collections.abc import Iterator
 from typing import no_type_check
 
 import torch
-import triton
-import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 _CHOICES = 128  # choices of one program, which compares all pairs of them
 _WIDTH = 1024  # channels of one program
@@ -80,21 +80,91 @@ def _place_block(
         tl.store(offsets, 0)
 
 
-def fused_plan(
+def expert_offsets(counts: Int[Tensor, " E"]) -> Int[Tensor, " E1"]:
+    """Return the begin of each expert's rows and the end of the last, as int32."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def count_ids(ids: Int[Tensor, " C"], size: int) -> Int[Tensor, " N"]:
+    """Return how often each id below ``size`` occurs."""
+    return ids.new_zeros(size).scatter_add_(0, ids, torch.ones_like(ids))
+
+
+def take_rows(
+    x: Float[Tensor, "N *D"], index: Int[Tensor, " C"], is_complete: bool
+) -> Float[Tensor, "C *D"]:
+    """Gather rows of ``x``; unless ``is_complete``, an index one past the end gives 0."""
+    if not is_complete:
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+    return x.index_select(0, index)
+
+
+def _plan_plain(
+    ids: Int[Tensor, "T k"], num_experts: int, capacity: int = 0, *, has_all: bool = False
+) -> tuple[Int[Tensor, " R"], Int[Tensor, "T k"], Int[Tensor, " E1"]]:
+    flat = ids.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = count_ids(flat, num_experts + 1)[:num_experts]
+    if capacity:
+        return _filled(order, flat, counts, tuple(ids.shape), capacity)
+    if not has_all:
+        order = order[: int(counts.sum())]  # the host waits for the number of kept choices
+    slots = torch.full_like(flat, order.numel())
+    slots[order] = torch.arange(order.numel(), device=ids.device)
+    return order, slots.view(ids.shape), expert_offsets(counts)
+
+
+def _filled(
+    order: Tensor, flat: Tensor, counts: Tensor, shape: tuple[int, ...], capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plan rows with exactly ``capacity`` for each expert; dropped choices get no row."""
+    num_choices, num_experts = flat.numel(), counts.numel()
+    num_rows = num_experts * capacity
+    # ``order`` lists the choices by expert, dropped ones (expert number E) last. A choice's
+    # place among its expert's choices is its position in ``order`` minus the expert's start.
+    starts = counts.cumsum(0) - counts
+    experts = flat[order]
+    kept = experts < num_experts
+    padded_starts = torch.nn.functional.pad(starts, (0, 1))
+    places = torch.arange(num_choices, device=flat.device) - padded_starts[experts]
+    # Dropped choices all write to an extra row at the end, which is cut off below.
+    rows = (experts * capacity + places).where(kept, num_rows)
+    choices = torch.full((num_rows + 1,), num_choices, device=flat.device)
+    choices[rows] = order
+    slots = torch.empty_like(flat)
+    slots[order] = rows
+    offsets = expert_offsets(torch.full_like(counts, capacity))
+    return choices[:num_rows], slots.view(shape), offsets
+
+
+def _plan_samples(device: torch.device) -> Iterator[Sample]:
+    ids = torch.tensor([[2, 0], [0, 3], [2, 3]], device=device)
+    yield Sample(ids, 4, has_all=True)
+    yield Sample(ids, 3, 2)  # the expert of number 3 is none
+
+
+@optional_kernel(
+    "plans of rows by expert in Triton",
+    reference=_plan_plain,
+    kind=lambda *_, **__: (),
+    samples=_plan_samples,
+)
+def plan_choices(
     ids: Int[Tensor, "T k"], num_experts: int, capacity: int = 0, *, has_all: bool = False
 ) -> tuple[Int[Tensor, " R"], Int[Tensor, "T k"], Int[Tensor, " E1"]]:
     """Give each choice a row, rows sorted by expert and then by choice.
 
     Args:
-        ids: chosen experts; E or more: the choice gets no row.
+        ids: chosen experts; E: the choice gets no row.
         num_experts: E.
         capacity: rows of every expert, at least as many as chose it; 0: as many as chose it.
         has_all: whether every choice has an expert.
 
     Returns:
         The choice of each row, the row of each choice, and the begin of each expert's rows with
-        the end of the last; all int32. There are R = E*capacity rows, or R = T*k, of which the
-        last belong to no expert if choices have none. A row without a choice has choice T*k, a
+        the end of the last. There are R = E*capacity rows; without a capacity the reference
+        gives one to each choice that has an expert, and the kernel R = T*k, of which the last
+        belong to no expert if choices have none. A row without a choice has choice T*k, a
         choice without a row has row R.
     """
     num_choices = ids.numel()
@@ -156,39 +226,88 @@ def _sum_rows(rows, slots, out, num_rows, width, TOPK: tl.constexpr, BLOCK: tl.c
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def copy_to_rows(
-    x: Float[Tensor, "T D"], slots: Int[Tensor, "T k"], num_rows: int, is_complete: bool
+def _copy_plain(
+    x: Float[Tensor, "T D"],
+    choices: Int[Tensor, " R"],
+    slots: Int[Tensor, "T k"],
+    is_complete: bool,
 ) -> Float[Tensor, "R D"]:
-    """Copy each token to its rows, reading it once.
+    return take_rows(x, choices // slots.shape[1], is_complete)
+
+
+def _sum_plain(
+    rows: Float[Tensor, "R D"], slots: Int[Tensor, "T k"], is_complete: bool = False
+) -> Float[Tensor, "T D"]:
+    taken = take_rows(rows, slots.reshape(-1), is_complete)
+    return taken.view(*slots.shape, rows.shape[1]).sum(1)  # [T*k, D] -> [T, D]
+
+
+def _put_plain(
+    rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], places: Int[Tensor, " T"]
+) -> None:
+    rows.index_copy_(0, places, x)
+
+
+def _kind(x: Tensor, *_: object, **__: object) -> tuple[()] | None:
+    return None if x.dtype == torch.float64 else ()
+
+
+def _copy_samples(device: torch.device) -> Iterator[Sample]:
+    x = wave(3, 40, device=device, dtype=torch.bfloat16)
+    plan = _plan_plain(torch.tensor([[2, 0], [0, 3], [2, 3]], device=device), 3)
+    yield Sample(x, *plan[:2], False)
+
+
+def _sum_samples(device: torch.device) -> Iterator[Sample]:
+    rows = wave(4, 40, device=device, dtype=torch.bfloat16)
+    yield Sample(rows, torch.tensor([[2, 0], [1, 4], [3, 4]], device=device))
+
+
+def _put_samples(device: torch.device) -> Iterator[Sample]:
+    rows, x = (wave(n, 40, device=device, dtype=torch.bfloat16) for n in (4, 3))
+    yield Sample(rows, x, torch.tensor([2, 0, 3], device=device))
+
+
+@optional_kernel(
+    "copies of rows by expert in Triton",
+    reference=_copy_plain,
+    kind=_kind,
+    samples=_copy_samples,
+)
+def copy_to_rows(
+    x: Float[Tensor, "T D"],
+    choices: Int[Tensor, " R"],
+    slots: Int[Tensor, "T k"],
+    is_complete: bool,
+) -> Float[Tensor, "R D"]:
+    """Copy each token to its rows; the kernel reads a token once.
 
     Args:
         x: tokens.
-        slots: rows of each token; ``num_rows`` or more: no row.
-        num_rows: R.
+        choices: choice of each row, of which k are a token's; T*k: none.
+        slots: rows of each token; R: no row.
         is_complete: whether every row has a token; else rows without one are zero.
     """
     new = x.new_empty if is_complete else x.new_zeros
-    rows = new(num_rows, x.shape[1])
-    copy_into_rows(rows, x, slots)
+    rows = new(choices.numel(), x.shape[1])
+    _copy_into(rows, x, slots)
     return rows
 
 
-def copy_into_rows(
-    rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], slots: Int[Tensor, "T k"]
-) -> None:
-    """Copy each token to its rows of ``rows``, which is contiguous; slot R or more: no row."""
-    if slots.numel() and x.shape[1]:
-        _copy_rows[_grid(x)](
-            x.contiguous(), slots, rows, rows.shape[0], x.shape[1], slots.shape[1], _WIDTH
-        )
-
-
-def sum_rows(rows: Float[Tensor, "R D"], slots: Int[Tensor, "T k"]) -> Float[Tensor, "T D"]:
+@optional_kernel(
+    "sums of rows by token in Triton", reference=_sum_plain, kind=_kind, samples=_sum_samples
+)
+def sum_rows(
+    rows: Float[Tensor, "R D"],
+    slots: Int[Tensor, "T k"],
+    is_complete: bool = False,  # noqa: ARG001 - spares the reference a copy
+) -> Float[Tensor, "T D"]:
     """Sum the rows of each token in float32, in the order of its choices.
 
     Args:
         rows: R may be 0.
-        slots: rows of each token; R or more: no row.
+        slots: rows of each token; R: no row.
+        is_complete: whether every choice has a row.
     """
     out = rows.new_empty(slots.shape[0], rows.shape[1])
     if slots.numel() and rows.shape[1]:
@@ -202,6 +321,24 @@ def sum_rows(rows: Float[Tensor, "R D"], slots: Int[Tensor, "T k"]) -> Float[Ten
             _WIDTH,
         )
     return out
+
+
+@optional_kernel(
+    "rows written by place in Triton", reference=_put_plain, kind=_kind, samples=_put_samples
+)
+def put_rows(
+    rows: Float[Tensor, "R D"], x: Float[Tensor, "T D"], places: Int[Tensor, " T"]
+) -> None:
+    """Write each row of ``x`` to the row of ``rows`` that ``places`` names; no row twice."""
+    _copy_into(rows, x, places.unsqueeze(1))
+
+
+def _copy_into(rows: Tensor, x: Tensor, slots: Tensor) -> None:
+    """Copy tokens to their rows of ``rows``, which is contiguous; slot R or more: no row."""
+    if slots.numel() and x.shape[1]:
+        _copy_rows[_grid(x)](
+            x.contiguous(), slots, rows, rows.shape[0], x.shape[1], slots.shape[1], _WIDTH
+        )
 
 
 def _grid(x: Tensor) -> tuple[int, int]:

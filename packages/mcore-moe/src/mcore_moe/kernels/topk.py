@@ -1,16 +1,17 @@
-"""Triton kernel that returns the k largest scores of each token without sorting all scores.
+"""The k best experts of each token: Triton kernel, which sorts nothing, and reference.
 
 The order is that of a stable descending sort: of equal scores the lower expert first, NaN
-before everything. The reference is ``routing.topk.top_experts_plain``.
+before everything.
 """
 
+from collections.abc import Iterator
 from typing import no_type_check
 
 import torch
-import triton
-import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 _TOKENS = 4  # tokens of one program
 
@@ -47,13 +48,28 @@ def _top(
         key = tl.where(lane == expert[:, None], -(2**62), key)
 
 
-def fused_top_experts(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:
-    """Return the ids of the largest scores, best first, as int64.
+def _top_plain(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+
+
+def _samples(device: torch.device) -> Iterator[Sample]:
+    yield Sample(wave(5, 37, device=device, dtype=torch.float32).round(decimals=1), 7)
+
+
+@optional_kernel(
+    "choice of experts in Triton",
+    reference=_top_plain,
+    kind=lambda scores, _: () if scores.dtype == torch.float32 else None,
+    samples=_samples,
+)
+def top_experts(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:
+    """Return the ids of the largest scores, best first; equal scores in order of the id.
 
     Args:
-        scores: float32, E from ``topk`` to 65536.
+        scores: E from ``topk`` to 65536.
         topk: number of experts for each token.
     """
+    scores = scores.detach()
     num_tokens, num_experts = scores.shape
     ids = torch.empty(num_tokens, topk, dtype=torch.int64, device=scores.device)
     if num_tokens:

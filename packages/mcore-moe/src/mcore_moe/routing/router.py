@@ -32,7 +32,7 @@ from mcore_moe.routing.topk import (
     scaled,
     top_experts,
 )
-from mcore_parallel.autograd_functions import OnceDifferentiable, without_autocast
+from mcore_parallel.autograd.functions import OnceDifferentiable, without_autocast
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.rng import RngStreams, reset_weight_

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_moe.config import MoEConfig, expert_capacity
 from mcore_moe.dispatch.permutation import within_capacity
-from mcore_parallel.optional_kernels import OptionalKernel, wave, works
+from mcore_moe.kernels.topk import top_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,36 +134,6 @@ def limited(
         )
         keep = fits if keep is None else fits & keep
     return replace(routing, keep=keep)
-
-
-def top_experts(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:
-    """Return the ids of the largest scores, best first; equal scores in order of the id."""
-    scores = scores.detach()
-    if (
-        scores.is_cuda
-        and scores.dtype == torch.float32
-        and not torch.compiler.is_compiling()
-        and works(TOP_KERNEL, scores.device)
-    ):
-        from mcore_moe.kernels.topk import fused_top_experts
-
-        return fused_top_experts(scores, topk)
-    return top_experts_plain(scores, topk)
-
-
-def top_experts_plain(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:
-    """Reference of ``kernels.topk.fused_top_experts``: a stable sort of all scores."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
-
-
-def _try_top_kernel(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    from mcore_moe.kernels.topk import fused_top_experts
-
-    scores = wave(5, 37, device=device, dtype=torch.float32).round(decimals=1)
-    return [(fused_top_experts(scores, 7), top_experts_plain(scores, 7))]
-
-
-TOP_KERNEL = OptionalKernel("choice of experts in Triton", ("triton",), _try_top_kernel)
 
 
 def _choose(scores: Tensor, config: MoEConfig) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable, without_autocast
+from mcore_parallel.autograd.functions import OnceDifferentiable, without_autocast
 from mcore_parallel.collectives import start_all_gather, start_reduce_scatter, wait
 from mcore_parallel.context_parallel.block_attention import (
     Block,

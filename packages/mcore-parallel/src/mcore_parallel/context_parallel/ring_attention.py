@@ -1,12 +1,12 @@
-"""Ring attention: keys and values travel round the context ranks, queries stay.
+"""Ring attention: context ranks pass keys and values round a ring and keep their queries.
 
-Each rank holds two chunks of the sequence in zigzag order (``zigzag``), so that
-every step of the ring is the same amount of work for all, and each message travels while
-the blocks before it are computed. In backward keys and values travel again, and their
-gradients with them, home after a full turn.
+Each rank holds two chunks of the sequence in zigzag order (``zigzag``), so that every step of
+the ring is the same amount of work for all. A step sends the keys and values of the next one
+while its own blocks are computed. Backward passes keys and values round again, together with
+their gradients, which are back on the rank of their keys after a full turn.
 
 A step sends all its tensors as one message: which blocks a rank computes depends on the rank,
-so a compiler may order several messages differently on each, and they would not match.
+so a compiler may order several messages differently on each rank, and they would not match.
 
 Liu et al. 2023, Ring Attention, arXiv:2310.01889.
 """
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable, without_autocast
+from mcore_parallel.autograd.functions import OnceDifferentiable, without_autocast
 from mcore_parallel.collectives import start_shift, wait
 from mcore_parallel.context_parallel.block_attention import (
     Block,

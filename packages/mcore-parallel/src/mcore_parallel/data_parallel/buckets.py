@@ -7,7 +7,7 @@ collectives. The parameter buffer has the offsets of the gradient buffer, so the
 optimizer gathers updated weights straight into the parameters.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -16,20 +16,23 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from mcore_parallel.autograd.grad_slot import grad_slot
+from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import DataParallelConfig
-from mcore_parallel.data_parallel.fp8_gather import Fp8Gather
 from mcore_parallel.data_parallel.gradient_sync import Copy, OwnedRange
-from mcore_parallel.grad_slot import grad_slot
+from mcore_parallel.kernels.fp8_cast import cast_flat, dequantize_flat, largest_magnitude
 from mcore_parallel.launch.call_checks import agree
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.precision.fp8 import FORWARD_DTYPE, Fp8Gemm
+from mcore_parallel.precision.fp8_recipes import Tensorwise
 from mcore_parallel.sharding import NamedParameter
 
-PendingGather = dist.Work | Fp8Gather
-"""What ``wait`` is called on before gathered weights are read."""
 ALIGNMENT = 64
 """Elements to whose multiples a parameter's start is rounded up."""
+
 END_MULTIPLE = 128
 """Elements to whose multiples, and the data ranks', a bucket's end is rounded up."""
+
 HIGH_BUSBW_MULTIPLE = 65536
 
 
@@ -96,7 +99,7 @@ class Slot:
 
 
 class Bucket:
-    """Weights and main gradients that travel together.
+    """Weights and main gradients that are communicated together.
 
     Attributes:
         slots: parameters in memory order.
@@ -107,7 +110,7 @@ class Bucket:
         data: both, the ranks that hold equal weights.
         kind: whose data ranks share it, ``dense`` or ``expert``.
         is_late: whether its gradients need sums over other axes before the data sum.
-        is_narrow: whether its weights are gathered in fp8, see ``fp8_gather``.
+        is_narrow: whether its weights are gathered in fp8, see ``Fp8Gather``.
     """
 
     def __init__(
@@ -219,7 +222,7 @@ class Bucket:
 
     def gather_params(
         self, async_op: bool = False, *, in_full: bool = False
-    ) -> PendingGather | None:
+    ) -> "PendingGather | None":
         """All-gather the ranges that the ranks own into ``params``, in place.
 
         Args:
@@ -238,6 +241,61 @@ class Bucket:
         return dist.all_gather_into_tensor(
             self.params, self.owned(self.params), group=self.shard.group, async_op=async_op
         )
+
+
+class Fp8Gather:
+    """One gather of a bucket in fp8; the weights are there after ``wait``.
+
+    A linear with ``--fp8-recipe tensorwise`` casts its weight with one scale of the logical
+    tensor. The owner of a range casts it with that scale before the gather, and every rank
+    holds the fp8 numbers dequantized, in the model's own 16-bit format. The GEMM's cast of
+    these gives the same numbers and the same scale again, so only the bytes sent change: half
+    as many. Main weights stay as they are, so that small updates add up.
+    """
+
+    def __init__(self, bucket: Bucket, axis: Axis, *, async_op: bool) -> None:
+        """Cast this rank's range and begin to gather; waits for the largest magnitudes.
+
+        Args:
+            bucket: of weights that are all cast in their GEMMs.
+            axis: ranks that hold parts or copies of the same logical weights.
+            async_op: return before the bytes have arrived.
+        """
+        self._bucket = bucket
+        own, ranges = bucket.own_weights(), bucket.owned_ranges()
+        places = {slot.named.parameter: i for i, slot in enumerate(bucket.slots)}
+        wide = torch.promote_types(own.dtype, torch.float32)
+        amax = torch.zeros(len(places), dtype=wide, device=own.device)
+        for owned in ranges:
+            place = places[owned.named.parameter]
+            amax[place : place + 1] = largest_magnitude(owned.view(own)[None])
+        self._amax = all_reduce(amax, axis, "max")
+        self._wire = torch.zeros(bucket.size, dtype=torch.uint8, device=own.device)
+        own_wire = bucket.owned(self._wire)
+        for owned in ranges:
+            amax = self._of(places[owned.named.parameter])
+            cast_flat(owned.view(own), amax, owned.view(own_wire).view(FORWARD_DTYPE))
+        agree(bucket.shard.agreement, "all_gather of weights in fp8", self._wire)
+        self._work = dist.all_gather_into_tensor(
+            self._wire, own_wire, group=bucket.shard.group, async_op=async_op
+        )
+
+    def wait(self) -> None:
+        """Wait for the bytes and write the weights, in place."""
+        if self._work is not None:
+            self._work.wait()
+        for place, slot in enumerate(self._bucket.slots):
+            numbers = self._wire[slot.start : slot.stop].view(FORWARD_DTYPE)
+            dequantize_flat(
+                numbers, self._of(place), self._bucket.params[slot.start : slot.stop]
+            )
+
+    def _of(self, place: int) -> Shaped[Tensor, " 1"]:
+        return self._amax[place : place + 1]
+
+
+PendingGather = dist.Work | Fp8Gather
+"""What ``wait`` is called on before gathered weights are read."""
 
 
 def build_buckets(
@@ -296,6 +354,18 @@ def build_buckets(
             last = max(members[i][0] for i in plan.members)
             built.append(((bucket.is_late, last), bucket))
     return [bucket for _, bucket in sorted(built, key=lambda entry: entry[0])]
+
+
+def fp8_weights(chunks: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Return the weights of linears whose GEMMs cast them by their own largest magnitude."""
+    found = set()
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        gemm = getattr(module, "gemm", None)
+        if isinstance(gemm, Fp8Gemm) and type(gemm.recipe) is Tensorwise:
+            weight = module.weight
+            assert isinstance(weight, nn.Parameter)
+            found.add(weight)
+    return found
 
 
 def _lateness(named: NamedParameter) -> str:

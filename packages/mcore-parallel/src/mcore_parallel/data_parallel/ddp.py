@@ -11,21 +11,25 @@ expert without tokens) holds the later ones there until ``finish``, so that no t
 ever meet in different collectives.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import DataParallelConfig
-from mcore_parallel.data_parallel.buckets import Bucket, Slot, build_buckets
-from mcore_parallel.data_parallel.fp8_gather import fp8_weights
+from mcore_parallel.data_parallel.buckets import (
+    Bucket,
+    PendingGather,
+    Slot,
+    build_buckets,
+    fp8_weights,
+)
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.data_parallel.grads import sum_partial_gradients, sum_tied_gradients
-from mcore_parallel.data_parallel.param_gather import ParameterGathering
 from mcore_parallel.data_parallel.replica_checks import check_replicas, check_weights
-from mcore_parallel.grad_slot import grad_slot
 from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import (
     NamedParameter,
@@ -232,7 +236,7 @@ class DataParallel(GradientSync):
             self._gathering.wait()
 
     def gather_in_full(self) -> None:
-        """Gather weights that travel in fp8 in their own dtype; see ``refresh_in_full``."""
+        """Gather in their own dtype the weights that are gathered in fp8 else."""
         for bucket in self.update_order:
             if bucket.is_narrow:
                 bucket.gather_params(in_full=True)
@@ -274,7 +278,7 @@ class DataParallel(GradientSync):
             self._missing[bucket] = set(range(len(bucket.slots)))
 
     def _check_taken(self) -> None:
-        """Refuse gradients that came past the hooks, which leave no ``.grad`` behind."""
+        """Raise if a parameter has a ``.grad``: the hooks, which take gradients, missed it."""
         slots = [slot.named for bucket in self.buckets for slot in bucket.slots]
         names = [named.name for named in slots if named.parameter.grad is not None]
         if names:
@@ -299,6 +303,67 @@ class DataParallel(GradientSync):
             if bucket.is_late or self._missing[bucket]:
                 return
             bucket.start_reduction()
+
+
+class ParameterGathering:
+    """Starts the gathers of all buckets, and waits for each in the modules that need it.
+
+    All ranks start the gathers in the same ``order``: first the buckets with a weight outside
+    ``blocks`` (embedding, head, final norm), then those of the blocks in forward order. A chunk
+    waits for the former when its forward begins, since code outside the blocks may use a weight
+    without calling its module; a block waits for its own.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
+        """Hook into the chunks and their blocks.
+
+        Args:
+            chunks: model chunks; each module of ``chunk.blocks`` waits for its own buckets,
+                the chunk's forward for all others.
+            buckets: of all the chunks' parameters.
+        """
+        self._handles = []
+        self._works: dict[Bucket, PendingGather] = {}
+        first: set[Bucket] = set()
+        for chunk in chunks:
+            container = dict(chunk.named_children()).get("blocks")
+            blocks = list(container.children()) if container is not None else []
+            inside = {parameter for block in blocks for parameter in block.parameters()}
+            outside = set(chunk.parameters()) - inside
+            needed = [b for b in buckets if b.is_late or _holds(b, outside)]
+            first.update(needed)
+            self._wait_in(chunk, needed)
+            for block in blocks:
+                self._wait_in(block, [b for b in buckets if _holds(b, block.parameters())])
+        backward = list(reversed(buckets))
+        self.order = [b for b in backward if b in first]
+        self.order += [b for b in backward if b not in first]
+
+    def start(self, bucket: Bucket) -> None:
+        """Begin one bucket's gather; returns at once."""
+        work = bucket.gather_params(async_op=True)
+        if work is not None:
+            self._works[bucket] = work
+
+    def wait(self, buckets: Iterable[Bucket] = ()) -> None:
+        """Wait for the gathers of some buckets, or of all; a finished one costs nothing."""
+        for bucket in buckets or self.order:
+            work = self._works.pop(bucket, None)
+            if work is not None:
+                work.wait()
+
+    def remove_hooks(self) -> None:
+        """Wait for all gathers and remove the hooks."""
+        self.wait()
+        for handle in self._handles:
+            handle.remove()
+
+    def _wait_in(self, module: nn.Module, buckets: list[Bucket]) -> None:
+        def hook(_module: nn.Module, _arguments: tuple) -> None:
+            if self._works and buckets:
+                self.wait(buckets)
+
+        self._handles.append(module.register_forward_pre_hook(hook))
 
 
 class _GradientHook:
@@ -352,7 +417,7 @@ class _GradientHook:
 
 
 def check_declared(chunks: Sequence[nn.Module], tp: Axis) -> None:
-    """Refuse parameters of which nothing says how tensor ranks share them."""
+    """Raise if tensor ranks share a parameter without a layout."""
     names = [name for chunk in chunks for name in undeclared_parameters(chunk)]
     if tp.size > 1 and names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -380,3 +445,8 @@ def _trainable(walked: list[tuple[int, NamedParameter]]) -> list[tuple[int, Name
                 "first step: call model.zero_grad() before DataParallel."
             )
     return found
+
+
+def _holds(bucket: Bucket, parameters: Iterable[nn.Parameter]) -> bool:
+    wanted = set(parameters)
+    return any(slot.named.parameter in wanted for slot in bucket.slots)

@@ -9,16 +9,22 @@ A flat range has no shapes, so what depends on them (weight decay, which rank co
 norm, what a checkpoint holds) comes from the parameters' layouts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from mcore_parallel.collectives import all_reduce
-from mcore_parallel.data_parallel.gradient_sync import GradientSync, OwnedUnit, clipped
+from mcore_parallel.data_parallel.gradient_sync import (
+    GradientSync,
+    OwnedRange,
+    OwnedUnit,
+    clipped,
+)
 from mcore_parallel.data_parallel.grads import grad_norm, owned_views
 from mcore_parallel.data_parallel.optimizer_segments import (
     Segment,
@@ -31,15 +37,19 @@ from mcore_parallel.data_parallel.optimizer_segments import (
     segment_view,
     share_out,
 )
-from mcore_parallel.data_parallel.row_scaling import NO_FACTORS, RowFactors, scale_rows
+from mcore_parallel.kernels.rounding import round_stochastically_
 from mcore_parallel.offloading.host_updates import CudaQueues, HostUpdates
 from mcore_parallel.offloading.state_memory import allocate_state, allocate_state_file
-from mcore_parallel.optimizers.rounding import round_stochastically_
 from mcore_parallel.optimizers.update_rule import UpdateRule
 from mcore_parallel.sharding import NamedParameter, Shard
 
 _RUN = 1 << 24
 """Elements that are updated at one time, which bounds temporary memory."""
+
+RowFactors = Mapping[str, Float[Tensor, " F"]]
+"""By the name of a parameter one factor for each of this rank's rows."""
+
+NO_FACTORS: RowFactors = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +89,7 @@ class DistributedOptimizer:
                 and decay (muP): Adam's step has no scale, so this divides its epsilon, and a
                 step's decay stays.
             host_share: of the state that is kept in host memory, the first in the order of
-                updates: main weights, if they are kept beside the weights, and moments.
+                updates: main weights, if they are apart from the weights, and moments.
             host_folder: where that state is in a file instead, see ``allocate_state_file``.
             has_main: keep 16-bit weights in float32 too; else bfloat16 weights are rounded
                 stochastically after an update in float32.
@@ -181,7 +191,7 @@ class DistributedOptimizer:
             self.rule.update(main, run.grad[cut], moments, target, **constants)
             if rates.row_factors:
                 owned = list(clipped(run.owned, begin, begin + main.numel()))
-                scale_rows(owned, rates.row_factors, main, target)
+                _scale_rows(owned, rates.row_factors, main, target)
             if is_narrow:
                 round_stochastically_(run.main[cut], main, rates.num_steps)
 
@@ -264,3 +274,35 @@ class DistributedOptimizer:
     def _check_finished(self) -> None:
         if not self.data_parallel.is_finished:
             raise RuntimeError("gradients are not summed yet: call finish() after backward")
+
+
+def _scale_rows(
+    ranges: Sequence[OwnedRange],
+    factors: RowFactors,
+    main: Shaped[Tensor, " n"],
+    weights: Shaped[Tensor, " n"],
+) -> None:
+    """Multiply the rows of main weights that have factors, in place; the weights follow.
+
+    Args:
+        ranges: what ``main`` holds of which parameter.
+        factors: by the parameters' names.
+        main: flat main weights.
+        weights: what becomes ``main`` in its own dtype; of equal dtype: the same memory.
+    """
+    for owned in ranges:
+        rows = factors.get(owned.named.name)
+        if rows is None:
+            continue
+        rows = rows.to(main.device, main.dtype)
+        width = owned.named.parameter.numel() // rows.numel()
+        part, begin = owned.view(main), owned.first
+        while begin < owned.stop:  # the end of a row, whole rows, the beginning of one
+            row = begin // width
+            count = 1 if begin % width else max(1, (owned.stop - begin) // width)
+            stop = min(owned.stop, (row + count) * width)
+            piece = part[begin - owned.first : stop - owned.first]
+            piece.view(count, -1).mul_(rows[row : row + count, None])
+            begin = stop
+        if weights.dtype != main.dtype:
+            owned.view(weights).copy_(part)

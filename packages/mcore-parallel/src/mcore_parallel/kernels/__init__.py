@@ -1,1 +1,1 @@
-"""Triton kernels; the module that calls one holds its reference in plain torch."""
+"""Triton kernels, each in one file with its reference in plain torch."""

@@ -1,19 +1,20 @@
-"""Triton kernel of one AdamW update over flat memory, in one pass.
+"""One AdamW update over flat memory: Triton kernel and reference.
 
 Gradient scaling, moments, decay, update and the copy in the parameter's dtype read and write
 each number once, at the memory limit: 30 bytes a weight for bfloat16 parameters with float32
 state.
-The reference is ``optimizers.adamw.adamw_plain``; this module is imported only where
-tensors are on a GPU.
 """
 
 import math
-from typing import no_type_check
+from collections.abc import Iterator
+from typing import Any, no_type_check
 
-import triton
-import triton.language as tl
+import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 _BLOCK = 2048
 
@@ -62,7 +63,65 @@ def _adamw(
         tl.store(parameter + at, weight.to(parameter.dtype.element_ty), mask=inside)
 
 
-def fused_adamw(
+def adamw_plain(
+    main: Float[Tensor, " n"],
+    grad: Float[Tensor, " n"],
+    exp_avg: Float[Tensor, " n"],
+    exp_avg_sq: Float[Tensor, " n"],
+    parameter: Float[Tensor, " n"],
+    *,
+    num_steps: int,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    epsilon: float,
+    grad_scale: Float[Tensor, ""] | float = 1.0,
+) -> None:
+    """Compute ``adamw_update`` by torch's own AdamW; float64 stays float64."""
+    wide = main.dtype
+    grad, mean, square = grad.to(wide), exp_avg.to(wide), exp_avg_sq.to(wide)
+    if isinstance(grad_scale, Tensor):
+        grad = grad * grad_scale.to(wide)
+    elif grad_scale != 1.0:
+        grad = grad * grad_scale
+    torch_adamw(
+        [main],
+        [grad],
+        [mean],
+        [square],
+        [],
+        [torch.full((), num_steps - 1.0, device=main.device)],  # torch's kernel advances it
+        fused=True,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=epsilon,
+        maximize=False,
+    )
+    if mean is not exp_avg:
+        exp_avg.copy_(mean)
+    if square is not exp_avg_sq:
+        exp_avg_sq.copy_(square)
+    if parameter.data_ptr() != main.data_ptr():
+        parameter.copy_(main)
+
+
+def _samples(device: torch.device) -> Iterator[Sample]:
+    constants: dict[str, Any] = {"num_steps": 2, "lr": 0.1, "weight_decay": 0.1}
+    constants |= {"betas": (0.9, 0.95), "epsilon": 1e-8}
+    main, mean = (wave(64, device=device, dtype=torch.float32) for _ in range(2))
+    yield Sample(main, main.clone(), mean, mean.square(), main.bfloat16(), **constants)
+
+
+@optional_kernel(
+    "AdamW in Triton",
+    reference=adamw_plain,
+    kind=lambda main, *_, **__: () if main.dtype == torch.float32 else None,
+    samples=_samples,
+)
+def adamw_update(
     main: Float[Tensor, " n"],
     grad: Float[Tensor, " n"],
     exp_avg: Float[Tensor, " n"],
@@ -79,7 +138,7 @@ def fused_adamw(
     """Update weights and moments in place, and write the weights into the parameter.
 
     Args:
-        main: float32 weights, contiguous.
+        main: weights, contiguous; float32 for the kernel.
         grad: their gradient, of any dtype; left as it is.
         exp_avg: mean of gradients, of any dtype; computed in float32.
         exp_avg_sq: mean of squared gradients, likewise.

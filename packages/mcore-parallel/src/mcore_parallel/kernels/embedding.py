@@ -1,18 +1,18 @@
-"""Triton kernel that adds rows to the rows of a table by id, with the same bits in every run.
+"""The gradient of an embedding, rows added to a table by id: Triton kernel and reference.
 
-The gradient of an embedding is such a sum. Ids are sorted, so that one program holds all
-rows of one id and adds them in the order of the tokens: no atomics, hence the same bits
-in every run, and only the rows that occur are read and written. The reference is
-``embedding.add_rows_plain``; this module is imported only where tensors are on a GPU.
+The kernel sorts the ids, so that one program holds all rows of one id and adds them in the
+order of the tokens: no atomics, hence the same bits in every run, and only the rows that occur
+are read and written.
 """
 
+from collections.abc import Iterator
 from typing import no_type_check
 
 import torch
-import triton
-import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 _BLOCK = 1024
 _CHUNK = 8
@@ -55,10 +55,33 @@ def _add_rows(
         tl.store(at, result.to(total.dtype.element_ty), mask=inside)
 
 
-def add_rows(
+def add_rows_plain(
     total: Float[Tensor, "v D"], ids: Int[Tensor, " T"], rows: Float[Tensor, "T D"]
 ) -> None:
-    """Add each row to the row of ``total`` that its id names, in place.
+    """Compute ``add_rows_`` in plain torch."""
+    is_row = (ids >= 0) & (ids < total.shape[0])
+    kept = rows.to(total.dtype).where(is_row.unsqueeze(-1), 0.0)
+    total.index_add_(0, ids.where(is_row, 0), kept)
+
+
+def _samples(device: torch.device) -> Iterator[Sample]:
+    ids = torch.tensor([2, 0, 2, 9], device=device)
+    rows = wave(4, 16, device=device, dtype=torch.bfloat16)
+    yield Sample(wave(3, 16, device=device, dtype=torch.float32), ids, rows)
+
+
+@optional_kernel(
+    "the embedding's gradient in Triton",
+    reference=add_rows_plain,
+    kind=lambda *_: (),
+    samples=_samples,
+)
+def add_rows_(
+    total: Float[Tensor, "v D"], ids: Int[Tensor, " T"], rows: Float[Tensor, "T D"]
+) -> None:
+    """Add each row to the row of ``total`` that its id names, in place and in its dtype.
+
+    Every run gives the same bits: rows of one id are added in their order.
 
     Args:
         total: contiguous; sums are made in float32, or in float64 if it is that.

@@ -1,17 +1,21 @@
-"""Triton kernels that cast a matrix to fp8 by its largest magnitude, transposed on the way.
+"""Casts to fp8 by one scale: Triton kernels and references, which give the same bits.
 
-Two passes at the memory limit: ``largest`` reads the matrix, ``cast_by`` reads it again and
-writes one byte an element for each of the two orders, in one pass over tiles. The scale is
-computed on the device from the largest magnitude, so ranks may reduce that in between.
-``narrow`` and ``widen`` cast flat memory there and back. The plain references, which give the
-same bits, are ``cast_plain``, ``cast_rows`` and ``dequantized`` of ``precision.fp8_cast``.
+A largest magnitude becomes the largest number of the format: 448 in e4m3, 57344 in e5m2.
+Values are clamped before they are cast, since torch's casts do not saturate. A matrix of zeros
+stays zero. One with infinity or NaN becomes NaN, and its scale too, so that every product with
+it is NaN: as loud as in 16 bits, where clamping would hide it. If the scale was known before,
+only the numbers that are not finite become NaN.
+
+A matrix takes two passes at the memory limit: ``largest_magnitude`` reads it, ``cast_by`` reads
+it again and writes one byte an element for each of the two orders, in one pass over tiles. The
+scale is computed on the device from the largest magnitude, so ranks may reduce that in between.
+``cast_flat`` and ``dequantize_flat`` cast flat memory there and back.
 """
 
-from typing import no_type_check
+from collections.abc import Iterator
+from typing import NamedTuple, no_type_check
 
 import torch
-import triton
-import triton.language as tl
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
@@ -23,10 +27,24 @@ from mcore_parallel.kernels.fp8_tiles import (
     one_scale,
     store_both,
 )
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 _LANES, _LANE_WARPS, _MOST_PROGRAMS = 4096, 8, 4096
 _TILE, _TILE_WARPS = 128, 8
-_SMALLEST = 2.0**-100
+_FORMATS = torch.float8_e4m3fn, torch.float8_e5m2
+SMALLEST_AMAX = 2.0**-100
+"""Below it a matrix is scaled as if this were its largest magnitude."""
+
+
+class Fp8(NamedTuple):
+    """A matrix in fp8, in both orders."""
+
+    rows: Shaped[Tensor, "T D"]
+    """Empty where only the transpose was wanted."""
+    columns: Shaped[Tensor, "D T"]
+    """The transpose, contiguous: tensor cores read both factors along the summed dimension."""
+    scale_inv: Float[Tensor, " 1"]
+    """Multiplies either to give the matrix back; float32, float64 for a float64 matrix."""
 
 
 @triton.jit
@@ -99,11 +117,109 @@ def _widen(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
 
 
-def largest(x: Float[Tensor, "T D"]) -> Float[Tensor, " 1"]:
-    """Return the largest magnitude in float32; NaN if there is one.
+def cast_plain(x: Float[Tensor, "T D"], amax: Float[Tensor, " 1"], dtype: torch.dtype) -> Fp8:
+    """Cast a matrix by a known largest magnitude, in plain torch."""
+    rows, scale_inv = cast_rows(x, amax, dtype)
+    return Fp8(rows, rows.t().contiguous(), scale_inv)
 
-    Args:
-        x: contiguous, float32 or 16 bits.
+
+def cast_rows(
+    x: Float[Tensor, "..."], amax: Float[Tensor, " 1"], dtype: torch.dtype
+) -> tuple[Shaped[Tensor, "..."], Float[Tensor, " 1"]]:
+    """Cast a tensor in its own order, in plain torch; return it and its scale's inverse."""
+    limit = torch.finfo(dtype).max
+    wide = torch.promote_types(x.dtype, torch.float32)
+    floor = amax.to(wide).clamp(min=SMALLEST_AMAX)
+    # By tensors: torch divides a number, and by a number, through a rounded reciprocal.
+    top = torch.full_like(floor, limit)
+    scale, scale_inv = (
+        torch.where(amax.isfinite(), s, float("nan")) for s in (top / floor, floor / top)
+    )
+    scaled = torch.where(x.isfinite(), x, float("nan")).to(wide) * scale
+    return scaled.clamp(-limit, limit).to(dtype), scale_inv
+
+
+def dequantized(
+    fp8: Shaped[Tensor, "*T"], scale_inv: Float[Tensor, " 1"]
+) -> Float[Tensor, "*T"]:
+    """Return a cast tensor times its scale, in the dtype of the scale."""
+    return fp8.to(scale_inv.dtype) * scale_inv
+
+
+def _largest_plain(x: Float[Tensor, "..."]) -> Float[Tensor, " 1"]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.abs().amax().to(wide).view(1)  # NaN stays
+
+
+def _cast_by_plain(
+    x: Float[Tensor, "T D"],
+    amax: Float[Tensor, " 1"],
+    dtype: torch.dtype,
+    *,
+    has_rows: bool = True,
+    seen: Float[Tensor, " 1"] | None = None,
+) -> Fp8:
+    if seen is not None:
+        seen.copy_(torch.maximum(seen, _largest_plain(x)))
+    whole = cast_plain(x, amax, dtype)
+    return whole if has_rows else whole._replace(rows=whole.rows.new_empty(0, 0))
+
+
+def _cast_flat_plain(
+    x: Float[Tensor, " T"], amax: Float[Tensor, " 1"], out: Shaped[Tensor, " T"]
+) -> None:
+    out.copy_(cast_rows(x, amax, out.dtype)[0])
+
+
+def _dequantize_flat_plain(
+    x: Shaped[Tensor, " T"], amax: Float[Tensor, " 1"], out: Float[Tensor, " T"]
+) -> None:
+    _, scale_inv = cast_rows(amax.new_zeros(1), amax, x.dtype)
+    out.copy_(dequantized(x, scale_inv))
+
+
+def _kind(x: Tensor, *_: object, **__: object) -> tuple[torch.dtype] | None:
+    return None if x.dtype == torch.float64 else (x.dtype,)
+
+
+def _cast_kind(x: Tensor, *_: object, **__: object) -> tuple[torch.dtype] | None:
+    # The transpose is written in words of 4 bytes.
+    return None if x.dtype == torch.float64 or x.shape[0] % 4 else (x.dtype,)
+
+
+def _largest_samples(
+    device: torch.device, dtype: torch.dtype = torch.float32
+) -> Iterator[Sample]:
+    yield Sample(3.0 * wave(160, 272, device=device, dtype=dtype))
+
+
+def _cast_samples(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Sample]:
+    x = 3.0 * wave(160, 272, device=device, dtype=dtype)
+    for narrow in _FORMATS:
+        yield Sample(x, _largest_plain(x), narrow)
+    yield Sample(x, _largest_plain(x), narrow, has_rows=False, seen=_largest_plain(x) / 2)
+
+
+def _flat_samples(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Sample]:
+    x = 3.0 * wave(5000, device=device, dtype=dtype)
+    for narrow in _FORMATS:
+        yield Sample(x, _largest_plain(x), torch.empty(5000, device=device, dtype=narrow))
+
+
+def _fp8_samples(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Sample]:
+    x = 3.0 * wave(5000, device=device, dtype=torch.float32)
+    for narrow in _FORMATS:
+        numbers, _ = cast_rows(x, _largest_plain(x), narrow)
+        yield Sample(numbers, _largest_plain(x), torch.empty_like(x, dtype=dtype))
+
+
+@optional_kernel(
+    "largest magnitudes for fp8", reference=_largest_plain, kind=_kind, samples=_largest_samples
+)
+def largest_magnitude(x: Float[Tensor, "..."]) -> Float[Tensor, " 1"]:
+    """Return the largest magnitude of a contiguous tensor; NaN if the tensor has one.
+
+    In float32, or float64 for a float64 matrix.
     """
     bits = torch.zeros(1, dtype=torch.int32, device=x.device)
     programs = min(triton.cdiv(x.numel(), _LANES), _MOST_PROGRAMS)
@@ -111,6 +227,9 @@ def largest(x: Float[Tensor, "T D"]) -> Float[Tensor, " 1"]:
     return bits.view(torch.float32)
 
 
+@optional_kernel(
+    "casts of matrices to fp8", reference=_cast_by_plain, kind=_cast_kind, samples=_cast_samples
+)
 def cast_by(
     x: Float[Tensor, "T D"],
     amax: Float[Tensor, " 1"],
@@ -118,21 +237,17 @@ def cast_by(
     *,
     has_rows: bool = True,
     seen: Float[Tensor, " 1"] | None = None,
-) -> tuple[Shaped[Tensor, "_ _"], Shaped[Tensor, "_ _"], Float[Tensor, " 1"]]:
+) -> Fp8:
     """Cast a matrix to fp8.
 
     Args:
-        x: contiguous, float32 or 16 bits; T is a multiple of 4.
+        x: contiguous.
         amax: the magnitude that becomes the format's largest number: x's own, or an earlier
             tensor's.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         has_rows: whether to write ``[T, D]``; else it is empty.
-        seen: float32, 0 or above; raised in place to x's own largest magnitude. What is not
-            finite is then NaN, and its neighbours in the kernel's tile with it.
-
-    Returns:
-        The cast matrix, its transpose, and what multiplies either to give x back: NaN where x
-        has a number that is not finite.
+        seen: float32, 0 or above; raised in place to x's own largest magnitude. Numbers that
+            are not finite are then NaN, and in the kernel their neighbours in a tile too.
     """
     num_rows, width = x.shape
     rows, columns, scale_inv = empty_outputs(num_rows, width, x.device, has_rows=has_rows)
@@ -146,7 +261,7 @@ def cast_by(
         num_rows,
         width,
         torch.finfo(dtype).max,
-        _SMALLEST,
+        SMALLEST_AMAX,
         dtype == torch.float8_e4m3fn,
         has_rows,
         seen is not None,
@@ -154,20 +269,23 @@ def cast_by(
         _TILE,
         num_warps=_TILE_WARPS,
     )
-    return rows.view(dtype), columns.view(dtype), scale_inv
+    return Fp8(rows.view(dtype), columns.view(dtype), scale_inv)
 
 
-def narrow(
+@optional_kernel(
+    "casts of flat memory to fp8", reference=_cast_flat_plain, kind=_kind, samples=_flat_samples
+)
+def cast_flat(
     x: Float[Tensor, " T"], amax: Float[Tensor, " 1"], out: Shaped[Tensor, " T"]
 ) -> None:
     """Cast numbers into fp8 memory by a known magnitude, in their own order.
 
     Args:
-        x: contiguous, float32 or 16 bits.
+        x: contiguous.
         amax: the magnitude that becomes the format's largest number.
         out: ``float8_e4m3fn`` or ``float8_e5m2``; written.
     """
-    constants = torch.finfo(out.dtype).max, _SMALLEST, out.dtype == torch.float8_e4m3fn
+    constants = torch.finfo(out.dtype).max, SMALLEST_AMAX, out.dtype == torch.float8_e4m3fn
     _narrow[(triton.cdiv(x.numel(), _LANES),)](
         x,
         amax,
@@ -180,13 +298,21 @@ def narrow(
     )
 
 
-def widen(x: Shaped[Tensor, " T"], amax: Float[Tensor, " 1"], out: Float[Tensor, " T"]) -> None:
-    """Write what fp8 numbers stand for, which were cast by a known magnitude.
+@optional_kernel(
+    "dequantizing flat fp8 memory",
+    reference=_dequantize_flat_plain,
+    kind=lambda _, __, out: _kind(out),
+    samples=_fp8_samples,
+)
+def dequantize_flat(
+    x: Shaped[Tensor, " T"], amax: Float[Tensor, " 1"], out: Float[Tensor, " T"]
+) -> None:
+    """Write fp8 numbers that ``cast_flat`` made by the same magnitude, dequantized.
 
     Args:
         x: ``float8_e4m3fn`` or ``float8_e5m2``, contiguous.
-        amax: see ``narrow``.
-        out: float32 or 16 bits; written.
+        amax: the magnitude that became the format's largest number.
+        out: written.
     """
     _widen[(triton.cdiv(x.numel(), _LANES),)](
         x,
@@ -194,7 +320,7 @@ def widen(x: Shaped[Tensor, " T"], amax: Float[Tensor, " 1"], out: Float[Tensor,
         out,
         x.numel(),
         torch.finfo(x.dtype).max,
-        _SMALLEST,
+        SMALLEST_AMAX,
         _LANES,
         num_warps=_LANE_WARPS,
     )

@@ -1,20 +1,25 @@
-"""Triton kernels that cast matrices to fp8 with many scales: of rows and columns, or of blocks.
+"""Casts of matrices to fp8 with many scales: Triton kernels and references of the same bits.
 
-Both orders come from one pass over tiles of 128 x 128, each with the scales that its GEMM sums
-along. A tile sees its blocks whole, so block scales need no pass before; those of whole rows
-and columns come from ``largest_of_lines``, and ranks may reduce them in between. The plain
-references are in ``precision.fp8_fine_cast``, which give the same bits.
+A GEMM sums along rows of both factors, so a matrix and its transpose are cast apart, each with
+scales along its own rows: of whole rows and columns (``cast_lines_by``), or of blocks
+(``cast_blocks``). Blocks are 1 x 128 along the row, for inputs and gradients, or 128 x 128, for
+weights; their scales are powers of two, rounded down. As in ``fp8_cast`` zeros stay zero;
+numbers that share a scale with infinity or NaN are NaN, and so is that scale.
+
+Both orders come from one pass over tiles of 128 x 128. A tile sees its blocks whole, so block
+scales need no pass before; those of whole rows and columns come from ``largest_of_lines``, and
+ranks may reduce them in between.
 """
 
+from collections.abc import Iterator
 from math import prod
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
-import triton
-import triton.language as tl
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from mcore_parallel.kernels.fp8_cast import SMALLEST_AMAX
 from mcore_parallel.kernels.fp8_tiles import (
     largest_bits,
     load_quarters,
@@ -25,15 +30,26 @@ from mcore_parallel.kernels.fp8_tiles import (
     store_turned,
     widened,
 )
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 BLOCK = 128
 """Numbers that share a scale, along a row or in a square."""
-_SMALLEST = 2.0**-100
 _WARPS, _BLOCK_WARPS = 8, 4
 _STRIP = 32, 256
 """Rows of a step and columns of a program that looks for the largest magnitudes."""
 _STEPS = 32, 8
 """Of such a program, where there is much to read and where there is less."""
+
+
+class FineFp8(NamedTuple):
+    """A matrix in fp8 and its transpose, each with its scales; an order may be empty."""
+
+    rows: Shaped[Tensor, "*E T D"]
+    row_scales: Float[Tensor, "... _ _"]
+    """``[T, 1]``, ``[T, D/128]`` or ``[T/128, D/128]``: factors of ``rows``."""
+    columns: Shaped[Tensor, "*E D T"]
+    column_scales: Float[Tensor, "... _ _"]
+    """``[D, 1]``, ``[D, T/128]`` or ``[D/128, T/128]``."""
 
 
 @triton.jit
@@ -217,13 +233,134 @@ def _cast_squares(
         store_turned(columns, a, b, c, d, word, column, num_rows, IS_E4M3, COMPILED)
 
 
+def _largest_plain(
+    x: Float[Tensor, "*E T D"],
+) -> tuple[Float[Tensor, "*E T"], Float[Tensor, "*E D"]]:
+    wide = x.abs().to(torch.promote_types(x.dtype, torch.float32))
+    return wide.amax(-1), wide.amax(-2)
+
+
+def _cast_lines_plain(
+    x: Float[Tensor, "*E T D"],
+    row_tops: Float[Tensor, "*E T"],
+    column_tops: Float[Tensor, "*E D"],
+    dtype: torch.dtype,
+    *,
+    has_rows: bool = True,
+) -> FineFp8:
+    """Compute ``cast_lines_by`` in plain torch."""
+    rows, row_scales = scaled_by_tops(x, row_tops[..., None], dtype, is_power=False)
+    columns, column_scales = scaled_by_tops(x.mT, column_tops[..., None], dtype, is_power=False)
+    whole = FineFp8(rows, row_scales, columns, column_scales)
+    return whole if has_rows else _without_rows(whole)
+
+
+def _cast_blocks_plain(
+    x: Float[Tensor, "T D"],
+    dtype: torch.dtype,
+    *,
+    is_square: bool = False,
+    has_rows: bool = True,
+) -> FineFp8:
+    """Compute ``cast_blocks`` in plain torch."""
+    whole = FineFp8(
+        *_cast_in_blocks(x, dtype, is_square), *_cast_in_blocks(x.t(), dtype, is_square)
+    )
+    return whole if has_rows else _without_rows(whole)
+
+
+def _cast_in_blocks(x: Tensor, dtype: torch.dtype, is_square: bool) -> tuple[Tensor, Tensor]:
+    down, across = x.shape
+    height = BLOCK if is_square else 1
+    blocks = x.reshape(down // height, height, across // BLOCK, BLOCK)
+    tops = blocks.abs().amax((1, 3), keepdim=True)
+    narrow, scales = scaled_by_tops(blocks, tops, dtype, is_power=True)
+    return narrow.reshape(x.shape), scales[:, 0, :, 0]
+
+
+def _without_rows(whole: FineFp8) -> FineFp8:
+    return whole._replace(rows=whole.rows.new_empty(0, 0))
+
+
+def scaled_by_tops(
+    x: Float[Tensor, "..."], tops: Float[Tensor, "..."], dtype: torch.dtype, *, is_power: bool
+) -> tuple[Shaped[Tensor, "..."], Float[Tensor, "..."]]:
+    """Cast numbers by known magnitudes, which become the format's largest number.
+
+    Args:
+        x: floating.
+        tops: of x's dtype or wider; as many dimensions, some of size 1.
+        dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
+        is_power: round scales down to powers of two.
+
+    Returns:
+        The numbers, contiguous, and what multiplies them to give x back.
+    """
+    limit = torch.finfo(dtype).max
+    wide = torch.promote_types(x.dtype, torch.float32)
+    floor = tops.to(wide).clamp(min=SMALLEST_AMAX)
+    # By tensors: torch divides a number, and by a number, through a rounded reciprocal.
+    top = torch.full_like(floor, limit)
+    scale, inverse = top / floor, floor / top
+    if is_power:
+        # A mantissa from 0.5 to 1 times a power: twice the least mantissa is the power below.
+        scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
+        inverse = torch.ones_like(scale) / scale
+    scale, inverse = (torch.where(tops.isfinite(), s, float("nan")) for s in (scale, inverse))
+    return (x.to(wide) * scale).clamp(-limit, limit).to(dtype).contiguous(), inverse
+
+
+def dequantized_lines(
+    fp8: Shaped[Tensor, "T D"], scales: Float[Tensor, "_ _"]
+) -> Float[Tensor, "T D"]:
+    """Return a cast matrix times its scales of rows or blocks, in their dtype."""
+    down, across = (
+        -(-size // count) for size, count in zip(fp8.shape, scales.shape, strict=True)
+    )
+    whole = scales.repeat_interleave(down, 0).repeat_interleave(across, 1)
+    return fp8.to(scales.dtype) * whole
+
+
+def _kind(x: Tensor, *_: object, **__: object) -> tuple[torch.dtype] | None:
+    return (x.dtype,) if x.element_size() == 2 else None
+
+
+def _largest_samples(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[Sample]:
+    yield Sample(3.0 * wave(256, 384, device=device, dtype=dtype))
+
+
+def _line_samples(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[Sample]:
+    x = 3.0 * wave(256, 384, device=device, dtype=dtype)
+    for narrow in (torch.float8_e4m3fn, torch.float8_e5m2):
+        yield Sample(x, *_largest_plain(x), narrow)
+
+
+def _block_samples(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[Sample]:
+    x = 3.0 * wave(256, 384, device=device, dtype=dtype)
+    for narrow in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for is_square in (False, True):
+            yield Sample(x, narrow, is_square=is_square)
+
+
+@optional_kernel(
+    "largest magnitudes of rows and columns for fp8",
+    reference=_largest_plain,
+    kind=_kind,
+    samples=_largest_samples,
+)
 def largest_of_lines(
     x: Float[Tensor, "*E T D"],
 ) -> tuple[Float[Tensor, "*E T"], Float[Tensor, "*E D"]]:
-    """Return the largest magnitude of every row and of every column, in float32.
+    """Return the largest magnitude of every row and of every column, float32 or wider.
 
     Args:
-        x: contiguous, 16 bits; one matrix, or many of one shape.
+        x: contiguous; one matrix, or many of one shape.
     """
     *lead, num_rows, width = x.shape
     row_tops, column_tops = (
@@ -239,37 +376,32 @@ def largest_of_lines(
     return row_tops.view(torch.float32), column_tops.view(torch.float32)
 
 
-Cast = tuple[
-    Shaped[Tensor, "... _ _"],
-    Float[Tensor, "... _ _"],
-    Shaped[Tensor, "... _ _"],
-    Float[Tensor, "... _ _"],
-]
-"""The matrix, its scales, its transpose and those of that; an order left out is empty."""
-
-
-def cast_lines(
+@optional_kernel(
+    "casts to fp8 by rows and columns",
+    reference=_cast_lines_plain,
+    kind=_kind,
+    samples=_line_samples,
+)
+def cast_lines_by(
     x: Float[Tensor, "*E T D"],
     row_tops: Float[Tensor, "*E T"],
     column_tops: Float[Tensor, "*E D"],
     dtype: torch.dtype,
     *,
     has_rows: bool = True,
-    has_columns: bool = True,
-) -> Cast:
+) -> FineFp8:
     """Cast a matrix to fp8, each row by its scale, and its transpose, each row by its own.
 
     Args:
-        x: contiguous, 16 bits; one matrix, or many of one shape.
+        x: contiguous; one matrix, or many of one shape.
         row_tops: largest magnitude of each row.
         column_tops: largest magnitude of each column.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
-        has_rows: whether to write ``[T, D]``, with scales ``[T, 1]``.
-        has_columns: whether to write ``[D, T]``, with scales ``[D, 1]``.
+        has_rows: whether to write the matrix in its own order, not only its transpose.
     """
     num_rows, width = x.shape[-2:]
     scales = torch.empty_like(row_tops), torch.empty_like(column_tops)
-    rows, columns = _outputs(x, (has_rows, has_columns))
+    rows, columns = _outputs(x, has_rows)
     _cast_lines[-(-num_rows // BLOCK), -(-width // BLOCK), prod(x.shape[:-2])](
         x,
         row_tops.view(torch.int32),
@@ -280,43 +412,47 @@ def cast_lines(
         num_rows,
         width,
         torch.finfo(dtype).max,
-        _SMALLEST,
+        SMALLEST_AMAX,
         dtype == torch.float8_e4m3fn,
         has_rows,
-        has_columns,
+        True,  # and columns
         x.is_cuda,
         BLOCK,
         num_warps=_WARPS,
     )
-    return rows.view(dtype), scales[0][..., None], columns.view(dtype), scales[1][..., None]
+    return FineFp8(
+        rows.view(dtype), scales[0][..., None], columns.view(dtype), scales[1][..., None]
+    )
 
 
+@optional_kernel(
+    "casts to fp8 by blocks", reference=_cast_blocks_plain, kind=_kind, samples=_block_samples
+)
 def cast_blocks(
     x: Float[Tensor, "T D"],
     dtype: torch.dtype,
     *,
     is_square: bool = False,
     has_rows: bool = True,
-    has_columns: bool = True,
-) -> Cast:
+) -> FineFp8:
     """Cast a matrix to fp8 and its transpose, both in blocks along their rows or in squares.
 
     Args:
-        x: contiguous, 16 bits; sizes are multiples of ``BLOCK``.
+        x: contiguous; sizes are multiples of ``BLOCK``.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         is_square: share scales in squares, not along rows.
-        has_rows: whether to write ``[T, D]``, with scales ``[T, D/128]`` stored by columns;
-            of squares ``[T/128, D/128]`` stored by rows that are padded to 4.
-        has_columns: whether to write ``[D, T]``, with scales likewise.
+        has_rows: whether to write the matrix in its own order. The kernel stores scales
+            ``[T, D/128]`` by columns, and those of squares by rows that are padded to 4, as
+            GEMMs read them.
     """
     kernel: Any = _cast_squares if is_square else _cast_blocks
     num_rows, width = x.shape
     down, across = num_rows // BLOCK, width // BLOCK
     place = {"dtype": torch.float32, "device": x.device}
-    rows, columns = _outputs(x, (has_rows, has_columns))
-    constants = _SMALLEST, dtype == torch.float8_e4m3fn, has_rows, has_columns, x.is_cuda, BLOCK
+    rows, columns = _outputs(x, has_rows)
+    constants = SMALLEST_AMAX, dtype == torch.float8_e4m3fn, has_rows, True, x.is_cuda, BLOCK
     # The transpose is written in words.
-    outputs = rows, columns.view(torch.int32) if has_columns else columns
+    outputs = rows, columns.view(torch.int32)
     if is_square:
         strides = -(-across // 4) * 4, -(-down // 4) * 4
         scales = (
@@ -330,15 +466,12 @@ def cast_blocks(
     kernel[down, across](x, *outputs, *scales, *sizes, *constants, num_warps=_BLOCK_WARPS)
     rows, columns = rows.view(dtype), columns.view(dtype)
     if is_square:
-        return rows, scales[0][:, :across], columns, scales[1][:, :down]
-    return rows, scales[0].t(), columns, scales[1].t()
+        return FineFp8(rows, scales[0][:, :across], columns, scales[1][:, :down])
+    return FineFp8(rows, scales[0].t(), columns, scales[1].t())
 
 
-def _outputs(x: Tensor, has: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+def _outputs(x: Tensor, has_rows: bool) -> tuple[Tensor, Tensor]:
     *lead, num_rows, width = x.shape
-    shapes = (*lead, num_rows, width), (*lead, width, num_rows)
-    rows, columns = (
-        torch.empty(shape if is_there else (0, 0), dtype=torch.uint8, device=x.device)
-        for shape, is_there in zip(shapes, has, strict=True)
-    )
-    return rows, columns
+    new: dict[str, Any] = {"dtype": torch.uint8, "device": x.device}
+    rows = torch.empty((*lead, num_rows, width) if has_rows else (0, 0), **new)
+    return rows, torch.empty(*lead, width, num_rows, **new)

@@ -1,18 +1,18 @@
-"""Triton kernels of the cross-entropy over a slice of the vocabulary.
+"""The cross-entropy over a slice of the vocabulary: Triton kernels and references.
 
 Two passes over the logits of a chunk of tokens, both at the memory limit: ``row_stats``
-reads them once, ``softmax_gradient_`` turns them in place into their own gradient. What
-ranks all-reduce lies between the two (see ``head_loss``). The references in plain torch are
-``linear_cross_entropy.row_stats_plain`` and ``linear_cross_entropy.softmax_gradient_plain``.
+reads them once, ``softmax_gradient_`` turns them in place into their own gradient. Ranks
+all-reduce the statistics between the two (see ``head_loss``).
 """
 
+from collections.abc import Iterator
 from typing import no_type_check
 
 import torch
-import triton
-import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 _BLOCK, _BLOCK_WARPS = 4096, 16
 _LANES, _LANE_WARPS = 2048, 8
@@ -125,6 +125,74 @@ def _softmax_gradient(
             tl.store(base + column, grad.to(kind), mask=column < padded)
 
 
+def row_stats_plain(
+    logits: Float[Tensor, "T v"],
+    labels: Int[Tensor, " T"],
+    width: int,
+    first: int,
+    has_plain: bool = True,
+) -> Float[Tensor, "4 T"]:
+    """Compute ``row_stats`` in plain torch; float64 stays float64."""
+    wide = logits[:, :width].to(torch.promote_types(logits.dtype, torch.float32))
+    local = labels - first
+    mine = (local >= 0) & (local < width)
+    if width == 0:
+        none = wide.new_zeros(logits.shape[0])
+        return torch.stack([none - torch.inf, none, none, none])
+    peak = wide.amax(dim=1)
+    target = wide.gather(1, torch.where(mine, local, 0)[:, None]).squeeze(1)
+    target = torch.where(mine, target, 0)
+    plain = wide.sum(1) if has_plain else torch.zeros_like(peak)
+    return torch.stack([peak, torch.exp(wide - peak[:, None]).sum(1), target, plain])
+
+
+def softmax_gradient_plain(
+    logits: Float[Tensor, "T v"],
+    labels: Int[Tensor, " T"],
+    log_sum: Float[Tensor, " T"],
+    weights: Float[Tensor, " T"],
+    width: int,
+    first: int,
+    label_smoothing: float,
+    vocab_size: int,
+) -> None:
+    """Compute ``softmax_gradient_`` in plain torch, likewise in place."""
+    wide = logits[:, :width].to(log_sum.dtype)
+    grad = torch.exp(wide - log_sum[:, None]) - label_smoothing / vocab_size
+    local = labels - first
+    mine = (local >= 0) & (local < width)
+    grad[mine.nonzero().squeeze(1), local[mine]] -= 1.0 - label_smoothing
+    grad = torch.where(weights[:, None] == 0, torch.zeros_like(grad), grad * weights[:, None])
+    logits[:, :width] = grad.to(logits.dtype)
+    logits[:, width:] = 0
+
+
+def _kind(logits: Tensor, *_: object) -> tuple[torch.dtype] | None:
+    return None if logits.dtype == torch.float64 else (logits.dtype,)
+
+
+def _stats_samples(
+    device: torch.device, dtype: torch.dtype = torch.float32
+) -> Iterator[Sample]:
+    labels = torch.tensor([3, 1], device=device)
+    yield Sample(wave(2, 64, device=device, dtype=dtype), labels, 60, 0, True)
+
+
+def _gradient_samples(
+    device: torch.device, dtype: torch.dtype = torch.float32
+) -> Iterator[Sample]:
+    labels = torch.tensor([3, 1], device=device)
+    log_sum, weights = (torch.ones(2, device=device) for _ in range(2))
+    logits = wave(2, 64, device=device, dtype=dtype)
+    yield Sample(logits, labels, log_sum, weights, 60, 0, 0.1, 60)
+
+
+@optional_kernel(
+    "statistics of the cross-entropy in Triton",
+    reference=row_stats_plain,
+    kind=_kind,
+    samples=_stats_samples,
+)
 def row_stats(
     logits: Float[Tensor, "T v"],
     labels: Int[Tensor, " T"],
@@ -162,6 +230,12 @@ def row_stats(
     return out
 
 
+@optional_kernel(
+    "the gradient of the cross-entropy in Triton",
+    reference=softmax_gradient_plain,
+    kind=_kind,
+    samples=_gradient_samples,
+)
 def softmax_gradient_(
     logits: Float[Tensor, "T v"],
     labels: Int[Tensor, " T"],

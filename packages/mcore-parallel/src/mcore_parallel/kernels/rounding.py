@@ -1,18 +1,39 @@
-"""Triton kernel that rounds float32 to bfloat16 stochastically, in one pass.
+"""Stochastic rounding of float32 to bfloat16: Triton kernel and reference.
 
-Each number is read once and written once, where plain torch makes some twenty passes. The
-reference is ``optimizers.rounding.round_stochastically_plain``, whose bits these are; this
-module is imported only where tensors are on a GPU.
+A number between two of bfloat16 becomes the upper one as often as it is near to it, so that the
+sum of many small updates is right on average. The direction follows from the number's own bits
+and the step: no random state is kept, and every layout rounds a number alike. The kernel reads
+and writes each number once, where plain torch makes some twenty passes.
+
+Gupta et al. 2015, arXiv:1502.02551, section 3.1; the mixing of bits is MurmurHash3's.
 """
 
+from collections.abc import Iterator
 from typing import no_type_check
 
-import triton
-import triton.language as tl
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
+
 _BLOCK = 2048
+_MULTIPLIERS = (-2048144789, -1028477387)  # 0x85EBCA6B and 0xC2B2AE35 as signed numbers
+_SHIFTS = (16, 13, 16)
+_LOW_BITS = 0xFFFF
+
+
+def round_stochastically_(
+    target: Float[Tensor, " n"], wide: Float[Tensor, " n"], step: int
+) -> None:
+    """Round ``wide`` into ``target`` in place; kernel and reference give the same bits.
+
+    Args:
+        target: bfloat16.
+        wide: float32; finite. Numbers of bfloat16 stay what they are.
+        step: each step rounds by other noise.
+    """
+    round_by_salt_(target, wide, step * 0x9E3779B1 & 0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["salt"])
@@ -30,13 +51,40 @@ def _round(wide, target, salt, size, BLOCK: tl.constexpr):
     tl.store(target + at, upper.to(target.dtype.element_ty), mask=inside)
 
 
-def fused_round(target: Float[Tensor, " n"], wide: Float[Tensor, " n"], salt: int) -> None:
-    """Round ``wide`` into ``target`` in place.
+def _round_plain(target: Float[Tensor, " n"], wide: Float[Tensor, " n"], salt: int) -> None:
+    bits = wide.view(torch.int32)
+    noise = _mix_(bits ^ salt).bitwise_and_(_LOW_BITS)
+    # Carries into the upper half as often as the lower half is large.
+    rounded = noise.add_(bits).bitwise_and_(~_LOW_BITS)
+    target.copy_(rounded.view(torch.float32))
+
+
+def _mix_(bits: Tensor) -> Tensor:
+    """Mix the bits of every number, in place; int32 wraps around."""
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
+        bits ^= (bits >> shift) & (2 ** (32 - shift) - 1)  # a shift of unsigned numbers
+        bits *= multiplier
+    return bits
+
+
+def _samples(device: torch.device) -> Iterator[Sample]:
+    wide = wave(4099, device=device, dtype=torch.float32)
+    yield Sample(torch.zeros_like(wide, dtype=torch.bfloat16), wide, 12345)
+
+
+@optional_kernel(
+    "stochastic rounding in Triton",
+    reference=_round_plain,
+    kind=lambda *_: (),
+    samples=_samples,
+)
+def round_by_salt_(target: Float[Tensor, " n"], wide: Float[Tensor, " n"], salt: int) -> None:
+    """Round ``wide`` into ``target`` in place, by noise of each number's bits and a salt.
 
     Args:
         target: bfloat16, contiguous.
         wide: float32, contiguous.
-        salt: what the noise follows from beside the numbers; 31 bits.
+        salt: 31 bits.
     """
     size = wide.numel()
     if size:

@@ -72,7 +72,7 @@ def search_schedules(
         costs: of layers, loss and messages.
         memory_of: bytes of the fullest rank.
         cap_bytes: that a rank may take.
-        problem_of: what else keeps a schedule from being used; empty: nothing.
+        problem_of: any other reason against a schedule; empty: none.
 
     Returns:
         Candidates that can be used, fastest first, then the others.

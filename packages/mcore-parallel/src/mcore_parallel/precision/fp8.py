@@ -26,8 +26,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import autocast_dtype
-from mcore_parallel.grad_slot import GradSlot
+from mcore_parallel.autograd.functions import autocast_dtype
+from mcore_parallel.autograd.grad_slot import GradSlot
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.capability import fp8_problem
 from mcore_parallel.precision.config import Fp8Config
@@ -202,7 +202,7 @@ class Fp8Gemm:
         return None
 
     def fits(self, x: Float[Tensor, "S *B D"]) -> bool:
-        """Say whether a matrix has as many rows as tensor cores take; else torch multiplies."""
+        """Return whether tensor cores take a matrix of so many rows; else torch multiplies."""
         return x.shape[:-1].numel() % self.recipe.multiple == 0
 
     def takes_deferred(self, x: Float[Tensor, "S *B D"]) -> bool:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from mcore_parallel.optional_kernels import OptionalKernel, wave
+from mcore_parallel.optional_kernels import Sample, optional_kernel, wave
 
 WORKSPACE_BYTES = 32 * 2**20
 """What torch itself gives cublasLt on Hopper."""
@@ -34,6 +34,39 @@ _TRANSA, _A_SCALE, _B_SCALE = 3, 17, 18  # cublasLtMatmulDescAttributes_t
 _MAX_WORKSPACE, _ALIGNMENTS = 1, (7, 8)  # cublasLtMatmulPreferenceAttributes_t
 
 
+def _add_plain(
+    total: Float[Tensor, "M N"],
+    a: Shaped[Tensor, "M K"],
+    b: Shaped[Tensor, "N K"],
+    a_scale: Float[Tensor, " 1"],
+    b_scale: Float[Tensor, " 1"],
+) -> None:
+    total.copy_(total.float() + a_scale * b_scale * (a.float() @ b.float().t()))
+
+
+def _kind(total: Tensor, a: Tensor, *_: object) -> tuple[torch.dtype, torch.dtype] | None:
+    return (total.dtype, a.dtype) if total.data_ptr() % 16 == 0 else None
+
+
+def _samples(
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    grad_dtype: torch.dtype = torch.float8_e5m2,
+) -> Iterator[Sample]:
+    rows, columns, inner = 64, 96, 128
+    a = wave(rows, inner, device=device, dtype=torch.float32).to(grad_dtype)
+    b = wave(columns, inner, device=device, dtype=torch.float32).to(torch.float8_e4m3fn)
+    scales = (torch.full((1,), scale, device=device) for scale in (0.5, 3.0))
+    yield Sample(wave(rows, columns, device=device, dtype=dtype), a, b, *scales)
+
+
+@optional_kernel(
+    "cublasLt's fp8 GEMM that adds",
+    reference=_add_plain,
+    kind=_kind,
+    samples=_samples,
+    packages=("nvidia-cublas",),
+)
 def add_scaled_matmul(
     total: Float[Tensor, "M N"],
     a: Shaped[Tensor, "M K"],
@@ -214,21 +247,3 @@ def _handle(device: int) -> c_void_p:
     handle = c_void_p()
     _call("cublasLtCreate", ctypes.byref(handle))
     return handle
-
-
-def _try_adding(
-    device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Add an fp8 GEMM to a matrix by the library and in torch; a trial of the kernel."""
-    rows, columns, inner = 64, 96, 128
-    a = wave(rows, inner, device=device, dtype=torch.float32).to(grad_dtype)
-    b = wave(columns, inner, device=device, dtype=torch.float32).to(torch.float8_e4m3fn)
-    a_scale, b_scale = (torch.full((1,), each, device=device) for each in (0.5, 3.0))
-    total = wave(rows, columns, device=device, dtype=dtype)
-    want = total.float() + 1.5 * a.float() @ b.float().t()
-    add_scaled_matmul(total, a, b, a_scale, b_scale)
-    yield total, want
-
-
-ADDING_KERNEL = OptionalKernel("cublasLt's fp8 GEMM that adds", ("nvidia-cublas",), _try_adding)
-"""What weight gradients take where it works, by dtypes of main gradient and first factor."""

@@ -19,20 +19,19 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import without_autocast
-from mcore_parallel.grad_slot import GradSlot
-from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.optional_kernels import works
-from mcore_parallel.precision.delayed_scaling import DelayedScales, Operand
-from mcore_parallel.precision.fp8_accumulation import ADDING_KERNEL, add_scaled_matmul
-from mcore_parallel.precision.fp8_cast import DeferredMatrix, Fp8, cast, dequantized
-from mcore_parallel.precision.fp8_fine_cast import (
+from mcore_parallel.autograd.functions import without_autocast
+from mcore_parallel.autograd.grad_slot import GradSlot
+from mcore_parallel.kernels.fp8_cast import Fp8, dequantized
+from mcore_parallel.kernels.fp8_fine_cast import (
     BLOCK,
     FineFp8,
     cast_blocks,
-    cast_lines,
     dequantized_lines,
 )
+from mcore_parallel.mesh import SINGLE, Axis
+from mcore_parallel.precision.delayed_scaling import DelayedScales, Operand
+from mcore_parallel.precision.fp8_accumulation import add_scaled_matmul
+from mcore_parallel.precision.fp8_cast import DeferredMatrix, cast, cast_lines
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ class Tensorwise(Recipe):
         assert slot.main is not None
         if _on_tensor_cores(a) and slot.take_stale():
             _one_scale_matmul(a, b, slot.main.dtype, out=slot.main)
-        elif _can_add(slot.main, a.numbers):
+        elif add_scaled_matmul.takes(slot.main, a.numbers):
             add_scaled_matmul(slot.main, a.numbers, b.numbers, a.scales, b.scales)
         else:
             slot.add(self.multiply(a, b, slot.main.dtype))
@@ -216,6 +215,7 @@ class Blockwise(Recipe):
 
     def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
         is_square = options.operand == "weight"
+        x = x.detach().contiguous()
         return cast_blocks(x, options.dtype, is_square=is_square, has_rows=options.has_rows)
 
     def _matmul(self, a: Factor, b: Factor, dtype: torch.dtype, _fast_accum: bool) -> Tensor:
@@ -252,14 +252,6 @@ def _one_scale_matmul(
         out_dtype=dtype,
         use_fast_accum=fast_accum,
         out=out,
-    )
-
-
-def _can_add(main: Tensor, a: Tensor) -> bool:
-    return (
-        main.is_cuda
-        and main.data_ptr() % 16 == 0
-        and works(ADDING_KERNEL, main.device, main.dtype, a.dtype)
     )
 
 

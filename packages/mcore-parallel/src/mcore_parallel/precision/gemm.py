@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.grad_slot import GradSlot
+from mcore_parallel.autograd.grad_slot import GradSlot, accumulate_matmul
 
 Operands = tuple[Tensor, ...]
 """Tensors that one GEMM passes to a later one, in a form of the object's choice."""
@@ -85,7 +85,9 @@ class PlainGemm:
         rows, x = grad[0].flatten(0, -2).t(), kept[0].flatten(0, -2)
         if slot is None:
             return rows @ x
-        slot.add_matmul(rows, x)
+        assert slot.main is not None
+        accumulate_matmul(slot.main, rows, x, overwrite=slot.take_stale())
+        slot.ready()
         return None
 
 

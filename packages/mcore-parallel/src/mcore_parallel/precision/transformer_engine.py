@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.grad_slot import GradSlot
+from mcore_parallel.autograd.grad_slot import GradSlot
 from mcore_parallel.mesh import Axis
 from mcore_parallel.precision.delayed_scaling import Operand
 from mcore_parallel.precision.fp8 import FORWARD_DTYPE, Fp8Gemm
@@ -27,7 +27,7 @@ _TESTED = "2.20."
 
 
 def refusal() -> str:
-    """Say why Transformer Engine cannot be used here; empty: it can. Imports nothing."""
+    """Return why Transformer Engine cannot be used here; empty: it can. Imports nothing."""
     try:
         found = version("transformer-engine")
         version("transformer-engine-torch")

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.tensor_parallel.embedding import check_range, padded_vocab
@@ -38,7 +38,7 @@ def vocab_parallel_cross_entropy(
             for backward instead of the softmax.
         labels: token ids, whole and equal on all ranks.
         vocab_size: K, without padding.
-        padded_vocab_size: columns over all ranks, as the head's attribute says; 0: the next
+        padded_vocab_size: columns over all ranks, the head's attribute; 0: the next
             multiple of ``axis.size``.
         axis: ranks that share the columns, each an equal run in order.
         label_smoothing: s, ``0 <= s < 1``.

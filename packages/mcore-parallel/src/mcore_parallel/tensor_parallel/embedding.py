@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mcore_parallel.autograd_functions import OnceDifferentiable
+from mcore_parallel.autograd.functions import OnceDifferentiable
+from mcore_parallel.autograd.grad_slot import overwrites, slot_of
 from mcore_parallel.collectives import reduce_from, reduce_scatter_to
-from mcore_parallel.grad_slot import overwrites, slot_of
+from mcore_parallel.kernels.embedding import add_rows_
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.rng import reset_weight_
 from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
@@ -192,45 +192,6 @@ class _LookUp(OnceDifferentiable):
         add_rows_(ctx.slot.main, ids.flatten(), grad.flatten(0, -2))
         ctx.slot.ready()
         return None, None, None
-
-
-def add_rows_(
-    total: Float[Tensor, "v D"], ids: Int[Tensor, " T"], rows: Float[Tensor, "T D"]
-) -> None:
-    """Add each row to the row of ``total`` that its id names, in place and in its dtype.
-
-    Rows whose id is no row of ``total`` are left out. Every run gives the same bits: rows of
-    one id are added in their order.
-    """
-    if total.is_cuda and works(ROWS_KERNEL, total.device):
-        from mcore_parallel.kernels.embedding import add_rows
-
-        add_rows(total, ids, rows)
-    else:
-        add_rows_plain(total, ids, rows)
-
-
-def add_rows_plain(
-    total: Float[Tensor, "v D"], ids: Int[Tensor, " T"], rows: Float[Tensor, "T D"]
-) -> None:
-    """Reference of ``kernels.embedding.add_rows`` in plain torch."""
-    is_row = (ids >= 0) & (ids < total.shape[0])
-    kept = rows.to(total.dtype).where(is_row.unsqueeze(-1), 0.0)
-    total.index_add_(0, ids.where(is_row, 0), kept)
-
-
-def _try_kernel(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    from mcore_parallel.kernels.embedding import add_rows
-
-    ids = torch.tensor([2, 0, 2, 9], device=device)
-    rows = wave(4, 16, device=device, dtype=torch.bfloat16)
-    got, want = (wave(3, 16, device=device, dtype=torch.float32) for _ in range(2))
-    add_rows(got, ids, rows)
-    add_rows_plain(want, ids, rows)
-    return [(got, want)]
-
-
-ROWS_KERNEL = OptionalKernel("the embedding's gradient in Triton", ("triton",), _try_kernel)
 
 
 def check_range(ids: Int[Tensor, "..."], size: int, what: str) -> None:

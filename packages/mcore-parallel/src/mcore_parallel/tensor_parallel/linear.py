@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mcore_parallel.grad_slot import overwrites
+from mcore_parallel.autograd.grad_slot import overwrites
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm
 from mcore_parallel.rng import reset_weight_

@@ -15,7 +15,8 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor
+from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor
+from mcore_parallel.autograd.grad_slot import GradSlot, slot_of
 from mcore_parallel.collectives import (
     reduce_from,
     reduce_scatter_to,
@@ -24,7 +25,6 @@ from mcore_parallel.collectives import (
     start_reduce_scatter,
     wait,
 )
-from mcore_parallel.grad_slot import GradSlot, slot_of
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.precision.fp8 import Fp8Gemm
 from mcore_parallel.precision.fp8_cast import DeferredMatrix
@@ -223,7 +223,9 @@ def _gradients(
     if grad_x is not None and axis.size > 1:  # runs under the weight's GEMM
         reduce = start_reduce_scatter if is_cut else start_all_reduce
         grad_x = reduce(grad_x, axis)
-    grad_weight = work.make() if makes_weight else None
+    grad_weight = None
+    if makes_weight:  # as ``work.make``, whose gather has ended
+        grad_weight = work.gemm.weight_grad(work.grad, work.kept, work.slot)
     if grad_x is not None and axis.size > 1:
         grad_x = wait(grad_x)
     return grad_x, grad_weight
@@ -240,7 +242,15 @@ class _WeightGradient:
         kept: Operands,
         axis: Axis | None,
     ) -> None:
-        """Hold the factors; an axis says that the input is cut over it."""
+        """Hold the factors.
+
+        Args:
+            gemm: multiplies them.
+            slot: of the weight; None: the gradient is returned.
+            grad: of the output, as ``gemm.prepare`` returns it.
+            kept: the input, as ``gemm.keep`` returns it, or this rank's cut of the input.
+            axis: ranks over which the input is cut; None: it is whole.
+        """
         self.gemm, self.slot, self.grad, self.kept, self.axis = gemm, slot, grad, kept, axis
 
     def gather(self) -> None:

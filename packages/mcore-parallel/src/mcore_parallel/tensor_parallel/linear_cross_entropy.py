@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mcore_parallel.autograd_functions import OnceDifferentiable, cast_factor, without_autocast
+from mcore_parallel.autograd.functions import OnceDifferentiable, cast_factor, without_autocast
+from mcore_parallel.autograd.grad_slot import accumulate_matmul, slot_of
 from mcore_parallel.collectives import all_reduce, copy_to, gather_partial_from
-from mcore_parallel.grad_slot import accumulate_matmul, slot_of
+from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
 from mcore_parallel.mesh import SINGLE, Axis
-from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 
 CHUNK_TOKENS = 4096
 
@@ -125,11 +125,10 @@ class _HeadLoss(OnceDifferentiable):
         dw = weight.new_empty(rows, weight.shape[1], dtype=wide) if main is None else main
         is_new = needs_weight and (slot is None or slot.take_stale())
         losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
-        stats, gradient_ = _passes(x)
         for begin in range(0, x.shape[0], chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
             logits, slope = _scored(x[part], matrix, softcap)
-            peak, total, target, plain = stats(
+            peak, total, target, plain = row_stats(
                 logits, labels[part], width, first, label_smoothing > 0.0
             )
             highest = all_reduce(peak, axis, "max")
@@ -139,7 +138,7 @@ class _HeadLoss(OnceDifferentiable):
             spread = log_sum - plain / vocab_size
             losses[part] = torch.lerp(log_sum - target, spread, label_smoothing)
             if needs_grad:
-                gradient_(logits, labels[part], log_sum, weights[part], *shape)
+                softmax_gradient_(logits, labels[part], log_sum, weights[part], *shape)
                 torch.mm(_bent_(logits, slope), matrix, out=dx[part])
                 if needs_weight:
                     accumulate_matmul(dw, logits.t(), x[part], overwrite=is_new)
@@ -181,73 +180,3 @@ def _scored(x: Tensor, matrix: Tensor, softcap: float) -> tuple[Tensor, Tensor |
         return logits, None
     bent = torch.tanh(logits / softcap)
     return bent * softcap, 1 - bent.square()
-
-
-def _passes(x: Tensor) -> tuple[Any, Any]:
-    if x.is_cuda and x.dtype != torch.float64 and works(LOSS_KERNELS, x.device, x.dtype):
-        from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
-
-        return row_stats, softmax_gradient_
-    return row_stats_plain, softmax_gradient_plain
-
-
-def _try_kernels(device: torch.device, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    from mcore_parallel.kernels.loss import row_stats, softmax_gradient_
-
-    labels = torch.tensor([3, 1], device=device)
-    log_sum, weights = (torch.ones(2, device=device) for _ in range(2))
-    results = []
-    for stats, gradient_ in (
-        (row_stats, softmax_gradient_),
-        (row_stats_plain, softmax_gradient_plain),
-    ):
-        logits = wave(2, 64, device=device, dtype=dtype)
-        found = stats(logits, labels, 60, 0, True)
-        gradient_(logits, labels, log_sum, weights, 60, 0, 0.1, 60)
-        results.append((found, logits))
-    return list(zip(*results, strict=True))
-
-
-LOSS_KERNELS = OptionalKernel("the cross-entropy in Triton", ("triton",), _try_kernels)
-
-
-def row_stats_plain(
-    logits: Float[Tensor, "T v"],
-    labels: Int[Tensor, " T"],
-    width: int,
-    first: int,
-    has_plain: bool = True,
-) -> Float[Tensor, "4 T"]:
-    """Reference of ``kernels.loss.row_stats`` in plain torch; float64 stays float64."""
-    wide = logits[:, :width].to(torch.promote_types(logits.dtype, torch.float32))
-    local = labels - first
-    mine = (local >= 0) & (local < width)
-    if width == 0:
-        none = wide.new_zeros(logits.shape[0])
-        return torch.stack([none - torch.inf, none, none, none])
-    peak = wide.amax(dim=1)
-    target = wide.gather(1, torch.where(mine, local, 0)[:, None]).squeeze(1)
-    target = torch.where(mine, target, 0)
-    plain = wide.sum(1) if has_plain else torch.zeros_like(peak)
-    return torch.stack([peak, torch.exp(wide - peak[:, None]).sum(1), target, plain])
-
-
-def softmax_gradient_plain(
-    logits: Float[Tensor, "T v"],
-    labels: Int[Tensor, " T"],
-    log_sum: Float[Tensor, " T"],
-    weights: Float[Tensor, " T"],
-    width: int,
-    first: int,
-    label_smoothing: float,
-    vocab_size: int,
-) -> None:
-    """Reference of ``kernels.loss.softmax_gradient_`` in plain torch, likewise in place."""
-    wide = logits[:, :width].to(log_sum.dtype)
-    grad = torch.exp(wide - log_sum[:, None]) - label_smoothing / vocab_size
-    local = labels - first
-    mine = (local >= 0) & (local < width)
-    grad[mine.nonzero().squeeze(1), local[mine]] -= 1.0 - label_smoothing
-    grad = torch.where(weights[:, None] == 0, torch.zeros_like(grad), grad * weights[:, None])
-    logits[:, :width] = grad.to(logits.dtype)
-    logits[:, width:] = 0

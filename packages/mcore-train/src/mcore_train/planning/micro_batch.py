@@ -12,7 +12,7 @@ from mcore_models.families import Family
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.composition import TrainConfig
 from mcore_train.planning.memory import CONTEXT_GIB, GIB, predict_memory
 from mcore_train.planning.step_time import predict_step

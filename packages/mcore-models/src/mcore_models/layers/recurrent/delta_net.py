@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from mcore_models.kernels.conv import conv_silu
+from mcore_models.kernels.delta import gated_delta_rule
+from mcore_models.kernels.gated_norm import gated_norm
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
 from mcore_models.layers.norm import RMSNorm
-from mcore_models.layers.recurrent.causal_conv import CausalConv, conv_silu, document_starts
-from mcore_models.layers.recurrent.delta_rule import gated_delta_rule
-from mcore_models.layers.recurrent.gated_norm import has_kernel
+from mcore_models.layers.recurrent.causal_conv import CausalConv, document_starts
 from mcore_models.logical_tensors import delta_sizes
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
@@ -112,17 +113,10 @@ class DeltaNet(nn.Module):
         self, y: Float[Tensor, "S B N H"], z: Float[Tensor, "S B N H"]
     ) -> Float[Tensor, "S B N H"]:
         """Norm each head's output, then gate it; float32 or wider inside."""
-        if has_kernel(y, y.shape[-1]):
-            from mcore_models.kernels.gated_norm import fused_gated_norm
-
-            return fused_gated_norm(
-                y.flatten(-2),
-                z.flatten(-2),
-                self.norm.weight.repeat(y.shape[2]),
-                group_size=y.shape[-1],
-                epsilon=self.norm.epsilon,
-                gates_first=False,
-            ).view_as(y)
+        args = y.flatten(-2), z.flatten(-2), self.norm.weight.repeat(y.shape[2])
+        constants = {"group_size": y.shape[-1], "epsilon": self.norm.epsilon}
+        if gated_norm.takes(*args, **constants):
+            return gated_norm.launch(*args, **constants, gates_first=False).view_as(y)
         wide = torch.promote_types(y.dtype, torch.float32)
         return (self.norm(y).to(wide) * F.silu(z.to(wide))).to(y.dtype)
 

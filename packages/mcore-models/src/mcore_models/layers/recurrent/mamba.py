@@ -17,15 +17,17 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from mcore_models.kernels.conv import conv_silu
+from mcore_models.kernels.gated_norm import gated_norm
+from mcore_models.kernels.ssd import ssd
 from mcore_models.layers.block_inputs import BlockInputs
 from mcore_models.layers.layer_setup import LayerSetup
-from mcore_models.layers.recurrent.causal_conv import CausalConv, conv_silu, document_starts
-from mcore_models.layers.recurrent.gated_norm import GatedNorm
-from mcore_models.layers.recurrent.ssd import ssd
+from mcore_models.layers.recurrent.causal_conv import CausalConv, document_starts
 from mcore_models.logical_tensors import mamba_sizes
 from mcore_models.protocol import RecurrentState
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import heads_to_sequence, sequence_to_heads
+from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import ParamLayout, sliced
 from mcore_parallel.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -182,6 +184,62 @@ class Mamba(nn.Module):
         starts = document_starts(documents, dt.device)
         y, _ = self._scan(torch.cat(exchanged, -1), dt, starts=starts, share=share)
         return sequence_to_heads(y, self.cp)
+
+
+class GatedNorm(nn.Module):
+    """``norm(y * silu(z)) * weight``: RMSNorm of the gated output, group by group.
+
+    Or ``norm(y) * weight * silu(z)``, by ``--mamba-norm``.
+
+    Statistics are float32 or wider, the weight is applied in the input's dtype.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        num_groups: int,
+        *,
+        epsilon: float,
+        gates_first: bool = True,
+        axis: Axis,
+        holders: Axis,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate this rank's weights, which begin as the identity.
+
+        Args:
+            size: channels over all ranks.
+            num_groups: equal blocks of them, each normed for itself.
+            epsilon: added to the mean square.
+            gates_first: whether the output is gated before it is normed, or after.
+            axis: ranks that share the channels.
+            holders: ranks that share one group; their sums of squares are all-reduced.
+            device: of the weight.
+            dtype: of the weight.
+        """
+        super().__init__()
+        self.size, self.epsilon, self.axis, self.holders = size, epsilon, axis, holders
+        self.group_size, self.gates_first = size // num_groups, gates_first
+        self.weight = nn.Parameter(torch.ones(size // axis.size, device=device, dtype=dtype))
+
+    def forward(
+        self, y: Float[Tensor, "*B F"], z: Float[Tensor, "*B F"]
+    ) -> Float[Tensor, "*B F"]:
+        """Gate, then norm; all-reduces over ``holders`` in forward and backward."""
+        return gated_norm(
+            y,
+            z,
+            self.weight,
+            group_size=self.group_size,
+            epsilon=self.epsilon,
+            gates_first=self.gates_first,
+            holders=self.holders,
+        )
+
+    def layouts(self) -> dict[str, ParamLayout]:
+        """Describe the weight, see ``mcore_parallel.sharding``."""
+        return {"weight": sliced("", (self.size,), 0, self.axis)}
 
 
 class _Share:

@@ -1,0 +1,1 @@
+"""From a config to a model: checks of a layout, construction, initial weights."""

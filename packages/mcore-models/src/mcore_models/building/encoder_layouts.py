@@ -1,0 +1,66 @@
+"""Whether a model with an encoder fits a layout: what BERT and T5 refuse beside GPT's checks.
+
+Pure questions about configs; no torch here.
+"""
+
+from dataclasses import fields, replace
+
+from mcore_models.building.layouts import layout_problems
+from mcore_models.config import TransformerConfig
+from mcore_models.encoder_config import T5Config, num_stack_layers
+from mcore_moe.config import MoEConfig
+from mcore_parallel.config import ParallelConfig
+
+_NO_EXPERTS = MoEConfig()
+
+_DEFAULTS = {field.name: field.default for field in fields(TransformerConfig)}
+_DECODERS_ALONE = (
+    *("norm_placement", "parallel_residual", "qk_l2_norm", "softmax_scale"),
+    *("attn_logit_softcapping", "softmax_type", "attention_chunk_size"),
+    "attention_output_gate",
+    *("embedding_multiplier", "residual_multiplier", "logits_multiplier", "use_mup"),
+    *("final_logit_softcapping", "multi_latent_attention", "hybrid_override_pattern"),
+    *("mtp_num_layers", "embedding_layernorm"),
+)
+"""Fields that layers of an encoder, and of a decoder beside one, do not read."""
+
+
+def encoder_layout_problems(
+    config: TransformerConfig,
+    parallel: ParallelConfig,
+    moe: MoEConfig = _NO_EXPERTS,
+    seq_length: int = 0,
+) -> list[str]:
+    """Return what keeps a model with an encoder from being split; see ``layout_problems``."""
+    problems = layout_problems(config, parallel, moe, seq_length)
+    if moe.num_experts:
+        problems.append("--num-experts: models with an encoder have none here; leave it out.")
+    if config.window_size[0] >= 0:
+        problems.append("--window-size: an encoder sees whole rows; leave it out.")
+    if config.qk_layernorm:
+        problems.append("--qk-layernorm: models with an encoder have none; leave it out.")
+    for name in _DECODERS_ALONE:
+        if getattr(config, name) != _DEFAULTS[name]:
+            flag = "--" + name.replace("_", "-")
+            problems.append(f"{flag}: models with an encoder compute without it; leave it out.")
+    if parallel.context_parallel_size > 1 and parallel.cp_comm_type in (
+        "p2p",
+        "a2a",
+        "a2a+p2p",
+    ):
+        problems.append(
+            f"--cp-comm-type {parallel.cp_comm_type} works for causal models alone: leave it "
+            "out (keys and values are gathered)."
+        )
+    return problems
+
+
+def t5_layout_problems(
+    config: T5Config,
+    parallel: ParallelConfig,
+    moe: MoEConfig = _NO_EXPERTS,
+    seq_length: int = 0,
+) -> list[str]:
+    """Return what keeps a T5 from being split; see ``layout_problems``."""
+    stacked = replace(config, num_layers=num_stack_layers(config))
+    return encoder_layout_problems(stacked, parallel, moe, seq_length)

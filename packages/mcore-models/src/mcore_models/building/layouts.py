@@ -1,0 +1,292 @@
+"""Whether a model fits a layout: pure functions, called before anything is allocated.
+
+All problems are found at once, each with the flag and what it may be, so that every rank
+refuses alike and no collective is left waiting. No torch here.
+"""
+
+from mcore_models.config import TransformerConfig, divisors, has_plain_scores, is_local
+from mcore_models.logical_tensors import (
+    ffn_size,
+    further_mixers,
+    layer_mixers,
+    mamba_sizes,
+    num_kv_heads,
+)
+from mcore_moe.config import MoEConfig
+from mcore_parallel.config import ParallelConfig
+
+_NO_EXPERTS = MoEConfig()
+_LEVELS = "the first of --hierarchical-context-parallel-sizes"
+
+
+def check_layout(
+    config: TransformerConfig,
+    parallel: ParallelConfig,
+    moe: MoEConfig = _NO_EXPERTS,
+    seq_length: int = 0,
+) -> None:
+    """Raise all of ``layout_problems`` together.
+
+    Raises:
+        ValueError: one line a problem.
+    """
+    problems = layout_problems(config, parallel, moe, seq_length)
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def layout_problems(
+    config: TransformerConfig,
+    parallel: ParallelConfig,
+    moe: MoEConfig = _NO_EXPERTS,
+    seq_length: int = 0,
+) -> list[str]:
+    """Return what keeps a model from being split; an empty list: nothing.
+
+    Args:
+        config: of the model.
+        parallel: the degrees.
+        moe: of its experts.
+        seq_length: tokens of a training sequence; 0: not known, sequences are not checked.
+    """
+    problems = _pattern_problems(config, moe)
+    if problems:
+        return problems
+    used = {name for names in layer_mixers(config, moe) for name in names}
+    if config.mtp_num_layers:
+        used |= {*further_mixers(config, moe)}
+    if used & {"attention", "mla"}:
+        problems += _head_problems(config, parallel)
+        problems += _context_problems(config, parallel)
+    if "mamba" in used:
+        problems += _mamba_problems(config, parallel)
+    if "delta_net" in used:
+        problems += _delta_problems(config, parallel)
+    problems += _width_problems(config, parallel, moe, used)
+    if moe.num_experts:
+        problems += _expert_problems(moe, parallel)
+    # Embedding and loss may have stages of their own: --pipeline-model-parallel-layout.
+    most = config.num_layers + 2
+    if parallel.pipeline_model_parallel_size > most:
+        problems.append(
+            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} exceeds "
+            f"--num-layers {config.num_layers}, embedding and loss: use at most {most}."
+        )
+    if seq_length:
+        problems += _sequence_problems(config, parallel, seq_length)
+    return problems
+
+
+def _pattern_problems(config: TransformerConfig, moe: MoEConfig) -> list[str]:
+    pattern = config.hybrid_override_pattern
+    problem = ""
+    if pattern and bool(moe.num_experts) != ("E" in pattern):
+        problem = (
+            f"--hybrid-override-pattern {pattern} has {'no ' * bool(moe.num_experts)}E, but "
+            f"--num-experts is {moe.num_experts}: give both or neither."
+        )
+    else:
+        try:
+            layer_mixers(config, moe)
+        except ValueError as error:
+            problem = str(error)
+    return [problem] if problem else []
+
+
+def _mamba_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads, groups = mamba_sizes(config)[:2]
+    problem = ""
+    if heads % (tp * cp):
+        split = f"--tensor-model-parallel-size {tp}"
+        split += f" x --context-parallel-size {cp}" if cp > 1 else ""
+        problem = (
+            f"{heads} Mamba heads (--mamba-num-heads) cannot be split over {split}: heads must "
+            f"divide evenly. Use {_listed(divisors(heads))} ranks."
+        )
+    elif groups % tp and tp % groups:
+        fitting = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
+        problem = (
+            f"--mamba-num-groups {groups} cannot be split over --tensor-model-parallel-size "
+            f"{tp}: one must divide the other. Use {_listed(fitting)} tensor ranks."
+        )
+    return [problem] if problem else []
+
+
+def _delta_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads = config.linear_num_key_heads
+    if heads % (tp * cp) == 0:
+        return []
+    split = f"--tensor-model-parallel-size {tp}"
+    split += f" x --context-parallel-size {cp}" if cp > 1 else ""
+    problem = (
+        f"--linear-num-key-heads {heads} of gated delta nets cannot be split over {split}: "
+        f"heads must divide evenly. Use {_listed(divisors(heads))} ranks."
+    )
+    return [problem]
+
+
+def _head_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
+    tp, heads = parallel.tensor_model_parallel_size, config.num_attention_heads
+    groups = num_kv_heads(config)
+    if heads % tp:
+        problem = (
+            f"--num-attention-heads {heads} cannot be split over --tensor-model-parallel-size "
+            f"{tp}: heads must divide evenly. Use {_listed(divisors(heads))}."
+        )
+        return [problem]
+    if groups % tp and tp % groups:
+        fitting = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
+        problem = (
+            f"--num-query-groups {groups} cannot be split over --tensor-model-parallel-size "
+            f"{tp}: one must divide the other. Use {_listed(fitting)} tensor ranks."
+        )
+        return [problem]
+    if config.qk_layernorm and config.qk_norm_width != "head" and groups % tp:
+        problem = (
+            f"--qk-norm-width {config.qk_norm_width} cannot norm keys of --num-query-groups "
+            f"{groups} over --tensor-model-parallel-size {tp}: use {_listed(divisors(groups))}."
+        )
+        return [problem]
+    return []
+
+
+def _context_problems(config: TransformerConfig, parallel: ParallelConfig) -> list[str]:
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    kind, heads = parallel.cp_comm_type, config.num_attention_heads
+    if cp == 1:
+        return []
+    problems = []
+    if config.position_embedding_type == "alibi":
+        problems.append(
+            f"--context-parallel-size {cp} does not split --position-embedding-type alibi: use "
+            "rope, or --context-parallel-size 1."
+        )
+    sizes = parallel.hierarchical_context_parallel_sizes
+    exchanging, flag = (sizes[0], _LEVELS) if sizes else (cp, "--context-parallel-size")
+    if kind.startswith("a2a") and heads % (tp * exchanging):
+        problems.append(
+            f"--cp-comm-type {kind} cannot exchange --num-attention-heads {heads} over "
+            f"--tensor-model-parallel-size {tp} x {flag} {exchanging}: heads must be "
+            f"a multiple of {tp * exchanging}. Use p2p or all_gather."
+        )
+    if kind.endswith("p2p"):
+        problems += [
+            f"--cp-comm-type {kind} has no {what} ({flag}): use all_gather or a2a."
+            for what, flag, used in (
+                ("windows", "--window-size", config.window_size[0] >= 0),
+                ("chunks", "--attention-chunk-size", config.attention_chunk_size > 0),
+                ("caps", "--attn-logit-softcapping", config.attn_logit_softcapping > 0),
+                ("sinks", "--softmax-type", config.softmax_type == "learnable"),
+                ("dropout", "--attention-dropout", config.attention_dropout > 0),
+            )
+            if used
+        ]
+    return problems
+
+
+def _width_problems(
+    config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig, used: set[str]
+) -> list[str]:
+    tp = parallel.tensor_model_parallel_size
+    widths = {}
+    if used & {"mlp", "moe", "shared"}:
+        widths["--ffn-hidden-size"] = (ffn_size(config), "--tensor-model-parallel-size", tp)
+    if moe.num_experts:
+        expert_tp = parallel.expert_tensor_parallel_size or tp
+        width = moe.moe_ffn_hidden_size or ffn_size(config)
+        widths["--moe-ffn-hidden-size"] = (width, "--expert-tensor-parallel-size", expert_tp)
+        shared = moe.moe_shared_expert_intermediate_size
+        widths["--moe-shared-expert-intermediate-size"] = (
+            shared,
+            "--tensor-model-parallel-size",
+            tp,
+        )
+    return [
+        f"{flag} {width} cannot be split over {degree} {size}: use a multiple of {size}, such "
+        f"as {-(-width // size) * size}."
+        for flag, (width, degree, size) in widths.items()
+        if width % size
+    ]
+
+
+def _expert_problems(moe: MoEConfig, parallel: ParallelConfig) -> list[str]:
+    ep = parallel.expert_model_parallel_size
+    if moe.num_experts % ep == 0:
+        return []
+    problem = (
+        f"--num-experts {moe.num_experts} cannot be split over --expert-model-parallel-size "
+        f"{ep}: use {_listed(divisors(moe.num_experts))}."
+    )
+    return [problem]
+
+
+def _sequence_problems(
+    config: TransformerConfig, parallel: ParallelConfig, seq_length: int
+) -> list[str]:
+    problems = []
+    limit = config.max_position_embeddings
+    if limit and seq_length > limit:
+        problems.append(too_long(seq_length, limit))
+    cp = parallel.context_parallel_size
+    tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    cuts = cp * tp * (2 if cp > 1 else 1)
+    if seq_length % cuts:
+        ways = [f"--context-parallel-size {cp} (two slices a rank)"] * (cp > 1)
+        ways += [f"--sequence-parallel over --tensor-model-parallel-size {tp}"] * (tp > 1)
+        problems.append(
+            f"--seq-length {seq_length} cannot be cut by {' and '.join(ways)}: use a multiple "
+            f"of {cuts}, such as {-(-seq_length // cuts) * cuts}."
+        )
+    return problems
+
+
+def check_length(
+    config: TransformerConfig, num_tokens: int, num_remembered: int, flag: str = "--seq-length"
+) -> None:
+    """Refuse sequences that a model's positions do not reach.
+
+    Args:
+        config: of the model.
+        num_tokens: new ones, over all context ranks.
+        num_remembered: tokens before them that a state holds.
+        flag: option that says how long sequences are.
+    """
+    limit, length = config.max_position_embeddings, num_tokens + num_remembered
+    if limit and length > limit:
+        raise ValueError(too_long(length, limit, flag))
+    context = config.original_max_position_embeddings
+    if config.rope_type == "longrope" and 0 < num_remembered <= context < length:
+        raise ValueError(
+            f"--rope-type longrope rotates all positions anew beyond {context} tokens, and "
+            f"{num_remembered} are remembered as they were rotated: start again without a "
+            "state, from all tokens."
+        )
+
+
+def too_long(seq_length: int, limit: int, flag: str = "--seq-length") -> str:
+    """Say that a sequence exceeds the positions of a model."""
+    return (
+        f"a sequence of {seq_length} tokens is longer than --max-position-embeddings {limit}: "
+        f"use {flag} {limit} or less, or a model with more positions."
+    )
+
+
+def cp_comm_type(config: TransformerConfig, parallel: ParallelConfig, layer: int) -> str:
+    """Return how a layer (counted from 0) reaches other context ranks' keys, see the flag."""
+    if parallel.cp_comm_type:
+        return parallel.cp_comm_type
+    return "all_gather" if cannot_be_cut(config, layer) else "p2p"
+
+
+def cannot_be_cut(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer attends in a way that cannot be cut into blocks."""
+    return (
+        is_local(config, layer) or config.attention_dropout > 0 or not has_plain_scores(config)
+    )
+
+
+def _listed(values: list[int]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last

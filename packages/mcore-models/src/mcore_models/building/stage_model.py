@@ -1,0 +1,284 @@
+"""How GPT, BERT and T5 are built under a layout: one constructor, and the parts they share.
+
+The constructor checks model and layout, pads the vocabulary, sets up random streams and
+recompute, calls ``build_parts``, which is where models differ, and fills the weights.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_models.building.layouts import check_length, layout_problems
+from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
+from mcore_models.layers.layer_setup import NO_PARTS, LayerSetup, Parts
+from mcore_models.layers.residual import Residual, stream_cuts, stream_dropout
+from mcore_models.protocol import ModelState, TrainableModel
+from mcore_moe.config import MoEConfig
+from mcore_parallel.autograd.recomputing import recompute
+from mcore_parallel.context_parallel.packed_sequences import Documents
+from mcore_parallel.context_parallel.zigzag import zigzag_positions
+from mcore_parallel.data_parallel.fully_sharded import MatricesOnMeta
+from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
+from mcore_parallel.pipeline_parallel.stages import Stage
+from mcore_parallel.precision.fp8 import PLAIN_GEMMS, LinearGemms
+from mcore_parallel.rng import RngStreams
+from mcore_parallel.sharding import named_shards
+from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, padded_vocab
+
+_NO_EXPERTS = MoEConfig()
+_KEEP_ALL = RecomputeConfig()
+
+BlockCaller = Callable[[nn.Module, Residual, Any], Residual]
+"""Called with a block, the residual stream and the inputs that all blocks share."""
+
+
+_ANY_KERNELS = KernelConfig()
+
+
+class StageModel(TrainableModel):
+    """A model whose tables and layers are shared by tensor, context and pipeline ranks.
+
+    Attributes:
+        embedding: rows of tokens, where ``add_embedding`` was called.
+        cp: ranks that share a sequence.
+        cuts: ranks that hold the tokens between mixers: ``tp`` under sequence parallelism,
+            else one.
+        sequence_parallel: whether they are several.
+        recomputing: what backward computes again.
+        saved_by: ranks that each keep a piece of what a recomputed layer begins from.
+        streams: random streams of dropout; their state belongs in a checkpoint.
+        dropout: of embedded tokens.
+        padded_vocab_size: rows of the tables over all ranks.
+    """
+
+    layout_problems: Callable[..., list[str]] = staticmethod(layout_problems)
+    """What keeps the model from being split, see ``Family``."""
+    num_layers: Callable[..., int] = staticmethod(attrgetter("num_layers"))
+    """Layers that pipeline stages share, see ``Family``."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ctx: ParallelContext,
+        *,
+        vocab_size: int,
+        moe: MoEConfig = _NO_EXPERTS,
+        stage: Stage | None = None,
+        seed: int = 1234,
+        recomputing: RecomputeConfig = _KEEP_ALL,
+        kernels: KernelConfig = _ANY_KERNELS,
+        gemms: Sequence[LinearGemms] = (),
+        parts: Parts = NO_PARTS,
+        streams: RngStreams | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        is_filled: bool = True,
+    ) -> None:
+        """Allocate this rank's share and fill it; no communication.
+
+        Args:
+            config: shape and numerics of the layers.
+            ctx: the layout.
+            vocab_size: true number of tokens; tables are padded for the layout.
+            moe: experts, none by default.
+            stage: layers of a pipeline stage; None: all.
+            seed: of the initial weights, equal on all ranks.
+            recomputing: what backward computes again.
+            kernels: which compute it.
+            gemms: of every layer, by global number (``layer_gemms``); empty: of none but in
+                the model's dtype.
+            parts: of the layers of a GPT, in place of its own, see ``TransformerBlock``.
+            streams: of dropout; None: made from ``seed``. Chunks of one rank share one.
+            device: of the parameters; None: that of ``ctx``.
+            dtype: of the parameters and activations.
+            is_filled: fill the weights; False: matrices are left on the meta device, for an
+                engine that shards them, and ``initialize`` fills what it holds.
+
+        Raises:
+            ValueError: if the model does not fit the layout, or a kernel is not installed.
+        """
+        super().__init__()
+        if problems := self.layout_problems(config, ctx.config, moe):
+            raise ValueError("\n".join(problems))
+        count = self.num_layers(config)
+        if stage is None:
+            if ctx.pp.size > 1:
+                raise ValueError(
+                    f"--pipeline-model-parallel-size {ctx.pp.size}: give each rank its stage, "
+                    "one of mcore_parallel.pipeline_parallel.stages.split_layers."
+                )
+            stage = Stage(0, range(count), has_embedding=True, has_loss=True)
+        self.config, self.vocab_size, self.stage = config, vocab_size, stage
+        self.dtype = dtype
+        self.tp, self.cp, self.pp = ctx.tp, ctx.cp, ctx.pp
+        self.cuts = stream_cuts(ctx)
+        self.sequence_parallel = self.cuts.size > 1
+        is_shared = recomputing.distribute_saved_activations and not self.sequence_parallel
+        self.recomputing, self.saved_by = recomputing, ctx.tp if is_shared else SINGLE
+        self.call_block: BlockCaller = nn.Module.__call__
+        self.streams = streams or RngStreams(seed, ctx)
+        self.dropout = stream_dropout(config, ctx, self.streams)
+        self.padded_vocab_size = padded_vocab(
+            vocab_size, config.make_vocab_size_divisible_by, ctx.tp.size
+        )
+        num_places = count + config.mtp_num_layers
+        gemms = gemms or (PLAIN_GEMMS,) * num_places
+        setups = [
+            LayerSetup(
+                config=config,
+                ctx=ctx,
+                layer=min(place, count - 1),  # layers behind the last one are made like it
+                streams=self.streams,
+                moe=moe,
+                recomputing=recomputing,
+                kernels=kernels,
+                gemms=gemms[place],
+                parts=parts,
+                device=device or ctx.device,
+                dtype=dtype,
+            )
+            for place in range(num_places)
+        ]
+        with nullcontext() if is_filled else MatricesOnMeta():
+            self.build_parts(ctx, setups)
+        if is_filled:
+            self.initialize(named_shards(self), seed)
+
+    @abstractmethod
+    def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:
+        """Allocate what this stage has; weights are filled later.
+
+        Args:
+            ctx: the layout.
+            setups: of every layer, by global number; of those that predict further tokens
+                behind them.
+        """
+
+    def add_embedding(self, tied: Axis, placed: Mapping[str, Any]) -> None:
+        """Allocate this rank's rows of the embedding."""
+        self.embedding = VocabParallelEmbedding(
+            self.vocab_size, self.config.hidden_size, tied=tied, **self.vocab_split(), **placed
+        )
+
+    def vocab_split(self) -> dict[str, Any]:
+        """Options of modules that hold rows of the vocabulary."""
+        return self.split() | {"padded_vocab_size": self.padded_vocab_size, "init_std": 0.0}
+
+    def split(self) -> dict[str, Any]:
+        """Options of modules that are split over the tensor ranks."""
+        return {"axis": self.tp, "sequence_parallel": self.sequence_parallel}
+
+    def run_blocks(
+        self, blocks: Sequence[nn.Module], x: Tensor, inputs: Any, is_trained: bool
+    ) -> Residual:
+        """Run blocks on the residual stream; communicates as they do.
+
+        Args:
+            blocks: in order.
+            x: the stream before the first block.
+            inputs: of all blocks.
+            is_trained: whether backward recomputes what ``recomputing`` names.
+        """
+        stream = Residual.begin(x)
+        recomputing = self.recomputing if is_trained else _KEEP_ALL
+        for group, is_recomputed in block_groups(blocks, recomputing):
+            if is_recomputed:
+                begin = stream.total()  # so that one tensor is kept, not two
+                stream = recompute(
+                    self._run_group,
+                    begin,
+                    stream.aux,
+                    group,
+                    inputs,
+                    streams=self.streams,
+                    shared_by=self.saved_by,
+                )
+                continue
+            for block in group:
+                stream = self.call_block(block, stream, inputs)
+        return stream
+
+    def _run_group(
+        self, x: Tensor, aux: Tensor, group: Sequence[nn.Module], inputs: Any
+    ) -> Residual:
+        stream = Residual(x, None, aux)
+        for block in group:
+            stream = self.call_block(block, stream, inputs)
+        return stream
+
+    def places(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Count the positions of this context rank's tokens, in the zigzag order of ``cp``."""
+        if self.cp.size == 1:
+            return torch.arange(num_tokens, device=device)
+        return zigzag_positions(num_tokens * self.cp.size, self.cp, device)
+
+
+def check_inputs(
+    size: tuple[int, int],
+    state: ModelState | None = None,
+    documents: Documents | None = None,
+    *,
+    config: TransformerConfig,
+    axes: tuple[Axis, Axis],
+    is_counted: bool = True,
+    flag: str = "--seq-length",
+) -> int:
+    """Compare a pass's inputs with the model and its layout; no communication.
+
+    Args:
+        size: rows, and tokens of this context rank's part of each.
+        state: what the layers remember of earlier tokens.
+        documents: packed in the rows.
+        config: of the model.
+        axes: ranks that cut the sequence, and those that cut a rank's part again, one rank
+            without sequence parallelism.
+        is_counted: whether positions go on from the state's length; else they are given.
+        flag: option that says how long sequences are.
+
+    Returns:
+        Tokens of the whole sequence, those of the state among them.
+
+    Raises:
+        ValueError: if the sequence is too long or cannot be cut, a state is given under context
+            parallelism or with documents, or the documents are of other rows.
+    """
+    (num_rows, num_tokens), (cp, tp) = size, axes
+    if state is not None and cp.size > 1:
+        raise ValueError(
+            f"a cache cannot be cut over --context-parallel-size {cp.size}: generate with 1."
+        )
+    remembered = 0 if state is None else state.length
+    if is_counted:
+        check_length(config, num_tokens * cp.size, remembered, flag)
+    if num_tokens % tp.size:
+        raise ValueError(
+            f"--sequence-parallel cannot cut {num_tokens} tokens over "
+            f"--tensor-model-parallel-size {tp.size}: use a {flag} that is a multiple."
+        )
+    if documents is not None:
+        if state is not None:
+            raise ValueError("a cache holds one document a row: generate without packing.")
+        documents.check(num_rows, num_tokens * cp.size)
+    return num_tokens * cp.size + remembered
+
+
+def block_groups(
+    blocks: Sequence[nn.Module], recomputing: RecomputeConfig
+) -> Iterator[tuple[Sequence[nn.Module], bool]]:
+    """Cut a stage's blocks into runs, and say which are recomputed as one."""
+    if recomputing.recompute_granularity != "full":
+        yield blocks, False
+        return
+    count = recomputing.recompute_num_layers
+    if recomputing.recompute_method == "block":
+        for block in blocks[:count]:
+            yield [block], True
+        yield blocks[count:], False
+        return
+    for begin in range(0, len(blocks), count):
+        yield blocks[begin : begin + count], True

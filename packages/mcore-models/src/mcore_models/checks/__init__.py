@@ -1,1 +1,0 @@
-"""Whether a model fits a layout, and a batch its model."""

@@ -1,0 +1,1 @@
+"""Autograd functions, main gradients of weights, and recomputation."""

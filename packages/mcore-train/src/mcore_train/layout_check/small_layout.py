@@ -1,0 +1,147 @@
+"""Degrees of a small run: fewer ranks, at least two on each axis that is split. No torch."""
+
+from dataclasses import replace
+from math import gcd, lcm
+
+from mcore_parallel.config import ParallelConfig
+from mcore_parallel.rank_grid import build_grids
+from mcore_train.composition import TrainConfig
+
+
+def smallest_world(config: TrainConfig) -> int:
+    """Return the fewest ranks of the layout with two or more data ranks and all instances."""
+    parallel = config.parallelism
+    dense = (
+        parallel.tensor_model_parallel_size
+        * parallel.context_parallel_size
+        * parallel.pipeline_model_parallel_size
+    )
+    expert = (
+        (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size)
+        * parallel.expert_model_parallel_size
+        * parallel.pipeline_model_parallel_size
+    )
+    instances = parallel.num_distributed_optimizer_instances
+    return lcm(dense * lcm(2, instances), expert * instances)
+
+
+def shrink_layout(
+    parallel: ParallelConfig, world_size: int, max_ranks: int
+) -> tuple[ParallelConfig, int]:
+    """Halve degrees, data ranks first, until the world fits; none of them becomes 1.
+
+    Raises:
+        ValueError: if the layout needs more ranks than that with all its axes split.
+    """
+    tp, cp, pp = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.pipeline_model_parallel_size,
+    )
+    exchange, ring = parallel.hierarchical_context_parallel_sizes or (cp, 1)
+    degrees = {"dp": world_size // (tp * cp * pp), "cp": exchange, "ring": ring}
+    degrees |= {"tp": tp, "pp": pp}
+    while (world := _product(degrees)) > max_ranks:
+        name = next((n for n in degrees if degrees[n] > 2 and n == "dp"), "")
+        name = name or max(degrees, key=lambda n: degrees[n])
+        least = _least_factor(degrees[name])
+        if degrees[name] // least < 2:
+            raise ValueError(
+                f"the layout splits over {_product(degrees)} ranks at least, two on each axis: "
+                f"give --max-ranks {world}."
+            )
+        degrees[name] //= least
+    shrunk = replace(
+        parallel,
+        tensor_model_parallel_size=degrees["tp"],
+        context_parallel_size=degrees["cp"] * degrees["ring"],
+        hierarchical_context_parallel_sizes=(
+            (degrees["cp"], degrees["ring"]) if ring > 1 else ()
+        ),
+        pipeline_model_parallel_size=degrees["pp"],
+        nccl_communicator_config_path="",  # changes when numbers come, not which
+    )
+    return _shrink_experts(shrunk, parallel, world, world_size), world
+
+
+def describe_layout(parallel: ParallelConfig, world_size: int) -> str:
+    """Name the degrees above 1: ``8 ranks: tp2 pp2 dp2 sp``."""
+    tp, cp, pp = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.pipeline_model_parallel_size,
+    )
+    degrees = {
+        "tp": tp,
+        "cp": cp,
+        "pp": pp,
+        "dp": world_size // (tp * cp * pp),
+        "ep": parallel.expert_model_parallel_size,
+        "etp": parallel.expert_tensor_parallel_size,
+        "instances": parallel.num_distributed_optimizer_instances,
+    }
+    words = [f"{name}{n}" for name, n in degrees.items() if n > 1]
+    words += ["sp"] if parallel.sequence_parallel else []
+    return f"{world_size} ranks: {' '.join(words) or 'one after the other'}"
+
+
+def _shrink_experts(
+    shrunk: ParallelConfig, before: ParallelConfig, world: int, world_size: int
+) -> ParallelConfig:
+    """Choose degrees of experts and optimizer instances that the smaller world has room for.
+
+    Where only one of the two can split, experts do. Under orders of ranks that do not end in
+    pp, only some degrees give dense and expert layers the same pipelines.
+    """
+    tp, outside = (
+        shrunk.tensor_model_parallel_size,
+        world // shrunk.pipeline_model_parallel_size,
+    )
+    given = before.expert_tensor_parallel_size
+    kept = tp if given == before.tensor_model_parallel_size else gcd(given, outside)
+    expert_tp = kept if given else 0
+    room = outside // (expert_tp or tp)
+    data_ranks = outside // tp
+    instances = gcd(before.num_distributed_optimizer_instances, data_ranks, room)
+    ep = before.expert_model_parallel_size
+    for wanted in (gcd(ep, room // instances), gcd(ep, room), *range(room, 1, -1)):
+        if room % wanted or (wanted == 1) != (ep == 1):
+            continue
+        fitting = replace(
+            shrunk,
+            expert_tensor_parallel_size=expert_tp,
+            expert_model_parallel_size=wanted,
+            hierarchical_expert_parallel_size=_node_of(before, wanted),
+            num_distributed_optimizer_instances=gcd(instances, room // wanted),
+        )
+        if _is_layout(fitting, world):
+            return fitting
+    raise ValueError(
+        f"no layout of {world} ranks splits experts as this one does: give --max-ranks "
+        f"{world_size}."
+    )
+
+
+def _node_of(before: ParallelConfig, ep: int) -> int:
+    """Return the expert ranks of a node for hierarchical dispatch; 0: one all-to-all."""
+    size = ep // _least_factor(ep) if before.hierarchical_expert_parallel_size else 0
+    return size if size > 1 else 0
+
+
+def _is_layout(parallel: ParallelConfig, world_size: int) -> bool:
+    try:
+        build_grids(parallel, world_size)
+    except ValueError:
+        return False
+    return True
+
+
+def _product(degrees: dict[str, int]) -> int:
+    total = 1
+    for degree in degrees.values():
+        total *= degree
+    return total
+
+
+def _least_factor(number: int) -> int:
+    return next((f for f in range(2, number + 1) if number % f == 0), 1)
