@@ -116,7 +116,9 @@ def _said(text: str, rank: int) -> str:
 
 def _renamed(text: str, names: dict[int, int]) -> str:
     """Change the numbers of ranks where a line names one rank."""
-    pattern = r"(\b[Rr]ank |rank +: |local_rank: |\[rank|rank_?|attempt_0/|^)(\d+)(?=[\].: /_]|\b)"
+    pattern = (
+        r"(\b[Rr]ank |rank +: |local_rank: |\[rank|rank_?|attempt_0/|^)(\d+)(?=[\].: /_]|\b)"
+    )
 
     def new(found: re.Match[str]) -> str:
         if not found[1] and not re.match(r"\d+\.(?:err|out)$", text):
