@@ -116,7 +116,8 @@ def _said(text: str, rank: int) -> str:
 
 def _renamed(text: str, names: dict[int, int]) -> str:
     """Change the numbers of ranks where a line names one rank."""
-    pattern = (
+    places = r"\b[Rr]ank |rank +: |local_rank: |\[rank|rank_?|attempt_0/|^"
+    pattern = rf"({places})(\d+)(?=[\].: /_]|\b)"
         r"(\b[Rr]ank |rank +: |local_rank: |\[rank|rank_?|attempt_0/|^)(\d+)(?=[\].: /_]|\b)"
     )
 
