@@ -118,8 +118,6 @@ def _renamed(text: str, names: dict[int, int]) -> str:
     """Change the numbers of ranks where a line names one rank."""
     places = r"\b[Rr]ank |rank +: |local_rank: |\[rank|rank_?|attempt_0/|^"
     pattern = rf"({places})(\d+)(?=[\].: /_]|\b)"
-        r"(\b[Rr]ank |rank +: |local_rank: |\[rank|rank_?|attempt_0/|^)(\d+)(?=[\].: /_]|\b)"
-    )
 
     def new(found: re.Match[str]) -> str:
         if not found[1] and not re.match(r"\d+\.(?:err|out)$", text):
