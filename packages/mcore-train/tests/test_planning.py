@@ -10,14 +10,18 @@ import pytest
 
 from mcore_models.families import GPT_FAMILY
 from mcore_parallel.testing.ranks import run_command
+from mcore_train.cli import main
 from mcore_train.options.parsing import parse
 from mcore_train.planning.command import run_plan
+from mcore_train.planning.dry_run import dry_run
 from mcore_train.planning.memory import predict_memory
+from mcore_train.planning.micro_batch import propose
 from mcore_train.planning.step_time import bubble_formula, predict_step
 from mcore_train.planning.system import SYSTEMS, read_system, write_system
 
 H200 = SYSTEMS["h200"]
 GIB = 2**30
+PAGE = Path(__file__).parents[3] / "docs/planning.md"
 LARGE = "--model llama-3-70b --gpus 64 --gpu h100 --seq-length 4096 --micro-batch-size 1"
 SMALL = "--model llama-3-8b --gpus 8 --seq-length 8192 --micro-batch-size 1"
 
@@ -242,3 +246,77 @@ def test_constants_of_a_system_come_back_from_their_file(tmp_path: Path):
 def test_what_cannot_be_planned_is_refused(flags: str, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
         text_of(f"--model llama-3-8b --gpus 8 --micro-batch-size 1 --top 1 {flags}")
+
+
+def test_the_documents_table_is_checked_and_bettered():
+    text = text_of("--reproduce-table")
+    rows = {line.split()[0]: line for line in text.splitlines() if line[:1].isdigit()}
+    assert list(rows) == ["7B", "13B", "70B", "405B"]
+    assert "tp8 pp8 dp2 cp2 (dp1)" in rows["405B"]
+    assert "does not fit" in rows["405B"]
+    for name in ("7B", "13B", "70B"):
+        theirs = re.search(r"cp1 +([\d,]+)", rows[name])[1]
+        ours = re.search(r"([\d,]+) tok/s/GPU", rows[name])[1]
+        assert int(ours.replace(",", "")) >= int(theirs.replace(",", ""))
+    assert "is 256 ranks, and the table has 128 GPUs" in text
+
+
+def test_a_dry_run_has_the_groups_and_bytes_of_every_rank():
+    config = config_of(
+        "--seq-length 128 --global-batch-size 64 --tensor-model-parallel-size 2 "
+        "--sequence-parallel --pipeline-model-parallel-size 2 --use-distributed-optimizer "
+        "--pipeline-schedule zb-v --num-layers 8",
+        "tiny",
+    )
+    text = dry_run(config, GPT_FAMILY, 32)
+    assert re.search(r"^dp +4 +8  0, 2, 4", text, re.MULTILINE)
+    assert re.search(r"^pp +16 +2  0, 16$", text, re.MULTILINE)
+    assert "schedule zb-v of 8 micro-batches: valid" in text
+    planned = float(re.search(r"planned [\d.]+ \(([+-][\d.]+)%\)", text)[1])
+    assert abs(planned) < 1.0
+    assert "10 steps of 64 sequences of 128 tokens" in text
+
+
+def test_a_dry_run_refuses_what_a_run_would():
+    config = config_of("--global-batch-size 6 --tensor-model-parallel-size 2", "tiny")
+    with pytest.raises(ValueError, match="--global-batch-size 6"):
+        dry_run(config, GPT_FAMILY, 16)
+
+
+def test_micro_batches_are_proposed_by_memory_and_rate():
+    config = config_of("--seq-length 8192 --global-batch-size 8")
+    vocab_size = config.tokenizer.vocab_size
+    one = (config, GPT_FAMILY, 1, vocab_size, H200)
+    needs = [predict_memory(config, GPT_FAMILY, 1, vocab_size, H200).total]
+    roomy = [size for size, *_ in propose(*one, 1000 * GIB)]
+    assert roomy[0] > 1
+    assert roomy == sorted(roomy, reverse=True)
+    assert [size for size, *_ in propose(*one, needs[0] + 3 * GIB)] == [1]
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    blocks = commands_of(PAGE.read_text(encoding="utf-8"), "test_the_commands_of_the_page_run")
+    assert [words[1] for words in blocks] == ["plan", "plan", "gpt"]
+    for words in blocks:
+        assert main(words[1:]) == 0
+    printed = capsys.readouterr().out
+    assert "tok/s/GPU" in printed
+    assert "fullest rank" in printed
+    assert Path("layout.svg").exists()
+
+
+def commands_of(page: str, test: str) -> list[list[str]]:
+    """Return the commands of a page that name a test as theirs."""
+    blocks = re.findall(r"<!-- run by: \S+::(\w+) -->\n```bash\n(.*?)\n```", page, re.DOTALL)
+    return [command.split() for name, command in blocks if name == test]
+
+
+def test_a_host_is_measured(tmp_path: Path):
+    (command,) = commands_of(PAGE.read_text(encoding="utf-8"), "test_a_host_is_measured")
+    file = tmp_path / "system.toml"
+    assert main([*command[1:-1], str(file)]) == 0
+    system = read_system(file)
+    assert system.name
+    assert 0 < system.gemm_tflops <= system.burst_tflops
+    assert system.source.startswith("measured by mcore-train plan --calibrate")

@@ -56,6 +56,8 @@ def _train(name: str, words: Sequence[str], *, is_megatron_script: bool = False)
     from mcore_train.options.parsing import parse
 
     command = FAMILY_COMMANDS[name]
+    if "auto" in (word.partition("=")[2] or word for word in words):
+        words = _found_micro_batch(words)
 
     def check(config: TrainConfig) -> None:
         """Raise all that is wrong, once, before ranks start."""
@@ -76,12 +78,24 @@ def _train(name: str, words: Sequence[str], *, is_megatron_script: bool = False)
         is_megatron_script=is_megatron_script,
         check=check,
     )
+    if config.launch.dry_run:
+        from mcore_train.planning.dry_run import dry_run
+
+        world_size = config.launch.world_size or config.launch.nproc or 1
+        print(dry_run(config, command.family, world_size))
+        return 0
     if config.launch.nproc:
         check(config)
         return start_ranks(name, words, config.launch.nproc)
     from mcore_train.running import run_training
 
     return run_training(config, command.family)
+
+
+def _found_micro_batch(words: Sequence[str]) -> list[str]:
+    """Spell ``--micro-batch-size auto`` as the option that it is."""
+    text = "\0".join(words).replace("--micro-batch-size=auto", "--micro-batch-size\0auto")
+    return text.replace("--micro-batch-size\0auto", "--find-micro-batch-size").split("\0")
 
 
 def quickstart(words: Sequence[str]) -> int:

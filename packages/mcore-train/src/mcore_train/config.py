@@ -467,6 +467,14 @@ class LaunchConfig(Options):
     --fp8-format). A --load checkpoint's model wins over them."""
     nproc: int = option(0, minimum=0)
     """Ranks to start on this host; 0: this process alone, or what torchrun started."""
+    find_micro_batch_size: bool = False
+    """Take the fastest micro-batch that fits, which the planner proposes and one step, trained
+    and forgotten, confirms; --micro-batch-size auto is the same."""
+    dry_run: bool = False
+    """Resolve the run of --world-size ranks on one CPU, print its groups, schedule, bytes,
+    checkpoint and data, and train nothing."""
+    world_size: int = option(0, minimum=0, needs={"dry_run": ON})
+    """Ranks that --dry-run resolves; 0: --nproc, or one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

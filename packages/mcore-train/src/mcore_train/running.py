@@ -23,6 +23,7 @@ from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.loop import train
 from mcore_train.options.output_checks import build_checked_plan
+from mcore_train.planning.micro_batch import choose_micro_batch
 from mcore_train.precision import with_device_precision
 from mcore_train.reporting.header import build_header
 from mcore_train.reporting.health import Health, HealthServer
@@ -53,6 +54,8 @@ def run_training(
     config = with_device_precision(config, world.local_rank)
     plan = build_checked_plan(config, world.world_size, family, is_reporter=world.rank == 0)
     with served_health(plan, world) as health, joined_world(plan) as ctx:
+        if config.launch.find_micro_batch_size:
+            plan = choose_micro_batch(plan, ctx)
         run = load_run(assemble(plan, ctx, tables=tables))
         if run.origin.checkpoint:
             load = starting_point(config).load

@@ -1,4 +1,4 @@
-"""The command ``mcore-infer eval``: how well a model predicts texts, and zero-shot tasks."""
+"""The command ``mcore-infer eval``: perplexity of texts, and zero-shot tasks."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mcore_data.tokenizers.protocol import Tokenizer
 
 _OVERLAP = 32
-"""Targets of a window of WIKITEXT103 where nothing is said."""
+"""Default of --overlapping-eval for WIKITEXT103."""
 
 
 _ONE_FILE = Rule(

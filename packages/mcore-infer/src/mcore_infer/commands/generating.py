@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from mcore_data.tokenizers.protocol import Tokenizer
-    from mcore_infer.grammars import Structure
     from mcore_infer.loading import LoadedModel
-    from mcore_infer.writing import NewToken
+    from mcore_infer.writing.grammars import Structure
+    from mcore_infer.writing.sequence import NewToken
 
 
 _ONE_BEAM = Rule(
@@ -58,7 +58,7 @@ def generate(
     with opened(model, draft=engine.draft_load, takes_t5=True) as (loaded, tokenizer, is_first):
         from mcore_ckpt.save_load.rank_agreement import gather_json
         from mcore_infer.generation import prompt_ids
-        from mcore_infer.streaming import TextStream
+        from mcore_infer.writing.token_text import TextStream
 
         beginnings = [text for text in prompt for _ in range(num_samples)]
         texts = [TextStream(tokenizer) for _ in beginnings]
@@ -97,8 +97,8 @@ def _written(
     structure: "Structure | None",
 ) -> "Iterator[NewToken]":
     from mcore_infer.generation import stop_ids, stream_texts
-    from mcore_infer.structured import Grammars
     from mcore_infer.t5_decoding import answer_texts
+    from mcore_infer.writing.structured import Grammars
 
     ends: dict[str, Any] = {
         "eod": None if sampling.ignore_eod else tokenizer.eod,
@@ -135,7 +135,7 @@ def _written(
 def _structure(json_schema: str, regex: str) -> "Structure | None":
     if not json_schema and not regex:
         return None
-    from mcore_infer.grammars import Structure
+    from mcore_infer.writing.grammars import Structure
 
     if regex:
         return Structure("regex", regex)

@@ -1,7 +1,8 @@
 """Options of a small run: sizes that the layout divides as it divides the real ones.
 
-Most sizes are constants: the ``shrinks_to`` of an option, or so many channels for each rank.
-The others are the smallest with the same ``relations`` as the real ones. No torch.
+Options that no layout divides have their small value in their metadata (``shrinks_to``). Of the
+others most are so many channels for each rank, and the rest the smallest sizes with the same
+``relations`` as the real ones. No torch.
 """
 
 from dataclasses import fields, replace
@@ -9,6 +10,7 @@ from math import lcm
 from tempfile import gettempdir
 from typing import Any
 
+from mcore_base.options import rules_of
 from mcore_ckpt.config import LocalConfig, RetentionConfig
 from mcore_data.config import DataConfig, TokenizerConfig
 from mcore_models.config import TransformerConfig, is_local, is_rotated
@@ -17,6 +19,7 @@ from mcore_models.layer_patterns import further_letters, join_layers, pattern_la
 from mcore_models.logical_tensors import mamba_sizes, moe_layers, num_kv_heads
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.pipeline_parallel.stages import Stage
+from mcore_train.composition import flat, parts
 from mcore_train.config import (
     EvalConfig,
     LaunchConfig,
@@ -78,6 +81,16 @@ class Shrinking:
         self.heads, self.groups = self._fewest_heads()
         self.channels = self._head_channels()
         self.seq_length = self._shortest_sequence()
+
+    def constants(self) -> dict[str, Any]:
+        """Options that are on, at the values of their metadata."""
+        real = flat(self.config)
+        return {
+            name: own.shrinks_to
+            for part in parts(self.config)
+            for name, own in rules_of(type(part)).items()
+            if own.shrinks_to is not ... and real[name]
+        }
 
     def layers(self) -> dict[str, Any]:
         """Kinds of the layers that stay, written layer by layer."""

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from mcore_base.options import flag, rules_of
+from mcore_base.field_checks import flag
 from mcore_models.families import Family
 from mcore_train.checkpoints.origin import start_kind
-from mcore_train.composition import TrainConfig, compose, flat, parts, without_idle_options
+from mcore_train.composition import TrainConfig, compose, flat, without_idle_options
 from mcore_train.config import (
     LoadConfig,
 )
@@ -62,13 +62,9 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
     # ``compare_relations`` compares what these options amount to.
     related = {f.name: getattr(layout, f.name) for f in fields(layout)}
     related |= small.layers() | small.stages() | small.vocabulary()
-    sizes = {
-        name: own.shrinks_to
-        for part in parts(config)
-        for name, own in rules_of(type(part)).items()
-        if own.shrinks_to is not ... and real[name]
-    }
-    sizes |= small.heads_and_widths() | small.recurrent_heads() | small.experts()
+    sizes = (
+        small.constants() | small.heads_and_widths() | small.recurrent_heads() | small.experts()
+    )
     sizes |= small.batch() | small.buckets() | small.shares_of_layers() | small.thresholds()
     chosen = small.data_and_rates() | related | sizes
     # Sizes of parts that this model does not have go back to their defaults.

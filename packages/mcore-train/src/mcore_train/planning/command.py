@@ -20,6 +20,7 @@ from mcore_train.composition import (
 from mcore_train.options.parsing import parse, take_all
 from mcore_train.options.recipe import read_recipe, to_flags
 from mcore_train.planning.config import PlanConfig
+from mcore_train.planning.documents import documents_text
 from mcore_train.planning.plot import plot_svg
 from mcore_train.planning.report import (
     Planned,
@@ -67,6 +68,15 @@ ASSUMED_LENGTH = 4096
 
 def run_plan(words: Sequence[str]) -> str:
     """Read the command line, search, write the files it names, return the text to print."""
+    if "--reproduce-table" in words:
+        return documents_text()
+    rest, files = take_all(list(words), "--calibrate", FaultCollector())
+    if files:
+        from mcore_train.planning.calibration import calibrate
+
+        if rest:
+            raise ValueError(f"plan --calibrate takes no other options: leave out {rest[0]}.")
+        return calibrate(Path(files[-1]))
     command, words = _command(words)
     words, given = _with_folder(words)
     family_command = FAMILY_COMMANDS[command]

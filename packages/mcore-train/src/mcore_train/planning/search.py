@@ -8,7 +8,7 @@ their schedule and resolving their options, as a run does.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from mcore_models.config import RecomputeConfig
@@ -25,8 +25,6 @@ from mcore_train.planning.system import System
 from mcore_train.resolution import resolve
 
 MOST_CHUNKS = 4
-NUM_FINALISTS = 32
-"""Layouts whose schedule is simulated."""
 GRAPH_GAIN = 0.02
 """Share of a step that the host adds, above which a CUDA graph is tried."""
 _FIELDS = {
@@ -89,7 +87,7 @@ def search_layouts(
         system: constants of the cluster.
         pinned: options that the user gave, by field: they are not searched.
         searches_fp8: whether to try fp8 linears too.
-        top: layouts to resolve and return at least, where there are as many.
+        top: layouts to return at most; of three times as many the schedule is simulated.
 
     Raises:
         ValueError: if no layout fits, with the reasons.
@@ -127,7 +125,11 @@ def search_layouts(
                     rough.append((step.total, graph, memory))
     rough.sort(key=lambda each: each[0])
     finalists = []
-    for _, tried, memory in rough[: max(NUM_FINALISTS, 2 * top)]:
+    # Formulas flatter some schedules: layouts without a pipeline are not measured by them.
+    by_kind: tuple[list, list] = ([], [])
+    for each in rough:
+        by_kind[each[1].parallelism.pipeline_model_parallel_size > 1].append(each)
+    for _, tried, memory in chain.from_iterable(kind[: 3 * top + 5] for kind in by_kind):
         try:
             step = predict_step(tried, family, world_size, vocab_size, system)
         except ValueError as error:  # the schedule cannot be, such as with few micro-batches
