@@ -1,10 +1,11 @@
 """Configs whose fields carry their rules, alone and together with the others of a command."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 
+from mcore_base.command_line import parse
 from mcore_base.options import (
     ON,
     Because,
@@ -143,3 +144,40 @@ def test_rules_are_described_for_help_and_docs():
     assert describe_rules(rules_of(Oven)["stone"]) == "Excludes --mode grill or --loaves."
     assert describe_rules(rules_of(Dough)["loaves"]) == "Needs --mode other than grill."
     assert describe_rules(rules_of(Oven)["trays"]) == ""
+
+
+def test_arguments_of_a_command_are_checked_with_its_other_faults():
+    def bake(
+        oven: Oven,
+        times: Annotated[int, rules(minimum=1)] = 1,
+        note: Annotated[
+            str, Rule(("note", "trays"), lambda v: v.note and v.trays == 1, "x")
+        ] = "",
+    ) -> int:
+        """Bake."""
+        return times
+
+    with pytest.raises(OptionsError) as refused:
+        parse(
+            bake,
+            "bake",
+            [
+                "--trays",
+                "1",
+                "--times",
+                "0",
+                "--note",
+                "a",
+                "--degrees",
+                "999",
+                "--colour",
+                "red",
+            ],
+        )
+    assert refused.value.lines == (
+        "unknown option --colour.",
+        "--degrees 999.0 must be above 0 and at most 300.",
+        "--times 0 must be 1 or more.",
+        "x",
+    )
+    assert parse(bake, "bake", ["--trays", "2", "--note", "a"]) == 1

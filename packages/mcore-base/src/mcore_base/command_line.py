@@ -21,7 +21,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mcore_base.options import OptionsError, describe_rules, rules_of
+from mcore_base.options import OptionsError, describe_rules, find_argument_faults, rules_of
 
 Result = TypeVar("Result")
 HELP_FLAGS = ("-h", "--help", "--help-all")
@@ -226,7 +226,13 @@ def build_options(
         built = _build(kind, values, faults, placeholders or {})
         return None if built is None else lambda: built
     arguments = _arguments(kind, values, faults, placeholders or {})
-    return None if arguments is None else partial(kind, *arguments[0], **arguments[1])
+    if arguments is None:
+        return None
+    call = partial(kind, *arguments[0], **arguments[1])
+    bound = inspect.signature(kind).bind(*call.args, **call.keywords).arguments
+    for line in find_argument_faults(kind, bound):
+        faults.add_error(ValueError(line))
+    return call
 
 
 def list_options(kind: Callable[..., Any]) -> list[Option]:

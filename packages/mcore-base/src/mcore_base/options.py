@@ -9,9 +9,10 @@ and ``mcore-train verify`` read the same metadata by ``rules_of``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from math import isfinite
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 ON = True
@@ -173,6 +174,10 @@ class Values:
     def __init__(self, configs: Iterable[Any]) -> None:
         self._homes = {name: config for config in configs for name in _names_of(type(config))}
 
+    def add(self, home: Any, names: Iterable[str]) -> None:
+        """Add attributes of one more object."""
+        self._homes.update(dict.fromkeys(names, home))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._homes[name], name)
 
@@ -249,6 +254,33 @@ def find_faults(*configs: Any, is_whole: bool = True, notes: bool = False) -> li
             if is_readable and rule.is_note == notes:
                 lines += rule.lines(values)
     return list(dict.fromkeys(lines))
+
+
+def find_argument_faults(
+    function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> list[str]:
+    """Find the rules that the arguments of a command's function break.
+
+    Args:
+        function: its parameters carry their rules in their types, as in
+            ``Annotated[int, rules(minimum=1), Rule(...)]``.
+        arguments: by name; rules may name fields of configs among them.
+    """
+    given = SimpleNamespace(**arguments)
+    values = Values(each for each in arguments.values() if is_dataclass(each))
+    values.add(given, arguments)
+    lines, broken = [], set()
+    hints = get_type_hints(function, include_extras=True)
+    marks = {name: getattr(hints[name], "__metadata__", ()) for name in arguments}
+    for name, data in marks.items():
+        for own in (each[_METADATA] for each in data if isinstance(each, dict)):
+            if line := _value_fault(name, arguments[name], own, None):
+                broken.add(name)
+                lines.append(line)
+    for rule in (each for data in marks.values() for each in data if isinstance(each, Rule)):
+        if not broken & set(rule.fields):
+            lines += rule.lines(values)
+    return lines
 
 
 def idle_options(values: Mapping[str, Any], config_types: Iterable[type]) -> set[str]:

@@ -447,11 +447,11 @@ class TransformerConfig(Options):
 
     # Dropout and initial weights.
 
-    hidden_dropout: float = option(0.0, minimum=0, below=1)
+    hidden_dropout: float = option(0.0, minimum=0, below=1, shrinks_to=0.0)
     """Probability of dropping a channel before it joins the residual stream. Megatron's
     default: 0.1."""
 
-    attention_dropout: float = option(0.0, minimum=0, below=1)
+    attention_dropout: float = option(0.0, minimum=0, below=1, shrinks_to=0.0)
     """Probability of dropping an attention weight. Megatron's default: 0.1."""
 
     init_method_std: float = option(0.02, above=0)
@@ -474,7 +474,7 @@ class TransformerConfig(Options):
     """Parametrize by muP: --lr, --adam-eps and --init-method-std are those of a model of
     --mup-base-hidden-size, and hold for every width."""
 
-    mup_base_hidden_size: int = option(0, needs={"use_mup": ON})
+    mup_base_hidden_size: int = option(0, needs={"use_mup": ON}, shrinks_to=4)
     """Width at which muP changes nothing; required with --use-mup."""
 
     mup_embedding_mult: float = option(1.0, above=0, needs={"use_mup": ON})
@@ -521,10 +521,10 @@ class TransformerConfig(Options):
     keep; / before the letters of each layer of multi-token prediction, /*-. Empty: a
     transformer."""
 
-    mamba_state_dim: int = option(128, minimum=1, part_of=_MAMBA)
+    mamba_state_dim: int = option(128, minimum=1, part_of=_MAMBA, shrinks_to=6)
     """Numbers of state for each channel of a Mamba head."""
 
-    mamba_head_dim: int = option(64, minimum=1, part_of=_MAMBA)
+    mamba_head_dim: int = option(64, minimum=1, part_of=_MAMBA, shrinks_to=4)
     """Channels of a Mamba head."""
 
     mamba_num_heads: int = option(0, minimum=0, part_of=_MAMBA)
@@ -545,7 +545,7 @@ class TransformerConfig(Options):
     mamba_norm: Literal["gated", "before_gate", "none"] = option("gated", part_of=_MAMBA)
     """Norm a Mamba layer's output after it is gated (gated), before, or not at all."""
 
-    mamba_chunk_size: int = option(128, minimum=1, part_of=_MAMBA)
+    mamba_chunk_size: int = option(128, minimum=1, part_of=_MAMBA, shrinks_to=4)
     """Tokens that a Mamba layer computes together; changes time and memory, not results."""
 
     mamba_dt_limit: tuple[float, float] = option((0.0, 0.0), part_of=_MAMBA)
@@ -566,10 +566,10 @@ class TransformerConfig(Options):
     linear_num_value_heads: int = option(32, minimum=1, part_of=_DELTA_NET)
     """Value heads of a gated delta net; several share a key head."""
 
-    linear_key_head_dim: int = option(128, minimum=1, part_of=_DELTA_NET)
+    linear_key_head_dim: int = option(128, minimum=1, part_of=_DELTA_NET, shrinks_to=4)
     """Channels of a gated delta net's queries and keys."""
 
-    linear_value_head_dim: int = option(128, minimum=1, part_of=_DELTA_NET)
+    linear_value_head_dim: int = option(128, minimum=1, part_of=_DELTA_NET, shrinks_to=6)
     """Channels of a gated delta net's values."""
 
     linear_conv_kernel_dim: int = option(4, minimum=1, part_of=_DELTA_NET)

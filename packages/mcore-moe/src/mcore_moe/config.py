@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, ClassVar, Literal
 
-from mcore_base.options import ON, Because, Options, Rule, flag, option
-from mcore_parallel.config import fully_sharded
+from mcore_base.options import ON, Because, Options, Rule, When, flag, option
 
 _GIVEN_KERNELS = {
     "moe_token_dispatcher_type": Because(
@@ -83,7 +82,7 @@ class MoEConfig(Options):
     moe_ffn_hidden_size: int = option(0, minimum=0)
     """Width of one expert; 0: the width of the dense feed-forward layer."""
 
-    moe_latent_size: int = option(0, minimum=0)
+    moe_latent_size: int = option(0, minimum=0, shrinks_to=12)
     """Width in which routed experts compute: tokens are projected down to it before they are
     dispatched, and the results up again; 0: the model's own."""
 
@@ -145,10 +144,12 @@ class MoEConfig(Options):
     or 6 experts: neighbours, which may be of one rank), whatever the scores, for benchmarks:
     the router then learns weights only."""
 
-    moe_input_jitter_eps: float = option(0.0, minimum=0)
+    moe_input_jitter_eps: float = option(0.0, minimum=0, shrinks_to=0.0)
     """Multiply the router's input by uniform noise in [1-eps, 1+eps] in training."""
 
-    moe_expert_capacity_factor: float = option(0.0, minimum=0, zero="no token is dropped")
+    moe_expert_capacity_factor: float = option(
+        0.0, minimum=0, zero="no token is dropped", shrinks_to=0.0
+    )
     """Rows an expert takes from a rank, in units of the even share; 0: no token is dropped."""
 
     moe_pad_expert_input_to_capacity: bool = option(
@@ -157,6 +158,7 @@ class MoEConfig(Options):
             "moe_expert_capacity_factor": ON,
             "moe_token_dispatcher_type": "alltoall",
         },
+        shrinks_to=False,
     )
     """Fill every expert's rows with zeros up to its capacity: all sizes become fixed."""
 
@@ -207,7 +209,12 @@ class MoEConfig(Options):
             "pipeline_schedule": Because(
                 "which has its own time for weight gradients", "zb-h1", "zb-v", "dualpipev"
             ),
-            "is_fully_sharded": fully_sharded("which sums gradients in every backward"),
+            "is_fully_sharded": When(
+                "is_fully_sharded",
+                bool,
+                "--data-parallel-sharding-strategy optim_grads or optim_grads_params",
+                "which sums gradients in every backward",
+            ),
             "main_grads_dtype": Because(_NO_MAIN_GRADS, "bf16"),
             "grad_reduce_in_bf16": Because(_NO_MAIN_GRADS),
             "cuda_graph_impl": Because(

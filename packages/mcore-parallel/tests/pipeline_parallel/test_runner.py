@@ -433,7 +433,7 @@ def test_gradients_that_wait_in_a_queue_are_not_taken_for_zero():
 def test_a_queue_comes_before_data_parallelism():
     model = two_products()
     DataParallel([model], ParallelContext.single(), DataParallelConfig())
-    with pytest.raises(ValueError, match=r"call serve\(\) first, then wrap"):
+    with pytest.raises(ValueError, match=r"call attach\(\) first, then wrap"):
         WeightQueue().attach(model)
 
 

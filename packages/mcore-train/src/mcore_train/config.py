@@ -63,11 +63,11 @@ class OptimizerConfig(Options):
     optimizer: Literal["adam", "sgd"] = "adam"
     """adam: AdamW with bias correction and decoupled weight decay; sgd: gradient descent with
     momentum, weight decay added to the gradient."""
-    lr: float = option(0.0, minimum=0)
+    lr: float = option(0.0, minimum=0, shrinks_to=1e-2)
     """Highest learning rate; required."""
     min_lr: float = option(0.0, minimum=0)
     """Learning rate at the end of the decay."""
-    weight_decay: float = option(0.01, minimum=0)
+    weight_decay: float = option(0.01, minimum=0, shrinks_to=0.1)
     """Decoupled decay of matrices; biases and vectors never decay."""
     start_weight_decay: float = option(
         -1.0, needs={"weight_decay_incr_style": ("linear", "cosine")}
@@ -79,7 +79,7 @@ class OptimizerConfig(Options):
     """Weight decay of the last step; -1: --weight-decay."""
     weight_decay_incr_style: IncreaseStyle = "constant"
     """How weight decay goes from --start-weight-decay to --end-weight-decay."""
-    clip_grad: float = option(1.0, minimum=0)
+    clip_grad: float = option(1.0, minimum=0, shrinks_to=0.05)
     """Largest global gradient norm; 0: no clipping."""
 
     rules = (
@@ -363,7 +363,7 @@ class RunConfig(Options):
     and micro-batch in flight (local), for pipelines and recomputed norms too; not timed yet.
     The same bits. A recorded step waits for all gathers of --overlap-param-gather first."""
     cuda_graph_warmup_steps: int = option(
-        3, minimum=1, part_of={"cuda_graph_impl": ("full_iteration", "local")}
+        3, minimum=1, part_of={"cuda_graph_impl": ("full_iteration", "local")}, shrinks_to=1
     )
     """Steps before the graph is recorded, and again after the batch size changes."""
     manual_gc_interval: int = option(100, minimum=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from mcore_base.field_checks import flag
+from mcore_base.options import flag
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_models.families import GPT_FAMILY, Family

@@ -1,4 +1,4 @@
-"""Options of quantizing, one field a flag of the command; imports the standard library only."""
+"""Options of quantizing, one field for each flag; imports the standard library only."""
 
 from dataclasses import dataclass
 from typing import Literal

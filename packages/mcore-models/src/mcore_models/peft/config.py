@@ -72,7 +72,9 @@ class PeftConfig(Options):
     lora_alpha: float = option(32.0, above=0, part_of={"peft": ("lora", "dora")})
     """Adapters are multiplied by this over their rank; above 0."""
 
-    lora_dropout: float = option(0.0, minimum=0, below=1, part_of={"peft": ("lora", "dora")})
+    lora_dropout: float = option(
+        0.0, minimum=0, below=1, part_of={"peft": ("lora", "dora")}, shrinks_to=0.0
+    )
     """Probability of dropping an element of what an adapter reads, 0 to below 1."""
 
     peft_base_bits: int = option(
@@ -85,6 +87,7 @@ class PeftConfig(Options):
             ),
             "sample_interval": Because("as there are no weights that it could copy"),
         },
+        shrinks_to=0,
     )
     """Bits of the frozen weights of linears with adapters, and of routed experts: 8 or 4
     (QLoRA) keep them rounded, and widen each while it multiplies; 0: as they are."""

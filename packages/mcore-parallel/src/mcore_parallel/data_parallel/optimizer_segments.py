@@ -85,6 +85,8 @@ def share_out(
     units: Sequence[OwnedUnit], host_share: float
 ) -> Iterator[tuple[OwnedUnit, list[tuple[int, int, bool]]]]:
     """Cut each unit into what the host takes, the first elements of all, and the rest."""
+    # The host takes units from the first on until its share is used up; a cut inside a unit is
+    # rounded up to a multiple, which keeps both parts aligned.
     sizes = [unit.own_grads().numel() for unit in units]
     left = round(host_share * sum(sizes))
     for unit, size in zip(units, sizes, strict=True):
@@ -189,6 +191,7 @@ def build_runs(
     ends: list[tuple[int, int, tuple[bool, float]]] = []
     ranges = list(clipped(segment.unit.owned_ranges(), segment.begin, stop))
     for owned in ranges:
+        # Padding between two parameters joins the run: it begins where the one before began.
         rates = has_weight_decay(owned.named), step_width(owned.named)
         begin, end = owned.offset, owned.offset + owned.stop - owned.first
         if ends and ends[-1][2] == rates:

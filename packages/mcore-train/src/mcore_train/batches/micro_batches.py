@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_base.field_checks import flag
+from mcore_base.options import flag
 from mcore_data.loading.loader import build_loader
 from mcore_data.preprocessing.workers import most_workers
 from mcore_models.protocol import MicroBatch

@@ -9,8 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_base.field_checks import flag
-from mcore_base.options import idle_options
+from mcore_base.options import flag, idle_options
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER

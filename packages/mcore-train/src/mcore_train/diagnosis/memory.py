@@ -42,7 +42,7 @@ _LINES = {
     r"/(?:distributed_optimizer|optimizer_segments)\.py",
     "gradients": r"/data_parallel/(?:buckets|ddp|grads|fully_sharded|sharded_parameter)\.py",
     "buffers": r"torch/distributed/|"
-    r"/(?:collectives|p2p|param_gather|fp8_gather|async_collectives|dispatch\w*)\.py",
+    r"/(?:collectives|p2p|dispatch\w*)\.py",
     "activations": r"mcore_models/|mcore_moe/|mcore_parallel/|torch/nn/|torch/autograd/|"
     r"mcore_train/(?:step|losses)\.py",
 }

@@ -19,7 +19,7 @@ from mcore_train.config import (
 from mcore_train.layout_check.relations import (
     compare_relations,
 )
-from mcore_train.layout_check.shrinking import SHRINKS_TO, Shrinking
+from mcore_train.layout_check.shrinking import Shrinking
 from mcore_train.layout_check.small_layout import describe_layout, shrink_layout
 from mcore_train.resolution import Plan, resolve
 
@@ -62,8 +62,9 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
     # ``compare_relations`` compares what these options amount to.
     related = {f.name: getattr(layout, f.name) for f in fields(layout)}
     related |= small.layers() | small.stages() | small.vocabulary()
-    sizes = {name: value for name, value in SHRINKS_TO.items() if real[name]}
-    sizes |= small.heads_and_widths() | small.recurrent_heads() | small.experts()
+    sizes = (
+        small.constants() | small.heads_and_widths() | small.recurrent_heads() | small.experts()
+    )
     sizes |= small.batch() | small.buckets() | small.shares_of_layers() | small.thresholds()
     chosen = small.data_and_rates() | related | sizes
     # Sizes of parts that this model does not have go back to their defaults.

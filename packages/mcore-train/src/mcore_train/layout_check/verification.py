@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mcore_base.destinations import check_file
-from mcore_base.field_checks import flag
+from mcore_base.options import flag
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_models.config import RecomputeConfig
 from mcore_models.families import Family

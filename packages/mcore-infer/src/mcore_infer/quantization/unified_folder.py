@@ -1,4 +1,4 @@
-"""Writing of quantized weights as a Hugging Face folder in the unified layout."""
+"""RunningSequence of quantized weights as a Hugging Face folder in the unified layout."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from mcore_base.atomic_files import write_durably
 from mcore_base.lazy_front import package_version
-from mcore_ckpt.conversion.targets import hf_small_files, target_model_type
+from mcore_ckpt.conversion.targets import Watch, hf_small_files, target_model_type
 from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.hf_folder import write_hf_folder
+from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.formats.quantized_layouts import (
     INPUT_SCALE,
     PRE_QUANT_SCALE,
@@ -25,7 +26,7 @@ from mcore_ckpt.formats.quantized_layouts import (
 )
 from mcore_ckpt.formats.quantized_plans import QuantPlan
 from mcore_ckpt.formats.sources import OpenCheckpoint
-from mcore_ckpt.mapping.row_streams import HeldRows
+from mcore_ckpt.mapping.row_streams import HeldRows, slabs
 from mcore_ckpt.mapping.rules import Link, expand
 from mcore_ckpt.mapping.views import Cast, stacked_items, their_items
 from mcore_ckpt.storage.files import DTYPE_NAMES, Item
@@ -164,3 +165,53 @@ def _cache_items(links: Sequence[Link], tops: Mapping[int, Mapping[str, Tensor]]
 def excluded(modules: Sequence[str]) -> tuple[str, ...]:
     """Return those modules that a config must name as left: the head always, no embedding."""
     return tuple(dict.fromkeys(("lm_head", *(m for m in modules if "embed" not in m))))
+
+
+_DTYPE_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def quantized(source: OpenCheckpoint, form: str) -> WidenedRows:
+    """Return the tensors of a quantized source."""
+    if not isinstance(source.theirs, WidenedRows):
+        raise ValueError(
+            f"--format {form} needs quantized weights: mcore-infer quantize makes them. Others "
+            "go as they are: mcore-ckpt convert mcore-to-hf writes their folder."
+        )
+    return source.theirs
+
+
+def write_hf_quant(
+    folder: Path, source: OpenCheckpoint, max_shard_bytes: int, watch: Watch
+) -> str:
+    """Write the unified folder; return its algorithm.
+
+    Args:
+        folder: an empty folder.
+        source: a quantized folder, opened.
+        max_shard_bytes: most bytes of tensors in one file.
+        watch: called once with all tensors.
+
+    Raises:
+        ValueError: if the source is not quantized.
+    """
+    widened = quantized(source, "hf-quant")
+    stored, plan = widened.stored, widened.plan
+    items = [
+        Item(name, stored.entries[name].dtype, entry.shape, partial(slabs, stored, name))
+        for name, entry in stored.entries.items()
+    ]
+    write_unified(folder, source, plan, hf_config(source), watch(items), max_shard_bytes)
+    return plan.algo
+
+
+def hf_config(source: OpenCheckpoint) -> dict[str, Any]:
+    """Return the config.json of a model, without its quantization."""
+    family = find_family(target_model_type(source))
+    carried: Mapping[str, Any] = source.hf.get("config", {})
+    word = _DTYPE_WORDS.get(source.ours.entries["embedding.weight"].dtype, "float32")
+    return {
+        **carried,
+        **family.to_theirs(source.description),
+        "dtype": word,
+        "torch_dtype": word,
+    }

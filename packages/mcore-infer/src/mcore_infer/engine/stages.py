@@ -1,8 +1,8 @@
-"""A model whose layers lie on several ranks, the stages of ``--pipeline-model-parallel-size``.
+"""Forwards through the stages of ``--pipeline-model-parallel-size``.
 
-All ranks of a pipeline make the same calls. A forward goes from stage to stage, one after the
-other, and what the last one finds comes back to all. Each stage keeps the keys and values of
-its own layers: memory is split, a step takes as long as on one rank.
+All ranks of a pipeline make the same calls. The hidden state goes from stage to stage, and the
+last stage sends its tokens and scores to all ranks. Each stage holds the keys and values of its
+own layers: the stages split the memory, and a step takes as long as on one rank.
 """
 
 import torch
@@ -17,7 +17,7 @@ from mcore_parallel.pipeline_parallel.stages import Stage
 
 
 def own_stage(num_layers: int, pp: Axis) -> Stage | None:
-    """Return this rank's layers, as many as on the others or one more; None: one rank has all.
+    """Return this rank's stage, layers divided evenly; None without pipeline parallelism.
 
     Raises:
         ValueError: if there are fewer layers than ranks.
@@ -40,18 +40,18 @@ def run_stages(
     positions: Int[Tensor, "*B S"] | None = None,
     state: ModelState | None = None,
 ) -> Float[Tensor, "S B D"]:
-    """Run a model on tokens; its ranks of ``pp`` call it together.
+    """Run this rank's stage on tokens; all ranks of ``pp`` call it together.
 
-    Receives from the stage before and sends to the next one.
+    Receives the hidden state from the stage before and sends its own to the next one.
 
     Args:
         model: whole or a stage, in eval mode.
         tokens: the same on all stages.
         positions: of the tokens; None: counted.
-        state: what this stage's layers remember; extended by the tokens.
+        state: cache of this stage's layers; the tokens are appended.
 
     Returns:
-        The hidden state behind this stage's layers; of use to ``last_stage_logits``.
+        The hidden state after this stage's layers, for ``last_stage_logits``.
     """
     x: Tensor = tokens
     pp, (num_rows, length) = model.pp, tokens.shape
@@ -68,10 +68,10 @@ def run_stages(
 def last_stage_logits(
     model: LanguageModel, hidden: Float[Tensor, "R 1 D"]
 ) -> Float[Tensor, "R V"]:
-    """Score the whole vocabulary; all-gathers it over ``tp``.
+    """Return logits of the whole vocabulary; all-gathers them over ``tp``.
 
-    Stages before the last return zeros: they choose tokens as the last one does, so that draws
-    go on alike, and ``from_last_stage`` replaces what they found.
+    Stages before the last return zeros. They still choose tokens, so that all ranks consume the
+    same random numbers, and ``from_last_stage`` replaces their choice.
     """
     if not model.stage.has_loss:
         return hidden.new_zeros(()).expand(hidden.shape[0], model.vocab_size)
@@ -80,15 +80,15 @@ def last_stage_logits(
 
 
 def from_last_stage(x: Shaped[Tensor, "..."], pp: Axis) -> Shaped[Tensor, "..."]:
-    """Return the last stage's tensor on all; all-reduces over ``pp``."""
+    """Return the last stage's tensor on all stages; all-reduces over ``pp``."""
     return all_reduce(x if pp.rank == pp.size - 1 else torch.zeros_like(x), pp)
 
 
-def agreed(chosen: Int[Tensor, " R"], model: LanguageModel) -> Int[Tensor, " R"]:
-    """Return what one rank chose on all: kernels that round differently must not part them.
+def agree_on_tokens(chosen: Int[Tensor, " R"], tp: Axis, pp: Axis) -> Int[Tensor, " R"]:
+    """Return the tokens of the first ``tp`` rank of the last stage on all ranks.
 
+    Ranks whose kernels round differently would otherwise continue with different texts.
     All-reduces over ``tp``, then over ``pp``.
     """
-    tp = model.tp
     chosen = all_reduce(chosen if tp.rank == 0 else torch.zeros_like(chosen), tp)
-    return from_last_stage(chosen, model.pp)
+    return from_last_stage(chosen, pp)

@@ -1,8 +1,9 @@
-"""Tries a structure's grammar in a process with limits, before an engine holds texts to it.
+"""Compiles a structure in a process with limits before the engine uses it.
 
 llguidance cannot be interrupted, and some short schemas never compile (``multipleOf`` of a
-large prime) or take seconds a token. Here a process compiles the grammar and walks a few texts
-through it; where processor time or memory run out, the kernel ends that process alone.
+large prime) or take seconds a token. A separate process compiles the grammar and generates a
+few random texts. If its processor time or memory exceed the limits, the operating system ends
+that process and not the server.
 """
 
 import json
@@ -19,7 +20,7 @@ from typing import Any
 
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.grammars import (
+from mcore_infer.writing.grammars import (
     Structure,
     Vocabulary,
     build_grammar,
@@ -37,17 +38,17 @@ _ENDED = "the process ended"
 
 
 class GrammarTrial:
-    """The process, which starts with the first structure; used by one thread."""
+    """The separate process, started by the first structure; used by one thread."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
         self._arguments = tokenizer, vocab_size, tuple(ends)
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self, structure: Structure) -> None:
-        """Refuse a structure that no text keeps to, or that takes too long.
+        """Raise ValueError for a structure that no text matches or that takes too long.
 
         Raises:
-            ValueError: with the reason.
+            ValueError: the message has the reason.
         """
         refusal = self._answer_to(asdict(structure))
         if refusal is _ENDED:
@@ -85,7 +86,7 @@ class GrammarTrial:
 
 
 def main() -> None:
-    """Answer structures from standard input on standard output, until it is closed."""
+    """Read structures from standard input until it closes; write why each is refused."""
     vocabulary = None
     for line in sys.stdin.buffer:
         question = json.loads(line)
@@ -105,7 +106,7 @@ def main() -> None:
 
 
 def refusal_of(structure: Structure, vocabulary: Vocabulary) -> str:
-    """Return why texts are not to be held to a structure; empty: they may be."""
+    """Return why a structure is refused; empty: it is accepted."""
     begin = time.process_time()
     try:
         matcher = vocabulary.compile(build_grammar(structure), structure.kind)
@@ -127,7 +128,7 @@ def refusal_of(structure: Structure, vocabulary: Vocabulary) -> str:
 
 
 def _walk(matcher: Any, generator: random.Random) -> str:
-    """Take random tokens; return why a text could not go on, or empty."""
+    """Generate a text of random allowed tokens; return why it got stuck, or empty."""
     for _ in range(_NUM_TOKENS):
         begin = time.process_time()
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")

@@ -1,13 +1,14 @@
-"""What each token of a vocabulary stands for: its bytes, and a name for readers."""
+"""Tokens to text: bytes and names of single tokens, and incremental decoding."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
 
 from mcore_data.tokenizers.hf import HFTokenizer, byte_letters
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.writing import NewToken, Top
+from mcore_infer.writing.sequence import NewToken, Top
 
 
 class TokenTexts:
@@ -19,23 +20,23 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._names: dict[int, str] = {}  # of tokens that were asked for
+        self._names: dict[int, str] = {}  # cache of ``name``
 
     @cached_property
     def _known(self) -> Sequence[bytes | None]:
         if isinstance(self.tokenizer, HFTokenizer):
             return _hf_token_bytes(self.tokenizer)
-        if isinstance(self.tokenizer, _KnowsBytes):
+        if isinstance(self.tokenizer, _HasTokenBytes):
             return self.tokenizer.token_bytes()
         return ()
 
     def of(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text; of a special token its name."""
+        """Return the bytes that a token adds to a text; for a special token, its name."""
         known = self._known[token] if token < len(self._known) else None
         return self.tokenizer.decode([token]).encode() if known is None else known
 
     def name(self, token: int) -> str:
-        r"""Return a token's text; of bytes that are no text ``bytes:\xe4``, as OpenAI's API."""
+        r"""Return a token's text; ``bytes:\xe4`` for bytes that are no UTF-8, as OpenAI."""
         if token not in self._names:
             found = self.of(token)
             try:
@@ -47,11 +48,11 @@ class TokenTexts:
 
     @cached_property
     def longest(self) -> int:
-        """Bytes of the longest token; 0: not known."""
+        """Bytes of the longest token; 0: unknown."""
         return max((len(known) for known in self._known if known is not None), default=0)
 
     def fewest(self, text: str) -> int:
-        """Return how many tokens a text has at least, from its length alone."""
+        """Return a lower bound of a text's number of tokens, from its length."""
         return -(-len(text) // self.longest) if self.longest else 0
 
     def by_name(self, top: Top) -> dict[str, float]:
@@ -67,13 +68,13 @@ class TokenTexts:
 
 
 def with_drawn(token: NewToken) -> Top:
-    """Return the likeliest tokens of a place, and last the drawn one if it is none of them."""
+    """Return a token's likeliest alternatives, with the token itself appended if missing."""
     is_there = token.log_prob is None or any(i == token.id for i, _ in token.top)
     return token.top if is_there else (*token.top, (token.id, token.log_prob or 0.0))
 
 
 @runtime_checkable
-class _KnowsBytes(Protocol):
+class _HasTokenBytes(Protocol):
     def token_bytes(self) -> list[bytes | None]: ...
 
 
@@ -111,3 +112,71 @@ def _parts(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     if decoder.get("type") == "Sequence":
         return [part for inner in decoder["decoders"] for part in _parts(inner)]
     return [decoder]
+
+
+_INCOMPLETE = "\ufffd"
+
+
+class TextStream:
+    """Decodes the tokens of one text into pieces of text as they arrive.
+
+    A token may hold a part of a character, and decoders may join a token to its neighbours.
+    Each token is therefore decoded together with those before it, and a piece is returned once
+    it ends in a whole character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, kept: Mapping[int, str] | None = None) -> None:
+        """Start without tokens.
+
+        Args:
+            tokenizer: decodes; special tokens have no text.
+            kept: special tokens that do have a text, by id.
+        """
+        self.tokenizer, self._kept = tokenizer, kept or {}
+        self._ids: list[int] = []
+        self._context = 0  # returned tokens that are decoded again as context
+        self._given = 0  # tokens whose text has been returned
+
+    def add(self, token: int) -> str:
+        """Add a token; return the text that is complete by now, possibly empty."""
+        self._ids.append(token)
+        piece = self._new_text()
+        if not piece or piece.endswith(_INCOMPLETE):
+            return ""
+        self._advance()
+        return piece
+
+    def rest(self) -> str:
+        """Return the remaining text after the last token."""
+        piece = self._new_text()
+        self._advance()
+        return piece
+
+    def _new_text(self) -> str:
+        known = self._decode(self._context, self._given)
+        return self._decode(self._context, len(self._ids))[len(known) :]
+
+    def _advance(self) -> None:
+        self._context, self._given = self._given, len(self._ids)
+
+    def _decode(self, begin: int, end: int) -> str:
+        ids = self._ids[begin:end]
+        if self._kept.keys().isdisjoint(ids):
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
+        parts = []
+        for is_kept, run in groupby(ids, key=self._kept.__contains__):
+            if is_kept:
+                parts += [self._kept[token] for token in run]
+            else:
+                parts.append(self.tokenizer.decode(list(run), skip_special_tokens=True))
+        return "".join(parts)
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return the length of the longest suffix of a text that is a prefix of a mark."""
+    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while at >= 0:
+        if mark.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(mark[0], at + 1)
+    return 0

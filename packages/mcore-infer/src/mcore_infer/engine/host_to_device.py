@@ -1,4 +1,4 @@
-"""Numbers of the host on the device, without waiting for it."""
+"""Copies of small host tensors to a device that do not block the host."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from torch import Tensor
 def on_device(
     numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Copy numbers to a device without waiting for it.
+    """Return a tensor of the numbers on a device; the host does not wait for the copy.
 
-    A copy from memory that is not pinned waits for all that the device has to do.
+    A copy from memory that is not pinned would wait for all queued work of the device.
     """
     tensor = torch.tensor(numbers, dtype=dtype)
     if device.type == "cuda":

@@ -39,7 +39,7 @@ class MatrixReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Receipt:
+class QuantizationReport:
     """All that is said of a quantized folder."""
 
     method: str
@@ -116,18 +116,18 @@ def engines_of(form: str, method: str, *, has_experts: bool) -> tuple[str, ...]:
     return (*vllm, "TensorRT-LLM", "mcore-infer")
 
 
-def write_receipt(folder: Path, receipt: Receipt) -> None:
+def write_report(folder: Path, report: QuantizationReport) -> None:
     """Write both forms."""
-    said: dict[str, Any] = asdict(receipt) | {
-        "engines": receipt.engines,
-        "perplexity_change_percent": receipt.perplexity_change,
-        "perplexity_change_error_percent": receipt.perplexity_change_error,
-        "perplexity_change_with_cache_percent": receipt.change_with_cache,
+    said: dict[str, Any] = asdict(report) | {
+        "engines": report.engines,
+        "perplexity_change_percent": report.perplexity_change,
+        "perplexity_change_error_percent": report.perplexity_change_error,
+        "perplexity_change_with_cache_percent": report.change_with_cache,
     }
-    said["matrices"] = [_without_nan(asdict(matrix)) for matrix in receipt.matrices]
+    said["matrices"] = [_without_nan(asdict(matrix)) for matrix in report.matrices]
     text = json.dumps(said, indent=2).encode() + b"\n"
     write_durably(folder / f"{NAME}.json", text)
-    write_durably(folder / f"{NAME}.md", in_words(receipt).encode())
+    write_durably(folder / f"{NAME}.md", as_markdown(report).encode())
 
 
 def _without_nan(report: dict[str, Any]) -> dict[str, Any]:
@@ -135,49 +135,45 @@ def _without_nan(report: dict[str, Any]) -> dict[str, Any]:
     return report | {"output_error": None if has_none else report["output_error"]}
 
 
-def in_words(receipt: Receipt) -> str:
-    """Return the receipt as Markdown."""
-    ranked = sorted(receipt.matrices, key=lambda one: -one.weight_error)
-    size = 100 * (receipt.bytes_after / receipt.bytes_before - 1)
-    text = f"""# Receipt: {receipt.method} ({receipt.algo})
+def as_markdown(report: QuantizationReport) -> str:
+    """Return the report as Markdown."""
+    ranked = sorted(report.matrices, key=lambda one: -one.weight_error)
+    size = 100 * (report.bytes_after / report.bytes_before - 1)
+    text = f"""# Receipt: {report.method} ({report.algo})
 
-Loads in: {", ".join(receipt.engines)} (form: {receipt.form}).
+Loads in: {", ".join(report.engines)} (form: {report.form}).
 
-Made of `{receipt.source}`. Text of SHA-256 `{receipt.data_sha256[:16]}`:
-{receipt.calibration_tokens} tokens for calibration, the {receipt.scored_tokens} behind them for
+Made of `{report.source}`. Text of SHA-256 `{report.data_sha256[:16]}`:
+{report.calibration_tokens} tokens for calibration, the {report.scored_tokens} behind them for
 perplexity, before and after (this folder, read back).
 
 | | before | after | change |
 | --- | --- | --- | --- |
-| perplexity per token | {receipt.perplexity_before:.4f} | {receipt.perplexity_after:.4f} | """
-    text += f"{receipt.perplexity_change:+.3f} % (+- {receipt.perplexity_change_error:.3f}) |\n"
+| perplexity per token | {report.perplexity_before:.4f} | {report.perplexity_after:.4f} | """
+    text += f"{report.perplexity_change:+.3f} % (+- {report.perplexity_change_error:.3f}) |\n"
     text += (
-        f"| loss of a token, nats | | | {receipt.token_loss_change:.4f} (root mean square) |\n"
+        f"| loss of a token, nats | | | {report.token_loss_change:.4f} (root mean square) |\n"
     )
-    if receipt.kv_cache:
-        text += (
-            f"| with keys and values in {receipt.kv_cache} | {receipt.perplexity_before:.4f} "
-        )
-        text += (
-            f"| {receipt.perplexity_with_cache:.4f} | {receipt.change_with_cache:+.3f} % |\n"
-        )
-    text += f"| bytes of tensors | {receipt.bytes_before} | {receipt.bytes_after} | "
+    if report.kv_cache:
+        text += f"| with keys and values in {report.kv_cache} | {report.perplexity_before:.4f} "
+        text += f"| {report.perplexity_with_cache:.4f} | {report.change_with_cache:+.3f} % |\n"
+    text += f"| bytes of tensors | {report.bytes_before} | {report.bytes_after} | "
     text += f"{size:+.1f} % |\n"
-    if receipt.tokens_per_s:
-        slow, fast = receipt.tokens_per_s
+    if report.tokens_per_s:
+        slow, fast = report.tokens_per_s
         text += f"| tokens/s of one text | {slow:.1f} | {fast:.1f} | "
         text += f"{100 * (fast / slow - 1):+.1f} % |\n"
-    band = BANDS.get(receipt.algo)
-    if band is not None and receipt.perplexity_change > band:
+    band = BANDS.get(report.algo)
+    if band is not None and report.perplexity_change > band:
         worst = ranked[0]
         text += f"""
-That is more than the {band} % that is usual for {receipt.algo} on models of a billion weights:
+That is more than the {band} % that is usual for {report.algo} on models of a billion weights:
 smaller models, and those with few channels a group, lose more. The worst matrix is
 {", ".join(worst.modules)} ({100 * worst.weight_error:.2f} % of its weight):
 `--exclude-modules` leaves it in bfloat16.
 """
-    if receipt.fallbacks:
-        text += "\n## Without calibration\n\n" + "".join(f"- {f}\n" for f in receipt.fallbacks)
+    if report.fallbacks:
+        text += "\n## Without calibration\n\n" + "".join(f"- {f}\n" for f in report.fallbacks)
     text += "\n## Errors, worst first\n\n| modules | stored as | weight | output |\n"
     text += "| --- | --- | --- | --- |\n"
     for one in ranked:
@@ -185,4 +181,4 @@ smaller models, and those with few channels a group, lose more. The worst matrix
         names = ", ".join(one.modules)
         text += f"| {names} | {one.algo} | {100 * one.weight_error:.3f} % | {output} |\n"
     text += "\n## Left in bfloat16\n\n| module | why |\n| --- | --- |\n"
-    return text + "".join(f"| {name} | {why} |\n" for name, why in receipt.left.items())
+    return text + "".join(f"| {name} | {why} |\n" for name, why in report.left.items())

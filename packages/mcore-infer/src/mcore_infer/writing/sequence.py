@@ -1,4 +1,4 @@
-"""What one text has written so far, and whether it is over: stop words, ends, draws."""
+"""The running sequence of one text: tokens, stop sequences, random numbers, and its result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,106 +7,105 @@ from typing import Literal
 import torch
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.structured import Matcher
+from mcore_infer.writing.structured import Matcher
 
 Top = tuple[tuple[int, float], ...]
-"""The likeliest tokens of one place, best first: ids and log probabilities."""
+"""The likeliest tokens of one position, best first: ids and log probabilities."""
 
 
 FinishReason = Literal["stop", "length", "error"]
-"""``stop``: an end of document, a stop word, or the end of the structure that a text is held
-to; ``length``: the number of tokens; ``error``: no token goes on with the structure."""
+"""``stop``: an end of document, a stop sequence, or the end of the structure; ``length``: the
+number of tokens; ``error``: no token continues the text within its structure."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """A token that a row has written and that nothing will take back."""
+    """A token of a text that no stop sequence can remove any more."""
 
     row: int
-    """Which prompt it belongs to: its place in the list, or an engine's request number."""
+    """Index of the prompt in a list, or the engine's request number."""
     id: int
     log_prob: float | None
-    """That the model gave to it, before penalties, temperature and cut-off; None where it was
-    not requested."""
+    """Log probability before penalties, temperature and cut-off; None: not requested."""
     top: Top = ()
-    """The likeliest tokens of its place, where requested."""
+    """The likeliest tokens at its position; empty: not requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A text that beam search found."""
+    """One result of beam search."""
 
     ids: tuple[int, ...]
     score: float
     """Sum of log probabilities over its length to the power of the length penalty."""
     has_end: bool
-    """Whether its last token ends it."""
+    """Whether the last token is an end token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What was written after one prompt."""
+    """The result of one request."""
 
     ids: tuple[int, ...]
-    """Without the prompt and stop words; an end of document is kept."""
+    """Token ids without prompt and stop sequence; an end of document is included."""
     log_probs: tuple[float, ...]
-    """Of each id, before penalties, temperature and cut-off; empty where not requested."""
+    """Of each id, before penalties, temperature and cut-off; empty: not requested."""
     finish_reason: FinishReason
-    """What ended it."""
+    """Why the text ended."""
     top: tuple[Top, ...] = ()
-    """The likeliest tokens of each place, where requested."""
+    """The likeliest tokens at each position; empty: not requested."""
     prompt_log_probs: tuple[float, ...] = ()
-    """Of the prompt's tokens behind the first, where requested."""
+    """Of the prompt's tokens after the first; empty: not requested."""
     prompt_top: tuple[Top, ...] = ()
-    """The likeliest tokens of those places, where requested."""
+    """The likeliest tokens at those positions; empty: not requested."""
     beams: tuple[Beam, ...] = ()
-    """What beam search found, best first; the first is the text."""
+    """Results of beam search, best first; ``ids`` is the first of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRules:
-    """Changes to the scores of single tokens."""
+    """Changes to the logits of single tokens."""
 
     bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their scores, after penalties."""
+    """Token ids, and the numbers added to their logits after penalties."""
 
     never_after: tuple[int, int] | None = None
-    """A token, and the one that never follows it."""
+    """A token, and the token that must not follow it."""
 
     min_tokens: int = 0
-    """Before so many tokens are written, none of ``ends`` is."""
+    """Tokens to write before any of ``ends`` is allowed."""
 
     ends: tuple[int, ...] = ()
-    """Tokens that end a text; read with ``min_tokens``."""
+    """Tokens that end a text; used with ``min_tokens``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRequest:
-    """Which log probabilities a request returns; the rest is not computed."""
+    """Which log probabilities a request returns; others are not computed."""
 
     log_probs: bool = True
     """Of each written token."""
 
     num_top: int = 0
-    """Likeliest tokens of each place, with theirs."""
+    """Likeliest tokens to return at each position."""
 
     prompt: bool = False
-    """Both for the tokens of the prompt too; its beginning is then not shared."""
+    """Also for the tokens of the prompt, which is then not read from shared pages."""
 
 
-class Writing:
-    """What is written after one prompt.
+class RunningSequence:
+    """One text while it is written.
 
     Attributes:
         prompt: token ids.
         sampling: how tokens are chosen.
         rules: changes to single tokens' scores.
-        matcher: of what the text is held to.
-        changes_scores: whether penalties or rules change scores before they are cut.
-        needs_last_token: whether the choice of a token depends on the ones before, but for the
-            model's.
+        matcher: state of the structure; None: any text.
+        changes_scores: whether penalties or rules change the logits.
+        needs_last_token: whether sampling itself, and not only the model, needs the previous
+            token.
         ids: tokens so far, without stop sequences.
-        finish_reason: why it ended; None while it goes on.
+        finish_reason: None while the text is being written.
     """
 
     def __init__(
@@ -121,17 +120,17 @@ class Writing:
         rules: TokenRules | None = None,
         matcher: Matcher | None = None,
     ) -> None:
-        """Begin with nothing.
+        """Start an empty text.
 
         Args:
             prompt: token ids.
             sampling: how tokens are chosen; its ``num_tokens`` is not read.
-            num_tokens: after which it ends; 0: without writing, once the prompt is read.
+            num_tokens: most tokens; 0: end once the prompt is read.
             seed: of the draws.
-            eod: id that ends it; None: none does.
-            stop: token sequences that end it and are cut off.
+            eod: id that ends the text; None: no id does.
+            stop: token sequences that end the text and are cut off.
             rules: changes to single tokens' scores.
-            matcher: of what the text is held to, at its beginning; None: nothing.
+            matcher: state at the start of the structure; None: any text.
         """
         self.matcher = matcher
         self.prompt, self.sampling = list(prompt), sampling
@@ -142,9 +141,9 @@ class Writing:
         self.num_tokens, self.eod = num_tokens, eod
         self.stop = [list(s) for s in stop if s]
         self.random = torch.Generator().manual_seed(seed)
-        self._draws: list[float] = []  # known, not taken
-        # Numbers in lists: an object for every token would have Python look for cycles among
-        # millions of them, while the device waits.
+        self._draws: list[float] = []  # drawn ahead, not consumed
+        # Lists of numbers: one object a token would make Python's garbage collector scan
+        # millions of objects while the device waits.
         self.ids: list[int] = []
         self._log_probs: list[float | None] = []
         self._tops: list[Top] = []
@@ -154,7 +153,7 @@ class Writing:
 
     @property
     def cut(self) -> SamplingConfig:
-        """Temperature and cut-off of the next token, everything else left at its default."""
+        """Temperature and cut-off of the next token; all other fields have their defaults."""
         decay = self.sampling.top_p_decay
         if not decay:
             return self._cut
@@ -175,11 +174,11 @@ class Writing:
         return self._draws[place]
 
     def forget_draws(self, count: int) -> None:
-        """Go on behind numbers that ``draw_ahead`` returned."""
+        """Consume numbers that ``draw_ahead`` returned."""
         del self._draws[:count]
 
     def add(self, token: NewToken) -> list[NewToken]:
-        """Take a token; return those that nothing will take back any more."""
+        """Append a token; return the tokens that no stop sequence can remove any more."""
         if not self.num_tokens:
             self.finish_reason = "length"
             return []
@@ -216,7 +215,7 @@ class Writing:
         return self.ids[-len(sequence) :] == sequence
 
     def _undecided(self) -> int:
-        """Tokens at the end that may be the beginning of a stop sequence."""
+        """Return how many last tokens may be the start of a stop sequence."""
         longest = 0
         for sequence in self.stop:
             for length in range(1, min(len(sequence), len(self.ids) + 1)):
@@ -225,7 +224,7 @@ class Writing:
         return longest
 
     def result(self) -> Generation:
-        """Return all that was written; only once it is over."""
+        """Return the result of a finished text."""
         assert self.finish_reason is not None
         log_probs = tuple(number for number in self._log_probs if number is not None)
         top = tuple(self._tops) if any(self._tops) else ()

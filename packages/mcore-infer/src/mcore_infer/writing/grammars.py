@@ -1,6 +1,6 @@
-"""Grammars of structures and the vocabulary that they allow tokens of, without torch.
+"""Grammars of structures, and tokenizers in llguidance's form; imports no torch.
 
-A process that tries grammars imports this file too (``grammar_trial``), and so it starts fast.
+``grammar_trial`` runs this module in a process of its own, which must start quickly.
 """
 
 import json
@@ -12,10 +12,10 @@ from mcore_data.tokenizers.hf import HFTokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 
 MAX_BYTES = 1 << 18
-"""Of a schema, an expression or a grammar."""
+"""Most bytes of a schema, an expression or a grammar."""
 _BLANK = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Blanks between the parts of JSON: enough to indent, and a model that writes nothing else goes
-on. A schema's own ``x-guidance`` wins."""
+"""White space between the parts of JSON: enough to indent, but limited, so that a model cannot
+write nothing else. A schema's own ``x-guidance`` takes precedence."""
 _MISSING = "structured output needs llguidance: pip install 'mcore-infer[structured]'."
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
@@ -25,16 +25,16 @@ _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "conta
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a text must be."""
+    """The form that a text must have."""
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
-    """The schema as JSON, ``{}`` for any; the expression, of the whole text; or a grammar in
-    llguidance's form of Lark."""
+    """The schema as JSON (``{}``: any JSON), an expression for the whole text, or a grammar in
+    llguidance's dialect of Lark."""
 
 
 def build_grammar(structure: Structure) -> str:
-    """Return a structure's grammar as llguidance takes it.
+    """Return the grammar of a structure in llguidance's form.
 
     Raises:
         ValueError: if llguidance is missing, the schema is no JSON, or a structure is long.
@@ -55,7 +55,7 @@ def build_grammar(structure: Structure) -> str:
 
 
 def json_rule(schema: Any) -> str:
-    """Return a rule of a grammar for JSON of a schema.
+    """Return a Lark rule for JSON of a schema.
 
     Raises:
         ValueError: if no value satisfies the schema.
@@ -72,9 +72,9 @@ def json_rule(schema: Any) -> str:
 def finite(schema: Any) -> Any:
     """Return a schema in which parts that no finite value satisfies are ``false``.
 
-    Such is a part that is its own ``$ref``, or that needs one of itself. llguidance then
-    refuses what needs such a part and leaves it out where it is optional; as it stands, it
-    would begin to write one.
+    Such a part is its own ``$ref``, or requires itself. With ``false`` in its place, llguidance
+    refuses a schema that requires the part and omits an optional one; without, texts would
+    start to write an endless value.
     """
     nodes = list(_subschemas(schema))
     has_value: set[int] = set()
@@ -104,7 +104,7 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _has_value(node: dict[str, Any], root: Any, known: set[int]) -> bool:
-    """Whether some value satisfies a schema, as far as the schemas in ``known`` show."""
+    """Whether a value satisfies a schema, given the subschemas ``known`` to have values."""
 
     def holds(part: Any) -> bool:
         return part is not False and (not isinstance(part, dict) or id(part) in known)
@@ -141,7 +141,7 @@ _KINDS = {"object": _object_has_value, "array": _array_has_value}
 
 
 def _target(reference: str, root: Any) -> Any:
-    """Return what a local reference names; True for others, which llguidance judges."""
+    """Return the target of a local reference; True for other references."""
     if reference != "#" and not reference.startswith("#/"):
         return True
     node = root
@@ -175,16 +175,16 @@ def _replaced(node: Any, has_value: set[int]) -> Any:
 
 
 class Vocabulary:
-    """llguidance's view of a tokenizer."""
+    """A tokenizer in llguidance's form."""
 
     def __init__(self, tokens: Any) -> None:
         self.tokens = tokens
 
     def compile(self, grammar: str, kind: str) -> Any:
-        """Return llguidance's matcher, with the tokens that a text may begin with computed.
+        """Return a matcher whose first mask is computed.
 
         Raises:
-            ValueError: if llguidance has no matcher for the grammar, or no text begins.
+            ValueError: if llguidance rejects the grammar, or no text matches it.
         """
         library = llguidance()
         limits = library.LLParserLimits(precompute_large_lexemes=False)
@@ -197,17 +197,17 @@ class Vocabulary:
 
 
 def error_of(matcher: Any) -> str:
-    """Return one line about what llguidance's matcher failed on."""
+    """Return the error of a matcher in one line."""
     error = " ".join(matcher.get_error().partition("<state>")[0].split())
     return "no text keeps to it." if error.startswith("NoExtension") else error
 
 
 def open_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> Vocabulary:
-    """Read a tokenizer.
+    """Convert a tokenizer to llguidance's form.
 
     Raises:
-        ValueError: if llguidance is missing, nothing ends a text, or the bytes of tokens are
-            not known.
+        ValueError: if llguidance is missing, no token ends a text, or the tokenizer does not
+            give the bytes of its tokens.
     """
     library = llguidance()
     if not ends:
@@ -215,7 +215,7 @@ def open_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) 
     sizes = {"n_vocab": vocab_size, "eos_token": list(ends)}
     if isinstance(tokenizer, HFTokenizer):
         return Vocabulary(library.LLTokenizer(tokenizer.text, **sizes))
-    if not isinstance(tokenizer, _KnowsBytes):
+    if not isinstance(tokenizer, _HasTokenBytes):
         raise ValueError(
             f"structured output does not know the bytes of a {type(tokenizer).__name__}'s "
             "tokens: use a Hugging Face or SentencePiece tokenizer."
@@ -225,8 +225,8 @@ def open_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) 
 
 
 @runtime_checkable
-class _KnowsBytes(Protocol):
-    """A tokenizer that says what each id stands for; None: no text."""
+class _HasTokenBytes(Protocol):
+    """A tokenizer that gives the bytes of each id; None: the id has no text."""
 
     def token_bytes(self) -> list[bytes | None]: ...
 
@@ -234,11 +234,11 @@ class _KnowsBytes(Protocol):
 
 
 class _TokenizerView:
-    """A tokenizer as llguidance reads it: attributes of these names, and a call."""
+    """A tokenizer with the attributes and the call that llguidance reads."""
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: _KnowsBytes, vocab_size: int, end: int) -> None:
+    def __init__(self, tokenizer: _HasTokenBytes, vocab_size: int, end: int) -> None:
         self._tokenizer, self.eos_token_id = tokenizer, end
         found = tokenizer.token_bytes()
         found += [None] * (vocab_size - len(found))

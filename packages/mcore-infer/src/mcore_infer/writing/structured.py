@@ -1,11 +1,10 @@
-"""Text held to a JSON schema, a regular expression or a grammar: which tokens may follow.
+"""Structured output: restricts texts to a JSON schema, a regular expression or a grammar.
 
-The grammar, and the tokens that keep to it, are llguidance's (extra ``structured``): it walks
-a parser and the tree of all tokens on the host, while the device computes their scores. The
-scores of all others are masked on the device. Imported where a text is held to something.
-
-Compiling takes from a millisecond to for ever, so a server calls ``Grammars.prepare``: a thread
-compiles each structure once, after a process with limits tried it (``grammar_trial``).
+llguidance (extra ``structured``) finds the allowed next tokens on the host, with a parser and
+the trie of all tokens, while the device computes logits. The logits of all other tokens are
+masked on the device. A grammar may take from a millisecond to forever to compile. A server
+therefore calls ``Grammars.prepare``: a thread compiles each structure once, after a process
+with limits on time and memory has tried it (``grammar_trial``).
 """
 
 import logging
@@ -22,24 +21,27 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.grammar_trial import GrammarTrial
-from mcore_infer.grammars import Structure, Vocabulary, build_grammar, open_vocabulary
+from mcore_infer.writing.grammar_trial import GrammarTrial
+from mcore_infer.writing.grammars import Structure, Vocabulary, build_grammar, open_vocabulary
 
 log = logging.getLogger(__name__)
 
 _NUM_KEPT = 64
-"""Compiled structures that are kept, the least recently used goes first."""
+"""Size of the cache of compiled structures, least recently used first out."""
 
 
 @runtime_checkable
 class Matcher(Protocol):
-    """How far one text has come."""
+    """The position of one text within its structure."""
 
     def allowed(self) -> Int[Tensor, " W"]:
-        """Return the tokens that may follow, 32 of them a number, the first the lowest bit."""
+        """Return a bit mask of the allowed next tokens, 32 to a number, lowest bit first."""
 
     def take(self, token: int) -> bool:
-        """Go on by a token; return False where the structure ends there, unfinished."""
+        """Advance by a token.
+
+        Return False if no token may follow and the text is incomplete.
+        """
 
     @property
     def is_over(self) -> bool:
@@ -47,7 +49,7 @@ class Matcher(Protocol):
 
 
 class Grammars:
-    """Makes matchers for the texts of one tokenizer; compiles each structure once.
+    """Compiles structures for one tokenizer, each once, and returns matchers for texts.
 
     Attributes:
         tokenizer: of the model.
@@ -56,7 +58,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()) -> None:
-        """Keep the arguments; the tokenizer is read when the first matcher is made.
+        """Store the arguments; the tokenizer is read when the first structure is compiled.
 
         Args:
             tokenizer: of the model.
@@ -71,16 +73,16 @@ class Grammars:
         self._trial = GrammarTrial(tokenizer, vocab_size, self.ends)
 
     def prepare(self, structure: Structure, *, is_tried: bool = True) -> "Future[_Compiled]":
-        """Begin to compile a structure in a thread; from any thread.
+        """Start to compile a structure in the background; may be called from any thread.
 
         Args:
-            structure: what texts are to be held to.
-            is_tried: whether a process with limits compiles it first; not on ranks that follow
-                one which did that.
+            structure: grammar of texts.
+            is_tried: whether a process with limits compiles it first. False on ranks that
+                follow rank 0, which did that.
 
         Returns:
-            Done once ``matcher`` returns at once. It raises ``ValueError`` where llguidance is
-            missing, where no text keeps to the structure, or where its grammar takes too long.
+            A future that is done once ``matcher`` returns immediately. Raises ``ValueError`` if
+            llguidance is missing, no text matches the structure, or compiling takes too long.
         """
         with self._lock:
             if structure not in self._compiled:
@@ -92,11 +94,11 @@ class Grammars:
             return self._compiled[structure]
 
     def matcher(self, structure: Structure) -> "Matcher":
-        """Return a matcher at the beginning of a text; waits while the structure is compiled.
+        """Return a matcher at the start of a text; waits until the structure is compiled.
 
         Raises:
-            ValueError: if llguidance is missing, or has no grammar for the structure, or no
-                text begins as the structure asks.
+            ValueError: if llguidance is missing or rejects the structure, or no text matches
+                it.
         """
         return _LLMatcher(self.prepare(structure, is_tried=False).result().matcher.deep_copy())
 
@@ -115,11 +117,11 @@ class Grammars:
 
 
 class _Compiled(NamedTuple):
-    """A matcher of llguidance at the beginning of a text, to be copied."""
+    """A matcher of llguidance at the start of a text, which each text copies."""
 
     matcher: Any
     seconds: float
-    """That it took to compile."""
+    """Seconds of compiling."""
 
 
 class _LLMatcher:
@@ -133,7 +135,7 @@ class _LLMatcher:
 
     def take(self, token: int) -> bool:
         is_taken = self._matcher.consume_token(token) and not self._matcher.is_error()
-        if not is_taken:  # nothing of the vocabulary may follow, or a limit was reached
+        if not is_taken:  # no token of the vocabulary may follow, or a limit was reached
             error = self._matcher.get_error().partition("\n")[0]
             log.warning("a text cannot keep to its structure: %s", error)
         return is_taken
@@ -146,7 +148,7 @@ class _LLMatcher:
 def allowed_tokens(
     matchers: Sequence[Matcher], vocab_size: int, device: torch.device
 ) -> Bool[Tensor, "R V"]:
-    """Say on the device which tokens may follow each text; does not wait for it."""
+    """Return the allowed next tokens of each text on the device; the host does not wait."""
     words = torch.stack([matcher.allowed() for matcher in matchers])
     if device.type == "cuda":
         words = words.pin_memory()

@@ -1,4 +1,4 @@
-"""How a model's chats are written: its template, what ends a turn, how it marks reasoning."""
+"""Chat formats of models: the template, the end of a turn, the marks of reasoning."""
 
 import logging
 import re
@@ -14,31 +14,31 @@ log = logging.getLogger(__name__)
 _MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 _PROBE = "mcore ends here"
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""Marks around what a model thinks before it answers."""
+"""Marks around the reasoning before an answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
-    """How chats become prompts, and where an answer ends."""
+    """Turns chats into prompts, and recognizes the end of an answer."""
 
     render: Render
-    """Text of messages; given ``tools``, by the template for them."""
+    """Renders messages as text; with ``tools``, by the template for tools."""
     source: str
-    """Text of the templates."""
+    """Source of the templates."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end a turn."""
     end_texts: tuple[str, ...] = ()
-    """Strings that end a turn, where the tokenizer has no token for its mark."""
+    """Strings that end a turn, if the end mark is no token."""
     reasoning: tuple[str, str] | None = None
-    """Marks around reasoning; None: the template has none."""
+    """Marks around reasoning; None: the template does not mark reasoning."""
 
     def reasons_first(self, prompt: str) -> bool:
-        """Whether a rendered prompt begins the reasoning that an answer goes on with."""
+        """Whether a rendered prompt ends with the start of reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
 
 
 def load_chat_format(template: str, tokenizer: Tokenizer) -> ChatFormat:
-    """Compile the templates of a model and find what ends a turn.
+    """Compile the templates of a model and find the end mark of a turn.
 
     Args:
         template: text of a Jinja template; empty: the tokenizer's own, else ChatML, with a
@@ -47,12 +47,12 @@ def load_chat_format(template: str, tokenizer: Tokenizer) -> ChatFormat:
 
     Raises:
         ImportError: if jinja2 is missing.
-        ValueError: if it is no template.
+        ValueError: if the text is not a Jinja template.
     """
     own = template or own_template(tokenizer)
     if not own:
         log.warning(
-            "the tokenizer brings no chat template: chats are written as ChatML, whose turns "
+            "the tokenizer has no chat template: chats are rendered as ChatML, whose turns "
             "end at <|im_end|>. Give the model's own by --chat-template."
         )
     plain = own or CHATML
@@ -76,7 +76,7 @@ def load_chat_format(template: str, tokenizer: Tokenizer) -> ChatFormat:
 
 
 def _turn_end(render: Render, role: str) -> str:
-    """Return the mark that a template writes behind an answer; empty: none."""
+    """Return the mark that a template writes after an answer; empty: there is none."""
     answer = {"role": "assistant", "content": _PROBE}
     try:
         text = render([{"role": role, "content": "a"}, answer], False)

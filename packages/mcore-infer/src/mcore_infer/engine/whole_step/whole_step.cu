@@ -1,12 +1,12 @@
-// One decoding step of all layers as one kernel, whose blocks stay: one a multiprocessor.
+// One decoding step of all layers as one persistent kernel: one block for each multiprocessor.
 //
-// A layer is five phases: qkv, attention, projection, gate and up, down. Between two of them all
-// blocks meet at a counter in memory. Weights do not depend on what phases compute, so some warps
-// of each block do nothing but copy its share of all weights, in the order of their use, into a
-// ring in shared memory: they meet nobody and are ahead of the others by the ring's length, over
-// the borders of phases. Few stages are on their way at once: more would queue in the memory, and
-// what is read between phases would wait behind them. For the same reason nothing may be spilled:
-// the warps that copy give registers to those that compute. These multiply what the ring holds,
+// A layer has five phases: qkv, attention, projection, gate and up, down. After each phase all
+// blocks synchronize at a counter in global memory. Weights do not depend on results, so that
+// some warps of each block only copy the block's share of all weights, in the order of use, into
+// a ring in shared memory. They skip the synchronization and run ahead of the computing warps by
+// the length of the ring, across phases. Few stages are in flight at once: more would queue in the
+// memory system, and reads between phases would wait behind them. Register spills would too, so
+// the copying warps give registers to the computing warps. These multiply the ring's contents,
 // sixteen rows of a weight at a time, on tensor cores with the rows of the input as the narrow
 // side.
 //
@@ -19,9 +19,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short bf16;
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that compute
-constexpr int COPIERS = 4;                      // warps that copy, four rows each
-constexpr int IN_FLIGHT = CODES ? 2 : 3;        // stages that are on their way at once
+constexpr int WARPS = 8, THREADS = 32 * WARPS;  // computing warps
+constexpr int COPIERS = 4;                      // copying warps, four rows each
+constexpr int IN_FLIGHT = CODES ? 2 : 3;        // stages in flight at once
 constexpr int ITEM = CODES ? 1 : 2;
 constexpr int SPAN = 1024, PITCH = SPAN + 64, STAGE = 16 * PITCH;  // bytes of a row, and of 16
 constexpr int Q = HEADS * H, QKV = Q + 2 * GROUPS * H, PER = HEADS / GROUPS;
@@ -61,7 +61,7 @@ DEVICE void begin_barrier(u32 barrier, u32 count) {
 DEVICE void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrive once the copies that this thread has begun are there.
+// Arrive at the barrier when this thread's copies have completed.
 DEVICE void arrive_copied(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -87,7 +87,7 @@ DEVICE uint4 load_shared(u32 at) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
   return v;
 }
-// What other blocks wrote in this kernel, past the multiprocessor's own cache.
+// Load what other blocks wrote in this kernel, bypassing the L1 cache.
 DEVICE uint4 fresh16(const void* p) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -157,7 +157,7 @@ DEVICE float sum_of_warp(float v) {
   return v;
 }
 
-// All blocks meet in two halves: what they wrote before the first is seen after the second.
+// Grid synchronization in two halves: writes before arrive_all are visible after wait_all.
 DEVICE void arrive_all(u32* count) {
   meet();
   if (threadIdx.x == 0)
@@ -182,8 +182,8 @@ struct Ring {
   }
 };
 
-// Copy this block's tiles of a weight [N, K] into the ring: 16 rows each; of a pair of stacked
-// weights eight rows of the one and the same eight of the other.
+// Copy this block's tiles of a weight [N, K] into the ring, 16 rows each. For gate and up, which
+// are stacked, a tile is eight rows of the gate and the same eight rows of up.
 template <int N, int K, bool IS_PAIR>
 __device__ void stream(Ring& ring, const char* weight) {
   const int lane = threadIdx.x % 32, first = 4 * (threadIdx.x / 32 - WARPS);
@@ -226,7 +226,8 @@ DEVICE void multiply(Ring& ring, u32 inputs, float* sums, const Begin& begin, co
       for (int i = 0; i < SPAN; i += 64 * WARPS) {
         const int b = 64 * warp + i;
         if (at + b >= K * ITEM) break;
-        // Neighbours in memory stand for any inner index: for the same on both sides.
+        // The sum runs over the inner index in any order, as long as weight and input agree: both
+        // read 16 adjacent bytes, without the shuffles of the instruction's own layout.
         const uint4 a = load_shared(base + b), d = load_shared(base + b + 8 * PITCH);
         const u32 x = mine + (at + b + 16 * t) * (2 / ITEM);
         const uint4 e = load_shared(x);
@@ -263,7 +264,8 @@ DEVICE void multiply(Ring& ring, u32 inputs, float* sums, const Begin& begin, co
   }
 }
 
-// Wait for all blocks and bring rows into shared memory; blocks begin at different places.
+// Wait for all blocks, then copy rows into shared memory. Blocks start at different offsets, so
+// that they do not read the same address at once.
 template <int K>
 DEVICE void read_inputs(const Step& step, u32& passed, char* inputs, const bf16* x) {
   constexpr int COUNT = ROWS * K / 8, BATCH = 8;
@@ -287,7 +289,8 @@ DEVICE void read_inputs(const Step& step, u32& passed, char* inputs, const bf16*
   meet();
 }
 
-// The same of the residual stream, divided by the root mean square, times the norm's weight.
+// The same with RMSNorm applied: rows of the residual stream over their root mean square, times
+// the norm's weight.
 DEVICE void read_normed(const Step& step, u32& passed, char* inputs, const bf16* norm,
                         float* scratch) {
   constexpr int TURNS = (D / 8 + THREADS - 1) / THREADS;
@@ -357,7 +360,7 @@ struct Share {  // of a row's keys: one split for the heads of one group
   }
 };
 
-// Norm and rotate a head; a warp.
+// Apply norm and rotary embedding to one head; run by one warp.
 __device__ void turn_head(const Step& step, int m, const bf16* head, const bf16* norm, bf16* to) {
   float a[H / 64], b[H / 64], squares = 0;
   const int lane = thread() % 32;
@@ -377,7 +380,7 @@ __device__ void turn_head(const Step& step, int m, const bf16* head, const bf16*
   }
 }
 
-// Write the new key of a row, normed and rotated, and its value to their place.
+// Write the new key of a row, with norm and rotation, and its value to the cache.
 __device__ void write_key(const Step& step, const Layer& layer, const Share& share) {
   const int warp = thread() / 32, lane = thread() % 32;
   const long long place = share.place(step.lengths[share.m] - 1);
@@ -447,7 +450,7 @@ DEVICE void attend(const Layer& layer, const Share& share, int start, const uint
   }
 }
 
-// Join what ``count`` parts have of two outputs; ``total`` becomes sum and maximum of the weights.
+// Join ``count`` parts of two outputs; ``total`` becomes the sum and maximum of the weights.
 template <int MOST, bool IS_FRESH>
 DEVICE float2 joined(const float* parts, int count, int output, float2& total) {
   const float* at = parts + output / H * (H + 2);
@@ -471,7 +474,7 @@ DEVICE float2 joined(const float* parts, int count, int output, float2& total) {
   return sum;
 }
 
-// Attend to a share of the keys; the last share of a row and group to end joins them all.
+// Attend to a share of the keys. The last share of a row and group to finish joins all of them.
 __device__ void attend_split(const Step& step, const Layer& layer, const Share& share,
                              char* memory) {
   const int warp = thread() / 32, lane = thread() % 32, g = lane / 4, t = lane % 4;
@@ -531,7 +534,8 @@ __device__ void attend_split(const Step& step, const Layer& layer, const Share& 
 
 DEVICE void attention(const Step& step, const Layer& layer, char* memory, u32& passed) {
   constexpr int ITEMS = ROWS * GROUPS * SPLITS, LINE = 64;
-  for (int item = blockIdx.x; item < ITEMS; item += gridDim.x) {  // keys come nearer meanwhile
+  // Prefetch keys and values into L2 while other blocks finish the qkv phase.
+  for (int item = blockIdx.x; item < ITEMS; item += gridDim.x) {
     const Share share(step, item);
     for (int i = thread(); i < (share.end - share.begin) * (H / LINE); i += THREADS) {
       const long long at = share.place(share.begin + i / (H / LINE)) + i % (H / LINE) * LINE;
@@ -539,7 +543,7 @@ DEVICE void attention(const Step& step, const Layer& layer, char* memory, u32& p
     }
   }
   wait_all(step.counters, passed);
-  if (DRAFTS) {  // rows of one request see each other's keys
+  if (DRAFTS) {  // rows of one request attend to each other's new keys: write all first
     for (int item = blockIdx.x; item < ROWS * GROUPS; item += gridDim.x)
       write_key(step, layer, Share(step, item));
     arrive_all(step.counters);
@@ -554,7 +558,7 @@ DEVICE void attention(const Step& step, const Layer& layer, char* memory, u32& p
 
 // --- the step -----------------------------------------------------------------------------
 
-// What multiplies sums of rows ``n`` and ``other`` of a weight.
+// Scales of the rows ``n`` and ``other`` of a weight.
 DEVICE float2 factors(const float* scales, int n, int other) {
   if (!CODES) return {1, 1};
   return {scales[TALL ? n / max(1, TALL) : 0], scales[TALL ? other / max(1, TALL) : 0]};

@@ -1,10 +1,9 @@
-"""A decoding step of all layers as one kernel, for few rows of a dense model.
+"""Runs a decoding step of all layers as one CUDA kernel, for few rows of a dense model.
 
-Kernels that follow each other leave the memory idle while each of them begins, ends and waits.
-``whole_step.cu`` keeps it busy over the whole step: its blocks stay, and copy weights of the
-next phase while they wait for each other. Embedding, last norm and head stay torch's. The
-kernel is compiled for the sizes of a model by the compiler that comes with torch; imported only
-where tensors are on a GPU.
+Between separate kernels the memory is idle while one ends and the next begins. The persistent
+blocks of ``whole_step.cu`` copy the weights of the next phase while they wait for each other.
+Embedding, last norm and head are torch's. NVRTC, which torch brings, compiles the kernel for
+the sizes of a model. Imported only if tensors are on a GPU.
 """
 
 import ctypes
@@ -18,9 +17,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mcore_ckpt.formats.quantized_layouts import LAYOUTS
+from mcore_infer.engine.few_rows_gemm import FewRowsGemm, read_few_rows_fast
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.step_layout import DecodeTensors
 from mcore_infer.engine.step_plans import Chunk, Step
+from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.layers.attention import Attention
@@ -34,13 +36,13 @@ from mcore_parallel.optional_kernels import OptionalKernel, give_up, wave, works
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 MOST_ROWS = 8
-"""Rows of a step: the narrow side of the tensor cores' tiles."""
+"""Most rows of a step: the narrow side of a tensor core tile."""
 _SOURCE = Path(__file__).with_suffix(".cu")
 _WARPS, _COPIERS = 8, 4
 _STAGE_BYTES = 16 * (1024 + 64)
 _FEWEST_STAGES, _MOST_STAGES = 4, 16
 _SHARED_BYTES = 226 * 2**10
-"""Shared memory of a block on an H100 or H200, less what the kernel declares itself."""
+"""Shared memory of a block on an H100 or H200, less the kernel's static arrays."""
 _MOST_SPLITS = 16
 _COMPUTED = {
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
@@ -54,16 +56,16 @@ _COMPUTED = {
     "init_method_std", "embedding_init_method_std", "make_vocab_size_divisible_by",
     "mtp_num_layers", "mtp_loss_scaling_factor",
 }  # fmt: skip
-"""Fields of a config that the kernel follows, or that say nothing of its layers; others must
-have their defaults."""
+"""Config fields that the kernel supports, or that do not change its layers; all other fields
+must have their defaults."""
 
 
 def whole_step(
     model: LanguageModel, cache: PagedCache, inputs: DecodeTensors
 ) -> "WholeStep | None":
-    """Return what runs the steps of ``inputs``; None: the kernel does not compute them.
+    """Return a runner of the steps of ``inputs``; None: the kernel does not support them.
 
-    Runs a step of ``inputs``, so that what fails for the model's sizes alone is replaced too.
+    Runs one step of ``inputs`` to find failures that depend on the model's sizes.
     """
     device = inputs.tokens.device
     if torch.cuda.get_device_capability(device) < (9, 0) or inputs.tokens.shape[1] > MOST_ROWS:
@@ -84,7 +86,7 @@ def whole_step(
 def first_run(
     model: GPT, cache: PagedCache, inputs: DecodeTensors, kind: tuple[Hashable, ...]
 ) -> "WholeStep | None":
-    """Build what runs the steps and run one; None, with a warning: it fails here."""
+    """Build the runner and run one step; log a warning and return None if that fails."""
     device = inputs.tokens.device
     try:
         step = WholeStep(model, cache, inputs)
@@ -97,10 +99,13 @@ def first_run(
 
 
 class WholeStep:
-    """Runs decoding steps of a model with the kernel."""
+    """Runs the decoding steps of one size of batch with the kernel."""
 
     def __init__(self, model: GPT, cache: PagedCache, inputs: DecodeTensors) -> None:
-        """Compile the kernel for some rows; the cache has memory for every layer."""
+        """Compile the kernel for the rows of ``inputs``.
+
+        Every layer of the cache is allocated.
+        """
         self.model, self.inputs = model, inputs
         device = inputs.tokens.device
         sizes = _sizes(model, cache, inputs)
@@ -119,7 +124,10 @@ class WholeStep:
         self._layers = torch.tensor(layers, dtype=torch.int64).to(device)
 
     def hidden(self) -> Float[Tensor, "R 1 D"]:
-        """Return the hidden state after each token of the inputs; waits for nothing."""
+        """Return the hidden state after each token of the inputs.
+
+        Never waits for the device.
+        """
         inputs, model = self.inputs, self.model
         x = model.embedded(inputs.tokens, inputs.positions).contiguous()
         rotary = build_rotary(model.config, inputs.positions, x.dtype)
@@ -134,7 +142,7 @@ class WholeStep:
 
 
 class _Kernel:
-    """A compiled kernel whose only argument is a structure of 64-bit numbers."""
+    """A compiled kernel with one argument, a structure of 64-bit numbers."""
 
     def __init__(self, binary: bytes, shared_bytes: int) -> None:
         driver = import_module("cuda.bindings.driver")
@@ -146,7 +154,7 @@ class _Kernel:
         _checked(driver.cuFuncSetAttribute(self._function, name, shared_bytes))
 
     def __call__(self, blocks: int, threads: int, *numbers: int) -> None:
-        """Start it on the current stream: all blocks at once, as they wait for each other."""
+        """Launch on the current stream, cooperatively: the blocks wait for each other."""
         given = (ctypes.c_int64 * len(numbers))(*numbers)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(given))
         _checked(
@@ -212,7 +220,10 @@ def _sizes(model: GPT, cache: PagedCache, inputs: DecodeTensors) -> dict[str, An
 
 
 def _shared_beside(sizes: Mapping[str, Any]) -> int:
-    """Bytes of shared memory beside the ring: sums, and inputs or what attention mixes."""
+    """Return the bytes of shared memory besides the ring.
+
+    Sums, and inputs or attention's parts.
+    """
     N, G, H = (sizes[name] for name in ("HEADS", "GROUPS", "H"))
     inputs = sizes["ROWS"] * (2 * max(sizes["D"], sizes["F"], N * H) + 64)
     mixed = 16 * (H + 8) + 4 * _WARPS * (N // G) * (H + 2)
@@ -224,7 +235,7 @@ def _num_blocks(device: torch.device) -> int:
 
 
 def computes(model: GPT, cache: PagedCache) -> bool:
-    """Whether the kernel computes what the layers of a model do."""
+    """Whether the kernel supports all layers of a model."""
     config, blocks = model.config, _blocks(model)
     is_plain = all(
         getattr(config, option.name) == option.default
@@ -251,7 +262,7 @@ def computes(model: GPT, cache: PagedCache) -> bool:
 
 
 def _is_changed(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class says, as with an adapter."""
+    """Whether hooks or an instance's own ``forward`` change the module, as adapters do."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
@@ -270,10 +281,7 @@ def _linears(block: Any) -> list[Any]:
 
 
 def _kind(linear: Any) -> tuple[str, int] | None:
-    """Return a weight's code and outputs that share a scale; None: the kernel has no such."""
-    from mcore_infer.engine.decoding import FewRowsGemm
-    from mcore_infer.quantization.gemms import QuantizedGemm
-
+    """Return a weight's format and outputs per scale; None: the kernel does not support it."""
     if type(linear) not in (ColumnParallelLinear, RowParallelLinear):
         return None
     gemm = linear.gemm
@@ -294,7 +302,7 @@ def _matrix(linear: Any) -> tuple[Tensor, Tensor | None, int]:
 
 
 def _pointers(block: Any, cache: PagedCache) -> list[int]:
-    """Return what ``Layer`` of ``whole_step.cu`` holds."""
+    """Return the pointers of ``struct Layer`` of ``whole_step.cu``."""
     attention = block.attention
     matrices = [_matrix(linear) for linear in _linears(block)]
     held = cache.layer(attention.layer).held
@@ -314,9 +322,7 @@ def _pointers(block: Any, cache: PagedCache) -> list[int]:
 def _trial(
     device: torch.device, H: int, in_codes: bool, tall: int, has_norms: bool, have_drafts: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run steps of two layers by the kernel and one operation after the other."""
-    from mcore_infer.engine.decoding import read_few_rows_fast
-
+    """Yield results of the kernel and of torch for steps of two layers."""
     config = TransformerConfig(
         num_layers=2,
         hidden_size=256,
@@ -341,7 +347,7 @@ def _trial(
         inputs = DecodeTensors(3, 8, device, num_drafts=int(have_drafts))
         inputs.fill(Step(()), cache.page_tokens, cache.padding)
         cache.step = inputs
-        model(inputs.tokens, inputs.positions, cache)  # takes memory
+        model(inputs.tokens, inputs.positions, cache)  # allocates the cache
         memories = [cache.layer(layer).held for layer in range(2)]
         pages: list[Any] = [x for memory in memories for x in (memory.keys, memory.values)]
         whole = WholeStep(model, cache, inputs)
@@ -360,10 +366,8 @@ def _trial(
 
 
 def _to_codes(model: GPT, tall: int) -> None:
-    """Hold the linears of a model in e4m3, in place."""
-    from mcore_ckpt.formats.quantized_layouts import LAYOUTS
+    """Quantize the linears of a model to e4m3, in place."""
     from mcore_infer.engine.kernels.skinny_gemm import in_codes
-    from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm
 
     layout = next(one for one in LAYOUTS.values() if one.code == "e4m3")
     for block in _blocks(model):

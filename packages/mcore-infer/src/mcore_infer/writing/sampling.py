@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.host_to_device import on_device
-from mcore_infer.structured import allowed_tokens
-from mcore_infer.writing import TokenRules, Top, Writing
+from mcore_infer.engine.host_to_device import on_device
+from mcore_infer.writing.sequence import RunningSequence, TokenRules, Top
+from mcore_infer.writing.structured import allowed_tokens
 
 
 def sample(
@@ -37,14 +37,15 @@ def sample(
     prob = filtered(logits, sampling).softmax(-1).double()
     total = prob.cumsum(-1)  # [B, V]
     last = total[:, -1:]
-    # Below the total also after rounding, so that the token found has a probability.
+    # Inverse transform: the first token whose cumulative probability exceeds draw * total. The
+    # product must stay below the total after rounding, or a token of probability 0 is found.
     reached = torch.minimum(draws[:, None].to(last) * last, last.nextafter(-last))
     found = torch.searchsorted(total, reached, right=True).squeeze(-1)
-    return found.clamp(max=prob.shape[-1] - 1)  # where a model's scores are NaN
+    return found.clamp(max=prob.shape[-1] - 1)  # if logits are NaN, searchsorted returns V
 
 
 def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Tensor, "B V"]:
-    """Divide by the temperature and set what is cut off to -inf, in float32 or better.
+    """Divide logits by the temperature and set cut-off tokens to -inf, in float32 or wider.
 
     Top-k comes first, top-p next. Tokens that tie with the k-th all stay. Under top-p a token
     stays if the probability of those before it is not above ``top_p``; the likeliest always
@@ -61,7 +62,7 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
     # Penalties near 0 make scores infinite, whose softmax is NaN.
     scores = scores.clamp(max=torch.finfo(scores.dtype).max)
     if sampling.temperature != 1:
-        # From 0 down: by a temperature near 0 the largest would become infinite.
+        # Subtract the maximum first: over a temperature near 0 it would become infinite.
         temperature = max(sampling.temperature, torch.finfo(scores.dtype).tiny)
         scores = (scores - scores.amax(-1, keepdim=True)) / temperature
     if sampling.top_k:
@@ -87,16 +88,17 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
 
 def choose(
     logits: Float[Tensor, "B V"],
-    writings: Sequence[Writing],
+    writings: Sequence[RunningSequence],
     places: Sequence[int] | None = None,
 ) -> Int[Tensor, " B"]:
-    """Choose the next token of texts: penalties, rules, what they are held to, ``sample``.
+    """Choose the next token of each text: penalties, rules, structure, then ``sample``.
 
     Args:
         logits: scores without padding of the vocabulary.
         writings: one a row.
-        places: how many tokens further on each row stands than its text; their draws are not
-            taken, see ``Writing.draw_ahead``. None: the next, and takes its draw.
+        places: number of proposals before each row; their random numbers are not consumed, see
+            ``RunningSequence.draw_ahead``. None: each row is its text's next token, and its
+            random number is consumed.
 
     Raises:
         ValueError: if a ``top_k`` exceeds V.
@@ -113,7 +115,8 @@ def choose(
         logits = logits.clone()
         index = on_device(held, logits.device)
         logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
-    # The likeliest token needs no draw, and a draw costs the host as much as a kernel.
+    # Greedy rows consume no random number; drawing one costs the host as much as a kernel
+    # launch.
     if all(writing.sampling.top_k == 1 for writing in writings):
         return logits.argmax(-1)
     if places is None:
@@ -124,6 +127,7 @@ def choose(
             for w, place in zip(writings, places, strict=True)
         ]
     draws = on_device(numbers, logits.device, torch.float64)
+    # Rows with equal temperature and cut-off are sampled together.
     rows_of: dict[SamplingConfig, list[int]] = {}
     for row, writing in enumerate(writings):
         rows_of.setdefault(writing.cut, []).append(row)
@@ -143,7 +147,7 @@ def penalized(
     sampling: SamplingConfig,
     rules: TokenRules,
 ) -> Float[Tensor, " V"]:
-    """Return one row's scores after penalties and rules; the input stays as it is.
+    """Return a copy of one row's logits after penalties and rules.
 
     Args:
         logits: of the model.
@@ -190,8 +194,8 @@ def top_log_probs(logits: Float[Tensor, "B V"], num_top: int) -> Float[Tensor, "
     return torch.stack([ids.double(), values.double()])
 
 
-def tops(found: Float[Tensor, "2 B k"]) -> list[Top]:
-    """Return what ``top_log_probs`` found as numbers; waits for a device."""
+def top_tokens(found: Float[Tensor, "2 B k"]) -> list[Top]:
+    """Return the result of ``top_log_probs`` as Python numbers; waits for the device."""
     rows = zip(found[0].long().tolist(), found[1].tolist(), strict=True)
     return [tuple(zip(ids, values, strict=True)) for ids, values in rows]
 
@@ -199,6 +203,6 @@ def tops(found: Float[Tensor, "2 B k"]) -> list[Top]:
 def token_log_probs(
     logits: Float[Tensor, "B V"], ids: Int[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
-    """Log probability that the model gives to tokens, before temperature and cut-off."""
+    """Return the log probabilities of tokens, before temperature and cut-off."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return scores.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)

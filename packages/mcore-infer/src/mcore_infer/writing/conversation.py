@@ -1,21 +1,21 @@
-"""A conversation with a model: what was said, and answers that stream."""
+"""A conversation with a model: its messages, and answers as streams of text."""
 
 from collections.abc import Generator, Mapping, Sequence
 from types import MappingProxyType
 
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.chat_format import ChatFormat
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.building import build_engine
 from mcore_infer.generation import room, stop_ids
 from mcore_infer.server.answer import Answer
-from mcore_infer.vocabulary import TokenTexts
-from mcore_infer.writing import Generation, NewToken
+from mcore_infer.writing.chat_format import ChatFormat
+from mcore_infer.writing.sequence import Generation, NewToken
+from mcore_infer.writing.token_text import TokenTexts
 from mcore_models.protocol import LanguageModel
 
 
 class Conversation:
-    """What was said so far, in the words of a chat template.
+    """The messages of one chat, answered by an engine.
 
     Answers run on an engine, whose cache keeps the turns before.
 
@@ -37,7 +37,7 @@ class Conversation:
         kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({}),
         ends: Sequence[int] = (),
     ) -> None:
-        """Begin a conversation.
+        """Build the engine and start without messages.
 
         Args:
             model: whole, in eval mode.
@@ -63,22 +63,24 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was said, but the system message."""
+        """Remove all messages but the system message."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def answer(self, message: str) -> Generator[str]:
-        """Say something; yield the answer in pieces, which may be left at any of them.
+        """Send a message; yield the answer in pieces.
 
-        What was yielded is remembered as the answer.
+        The caller may stop at any piece. The pieces yielded so far become the answer in
+        ``messages``.
 
         Raises:
-            ValueError: if the conversation does not fit; it then stays as it was.
+            ValueError: if the conversation is too long; ``messages`` is then unchanged.
         """
         said = [*self.messages, {"role": "user", "content": message}]
-        # The template writes what begins a text.
+        # The template writes the token that starts a document.
         ids = self.tokenizer.encode(self.chat.render(said, True), add_special_tokens=False)
         limit = self.engine.config.max_sequence_tokens
-        wanted = room(self.model, self.sampling.num_tokens, ids, limit, "the conversation")
+        positions = self.model.config.max_position_embeddings
+        wanted = room(positions, self.sampling.num_tokens, ids, limit, "the conversation")
         stop = () if self.sampling.ignore_eod else self.chat.end_texts
         text, pieces = Answer(TokenTexts(self.tokenizer), stop=stop), list[str]()
         tokens = self._tokens(ids, wanted)
