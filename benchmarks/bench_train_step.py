@@ -31,7 +31,7 @@ from mcore_models.protocol import MicroBatch
 from mcore_parallel.launch import launcher
 from mcore_parallel.random_tiles import hash_words
 from mcore_train.assembly import Run, assemble
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.checkpoints.adapter_bases import quantize_weights
 from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.options.parsing import parse

@@ -2,13 +2,18 @@
 # Llama 70B on 64 GPUs, in the form of the field's scripts: variables, then arrays of flags.
 #
 #   MASTER_ADDR=host0 bash examples/llama/train_llama_70b.sh    on each of NNODES hosts
+#   sbatch --nodes 8 --gpus-per-node 8 examples/llama/train_llama_70b.sh    on a cluster with Slurm
 #   LAUNCH=echo ...                                             shows the command
 #
 # Trains on mock data unless DATA_PATH (a .bin/.idx prefix) and TOKENIZER_MODEL are given.
 set -euo pipefail
 
 DEFAULT_NNODES=8
-source "$(dirname "$0")/../torchrun_args.sh"
+# sbatch runs a copy of this script in a spool folder; Slurm knows where the script itself is.
+SCRIPT=$0
+[ -f "$(dirname "$SCRIPT")/../torchrun_args.sh" ] || SCRIPT=$(scontrol show job "$SLURM_JOB_ID" |
+    sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+source "$(dirname "$SCRIPT")/../torchrun_args.sh"
 
 TP=${TP:-4}
 PP=${PP:-4}

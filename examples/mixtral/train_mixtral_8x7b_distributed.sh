@@ -8,7 +8,11 @@
 set -euo pipefail
 
 DEFAULT_NNODES=4
-source "$(dirname "$0")/../torchrun_args.sh"
+# sbatch runs a copy of this script in a spool folder; Slurm knows where the script itself is.
+SCRIPT=$0
+[ -f "$(dirname "$SCRIPT")/../torchrun_args.sh" ] || SCRIPT=$(scontrol show job "$SLURM_JOB_ID" |
+    sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+source "$(dirname "$SCRIPT")/../torchrun_args.sh"
 
 MODEL_ARGS=(
     --num-layers 32

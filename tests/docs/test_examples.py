@@ -12,6 +12,7 @@ from math import prod
 import pytest
 import torch
 from docs.blocks import ROOT, all_blocks, blocks_of
+from e2e.fake_schedulers import fake, on_path
 from e2e.launched import run_as_torchrun_does
 from warm_ranks import run_command, run_ranks
 
@@ -238,6 +239,35 @@ def test_a_script_trains_its_model_made_small_on_four_ranks(script, layout, want
     printed = "".join(run_as_torchrun_does(4, "mcore_train", "gpt", *shlex.split(command)))
     assert "iteration        2/       2" in printed
     assert wanted in printed
+
+
+def test_a_batch_script_of_slurm_starts_itself_on_each_host_of_the_job(tmp_path):
+    """As under sbatch: a copy of the script, which runs on the job's first host."""
+    copy = tmp_path / "slurm_script"
+    copy.write_text((ROOT / "examples" / LLAMA).read_text())
+    asked = "case $2 in hostnames) printf 'n1\\nn2\\n' ;; job) echo ' Command=" + str(
+        ROOT / "examples" / LLAMA
+    )
+    fake(tmp_path, "scontrol", asked + " --seed 5' ;; esac")
+    fake(
+        tmp_path,
+        "srun",
+        'shift; for id in 0 1; do SLURM_STEP_ID=0 SLURM_NODEID=$id "$@" || exit 1; done',
+    )
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    done = subprocess.run(
+        ["bash", str(copy), "--seed", "5"],
+        env=on_path(tmp_path, LAUNCH="echo", **job),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for rank, line in enumerate(lines):
+        assert f"--nnodes 2 --node_rank {rank} --master_addr n1" in line
+        assert line.endswith("--seed 5")
 
 
 @pytest.mark.parametrize("script", [LLAMA, MIXTRAL])

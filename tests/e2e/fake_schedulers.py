@@ -1,8 +1,8 @@
 """Schedulers and a torchrun made of shell scripts, for jobs that are rendered and run here."""
 
 import os
-import shutil
 import stat
+import sys
 
 from warm_ranks import run_command
 
@@ -64,12 +64,11 @@ def fake_python(folder, outcomes):
     for number, (code, line, step) in enumerate(outcomes):
         text = f"code={code}\nline='{line}'\nstep={step}\n"
         (folder / "outcomes" / f"{number}.sh").write_text(text)
-    real = shutil.which("python")
     fake(
         folder,
         "fakepython",
         f"""case "$*" in
-            *"launch next"*) exec {real} "$@" ;;
+            *"launch next"*) exec {sys.executable} "$@" ;;
             *"launch preflight"*) echo "preflight $NODE_RANK of $NNODES" ; exit 0 ;;
         esac
         source {folder}/outcomes/$(basename "$MCORE_LOGS" | cut -d- -f2).sh

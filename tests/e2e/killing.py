@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mcore_ckpt.storage.paths import complete_steps, latest_step, step_folder
@@ -45,11 +46,21 @@ def processes_of(run: Path) -> dict[str, list[int]]:
     return found
 
 
-def kill_at(kind: str, run: Path, draw: random.Random, deadline_s: float = 240.0) -> str:
-    """Wait for a newly saved step and the moment of a kill, and kill; return what was done."""
-    deadline = time.monotonic() + deadline_s
+def kill_at(
+    kind: str, run: Path, draw: random.Random, check_alive: Callable[[], None] = lambda: None
+) -> str:
+    """Wait for a newly saved step and the moment of a kill, and kill; return what was done.
+
+    Args:
+        kind: one of ``KINDS``.
+        run: folder that the job saves to.
+        draw: chooses the victims.
+        check_alive: raises once the job is over.
+    """
+    deadline = time.monotonic() + 240.0
     before = latest_step(run) or 0
     while (latest_step(run) or 0) == before:
+        check_alive()
         assert time.monotonic() < deadline, "no step was saved"
         time.sleep(0.01)
     while True:

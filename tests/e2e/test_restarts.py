@@ -38,11 +38,15 @@ def test_five_kills_leave_the_weights_of_an_undisturbed_job(tmp_path, undisturbe
     run = tmp_path / "run"
     job = start(run)
     kinds = draw.sample(KINDS, len(KINDS))
+
+    def check_alive():
+        assert job.poll() is None, run.with_suffix(".log").read_text()
+
     try:
         for kind in kinds:
-            print(kill_at(kind, run, draw), flush=True)
+            print(kill_at(kind, run, draw, check_alive), flush=True)
             while len(processes_of(run)["ranks"]) == 4:
-                assert job.poll() is None, run.with_suffix(".log").read_text()
+                check_alive()
                 time.sleep(0.05)
         assert job.wait(600) == 0, run.with_suffix(".log").read_text()
     finally:

@@ -5,10 +5,14 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from docs.blocks import ROOT
+from docs.test_examples import SIZES
 from e2e.killing import KINDS, LAST_STEP, TRAINING, kill_at, processes_of, weights_of
 from e2e.slurm_cluster import two_nodes
+from e2e.test_cluster_page import small_commands
 
 from mcore_ckpt.storage.paths import latest_step
 
@@ -105,3 +109,43 @@ def test_the_artifact_ends_the_job_and_status_logs_and_cancel_answer(cluster, tm
     other = submit(cluster, tmp_path, tmp_path / "other")
     launch(cluster, tmp_path, "cancel", other)
     cluster.wait("CANCELLED", 60, other)
+
+
+def with_our_programs(cluster):
+    """Return the cluster's environment with this environment's programs on PATH."""
+    path = f"{Path(sys.executable).parent}:{cluster.environment['PATH']}"
+    return {**cluster.environment, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def test_the_commands_of_the_page_run_on_a_cluster(cluster, tmp_path):
+    first, submitting, *rest = small_commands(tmp_path, 10_000)
+    # Once it has submitted the job, a person waits until the run has saved.
+    wait = "until [ -e runs/llama/latest_checkpointed_iteration.txt ]; do sleep 0.1; done\n"
+    script = "".join(["set -euo pipefail\n", first, submitting, wait, *rest])
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=with_our_programs(cluster),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "lm loss" in done.stdout
+    assert (tmp_path / "llama-hf/model.safetensors").exists()
+
+
+def test_the_70b_script_trains_its_model_made_small_under_sbatch(cluster, tmp_path):
+    script = ROOT / "examples/llama/train_llama_70b.sh"
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    words = ("--nodes", "2", "--output", str(tmp_path / "out"), str(script))
+    done = subprocess.run(
+        ["sbatch", "--parsable", *words, *SIZES.split(), *layout.split()],
+        env={**with_our_programs(cluster), "GPUS_PER_NODE": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    cluster.wait("COMPLETED", 300, done.stdout.strip())
+    assert "iteration        2/       2" in (tmp_path / "out").read_text()

@@ -23,6 +23,8 @@ ENVIRONMENT_ROOMS = (
     "mcore_parallel/launch/launcher.py:",
     # A program's first words, which know whether another rank says the same.
     "mcore_base/entry_point.py:",
+    # Jobs on several hosts: they start ranks, and compare what hosts were given.
+    "mcore_train/launching/",
     # The end of a batch job's time.
     "mcore_train/guards/deadline.py:",
 )

@@ -17,7 +17,7 @@ from warm_ranks import run_ranks
 
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import Run
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.composition import compose
 from mcore_train.layout_check.rows import Rows
 from mcore_train.layout_check.trial import (

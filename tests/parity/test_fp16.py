@@ -4,7 +4,7 @@ import torch
 from parity.case import LayoutCase, build_case
 from warm_ranks import run_ranks
 
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.step import train_step
 
 

@@ -20,12 +20,12 @@ from mcore_parallel.precision.fp8 import RECIPES
 from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.sharding import named_parameters, shards_of
 from mcore_train.assembly import Tables
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.checkpoints.resuming import save_run
 from mcore_train.composition import FAMILY_COMMANDS, field_types
 from mcore_train.config import SaveConfig
 from mcore_train.layout_check.trial import build_run, fingerprint, load_folder
-from mcore_train.optimizers import OPTIMIZERS
+from mcore_train.updating.optimizers import OPTIMIZERS
 
 LAYOUTS = (
     {

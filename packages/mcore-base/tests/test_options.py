@@ -1,10 +1,11 @@
 """Configs whose fields carry their rules, alone and together with the others of a command."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 
+from mcore_base.command_line import parse
 from mcore_base.options import (
     ON,
     Because,
@@ -58,7 +59,8 @@ class Dough(Options):
 
     loaves: int = 0
     clock: Literal["none", "wall", "own"] = "none"
-    crust: bool = option(True, needs=(When("is_moist", lambda moist: not moist, "dry heat"),))
+    crust: bool = option(True, idle_with=(When("is_moist", bool, "steam"),))
+    glaze: Literal["", "egg"] = option("", idle_with={"clock": Because("as it burns", "own")})
 
     rules = (
         Rule(
@@ -103,8 +105,8 @@ def test_configs_of_a_command_are_checked_against_each_other():
     assert find_faults(Oven(trays=1, timer=3)) == []  # no config here has a clock
     oven, dough = Oven(trays=1, timer=3, stone=True), Dough(loaves=5)
     assert find_faults(oven, dough) == [
-        "--timer 3 has no effect without --clock wall or own: give that, or leave it out.",
         "--stone and --loaves 5 exclude each other: leave one out.",
+        "--timer 3 has no effect without --clock wall or own: give that, or leave it out.",
         "--loaves: at most four a tray.",
     ]
     assert find_faults(Oven(trays=1, timer=3), Dough(clock="own")) == []
@@ -117,7 +119,11 @@ def test_configs_of_a_command_are_checked_against_each_other():
     with pytest.raises(OptionsError, match="--stone and --mode grill exclude each other, whi"):
         Oven(trays=1, mode="grill", stone=True)
     moist = find_faults(Oven(trays=1, steam=True), Dough(crust=False))
-    assert moist == ["--no-crust has no effect without dry heat: give that, or leave it out."]
+    assert moist == ["--no-crust has no effect with steam: leave it out."]
+    with pytest.raises(
+        OptionsError, match="egg has no effect with --clock own, as it burns: l"
+    ):
+        Dough(glaze="egg", clock="own")
 
 
 def test_a_class_that_changes_a_default_keeps_the_rules_of_the_field():
@@ -127,7 +133,7 @@ def test_a_class_that_changes_a_default_keeps_the_rules_of_the_field():
 
         degrees: float = 250.0
 
-    with pytest.raises(OptionsError, match=r"--degrees 400.0 must be above 0 and at most 300"):
+    with pytest.raises(OptionsError, match=r"--degrees 400\.0 must be above 0"):
         HotOven(trays=1, degrees=400.0)
     assert rules_of(HotOven)["degrees"].shrinks_to == 20.0
     assert rules_of(HotOven)["mode"].selects_path == "heat.{mode}"
@@ -135,6 +141,43 @@ def test_a_class_that_changes_a_default_keeps_the_rules_of_the_field():
 
 def test_rules_are_described_for_help_and_docs():
     assert describe_rules(rules_of(Oven)["timer"]) == "Needs --clock wall or own."
-    assert describe_rules(rules_of(Oven)["stone"]) == "Excludes --mode grill, --loaves."
+    assert describe_rules(rules_of(Oven)["stone"]) == "Excludes --mode grill or --loaves."
     assert describe_rules(rules_of(Dough)["loaves"]) == "Needs --mode other than grill."
     assert describe_rules(rules_of(Oven)["trays"]) == ""
+
+
+def test_arguments_of_a_command_are_checked_with_its_other_faults():
+    def bake(
+        oven: Oven,
+        times: Annotated[int, rules(minimum=1)] = 1,
+        note: Annotated[
+            str, Rule(("note", "trays"), lambda v: v.note and v.trays == 1, "x")
+        ] = "",
+    ) -> int:
+        """Bake."""
+        return times
+
+    with pytest.raises(OptionsError) as refused:
+        parse(
+            bake,
+            "bake",
+            [
+                "--trays",
+                "1",
+                "--times",
+                "0",
+                "--note",
+                "a",
+                "--degrees",
+                "999",
+                "--colour",
+                "red",
+            ],
+        )
+    assert refused.value.lines == (
+        "unknown option --colour.",
+        "--degrees 999.0 must be above 0 and at most 300.",
+        "--times 0 must be 1 or more.",
+        "x",
+    )
+    assert parse(bake, "bake", ["--trays", "2", "--note", "a"]) == 1

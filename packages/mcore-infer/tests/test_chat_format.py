@@ -8,8 +8,8 @@ import tokenizers
 from mcore_data.datasets.chat import CHATML
 from mcore_data.tokenizers.hf import HFTokenizer
 from mcore_data.tokenizers.plain import ByteTokenizer
-from mcore_infer.chat_format import load_chat_format
-from mcore_infer.vocabulary import TokenTexts
+from mcore_infer.writing.chat_format import load_chat_format
+from mcore_infer.writing.token_text import TokenTexts
 
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
@@ -48,7 +48,7 @@ def test_the_mark_that_a_template_writes_behind_an_answer_ends_the_turn(
     with caplog.at_level(logging.WARNING):
         found = load_chat_format(template, marked(*names))
     assert (found.end_ids, found.end_texts) == (ids, texts)
-    assert ("brings no chat template" in caplog.text) == (not template)
+    assert ("has no chat template" in caplog.text) == (not template)
     assert found.reasons_first("a<think>\n") == (template == THINKS)
 
 

@@ -9,7 +9,7 @@ import tokenizers
 from mcore_data.tokenizers.hf import HFTokenizer, set_byte_level
 from mcore_data.tokenizers.plain import ByteTokenizer, NullTokenizer
 from mcore_infer import Engine, EngineConfig, SamplingConfig, generate
-from mcore_infer.structured import Grammars, Structure
+from mcore_infer.writing.structured import Grammars, Structure
 
 SCHEMA = {
     "type": "object",

@@ -86,7 +86,7 @@ def test_switches_choose_the_activation(changes, wanted):
         ({"position_embedding_type": "learned_absolute"}, "needs --max-position-embeddings"),
         (
             {"position_embedding_type": "none", "use_rope_scaling": True},
-            "--use-rope-scaling has no effect with --position-embedding-type none",
+            "--use-rope-scaling has no effect without --position-embedding-type rope",
         ),
         ({"rotary_percent": 1.5}, "--rotary-percent 1.5 must be above 0 and at most 1"),
         ({"rotary_percent": 0.05}, "rotates 3: that must be an even number"),
@@ -103,7 +103,7 @@ def test_switches_choose_the_activation(changes, wanted):
         ({"rope_type": "yarn", "use_rope_scaling": True}, "--rope-type yarn excludes"),
         (
             {"position_embedding_type": "none", "rope_type": "yarn"},
-            "--rope-type has no effect with --position-embedding-type none",
+            "--rope-type yarn has no effect without --position-embedding-type rope",
         ),
         ({"squared_relu": True}, "--swiglu and --squared-relu exclude each other.*--no-swiglu"),
         (

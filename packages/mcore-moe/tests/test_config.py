@@ -78,18 +78,18 @@ from mcore_moe import MoEConfig, expert_capacity
             },
             "has its own scores",
         ),
-        ({"num_experts": 4, "moe_shared_expert_gate": True}, "shared expert"),
+        ({"num_experts": 4, "moe_shared_expert_gate": True}, "shared-expert-intermediate"),
         (
             {
                 "num_experts": 4,
                 "moe_split_batch_overlap": True,
                 "moe_token_dispatcher_type": "allgather",
             },
-            "dispatcher-type alltoall, or leave it out",
+            "dispatcher-type alltoall: give that, or leave it out",
         ),
         (
             {"num_experts": 4, "moe_experts_dtype": "fp8", "moe_grouped_gemm": False},
-            "leave out --no-moe-grouped-gemm",
+            "--no-moe-grouped-gemm exclude each other",
         ),
         ({"num_experts": 4, "moe_expert_capacity_factor": -1.0}, "capacity-factor"),
         (

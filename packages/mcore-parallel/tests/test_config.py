@@ -80,7 +80,7 @@ def test_a_timeout_of_nothing_is_refused():
         ({"rank_order": "tp-tp-cp-dp-pp"}, "must name each of"),
         (
             {"rank_order": "tp-cp-ep-dp-pp", "use_tp_pp_dp_mapping": True},
-            "--rank-order and --use-tp-pp-dp-mapping contradict",
+            "--use-tp-pp-dp-mapping and --rank-order tp-cp-ep-dp-pp exclude each other",
         ),
     ],
 )

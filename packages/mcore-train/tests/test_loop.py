@@ -27,11 +27,11 @@ from mcore_train.evaluation import validate
 from mcore_train.guards.deadline import process_age_s
 from mcore_train.layout_check.rows import Rows
 from mcore_train.loop import train
-from mcore_train.lr_schedule import learning_rate
-from mcore_train.optimizers import OPTIMIZERS
 from mcore_train.reporting.log import Reporter, read_metrics
 from mcore_train.resolution import resolve
 from mcore_train.running import joined_world
+from mcore_train.updating.lr_schedule import learning_rate
+from mcore_train.updating.optimizers import OPTIMIZERS
 
 TINY = {
     "num_layers": 2,

@@ -81,7 +81,7 @@ def test_precision_auto_takes_the_format_of_the_gpu_and_its_options(monkeypatch)
         chosen = with_device_precision(config, local_rank).precision
         assert (chosen.fp16, chosen.bf16, chosen.loss_scale) == (True, False, 128.0)
     capabilities[0] = (8, 0)
-    with pytest.raises(ValueError, match="--loss-scale has no effect without --fp16"):
+    with pytest.raises(ValueError, match=r"--loss-scale 128\.0 has no effect without --fp16"):
         with_device_precision(config, 0)
 
 

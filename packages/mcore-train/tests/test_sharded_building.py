@@ -10,8 +10,8 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.random_tiles import TILE_ELEMENTS
 from mcore_parallel.testing.ranks import gather_logical
 from mcore_train.assembly import assemble
+from mcore_train.batches.datasets import Datasets
 from mcore_train.composition import T5TrainConfig, TrainConfig, compose
-from mcore_train.datasets import Datasets
 from mcore_train.resolution import resolve
 
 TINY = {

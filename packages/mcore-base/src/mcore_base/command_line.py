@@ -21,7 +21,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mcore_base.options import OptionsError, describe_rules, rules_of
+from mcore_base.options import OptionsError, describe_rules, find_argument_faults, rules_of
 
 Result = TypeVar("Result")
 HELP_FLAGS = ("-h", "--help", "--help-all")
@@ -205,9 +205,20 @@ def read_options(
         ``kind`` with its arguments, to be called; options with a fault have their defaults.
         None if a dataclass refuses even these.
     """
-    options = list_options(kind)
-    values = {**(defaults or {}), **read_words(options, words, faults)}
-    required = [o for o in options if o.is_required and o.name not in values]
+    values = {**(defaults or {}), **read_words(list_options(kind), words, faults)}
+    return build_options(kind, program, values, faults, placeholders=placeholders)
+
+
+def build_options(
+    kind: Callable[..., Any],
+    program: str,
+    values: Mapping[str, Any],
+    faults: FaultCollector,
+    *,
+    placeholders: Mapping[str, Any] | None = None,
+) -> Callable[[], Any] | None:
+    """Bind values to a dataclass or function; as ``read_options``, whose words are read."""
+    required = [o for o in list_options(kind) if o.is_required and o.name not in values]
     missing = [option.flag for option in required if option.flag not in faults.unsettled]
     if missing:
         faults.add(f"{program} needs {_and(missing)}: see {program} --help.", *missing)
@@ -215,7 +226,13 @@ def read_options(
         built = _build(kind, values, faults, placeholders or {})
         return None if built is None else lambda: built
     arguments = _arguments(kind, values, faults, placeholders or {})
-    return None if arguments is None else partial(kind, *arguments[0], **arguments[1])
+    if arguments is None:
+        return None
+    call = partial(kind, *arguments[0], **arguments[1])
+    bound = inspect.signature(kind).bind(*call.args, **call.keywords).arguments
+    for line in find_argument_faults(kind, bound):
+        faults.add_error(ValueError(line))
+    return call
 
 
 def list_options(kind: Callable[..., Any]) -> list[Option]:
@@ -320,6 +337,30 @@ def read_words(
     _read_positionals(values, options, alone, faults)
     # A name that an unknown one may mean is settled if it is given as well.
     faults.unsettled -= {option.flag for option in options if option.name in values}
+    return values
+
+
+def read_table(
+    options: Sequence[Option], table: Mapping[str, Any], faults: FaultCollector
+) -> dict[str, Any]:
+    """Read values that a file gives by option name; those without a valid value are left out.
+
+    Lists are tuples here and whole numbers may be of any number's option. A text is read as it
+    would be on a command line.
+    """
+    by_name = {option.name: option for option in options}
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        option = by_name[name]
+        if type(value) is option.kind:
+            values[name] = value
+        elif option.kind is bool:
+            faults.add(f"{option.flag} {value!r} must be true or false.", option.flag)
+        elif isinstance(value, bool):
+            faults.add(f"{option.flag} is no switch: it needs a value.", option.flag)
+        else:
+            words = [str(each) for each in (value if isinstance(value, list) else (value,))]
+            _read_into(values, option, option.flag, words, faults)
     return values
 
 

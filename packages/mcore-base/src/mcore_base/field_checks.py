@@ -2,10 +2,7 @@
 
 from typing import Literal, get_args, get_origin, get_type_hints
 
-
-def flag(field_name: str) -> str:
-    """Spell a field as its flag: ``train_iters`` is ``--train-iters``."""
-    return "--" + field_name.replace("_", "-")
+from mcore_base.options import flag
 
 
 def check_field(config: object, name: str, holds: bool, wanted: str) -> None:

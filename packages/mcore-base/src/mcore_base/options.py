@@ -9,9 +9,10 @@ and ``mcore-train verify`` read the same metadata by ``rules_of``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from math import isfinite
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 ON = True
@@ -41,18 +42,22 @@ class When:
     """How a message names the condition; empty: the option and its value."""
     why: str = ""
     """Why the other option needs or excludes it, as the end of a sentence."""
+    instead: str = ""
+    """What else may be done about it than leaving an option out: "use auto"."""
 
 
 class Because:
     """A condition with its reason: that an option has one of some values, or is on."""
 
-    def __init__(self, why: str, *values: Any) -> None:
+    def __init__(self, why: str, *values: Any, instead: str = "") -> None:
         self.why = why
         self.condition = values or ON
+        self.instead = instead
 
 
 Conditions = Mapping[str, Any] | Sequence[When]
-"""Conditions on other options: by field a value, a tuple of values, ``ON`` or ``Because``."""
+"""Conditions on other options: by field a value, a tuple of values, ``ON``, ``Because`` or a
+``When``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,13 +70,17 @@ class OptionRules:
     below: float | None = None
     zero: str = ""
     """What 0 means, for messages: "off", "derive"."""
+    hint: str = ""
+    """Sentence for a value out of bounds: what to give instead."""
     part_of: tuple[When, ...] = ()
     """The feature that reads the option. While the feature is off, the option is not checked
     when its config is built, and a command refuses it unless it has its default."""
     needs: tuple[When, ...] = ()
     """What else must hold where the option is not at its default."""
+    idle_with: tuple[When, ...] = ()
+    """Where one of these holds, the option has no effect and must be at its default."""
     excludes: tuple[When, ...] = ()
-    """What must not hold where the option is not at its default."""
+    """What must not hold where the option is not at its default: a contradiction."""
     shrinks_to: Any = ...
     """Value in the small run of ``mcore-train verify``; ``...``: the run's own."""
     selects_path: str = ""
@@ -103,16 +112,14 @@ class OptionRules:
         )
 
 
-def rules(
-    *, part_of: Conditions = (), needs: Conditions = (), excludes: Conditions = (), **data: Any
-) -> dict[str, OptionRules]:
-    """Return the metadata of a field; arguments are those of ``OptionRules``."""
-    conditions = {
-        "part_of": _conditions(part_of),
-        "needs": _conditions(needs),
-        "excludes": _conditions(excludes),
-    }
-    return {_METADATA: OptionRules(**conditions, **data)}
+def rules(**data: Any) -> dict[str, OptionRules]:
+    """Return the metadata of a field; arguments are those of ``OptionRules``.
+
+    Conditions may be given as ``Conditions``.
+    """
+    for name in {"part_of", "needs", "idle_with", "excludes"} & data.keys():
+        data[name] = _conditions(data[name])
+    return {_METADATA: OptionRules(**data)}
 
 
 def option(default: Any, **data: Any) -> Any:
@@ -167,6 +174,10 @@ class Values:
     def __init__(self, configs: Iterable[Any]) -> None:
         self._homes = {name: config for config in configs for name in _names_of(type(config))}
 
+    def add(self, home: Any, names: Iterable[str]) -> None:
+        """Add attributes of one more object."""
+        self._homes.update(dict.fromkeys(names, home))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._homes[name], name)
 
@@ -213,40 +224,63 @@ def find_faults(*configs: Any, is_whole: bool = True, notes: bool = False) -> li
     values = Values(configs)
     broken: set[str] = set()
     lines: list[str] = []
-    without: dict[str, list[str]] = {}
-    excluded: list[str] = []
+    groups: dict[str, list[str]] = {}  # options that lack the same, in one line
     for config in configs:
         defaults = {each.name: each.default for each in fields(config)}
         kinds = _kinds(type(config))
         for name, own in rules_of(type(config)).items():
             value = getattr(config, name)
-            off = [c for c in own.part_of if not _holds(c, values)]
+            off = _unmet(own.part_of, values)
             if off:
                 broken.add(name)
-            if value != defaults[name]:
-                missing = [c for c in own.needs if not _holds(c, values)]
-                for condition in [*(off if is_whole else ()), *missing][:1]:
-                    without.setdefault(_needed(condition), []).append(spell(name, value))
-                excluded += [
-                    _exclusion(spell(name, value), condition, values)
-                    for condition in (() if off else own.excludes)
-                    if condition.name in values
-                    and condition.holds(getattr(values, condition.name))
-                ]
-            if not off and (line := _value_fault(name, value, own, kinds[name])):
+            elif line := _value_fault(name, value, own, kinds[name]):
                 broken.add(name)
                 lines.append(line)
+                continue
+            if value == defaults[name]:
+                continue
+            for condition in [*(off if is_whole else ()), *_unmet(own.needs, values)][:1]:
+                groups.setdefault(_needed(condition), []).append(spell(name, value))
+            for condition in () if off else _met(own.idle_with, values):
+                groups.setdefault(_idle(condition, values), []).append(spell(name, value))
+            for condition in () if off else _met(own.excludes, values):
+                lines.append(_exclusion(spell(name, value), condition, values))
+    lines += [_without_effect(names, reason) for reason, names in groups.items()]
     if notes:
         lines = []
-    else:
-        lines += [_without(names, needed) for needed, names in without.items()]
-        lines += excluded
     for config in configs:
         for rule in _rules_of_class(type(config)):
             is_readable = all(name in values and name not in broken for name in rule.fields)
             if is_readable and rule.is_note == notes:
                 lines += rule.lines(values)
     return list(dict.fromkeys(lines))
+
+
+def find_argument_faults(
+    function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> list[str]:
+    """Find the rules that the arguments of a command's function break.
+
+    Args:
+        function: its parameters carry their rules in their types, as in
+            ``Annotated[int, rules(minimum=1), Rule(...)]``.
+        arguments: by name; rules may name fields of configs among them.
+    """
+    given = SimpleNamespace(**arguments)
+    values = Values(each for each in arguments.values() if is_dataclass(each))
+    values.add(given, arguments)
+    lines, broken = [], set()
+    hints = get_type_hints(function, include_extras=True)
+    marks = {name: getattr(hints[name], "__metadata__", ()) for name in arguments}
+    for name, data in marks.items():
+        for own in (each[_METADATA] for each in data if isinstance(each, dict)):
+            if line := _value_fault(name, arguments[name], own, None):
+                broken.add(name)
+                lines.append(line)
+    for rule in (each for data in marks.values() for each in data if isinstance(each, Rule)):
+        if not broken & set(rule.fields):
+            lines += rule.lines(values)
+    return lines
 
 
 def idle_options(values: Mapping[str, Any], config_types: Iterable[type]) -> set[str]:
@@ -295,8 +329,10 @@ def describe_rules(own: OptionRules) -> str:
     if own.part_of or own.needs:
         needed = " and ".join(c.text for c in (*own.part_of, *own.needs))
         parts.append(f"Needs {needed}.")
+    if own.idle_with:
+        parts.append(f"No effect with {listed(c.text for c in own.idle_with)}.")
     if own.excludes:
-        parts.append(f"Excludes {', '.join(c.text for c in own.excludes)}.")
+        parts.append(f"Excludes {listed(c.text for c in own.excludes)}.")
     return " ".join(parts)
 
 
@@ -328,13 +364,15 @@ def _conditions(given: Conditions) -> tuple[When, ...]:
     return tuple(_condition(name, condition) for name, condition in given.items())
 
 
-def _condition(name: str, given: Any, why: str = "") -> When:
+def _condition(name: str, given: Any) -> When:
+    if isinstance(given, When):
+        return given
     if isinstance(given, Because):
-        return _condition(name, given.condition, given.why)
+        return replace(_condition(name, given.condition), why=given.why, instead=given.instead)
     if given is ON:
-        return When(name, bool, flag(name), why)
+        return When(name, bool, flag(name))
     among = given if isinstance(given, tuple) else (given,)
-    return When(name, lambda value: value in among, _one_of(name, among), why)
+    return When(name, lambda value: value in among, _one_of(name, among))
 
 
 def _one_of(name: str, values: tuple[Any, ...]) -> str:
@@ -343,29 +381,47 @@ def _one_of(name: str, values: tuple[Any, ...]) -> str:
     return f"{flag(name)} {listed(values)}"
 
 
-def _holds(condition: When, values: Values) -> object:
-    """Whether a condition holds; one on an option that is not there does."""
-    return condition.name not in values or condition.holds(getattr(values, condition.name))
+def _unmet(conditions: Iterable[When], values: Values) -> list[When]:
+    """Return the conditions that do not hold; one on an option that is not there does."""
+    known = [each for each in conditions if each.name in values]
+    return [each for each in known if not each.holds(getattr(values, each.name))]
+
+
+def _met(conditions: Iterable[When], values: Values) -> list[When]:
+    """Return the conditions that hold; one on an option that is not there does not."""
+    known = [each for each in conditions if each.name in values]
+    return [each for each in known if each.holds(getattr(values, each.name))]
 
 
 def _needed(condition: When) -> str:
-    return f"{condition.text}, {condition.why}" if condition.why else condition.text
+    return f"without {condition.text}{_why(condition)}give that, or leave {{them}} out."
 
 
-def _without(options: list[str], needed: str) -> str:
+def _idle(condition: When, values: Values) -> str:
+    return f"with {_spelled(condition, values)}{_why(condition)}leave {{them}} out."
+
+
+def _without_effect(options: list[str], reason: str) -> str:
     have, them = ("have", "them") if len(options) > 1 else ("has", "it")
-    return (
-        f"{' and '.join(options)} {have} no effect without {needed}: give that, or leave "
-        f"{them} out."
-    )
+    return f"{' and '.join(options)} {have} no effect {reason.replace('{them}', them)}"
 
 
 def _exclusion(spelled: str, condition: When, values: Values) -> str:
-    other = condition.text
-    if not other or other.startswith("--"):
-        other = spell(condition.name, getattr(values, condition.name))
+    other = _spelled(condition, values)
+    return f"{spelled} and {other} exclude each other{_why(condition)}leave one out."
+
+
+def _why(condition: When) -> str:
+    """Return the reason, and what may be done instead, between the two halves of a line."""
     why = f", {condition.why}" if condition.why else ""
-    return f"{spelled} and {other} exclude each other{why}: leave one out."
+    return f"{why}: {condition.instead}, or " if condition.instead else f"{why}: "
+
+
+def _spelled(condition: When, values: Values) -> str:
+    """Name the option of a condition that holds, with the value that it has."""
+    if condition.text.startswith(flag(condition.name)):
+        return spell(condition.name, getattr(values, condition.name))
+    return condition.text
 
 
 def _value_fault(name: str, value: Any, own: OptionRules, kind: Any) -> str:
@@ -376,7 +432,7 @@ def _value_fault(name: str, value: Any, own: OptionRules, kind: Any) -> str:
     if isinstance(value, float) and not isfinite(value):
         return f"{flag(name)} {value} is no finite number: give one."
     if not own.admits(value):
-        return f"{flag(name)} {value} must be {own.wanted}."
+        return f"{flag(name)} {value} must be {own.wanted}. {own.hint}".rstrip()
     return ""
 
 

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from mcore_base.command_line import parse
 from mcore_base.entry_point import run_program
+from mcore_base.options import Rule
 from mcore_base.terminal import ended_by_sigterm, progress_line, size_text
 from mcore_ckpt.conversion.options import ConvertOptions, UpcycleOptions
 from mcore_ckpt.errors import CheckpointError
@@ -96,8 +97,20 @@ def _print_report(report: "Report", *, was_cut: bool) -> None:
         print(f"mcore against transformers: {differ}", file=out)
 
 
+_ONE_LIST = Rule(
+    ("as_json", "compare"),
+    lambda v: v.as_json and v.compare,
+    "--as-json lists one checkpoint: leave it out, or --compare.",
+)
+
+
 def inspect(
-    folder: Path, /, *, compare: str = "", config: str = "", as_json: bool = False
+    folder: Path,
+    /,
+    *,
+    compare: str = "",
+    config: str = "",
+    as_json: Annotated[bool, _ONE_LIST] = False,
 ) -> int:
     """Show what a checkpoint of any format holds.
 
@@ -111,8 +124,6 @@ def inspect(
     """
     from mcore_ckpt.conversion.inspection import describe, differences, rows
 
-    if compare and as_json:
-        raise ValueError("--as-json lists one checkpoint: leave it out, or --compare.")
     if compare:
         found = differences(folder, compare, config, progress_line())
         print("\n".join(found) if found else "no difference")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_base.field_checks import check_at_least
+from mcore_base.options import ON, Because, Options, Rule, option
 
 StrictnessLevel = Literal[
     "assume_ok_unexpected",
@@ -16,22 +16,16 @@ StrictnessLevel = Literal[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RetentionConfig:
+class RetentionConfig(Options):
     """Which steps stay on disk once a newer one is durable. All by default."""
 
-    save_retain_last: int = 0
+    save_retain_last: int = option(0, minimum=0, part_of={"save": ON})
     """Newest steps to keep; 0: all."""
 
-    save_retain_interval: int = 0
+    save_retain_interval: int = option(
+        0, minimum=0, needs={"save_retain_last": Because("as all steps are kept")}
+    )
     """Steps that are multiples of this stay for good; 0: none does."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "save_retain_last", "save_retain_interval")
-        if self.save_retain_interval and not self.save_retain_last:
-            raise ValueError(
-                "--save-retain-interval has no effect without --save-retain-last: all steps "
-                "are kept. Set how many of the newest stay beside the multiples."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,49 +61,41 @@ class StrictnessConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalConfig:
+class LocalConfig(Options):
     """Checkpoints on each host's own disk beside those that last; none by default."""
 
     non_persistent_local_ckpt_dir: str = ""
     """Folder on a disk of each host; empty: no local checkpoints. Needs nvidia-resiliency-ext.
     They load only under the layout that saved them, and only the newest is kept."""
 
-    non_persistent_save_interval: int = 0
+    non_persistent_save_interval: int = option(0, minimum=0)
     """Steps between local checkpoints, which leave out the steps of --save-interval."""
 
     non_persistent_ckpt_type: Literal["local"] = "local"
     """Kind of the checkpoints between those that last: on each host's own disk."""
 
-    replication: bool = False
+    replication: bool = option(False, needs={"non_persistent_local_ckpt_dir": ON})
     """Keep copies of each rank's local checkpoint on other hosts."""
 
-    replication_factor: int = 2
+    replication_factor: int = option(2, needs={"replication": ON})
     """Ranks that keep each copy, the owner counted."""
 
-    replication_jump: int = 0
+    replication_jump: int = option(0, needs={"replication": ON})
     """Distance between ranks that keep each other's copies: the ranks of one host."""
 
-    def __post_init__(self) -> None:
-        folder, steps = self.non_persistent_local_ckpt_dir, self.non_persistent_save_interval
-        if steps < 0:
-            raise ValueError(f"--non-persistent-save-interval {steps} must be 0 or more.")
-        if bool(folder) != bool(steps):
-            raise ValueError(
-                "--non-persistent-local-ckpt-dir and --non-persistent-save-interval go "
-                "together: give both or none."
-            )
-        if self.replication and not folder:
-            raise ValueError(
-                "--replication has no effect without --non-persistent-local-ckpt-dir."
-            )
-        if self.replication and (self.replication_jump < 1 or self.replication_factor < 2):
-            raise ValueError(
-                "--replication needs --replication-jump, the number of ranks of one host, and "
-                f"a --replication-factor from 2; not {self.replication_jump} and "
-                f"{self.replication_factor}."
-            )
-        if not self.replication and (self.replication_jump or self.replication_factor != 2):
-            raise ValueError(
-                "--replication-jump and --replication-factor have no effect without "
-                "--replication."
-            )
+    rules = (
+        Rule(
+            ("non_persistent_local_ckpt_dir", "non_persistent_save_interval"),
+            lambda v: (
+                bool(v.non_persistent_local_ckpt_dir) != bool(v.non_persistent_save_interval)
+            ),
+            "--non-persistent-local-ckpt-dir and --non-persistent-save-interval go together: "
+            "give both or none.",
+        ),
+        Rule(
+            ("replication", "replication_jump", "replication_factor"),
+            lambda v: v.replication and (v.replication_jump < 1 or v.replication_factor < 2),
+            "--replication needs --replication-jump, the number of ranks of one host, and a "
+            "--replication-factor from 2; not {replication_jump} and {replication_factor}.",
+        ),
+    )

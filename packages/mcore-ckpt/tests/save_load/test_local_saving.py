@@ -47,7 +47,7 @@ def test_options_go_together():
         ({"non_persistent_local_ckpt_dir": "x"}, "give both or none"),
         ({"non_persistent_save_interval": -1}, "must be 0 or more"),
         ({"replication": True}, "--replication has no effect without"),
-        ({"replication_jump": 8}, "have no effect without --replication"),
+        ({"replication_jump": 8}, "has no effect without --replication"),
     ):
         with pytest.raises(ValueError, match=message):
             LocalConfig(**wrong)

@@ -83,7 +83,7 @@ def test_the_latest_and_the_newest_are_never_dispensable(steps, last, every):
 
 
 def test_a_config_that_contradicts_itself_is_refused():
-    with pytest.raises(ValueError, match="--save-retain-interval has no effect without"):
+    with pytest.raises(ValueError, match="--save-retain-interval 5 has no effect without"):
         RetentionConfig(save_retain_interval=5)
     with pytest.raises(ValueError, match="--save-retain-last -1 must be 0 or more"):
         RetentionConfig(save_retain_last=-1)

@@ -5,10 +5,11 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mcore_base.command_line import file_text, parse
 from mcore_base.entry_point import run_program
+from mcore_base.options import Rule, rules
 from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
 
 # Megatron's scripts give it to keep the order of documents, which is always kept here.
@@ -41,7 +42,23 @@ def _call(function: Callable[..., int], program: str, words: list[str]) -> int:
     return parse(function, program, [word for word in words if word not in _NEEDLESS])
 
 
-def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: int = 0) -> int:
+_NEEDS_CACHE = Rule(
+    ("data_cache_path",),
+    lambda v: not v.data_cache_path,
+    "--data-cache-path names the folder to keep the indices in: give it.",
+)
+_ONE_QUESTION = Rule(
+    ("step", "document"),
+    lambda v: (v.step > 0) == (v.document >= 0),
+    "give --step (and --sample), or --prefix and --document.",
+)
+
+
+def preprocess(
+    job: PreprocessConfig,
+    tokenizer: TokenizerConfig,
+    log_interval: Annotated[int, rules(minimum=0)] = 0,
+) -> int:
     """Tokenize a corpus into one .bin/.idx pair and manifest for each key.
 
     Args:
@@ -52,8 +69,6 @@ def preprocess(job: PreprocessConfig, tokenizer: TokenizerConfig, log_interval: 
     """
     from mcore_data.preprocessing.preprocessing import preprocess as run
 
-    if log_interval < 0:
-        raise ValueError(f"--log-interval {log_interval} must be 0 or more.")
     with _progress("preprocessing", log_interval) as advance:
         report = run(job, tokenizer, advance)
     if report.num_bad_records:  # the first ones were named as they came
@@ -109,7 +124,11 @@ def merge(
 
 
 def inspect(
-    prefix: str, /, tokenizer: str = "", samples: int = 2, object_storage_cache_path: str = ""
+    prefix: str,
+    /,
+    tokenizer: str = "",
+    samples: Annotated[int, rules(minimum=0)] = 2,
+    object_storage_cache_path: str = "",
 ) -> int:
     """Print what a .bin/.idx pair holds, and how long its sequences are.
 
@@ -125,8 +144,6 @@ def inspect(
     from mcore_data.indexed.reader import IndexedDataset
     from mcore_data.tokenizers.building import load_tokenizer
 
-    if samples < 0:
-        raise ValueError(f"--samples {samples} must be 0 or more.")
     coder = load_tokenizer(tokenizer) if tokenizer else None
     dataset = IndexedDataset(prefix, cache_path=object_storage_cache_path)
     for name, value in asdict(summarize(dataset)).items():
@@ -154,7 +171,10 @@ def verify(prefix: str, /) -> int:
 
 
 def index(
-    data: DataConfig, seq_length: int, num_samples: tuple[int, int, int], seed: int = 1234
+    data: Annotated[DataConfig, _NEEDS_CACHE],
+    seq_length: int,
+    num_samples: tuple[int, int, int],
+    seed: int = 1234,
 ) -> int:
     """Build the sample indices of a run beforehand, without the cluster.
 
@@ -168,8 +188,6 @@ def index(
     """
     from mcore_data.datasets.from_flags import build_indices
 
-    if not data.data_cache_path:
-        raise ValueError("--data-cache-path names the folder to keep the indices in: give it.")
     found = build_indices(data, sequence_length=seq_length, seed=seed, num_samples=num_samples)
     for name, size in found.items():
         print(f"{name}: {size:,} samples" if size else f"{name}: none")
@@ -207,7 +225,11 @@ def prepare_chats(
 
 
 def explain(
-    run: Path, step: int = 0, sample: int = 0, prefix: str = "", document: int = -1
+    run: Path,
+    step: Annotated[int, _ONE_QUESTION] = 0,
+    sample: int = 0,
+    prefix: str = "",
+    document: int = -1,
 ) -> int:
     """Show which text made a sample of a step, or which steps read a document.
 
@@ -220,8 +242,6 @@ def explain(
     """
     from mcore_data.tracing.explaining import RunData, draw_explanation, draw_origin
 
-    if (step > 0) == (document >= 0):
-        raise ValueError("give --step (and --sample), or --prefix and --document.")
     data = RunData(run)
     if step > 0:
         print("\n".join(draw_explanation(data, step, sample)))

@@ -3,8 +3,11 @@
 The docstring under a field is its help text.
 """
 
+import operator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from mcore_base.options import ON, Because, Options, Rule, When, option
 
 TokenizerType = Literal[
     "HuggingFaceTokenizer",
@@ -29,8 +32,28 @@ FILES = ("tokenizer_model", "vocab_file", "merge_file")
 """Options that name what the others are built from."""
 
 
+_FROM_FILES = (
+    When(
+        "tokenizer_type",
+        lambda kind: kind not in WITHOUT_FILES,
+        "--tokenizer-type of one that reads files",
+    ),
+)
+_NO_PACKED = Because("which takes no packed documents", "flash4", instead="use auto")
+_APART = Because("which keeps chats apart anyway")
+_SENTENCES = {"is_causal": When("is_causal", operator.not_, "samples of sentences (bert, t5)")}
+
+
+def _several_sources(values: Any) -> str:
+    """Return that several options name the training data; empty: one does, or none."""
+    given = [name for name in values.sources if name != "--train-data-path"]
+    if values.has_own_paths:
+        given.append("--train-data-path, --valid-data-path, --test-data-path")
+    return f"give one source of data, not {' and '.join(given)}." if len(given) > 1 else ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenizerConfig:
+class TokenizerConfig(Options):
     """Which tokenizer, and the local files that it is built from."""
 
     tokenizer_type: TokenizerType = "HuggingFaceTokenizer"
@@ -38,45 +61,41 @@ class TokenizerConfig:
     template counts, for prepare-chats; MultimodalTokenizer one with a token for an image. Left
     out, --vocab-file with --merge-file is GPT2BPETokenizer, and a SentencePiece model is known
     by its content. Megatron's default: none."""
-    tokenizer_model: str = ""
+    tokenizer_model: str = option("", part_of=_FROM_FILES)
     """Model file or folder: a Hugging Face folder, a tokenizer.json, a SentencePiece model,
     or mergeable ranks for TikTokenizer."""
-    vocab_file: str = ""
+    vocab_file: str = option("", part_of=_FROM_FILES)
     """vocab.json of GPT2BPETokenizer or vocab.txt of the BERT types."""
-    merge_file: str = ""
+    merge_file: str = option("", part_of=_FROM_FILES)
     """merges.txt of GPT2BPETokenizer."""
-    vocab_size: int = 0
+    vocab_size: int = option(0, minimum=0)
     """Ids of NullTokenizer, without its end-of-document id, which comes after them; of
     TikTokenizer all ids, special tokens included, where 0 takes every rank of the file."""
-    vocab_extra_ids: int = 0
+    vocab_extra_ids: int = option(0, minimum=0)
     """Sentinels <extra_id_0>, <extra_id_1>, ... to add, for T5. 0 means 100 for
     BertWordPieceCase and none for the others."""
     tokenizer_special_tokens: tuple[str, ...] = ()
     """Further special tokens to add behind the vocabulary. MultimodalTokenizer adds <image>
     if none is given."""
-    image_tag_type: Literal["", "nvlm", "internvl"] = ""
+    image_tag_type: Literal["", "nvlm", "internvl"] = option(
+        "", needs={"tokenizer_type": "MultimodalTokenizer"}
+    )
     """Tags that MultimodalTokenizer puts around each <image> of a text: <Image> and </Image>,
     or <img> and </img>. Empty puts none."""
-    tiktoken_pattern: Literal["v1", "v2", "gpt4"] = "v2"
+    tiktoken_pattern: Literal["v1", "v2", "gpt4"] = option(
+        "v2", part_of={"tokenizer_type": "TikTokenizer"}
+    )
     """How TikTokenizer splits text: Megatron's two patterns, or that of GPT-4 and Llama 3,
     which takes digits by threes."""
-    tiktoken_num_special_tokens: int = 1000
+    tiktoken_num_special_tokens: int = option(
+        1000, minimum=0, part_of={"tokenizer_type": "TikTokenizer"}
+    )
     """Special tokens that TikTokenizer puts before the ranks: <unk>, <s>, </s>, <mask>,
     <pad>, <cls>, <sep>, then <SPECIAL_7> and on. 0 puts none, as Llama 3 has it."""
 
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "vocab_extra_ids", "tiktoken_num_special_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative.")
-        if self.image_tag_type and self.tokenizer_type != "MultimodalTokenizer":
-            raise ValueError(
-                f"--image-tag-type {self.image_tag_type} has no effect with --tokenizer-type "
-                f"{self.tokenizer_type}: leave it out, or use MultimodalTokenizer."
-            )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PreprocessConfig:
+class PreprocessConfig(Options):
     """Turning a corpus into ``.bin``/``.idx`` datasets."""
 
     input: tuple[str, ...]
@@ -94,16 +113,16 @@ class PreprocessConfig:
     """End every document that is not empty with the end-of-document token."""
     split_sentences: bool = False
     """Make each sentence a sequence of its document, for BERT and T5."""
-    keep_newlines: bool = False
+    keep_newlines: bool = option(False, needs={"split_sentences": ON})
     """With --split-sentences, keep the line ends that follow a sentence."""
     sentence_splitter: Literal["auto", "rules", "punkt"] = "auto"
     """With --split-sentences: rules without data, NLTK's punkt (extra punkt), or punkt where
     it and its data are there, else rules."""
-    lang: str = "english"
+    lang: str = option("english", needs={"split_sentences": ON})
     """Language of punkt's data."""
     text_lines: bool = False
     """Take each line of a .txt file for a document instead of the whole file."""
-    workers: int = 1
+    workers: int = option(1, minimum=1)
     """Processes that parse and tokenize, at most four a core or eight; 1 works in this one."""
     partitions: int = 1
     """Cut the inputs into so many parts of about one size, write a pair for each,
@@ -127,32 +146,35 @@ class PreprocessConfig:
     """What to do with an empty, truncated or otherwise wrong record: stop and name it, or
     leave it out, count it and name the first ones."""
 
-    def __post_init__(self) -> None:
-        if not self.input:
-            raise ValueError("--input names no file.")
-        if not self.json_keys or len(set(self.json_keys)) != len(self.json_keys):
-            raise ValueError(f"--json-keys {' '.join(self.json_keys)}: give each key once.")
-        if self.keep_newlines and not self.split_sentences:
-            raise ValueError("--keep-newlines has no effect without --split-sentences.")
-        splits = self.split_sentences and self.sentence_splitter != "rules"
-        if self.lang != "english" and not splits:
-            raise ValueError(
-                f"--lang {self.lang} has no effect without --split-sentences, nor by rules: "
-                "it names punkt's data."
-            )
-        if self.workers < 1:
-            raise ValueError(f"--workers {self.workers}: at least 1 is needed.")
-        if self.partitions < 1 or not -1 <= self.partition < self.partitions:
-            raise ValueError(
-                f"--partitions {self.partitions} --partition {self.partition}: parts are "
-                "counted from 0 to one less than --partitions, which is at least 1."
-            )
-        if self.partition >= 0 and self.partitions == 1:
-            raise ValueError("--partition has no effect without --partitions.")
+    rules = (
+        Rule(("input",), lambda v: not v.input, "--input names no file."),
+        Rule(
+            ("json_keys",),
+            lambda v: not v.json_keys or len(set(v.json_keys)) != len(v.json_keys),
+            "--json-keys {json_keys}: give each key once.",
+        ),
+        Rule(
+            ("lang", "sentence_splitter"),
+            lambda v: v.lang != "english" and v.sentence_splitter == "rules",
+            "--lang {lang} has no effect with --sentence-splitter rules: it names punkt's "
+            "data.",
+        ),
+        Rule(
+            ("partitions", "partition"),
+            lambda v: v.partitions < 1 or not -1 <= v.partition < v.partitions,
+            "--partitions {partitions} --partition {partition}: parts are counted from 0 to "
+            "one less than --partitions, which is at least 1.",
+        ),
+        Rule(
+            ("partitions", "partition"),
+            lambda v: v.partitions == 1 and v.partition == 0,
+            "--partition has no effect without --partitions.",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(Options):
     """Where training data is, how it is split and how samples are made."""
 
     data_path: tuple[str, ...] = ()
@@ -170,149 +192,165 @@ class DataConfig:
     """File with the words of --data-path, for blends of many datasets."""
     per_split_data_args_path: str = ""
     """JSON file with the keys train, valid and test, each a list as --data-path."""
-    data_mixture_path: str = ""
+    data_mixture_path: str = option("", idle_with=_SENTENCES)
     """JSON file of a mixture that changes: a list of phases, each with data_path, a list as
     --data-path with weights, and from_sample or from_step, where it begins. No source loses
     or repeats a sample at a change."""
-    sft: bool = False
+    sft: bool = option(
+        False,
+        idle_with=_SENTENCES,
+        excludes={
+            "mock_data": Because("as it reads prepared chats, by --data-path"),
+            "data_mixture_path": Because("as it reads prepared chats, by --data-path"),
+        },
+    )
     """The data are chats, written by mcore-data prepare-chats: rows pack whole chats, and
     only what the assistant says counts in the loss."""
-    multiple_validation_sets: bool = False
+    multiple_validation_sets: bool = option(False, idle_with=_SENTENCES)
     """Score every dataset of --valid-data-path by itself instead of one blend of them."""
-    full_validation: bool = False
+    full_validation: bool = option(
+        False,
+        needs=(When("interval", bool, "--eval-interval and --eval-iters"),),
+        excludes={"dataloader_type": Because("as external data have no length", "external")},
+    )
     """Score all validation data each time, every sample once whatever its dataset weighs,
     instead of --eval-iters batches."""
     object_storage_cache_path: str = ""
     """Local folder for the indices of datasets in object stores (s3://bucket/prefix)."""
-    data_cache_path: str = ""
+    data_cache_path: str = option("", idle_with=_SENTENCES)
     """Folder for the sample indices. Empty builds them in memory in each process."""
     mock_data: bool = False
     """Train on made-up tokens; no files needed."""
-    mock_vocab_size: int = 50_000
+    mock_vocab_size: int = option(50_000, part_of={"mock_data": ON})
     """Vocabulary of --mock-data when there is no tokenizer."""
     mmap_bin_files: bool = True
     """Read .bin files by memory map; off reads them with plain file calls."""
-    num_dataset_builder_threads: int = 1
+    num_dataset_builder_threads: int = option(1, minimum=1)
     """Datasets of a blend that are opened and indexed at a time, for many on a slow disk."""
-    mid_level_dataset_surplus: float = 0.005
+    mid_level_dataset_surplus: float = option(0.005, minimum=0)
     """Share by which each dataset of a weighted blend is built larger than its part."""
     dataloader_type: Literal["single", "cyclic", "external"] = "single"
     """single goes through the samples once, cyclic for ever in new permutations, external
     takes batches from the caller."""
-    num_workers: int = 2
+    num_workers: int = option(2, minimum=0)
     """Processes on each rank that prepare batches, at most four a core or eight; 0 prepares
     them within the step."""
     drop_last_partial_validation_sequence: bool = True
     """Leave out the last tokens of the validation data where they fill no sample; off pads
     them, without a loss on the padding."""
-    reset_position_ids: bool = False
+    reset_position_ids: bool = option(False, idle_with={"sft": _APART, **_SENTENCES})
     """Count positions from 0 again after each end of document."""
-    reset_attention_mask: bool = False
+    reset_attention_mask: bool = option(
+        False,
+        idle_with={"sft": _APART, **_SENTENCES},
+        excludes={
+            "dataloader_inter_document_masking": Because(
+                "as one takes borders at end-of-document tokens, the other those of the stored "
+                "documents"
+            ),
+            "attention_backend": _NO_PACKED,
+        },
+    )
     """Let no token attend to what is before the last end of document."""
-    eod_mask_loss: bool = False
+    eod_mask_loss: bool = option(False, idle_with={"sft": _APART, **_SENTENCES})
     """No loss where the input token is an end of document."""
-    create_attention_mask_in_dataloader: bool = False
+    create_attention_mask_in_dataloader: bool = option(False, idle_with={"sft": _APART})
     """Make dense [S, S] attention masks; causal attention needs none. Megatron's default:
     on."""
-    dataloader_inter_document_masking: bool = False
+    dataloader_inter_document_masking: bool = option(
+        False,
+        idle_with={"sft": _APART, **_SENTENCES},
+        excludes={"attention_backend": _NO_PACKED},
+    )
     """Give borders of documents (cu_seqlens) for packed attention within each."""
 
-    def __post_init__(self) -> None:
-        own_paths = self.train_data_path or (
-            not self.data_mixture_path and (self.valid_data_path or self.test_data_path)
-        )
-        sources = {
+    rules = (
+        Rule(("data_path", "mock_data"), _several_sources),
+        Rule(
+            ("data_path", "dataloader_type", "train_iters"),
+            lambda v: v.dataloader_type == "external" and bool(v.sources),
+            "--dataloader-type external takes its batches from the caller: leave --data-path "
+            "and the other sources out.",
+        ),
+        Rule(
+            ("data_path", "dataloader_type", "train_iters"),
+            lambda v: v.dataloader_type != "external" and not v.sources,
+            "what to train on? Give --data-path PREFIX, or --mock-data for made-up tokens.",
+        ),
+        Rule(
+            ("create_attention_mask_in_dataloader", "train_iters"),
+            lambda v: v.create_attention_mask_in_dataloader,
+            "--create-attention-mask-in-dataloader makes masks that training has no use for: "
+            "leave it out (--reset-attention-mask works by the borders of documents).",
+        ),
+        Rule(
+            ("split",),
+            lambda v: (
+                v.split
+                and (v.per_split_data_args_path or v.data_mixture_path or v.has_own_paths)
+            ),
+            "--split divides --data-path; paths for each split need none.",
+        ),
+        Rule(
+            ("multiple_validation_sets", "valid_data_path"),
+            lambda v: v.multiple_validation_sets and len(v.valid_data_path) < 2,
+            "--multiple-validation-sets needs the datasets to score: name two or more by "
+            "--valid-data-path.",
+        ),
+    )
+
+    @property
+    def has_own_paths(self) -> bool:
+        """Whether training, validation and test data are named one by one."""
+        held_out = self.valid_data_path or self.test_data_path
+        return bool(self.train_data_path or (held_out and not self.data_mixture_path))
+
+    @property
+    def sources(self) -> list[str]:
+        """Options that name training data, as they are typed."""
+        given = {
             "--mock-data": self.mock_data,
             "--data-mixture-path": self.data_mixture_path,
             "--data-path": self.data_path,
             "--data-args-path": self.data_args_path,
-            "--train-data-path, --valid-data-path, --test-data-path": own_paths,
+            "--train-data-path": self.train_data_path,
             "--per-split-data-args-path": self.per_split_data_args_path,
         }
-        given = [name for name, value in sources.items() if value]
-        if len(given) > 1:
-            raise ValueError(f"give one source of data, not {' and '.join(given)}.")
-        if self.split and (
-            own_paths or self.per_split_data_args_path or self.data_mixture_path
-        ):
-            raise ValueError("--split divides --data-path; paths for each split need none.")
-        if self.sft:
-            self._check_sft()
-        if self.multiple_validation_sets and len(self.valid_data_path) < 2:
-            raise ValueError(
-                "--multiple-validation-sets needs the datasets to score: name two or more by "
-                "--valid-data-path."
-            )
-        if self.num_dataset_builder_threads < 1:
-            raise ValueError("--num-dataset-builder-threads must be at least 1.")
-        if self.num_workers < 0 or self.mid_level_dataset_surplus < 0:
-            raise ValueError("--num-workers and --mid-level-dataset-surplus must be >= 0.")
-
-    def _check_sft(self) -> None:
-        """Refuse what chats have no use for."""
-        if self.mock_data or self.data_mixture_path:
-            raise ValueError("--sft reads prepared chats: name them by --data-path.")
-        for name in (
-            "reset_position_ids",
-            "reset_attention_mask",
-            "eod_mask_loss",
-            "create_attention_mask_in_dataloader",
-            "dataloader_inter_document_masking",
-        ):
-            if getattr(self, name):
-                raise ValueError(
-                    f"--{name.replace('_', '-')} has no effect with --sft, which keeps chats "
-                    "apart anyway: leave it out."
-                )
+        return [name for name, value in given.items() if value]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MaskingConfig:
+class MaskingConfig(Options):
     """What is hidden of the samples of BERT and T5."""
 
-    mask_prob: float = 0.15
+    mask_prob: float = option(0.15, above=0, below=1)
     """Share of the tokens that are hidden, above 0 and below 1."""
-    short_seq_prob: float = 0.1
+    short_seq_prob: float = option(0.1, minimum=0, maximum=1)
     """Share of the samples that are made shorter than a full row, 0 to 1."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.mask_prob < 1:
-            raise ValueError(f"--mask-prob {self.mask_prob} must lie between 0 and 1.")
-        if not 0 <= self.short_seq_prob <= 1:
-            raise ValueError(f"--short-seq-prob {self.short_seq_prob} must lie in 0 to 1.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FIMConfig:
+class FIMConfig(Options):
     """Fill-in-the-middle: documents cut in three, to be read in another order."""
 
-    fim_data: bool = False
+    fim_data: bool = option(False, idle_with=_SENTENCES)
     """Rewrite a share of the documents for fill-in-the-middle."""
-    fim_rate: float = 0.5
+    fim_rate: float = option(0.5, minimum=0, maximum=1, part_of={"fim_data": ON})
     """Share of the documents (or, with --fim-split-sample, of the samples) rewritten."""
-    fim_spm_rate: float = 0.5
+    fim_spm_rate: float = option(0.5, minimum=0, maximum=1, part_of={"fim_data": ON})
     """Share of the rewritten ones in suffix-prefix-middle order; the others keep the prefix
     first."""
-    fim_split_sample: str = ""
+    fim_split_sample: str = option("", needs={"fim_data": ON})
     """Token at which a document is cut into fragments that are rewritten one by one."""
-    fim_fragment_rate: float = 0.0
+    fim_fragment_rate: float = option(0.0, minimum=0, maximum=1, needs={"fim_split_sample": ON})
     """With --fim-split-sample, share of the fragments rewritten; 0 means --fim-rate."""
-    fim_no_prefix: str = ""
+    fim_no_prefix: str = option("", needs={"fim_data": ON})
     """Leave a text alone that starts with this."""
-    fim_prefix_token: str = "<fim_prefix>"
+    fim_prefix_token: str = option("<fim_prefix>", part_of={"fim_data": ON})
     """Token before the prefix."""
-    fim_middle_token: str = "<fim_middle>"
+    fim_middle_token: str = option("<fim_middle>", part_of={"fim_data": ON})
     """Token before the middle."""
-    fim_suffix_token: str = "<fim_suffix>"
+    fim_suffix_token: str = option("<fim_suffix>", part_of={"fim_data": ON})
     """Token before the suffix."""
-    fim_pad_token: str = "<fim_pad>"
+    fim_pad_token: str = option("<fim_pad>", part_of={"fim_data": ON})
     """Token that fills what a rewritten sample is short of."""
-
-    def __post_init__(self) -> None:
-        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name.replace('_', '-')} must lie in 0 to 1.")
-        if not self.fim_data and (self.fim_split_sample or self.fim_no_prefix):
-            raise ValueError("--fim-split-sample and --fim-no-prefix need --fim-data.")
-        if self.fim_fragment_rate and not self.fim_split_sample:
-            raise ValueError("--fim-fragment-rate has no effect without --fim-split-sample.")

@@ -217,7 +217,7 @@ def test_a_split_that_is_too_small_names_the_dataset(pair):
         ({"train_data_path": ("a",), "split": "1"}, "--split divides --data-path"),
         (
             {"num_dataset_builder_threads": 0},
-            "--num-dataset-builder-threads must be",
+            "--num-dataset-builder-threads 0 must be",
         ),
     ],
 )

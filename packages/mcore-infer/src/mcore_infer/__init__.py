@@ -1,7 +1,7 @@
 """Text generation and evaluation for mcore models, over one rank or several.
 
-The front is lazy (PEP 562): importing it imports no room, so a command that only
-needs help text never loads torch.
+The front is lazy (PEP 562): importing the package imports none of its modules, so that a
+command which prints help never loads torch.
 """
 
 from mcore_base.lazy_front import lazy_front
@@ -10,29 +10,29 @@ _EXPORTS: dict[str, str] = {
     "Engine": "engine.engine",
     "EngineConfig": "engine.step_plans",
     "ExportReport": "export.exporting",
-    "Generation": "writing",
-    "Grammars": "structured",
+    "Generation": "writing.sequence",
+    "Grammars": "writing.structured",
     "InferenceConfig": "config",
     "LoadedModel": "loading",
-    "NewToken": "writing",
+    "NewToken": "writing.sequence",
     "QuantizeConfig": "quantization.options",
     "SamplingConfig": "config",
-    "ScoreRequest": "writing",
+    "ScoreRequest": "writing.sequence",
     "StaticCache": "kv_cache",
-    "Structure": "grammars",
+    "Structure": "writing.grammars",
     "TextScore": "evaluation.scoring",
-    "TextStream": "streaming",
-    "TokenRules": "writing",
+    "TextStream": "writing.token_text",
+    "TokenRules": "writing.sequence",
     "build_engine": "engine.building",
     "cache_bytes": "kv_cache",
     "export_model": "export.exporting",
-    "filtered": "sampling",
+    "filtered": "writing.sampling",
     "generate": "generation",
     "generate_text": "generation",
     "judge": "evaluation.continuations",
     "load_model": "loading",
     "quantize": "quantization.quantizing",
-    "sample": "sampling",
+    "sample": "writing.sampling",
     "score_documents": "evaluation.scoring",
     "score_lambada": "evaluation.lambada",
     "score_texts": "evaluation.scoring",

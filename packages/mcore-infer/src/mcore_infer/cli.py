@@ -1,4 +1,4 @@
-"""The command ``mcore-infer``: its commands and exit codes. Help answers without torch."""
+"""The command ``mcore-infer``: its subcommands and exit codes; help loads no torch."""
 
 import logging
 import sys
@@ -8,9 +8,8 @@ from mcore_base.command_line import parse
 from mcore_base.entry_point import run_program
 from mcore_infer.commands.chatting import chat
 from mcore_infer.commands.evaluating import evaluate
-from mcore_infer.commands.exporting import export
+from mcore_infer.commands.folders import export, quantize
 from mcore_infer.commands.generating import generate
-from mcore_infer.commands.quantizing import quantize
 from mcore_infer.commands.serving import serve
 
 ABOUT = """Write and judge text with a trained model.
@@ -41,7 +40,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def _is_outside(error: RuntimeError) -> bool:
-    """Whether files or the device's memory failed, or what was logged, not the program."""
+    """Whether files, the device's memory or a logged engine failed, and not the program."""
     from torch import OutOfMemoryError
 
     from mcore_ckpt.errors import CheckpointError

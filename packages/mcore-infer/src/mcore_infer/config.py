@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_base.field_checks import check_field
+from mcore_base.options import ON, Options, Rule, option
 
 Drafts = Literal["ngram", "model", "mtp"]
 """What proposes tokens."""
@@ -16,41 +16,43 @@ CacheDtype = Literal["auto", "model", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingConfig:
+class SamplingConfig(Options):
     """How each next token is chosen, and when to stop."""
 
-    num_tokens: int = 128
+    num_tokens: int = option(128, minimum=1)
     """Tokens to write after the prompt, at most."""
 
-    temperature: float = 1.0
+    temperature: float = option(
+        1.0, above=0, hint="Use --top-k 1 to always take the most likely token."
+    )
     """Scores are divided by it before anything is cut off; below 1 the likely gets likelier."""
 
-    top_k: int = 0
+    top_k: int = option(0, minimum=0, zero="off")
     """Choose among so many most likely tokens, and those as likely as the last; 0: all, 1:
     always the most likely one, whatever the temperature."""
 
-    top_p: float = 0.0
+    top_p: float = option(0.0, minimum=0, maximum=1, zero="off")
     """Leave out tokens when those before them, likeliest first, hold more than this
     probability; 0: none. With ``top_k``, of what that leaves."""
 
-    min_p: float = 0.0
+    min_p: float = option(0.0, minimum=0, maximum=1, zero="off")
     """Leave out tokens less likely than this share of the likeliest one's probability; 0:
     none."""
 
-    top_p_decay: float = 0.0
+    top_p_decay: float = option(0.0, minimum=0, maximum=1, zero="off", needs={"top_p": ON})
     """Multiply ``top_p`` by it after every token; 0: it stays."""
 
-    top_p_bound: float = 0.0
+    top_p_bound: float = option(0.0, minimum=0)
     """``top_p`` decays to this at the lowest."""
 
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = option(1.0, above=0, hint="1 is none.")
     """Scores of tokens that the prompt or the text has are divided by it where above 0, else
     multiplied; 1: none."""
 
-    presence_penalty: float = 0.0
+    presence_penalty: float = option(0.0, minimum=-100, maximum=100)
     """Taken from the scores of tokens that were written."""
 
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = option(0.0, minimum=-100, maximum=100)
     """Taken from the scores of tokens for each time that they were written."""
 
     stop_words: tuple[str, ...] = ()
@@ -59,64 +61,36 @@ class SamplingConfig:
     ignore_eod: bool = False
     """Write on after an end of document."""
 
-    beam_width: int = 0
+    beam_width: int = option(0, minimum=0, maximum=128, zero="off")
     """Search for the likeliest text with so many beams, instead of drawing one; 0: draw."""
 
-    length_penalty: float = 1.0
+    length_penalty: float = option(1.0, minimum=-10, maximum=10, needs={"beam_width": ON})
     """A beam's score is its log probability over its length to this power."""
 
-    def __post_init__(self) -> None:
-        if self.num_tokens < 1:
-            raise ValueError(f"--num-tokens {self.num_tokens} must be 1 or more.")
-        if not 0 < self.temperature < float("inf"):
-            raise ValueError(
-                f"--temperature {self.temperature} must be above 0. Use --top-k 1 to always "
-                "take the most likely token."
-            )
-        if self.top_k < 0:
-            raise ValueError(f"--top-k {self.top_k} must be 0 (off) or more.")
-        if not 0 <= self.top_p <= 1:
-            raise ValueError(f"--top-p {self.top_p} must be from 0 (off) to 1.")
-        self._check_extras()
-
-    def _check_extras(self) -> None:
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"--min-p {self.min_p} must be from 0 (off) to 1.")
-        if self.top_p_decay and not (self.top_p and 0 < self.top_p_decay <= 1):
-            raise ValueError(
-                f"--top-p-decay {self.top_p_decay} must be from 0 (off) to 1, with a --top-p."
-            )
-        if self.top_p_bound and not 0 < self.top_p_bound <= self.top_p:
-            raise ValueError(
-                f"--top-p-bound {self.top_p_bound} must be above 0 and at most --top-p "
-                f"{self.top_p}."
-            )
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(
-                f"--repetition-penalty {self.repetition_penalty} must be above 0; 1 is none."
-            )
-        if "" in self.stop_words:
-            raise ValueError("--stop-words holds an empty one: leave it out.")
-        for name in ("presence_penalty", "frequency_penalty"):
-            check_field(self, name, -100 <= getattr(self, name) <= 100, "from -100 to 100")
-
-        self._check_beams()
-
-    def _check_beams(self) -> None:
-        if not 0 <= self.beam_width <= 128:
-            raise ValueError(f"--beam-width {self.beam_width} must be from 0 (off) to 128.")
-        if not -10 <= self.length_penalty <= 10:
-            raise ValueError(f"--length-penalty {self.length_penalty} must be from -10 to 10.")
-        if not self.beam_width:
-            if self.length_penalty != 1:
-                raise ValueError("--length-penalty scores beams: give a --beam-width.")
-            return
-        is_drawn = self.temperature != 1 or self.min_p or self.top_p or self.top_k > 1
-        if is_drawn or self.has_penalties or self.stop_words:
-            raise ValueError(
-                f"--beam-width {self.beam_width} searches for the likeliest text: leave "
-                "temperature, top-k, top-p, min-p, penalties and stop words out."
-            )
+    rules = (
+        Rule(
+            ("top_p_bound", "top_p"),
+            lambda v: v.top_p_bound > v.top_p,
+            "--top-p-bound {top_p_bound} must be above 0 and at most --top-p {top_p}.",
+        ),
+        Rule(
+            ("stop_words",),
+            lambda v: "" in v.stop_words,
+            "--stop-words holds an empty one: leave it out.",
+        ),
+        Rule(
+            ("beam_width", "temperature", "top_k", "top_p", "min_p", "stop_words"),
+            lambda v: (
+                v.beam_width
+                and (
+                    (v.temperature != 1 or v.min_p or v.top_p or v.top_k > 1)
+                    or (v.has_penalties or v.stop_words)
+                )
+            ),
+            "--beam-width {beam_width} searches for the likeliest text: leave temperature, "
+            "top-k, top-p, min-p, penalties and stop words out.",
+        ),
+    )
 
     @property
     def has_penalties(self) -> bool:
@@ -134,21 +108,21 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InferenceConfig:
+class InferenceConfig(Options):
     """Limits of the engine and the size of its cache; names are Megatron's."""
 
-    inference_max_requests: int = 64
+    inference_max_requests: int = option(64, minimum=1)
     """Requests that are computed together; others wait."""
 
-    inference_max_seq_length: int = 0
+    inference_max_seq_length: int = option(0, minimum=0)
     """Tokens of one prompt and its text together; 0: the model's positions, at most 8192."""
 
-    inference_dynamic_batching_buffer_size_gb: float = 0.0
+    inference_dynamic_batching_buffer_size_gb: float = option(0.0, minimum=0)
     """GiB of keys and values of this rank; 0: as much as all requests may need, within 90 % of
     the memory that the model leaves free on a GPU, less room for two of the largest steps, or
     within 2 GiB on a CPU. Requests that do not fit together wait."""
 
-    inference_dynamic_batching_block_size: int = 64
+    inference_dynamic_batching_block_size: int = option(64, minimum=1)
     """Tokens in a page of the cache."""
 
     kv_cache_dtype: CacheDtype = "auto"
@@ -166,59 +140,57 @@ class InferenceConfig:
     """Compute equal beginnings of prompts once. Off where layers are recurrent, and with
     proposals of mtp."""
 
-    num_speculative_tokens: int = 0
+    num_speculative_tokens: int = option(0, minimum=0)
     """Tokens that are proposed for each text and step, and checked by one forward; 0: none.
     Texts stay the same, token for token. A step holds those of all requests."""
 
-    speculative_drafts: Drafts = "ngram"
+    speculative_drafts: Drafts = option("ngram", needs={"num_speculative_tokens": ON})
     """What proposes them: what followed the same tokens earlier in the text (ngram), a smaller
     model (model), or the model's own layer that predicts further tokens (mtp)."""
 
     draft_load: str = ""
     """Folder of the smaller model, of the same tokenizer."""
 
-    def __post_init__(self) -> None:
-        lowest = {
-            "inference_max_requests": 1,
-            "inference_max_seq_length": 0,
-            "inference_dynamic_batching_buffer_size_gb": 0,
-            "inference_dynamic_batching_block_size": 1,
-            "inference_dynamic_batching_max_tokens": self.inference_max_requests,
-            "num_speculative_tokens": 0,
-        }
-        for name, least in lowest.items():
-            holds = least <= getattr(self, name) < float("inf")
-            check_field(self, name, holds, f"{least} or more")
-        rows = self.inference_max_requests * (1 + self.num_speculative_tokens)
-        if rows > self.inference_dynamic_batching_max_tokens:
-            raise ValueError(
-                f"--num-speculative-tokens {self.num_speculative_tokens} for each of "
-                f"--inference-max-requests {self.inference_max_requests} exceed "
-                f"--inference-dynamic-batching-max-tokens "
-                f"{self.inference_dynamic_batching_max_tokens} of a step: propose fewer."
-            )
-        has_draft = bool(self.num_speculative_tokens) and self.speculative_drafts == "model"
-        if has_draft != bool(self.draft_load):
-            raise ValueError(
-                f"--draft-load {self.draft_load!r} goes with --speculative-drafts model and "
-                "--num-speculative-tokens 1 or more, and they with it."
-            )
-        if self.speculative_drafts != "ngram" and not self.num_speculative_tokens:
-            raise ValueError(
-                f"--speculative-drafts {self.speculative_drafts} proposes nothing: give "
-                "--num-speculative-tokens 1 or more."
-            )
+    rules = (
+        Rule(
+            ("inference_dynamic_batching_max_tokens", "inference_max_requests"),
+            lambda v: v.inference_dynamic_batching_max_tokens < v.inference_max_requests,
+            "--inference-dynamic-batching-max-tokens {inference_dynamic_batching_max_tokens} "
+            "must be at least --inference-max-requests {inference_max_requests}.",
+        ),
+        Rule(
+            ("num_speculative_tokens", "inference_max_requests"),
+            lambda v: (
+                v.num_speculative_tokens
+                and v.inference_max_requests * (1 + v.num_speculative_tokens)
+                > v.inference_dynamic_batching_max_tokens
+            ),
+            "--num-speculative-tokens {num_speculative_tokens} for each of "
+            "--inference-max-requests {inference_max_requests} exceed "
+            "--inference-dynamic-batching-max-tokens {inference_dynamic_batching_max_tokens} "
+            "of a step: propose fewer.",
+        ),
+        Rule(
+            ("draft_load", "speculative_drafts", "num_speculative_tokens"),
+            lambda v: (
+                (bool(v.num_speculative_tokens) and v.speculative_drafts == "model")
+                != bool(v.draft_load)
+            ),
+            "--draft-load {draft_load!r} goes with --speculative-drafts model and "
+            "--num-speculative-tokens 1 or more, and they with it.",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerConfig:
+class ServerConfig(Options):
     """Where a server listens, who may use it, and how long it waits."""
 
     host: str = "127.0.0.1"
     """Address to listen on. The default serves this machine alone; 0.0.0.0 serves everybody who
     reaches it, so give an --api-key too."""
 
-    port: int = 5000
+    port: int = option(5000, minimum=0, below=65536)
     """Port to listen on; 0: any free one."""
 
     api_key: str = ""
@@ -234,29 +206,20 @@ class ServerConfig:
     """Origins of web pages whose scripts may call the server from a browser (CORS), such as
     https://chat.example; *: all."""
 
-    max_queued_requests: int = 1024
+    max_queued_requests: int = option(1024, above=0)
     """Texts that run or wait; more are refused with status 503."""
 
-    max_body_mib: float = 4.0
+    max_body_mib: float = option(4.0, above=0)
     """MiB of a request at most."""
 
-    answer_timeout_s: float = 600.0
+    answer_timeout_s: float = option(600.0, above=0)
     """Seconds for a whole answer, after which it is cut off."""
 
-    client_timeout_s: float = 30.0
+    client_timeout_s: float = option(30.0, above=0)
     """Seconds for a client to send its request and to read each event."""
 
-    drain_timeout_s: float = 30.0
+    drain_timeout_s: float = option(30.0, above=0)
     """Seconds after SIGTERM in which answers that have begun may end."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"--port {self.port} must be from 0 to 65535.")
-        for name in (
-            *("max_queued_requests", "max_body_mib", "answer_timeout_s"),
-            *("client_timeout_s", "drain_timeout_s"),
-        ):
-            check_field(self, name, 0 < getattr(self, name) < float("inf"), "above 0")
 
 
 def check_seed(seed: int) -> None:

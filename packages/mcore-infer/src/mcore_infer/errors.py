@@ -1,4 +1,4 @@
-"""Failures that end a command in one line: neither bad input nor a fault of the program."""
+"""Errors that end a command with one line: failed engines and texts without a next token."""
 
 
 class EngineError(RuntimeError):
@@ -6,4 +6,4 @@ class EngineError(RuntimeError):
 
 
 class StructureError(RuntimeError):
-    """No token goes on with the structure that a text is held to."""
+    """No token of the vocabulary continues a text within its structure."""

@@ -1,4 +1,4 @@
-"""Writing text offline: prompts go in together, an engine writes after each of them.
+"""RunningSequence text offline: prompts go in together, an engine writes after each of them.
 
 ``stream`` and ``generate`` build an engine for their prompts alone; ``stream_texts`` takes the
 options of the commands. What a prompt's text is depends on its seed and not on its neighbours.
@@ -17,13 +17,13 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.building import build_engine
 from mcore_infer.engine.engine import Engine
+from mcore_infer.engine.stages import last_stage_logits, run_stages
 from mcore_infer.engine.step_plans import EngineConfig, Scales
 from mcore_infer.errors import StructureError
-from mcore_infer.grammars import Structure
 from mcore_infer.kv_cache import StaticCache
-from mcore_infer.stages import last_stage_logits, run_stages
-from mcore_infer.structured import Grammars
-from mcore_infer.writing import Generation, NewToken
+from mcore_infer.writing.grammars import Structure
+from mcore_infer.writing.sequence import Generation, NewToken
+from mcore_infer.writing.structured import Grammars
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 
@@ -124,13 +124,13 @@ def stream_texts(
     """
     engine = build_engine(model, config, draft, kv_scales, replicas, in_step)
     engine.grammars = grammars
-    limit = engine.config.max_sequence_tokens
+    positions, limit = model.config.max_position_embeddings, engine.config.max_sequence_tokens
     rows: dict[int, int] = {}  # by request: a beam search takes further numbers for its steps
     for i, prompt in enumerate(prompts):
         request = engine.add(
             prompt,
             sampling,
-            num_tokens=room(model, sampling.num_tokens, prompt, limit, f"prompt {i}"),
+            num_tokens=room(positions, sampling.num_tokens, prompt, limit, f"prompt {i}"),
             seed=seed + i,
             eod=eod,
             stop=stop,
@@ -158,8 +158,9 @@ def _queued(
     """
     if not prompts or not all(prompts):
         raise ValueError("generation needs prompts of at least one token each.")
+    positions = model.config.max_position_embeddings
     wanted = [
-        room(model, sampling.num_tokens, prompt, name=f"prompt {i}")
+        room(positions, sampling.num_tokens, prompt, name=f"prompt {i}")
         for i, prompt in enumerate(prompts)
     ]
     num_beams = max(1, sampling.beam_width)
@@ -271,12 +272,12 @@ def next_logits(
 
 
 def room(
-    model: LanguageModel, wanted: int, prompt: Sequence[int], limit: int = 0, name: str = "it"
+    positions: int, wanted: int, prompt: Sequence[int], limit: int = 0, name: str = "it"
 ) -> int:
     """Return how many tokens can be written after a prompt, and warn where that is fewer.
 
     Args:
-        model: its positions are a limit.
+        positions: of the model; 0: no limit.
         wanted: tokens to write.
         prompt: token ids.
         limit: tokens of prompt and text together; 0: the model's positions alone.
@@ -287,7 +288,7 @@ def room(
     """
     limits = {
         "--inference-max-seq-length": limit,
-        "--max-position-embeddings": model.config.max_position_embeddings,
+        "--max-position-embeddings": positions,
     }
     known = {flag: tokens for flag, tokens in limits.items() if tokens}
     flag = min(known, key=known.__getitem__, default="")

@@ -1,9 +1,8 @@
-"""Keys and values of the tokens that a model has seen, in one block of memory a layer.
+"""Static cache: keys and values of a batch whose rows have equal lengths.
 
-Recurrent layers keep a state of a fixed size instead.
-
-All rows of a batch have the same length; memory for the longest text is taken at once, at
-the first use of a layer, whose tensors give number of heads, dtype and device.
+Each layer holds one block of memory for the longest text, allocated at its first use with the
+heads, dtype and device of its tensors. A recurrent layer holds a state of fixed size instead.
+Used by the decode loop of T5; the engine has ``PagedCache``.
 """
 
 from collections.abc import Callable
@@ -36,7 +35,7 @@ class StaticCache:
         return _StaticLayer(self, self._memories.setdefault(number, _LayerMemory()))
 
     def advance(self, num_tokens: int) -> None:
-        """Say that a forward over so many new tokens is over, in all layers."""
+        """Count new tokens as held, after a forward through all layers."""
         self.length += num_tokens
 
     @property
@@ -74,7 +73,7 @@ class _LayerMemory:
 
 
 class _StaticLayer:
-    """A view of what one layer keeps: a ``LayerState``."""
+    """One layer's part of a ``StaticCache``: a ``LayerState``."""
 
     def __init__(self, cache: StaticCache, held: _LayerMemory) -> None:
         self.cache, self.held = cache, held
@@ -84,7 +83,7 @@ class _StaticLayer:
         mix: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
         *inputs: Shaped[Tensor, "S B ..."],
     ) -> Shaped[Tensor, "S B ..."]:
-        """Mix new tokens of a recurrent layer, and replace its state."""
+        """Run a recurrent layer on new tokens and replace its state."""
         y, self.held.recurrent = mix(self.held.recurrent, *inputs)
         return y
 
@@ -99,7 +98,7 @@ class _StaticLayer:
         backend: AttentionBackend = "auto",
         **scores: Any,
     ) -> Float[Tensor, "S B N J"]:
-        """Write the new keys and values behind the old ones and attend to views of all.
+        """Append keys and values to the cache and attend to all of them.
 
         Raises:
             ValueError: if they do not fit.

@@ -1,7 +1,7 @@
-"""Loading of a checkpoint folder: a model in eval mode and its tokenizer.
+"""Loads a checkpoint folder: a model in eval mode and its tokenizer.
 
-The folder describes its model, so no flags are needed, and any rank grid may load it: each
-rank reads the rows that it needs.
+The folder contains the description of its model, so that no flags are needed. Any rank grid may
+load it: each rank reads the rows of its shards.
 """
 
 import json
@@ -24,6 +24,7 @@ from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
 from mcore_data.datasets.t5 import decoder_start
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.engine.stages import own_stage
 from mcore_infer.quantization.loading import (
     is_quantized,
     pack_weights_,
@@ -31,7 +32,6 @@ from mcore_infer.quantization.loading import (
     quantized_linears,
     round_inputs_,
 )
-from mcore_infer.stages import own_stage
 from mcore_models.config import config_from_dict
 from mcore_models.description import ModelDescription
 from mcore_models.families import FAMILIES, Family
@@ -49,24 +49,24 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in eval mode with its description and tokenizer."""
+    """A model in eval mode with its description, tokenizer and ranks."""
 
     model: LanguageModel
     description: ModelDescription
     tokenizer: Tokenizer | None
-    """None where the checkpoint holds none."""
+    """None: the checkpoint has no tokenizer."""
     folder: Path
     """The step folder that was read."""
     data: Axis = SINGLE
-    """Ranks that hold the same model and may share work: this one's in each replica."""
+    """Ranks with the same part of the model, one in each replica, which may share work."""
     world: Axis = SINGLE
-    """All ranks that hold it or a part of it."""
+    """All ranks of all replicas."""
     in_step: Axis = SINGLE
-    """All these where replicas share experts, see ``Engine``; else one."""
+    """``world`` if replicas share experts, see ``Engine``; else this rank alone."""
     draft: LanguageModel | None = None
-    """A smaller one that proposes tokens to it."""
+    """Draft model of speculative decoding."""
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    """Of keys and values in an fp8 cache, by layer; empty: the checkpoint holds none."""
+    """Scales of keys and values in an fp8 cache, by layer; empty: the checkpoint has none."""
     base: Path | None = None
     """Folder of the model that adapters in ``folder`` were trained for; None: no adapters."""
 
@@ -80,7 +80,7 @@ class LoadedModel:
 
     @property
     def sampling_defaults(self) -> dict[str, float]:
-        """How the model is to be sampled, of a Hugging Face folder's generation_config.json."""
+        """Sampling options of a Hugging Face folder's generation_config.json."""
         file = self.folder / "generation_config.json"
         if not file.is_file():
             return {}
@@ -94,7 +94,7 @@ class LoadedModel:
 
     @property
     def start(self) -> int:
-        """Token that a decoder reads first: of the folder, else of its tokenizer, else 0."""
+        """First token of a T5's decoder: of the folder, else of its tokenizer, else 0."""
         for name in ("generation_config.json", "config.json"):
             if isinstance(found := self._small_file(name).get("decoder_start_token_id"), int):
                 return found
@@ -121,20 +121,20 @@ def load_model(
     needs_experts: bool = False,
     families: Mapping[str, Family] = FAMILIES,
 ) -> LoadedModel:
-    """Build the model that a checkpoint describes and fill it.
+    """Build the model of a checkpoint and load its weights.
 
-    Communicates over ``ctx.world``: all its ranks call it. Adapters stay beside the model
-    that they were trained for, which is read where it was then.
+    Communicates over ``ctx.world``: all its ranks call it. Adapters are loaded unmerged; their
+    base model is read from the folder that it had during training.
 
     Args:
         path: a run folder, a step folder of one, a Hugging Face or a Megatron folder.
         ctx: the rank grid, without context parallelism; each pipeline rank gets its stage.
         step: which of a run folder's; 0: the latest.
-        dtype: to compute in; None: bfloat16 on a GPU, else as it was saved but float32 for
-            bfloat16, which CPUs are slow at.
-        checksums: check the bytes that are read.
-        keep_codes: leave quantized weights packed and multiply with their codes, instead of
-            widening them once; None: on a GPU. Inputs are rounded as the method says in both.
+        dtype: of the computation; None: bfloat16 on a GPU; on a CPU the saved dtype, but
+            float32 for bfloat16, which is slow there.
+        checksums: verify the checksums of all bytes read.
+        keep_codes: multiply with the codes of quantized weights, instead of decoding them once;
+            None: True on a GPU. Inputs are rounded by the method in both cases.
         takes_t5: whether the model may be a T5, which ``t5_decoding`` runs and no engine.
         needs_experts: whether a model without experts is refused.
         families: of models that the checkpoint may hold.
@@ -174,7 +174,8 @@ def load_model(
         _allocate(model, ctx.device, packed)
         shards = {f"model.{n}": s for n, s in named_shards(model, ctx.data_axes()).items()}
         rest = {n: s for n, s in shards.items() if not any(p.data.is_meta for p in s.pieces)}
-        # Other stages' too, which no rank loads yet.
+        # Weights that stay packed are loaded later, one linear at a time; the names of all
+        # stages are ignored here, since a load checks that every tensor is used.
         apart = {
             name for names in gather_json([*shards.keys() - rest], ctx.pp) for name in names
         }
@@ -185,7 +186,7 @@ def load_model(
 
             def fill(weights: Mapping[str, Shard]) -> None:
                 named = {f"model.{name}": shard for name, shard in weights.items()}
-                # Stages have different numbers of linears: each rank reads its own.
+                # Stages have different numbers of linears, so that collectives would not match.
                 alone: dict[str, Any] = {"world": SINGLE} if ctx.pp.size > 1 else {}
                 load(folder, named, ignore=("model.",), **reading | alone)
 
@@ -210,7 +211,7 @@ def empty_model(
     families: Mapping[str, Family] = FAMILIES,
     peft: PeftConfig = _NO_ADAPTERS,
 ) -> LanguageModel:
-    """Build a model whose weights are zero, to be filled; no communication.
+    """Build a model with weights of zero, for the caller to fill; no communication.
 
     Args:
         description: which model.
@@ -257,15 +258,18 @@ def _on_meta(
 
 
 def _allocate(model: nn.Module, device: torch.device, packed: frozenset[str]) -> None:
-    """Give a model memory of zeros, but not the weights of linears that stay packed."""
+    """Allocate zeros for all tensors but the weights of linears that stay packed."""
     for path, module in model.named_modules():
-        kept = module._parameters.pop("weight") if path in packed else None
+        if path not in packed:
+            module.to_empty(device=device, recurse=False)
+            continue
+        meta_weight = module.get_parameter("weight")
+        module.register_parameter("weight", None)  # to_empty leaves it out
         module.to_empty(device=device, recurse=False)
-        if kept is not None:
-            module.register_parameter("weight", kept)
+        module.register_parameter("weight", meta_weight)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()  # what no logical tensor covers is padding, which is zero
+            tensor.zero_()  # padding, which no logical tensor covers, must be zero
 
 
 def _without_base(
@@ -274,14 +278,14 @@ def _without_base(
     shards: Mapping[str, Shard],
     reading: Mapping[str, Any],
 ) -> dict[str, Shard]:
-    """Fill the model beside which adapters stand from its own folder; return the adapters."""
+    """Load the base model of adapters from its folder; return the shards of the adapters."""
     base = {name: shard for name, shard in shards.items() if not is_adapter(name)}
     load(find_base(folder, adapter), base, ignore=("optimizer.", "rng.", "fp8."), **reading)
     return {name: shard for name, shard in shards.items() if is_adapter(name)}
 
 
 def check_context(ctx: ParallelContext) -> None:
-    """Refuse rank grids under which text cannot be generated token by token."""
+    """Raise ValueError for rank grids that cannot generate token by token."""
     if ctx.config.context_parallel_size > 1:
         raise ValueError(
             "generation runs without --context-parallel-size: set it to 1. Any checkpoint "

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from mcore_infer.config import SamplingConfig
+from mcore_infer.engine.stages import agree_on_tokens
 from mcore_infer.generation import room
 from mcore_infer.kv_cache import StaticCache
-from mcore_infer.sampling import choose, token_log_probs
-from mcore_infer.stages import agreed, last_stage_logits
-from mcore_infer.writing import NewToken, Writing
+from mcore_infer.writing.sampling import choose, token_log_probs
+from mcore_infer.writing.sequence import NewToken, RunningSequence
+from mcore_parallel.collectives import all_gather
 
 
 @torch.no_grad()
@@ -46,9 +47,12 @@ def answer_texts(
     """
     if not texts or not all(texts):
         raise ValueError("generation needs prompts of at least one token each.")
-    num_tokens = room(model, sampling.num_tokens, [start], name="an answer's first part")
+    positions = model.config.max_position_embeddings
+    num_tokens = room(positions, sampling.num_tokens, [start], name="the answer")
     rows = [
-        Writing([start], sampling, num_tokens=num_tokens, seed=seed + i, eod=eod, stop=stop)
+        RunningSequence(
+            [start], sampling, num_tokens=num_tokens, seed=seed + i, eod=eod, stop=stop
+        )
         for i in range(len(texts))
     ]
     device, longest = next(model.parameters()).device, max(map(len, texts))
@@ -61,9 +65,9 @@ def answer_texts(
     while True:
         hidden = model.write(tokens, encoded, mask, cache)  # [1, B, D]
         cache.advance(1)
-        logits = last_stage_logits(model, hidden[-1].unsqueeze(1))
+        logits = all_gather(model.logits(hidden)[-1], model.tp, dim=-1)[:, : model.vocab_size]
         # Rows that are over keep their place in the batch; their tokens are not read.
-        chosen = agreed(choose(logits, rows), model)
+        chosen = agree_on_tokens(choose(logits, rows), model.tp, model.pp)
         log_probs = token_log_probs(logits, chosen)
         pairs = zip(chosen.tolist(), log_probs.tolist(), strict=True)
         for i, (token, log_prob) in enumerate(pairs):

@@ -8,7 +8,7 @@ import torch
 
 from mcore_infer import Engine, EngineConfig, SamplingConfig
 from mcore_infer.engine.fp8_cache import to_codes
-from mcore_infer.engine.paged_cache import reference_decode, write_to_pages
+from mcore_infer.engine.plain_attention import reference_decode, write_to_pages
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_moe import MoEConfig

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from mcore_infer.engine import padded_attention
+from mcore_infer.engine import plain_attention
 from mcore_infer.engine.fp8_cache import to_codes
-from mcore_infer.engine.padded_attention import padded_decode
-from mcore_infer.engine.paged_cache import reference_decode
+from mcore_infer.engine.plain_attention import padded_decode, reference_decode
 
 
 @pytest.mark.parametrize(
@@ -35,6 +34,6 @@ def test_requests_side_by_side_attend_as_each_alone(rules, at_once, monkeypatch)
         keys[29] = values[29] = torch.nan
     where = keys, values, tables, lengths
     bytes_of_one = 16 * 2 * (6 + 5) * 8
-    monkeypatch.setattr(padded_attention, "GATHERED_BYTES", at_once * bytes_of_one)
+    monkeypatch.setattr(plain_attention, "GATHERED_BYTES", at_once * bytes_of_one)
     got = padded_decode(q, *where, **rules)
     torch.testing.assert_close(got, reference_decode(q, *where, **rules), rtol=0, atol=1e-9)

@@ -106,7 +106,7 @@ def test_steps_that_keep_the_device_busy_are_not_recorded(model, tape_recorder, 
     ("folder", "reason"),
     [
         ("run_folder", "there is no GPU"),
-        ("hybrid_folder", "a recurrent state takes the tokens of a text in turn"),
+        ("hybrid_folder", "a recurrent layer reads the tokens of a text in order"),
     ],
 )
 def test_the_log_says_why_nothing_is_recorded(folder, reason, request, tape_recorder, caplog):

@@ -42,7 +42,7 @@ BF16 = 1.6e-2
 
 
 @pytest.fixture(scope="module")
-def quantized(tmp_path_factory):
+def quantized(tmp_path_factory, save_random, quantize_folder):
     """A model of each kind and its quantized folders, made when first asked for."""
     path = tmp_path_factory.mktemp("loaders")
     (path / "text.txt").write_text(TEXT)
@@ -50,21 +50,11 @@ def quantized(tmp_path_factory):
 
     def make(kind, method, form="compressed-tensors"):
         plain, folder = path / kind, path / f"{kind}-{method}-{form}"
-        if not plain.exists():
-            sizes = SIZES | (EXPERTS if kind == "Qwen3Moe" else {})
-            config = getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=None)
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(config)
-            with torch.no_grad():
-                for name, weight in model.named_parameters():
-                    weight.copy_(0.15 * torch.randn(weight.shape) + 1.0 * ("norm" in name))
-            model.save_pretrained(plain)
+        sizes = SIZES | (EXPERTS if kind == "Qwen3Moe" else {})
+        save_random(plain, kind, sizes, std=0.15)
         if not folder.exists():
-            words = ["--load", plain, "--output", folder, "--tokenizer", path / "bytes"]
-            words += ["--calibration-data", path / "text.txt", "--method", method]
-            words += ["--format", form]
-            words += ["--group-size", "32"] if method in ("awq", "gptq") else []
-            assert main(["quantize", *map(str, words)]) == 0
+            group = ["--group-size", 32] if method in ("awq", "gptq") else []
+            quantize_folder(path, plain, folder, method, form, *group)
         return plain, folder
 
     return make

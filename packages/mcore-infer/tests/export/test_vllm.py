@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from mcore_data.tokenizers.plain import ByteTokenizer
-from mcore_infer.cli import main
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,9 +80,8 @@ for folder in sys.argv[3:]:
 
 
 @pytest.fixture(scope="module")
-def scores(tmp_path_factory):
+def scores(tmp_path_factory, save_random, quantize_folder):
     """Log probabilities of the scored text by case, or what vLLM refuses the folder with."""
-    transformers = pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("vllm")
     ByteTokenizer().save(path / "bytes")
     draw = random.Random(0)
@@ -92,20 +90,11 @@ def scores(tmp_path_factory):
     folders = {}
     for kind, method, form in CASES:
         plain, folder = path / kind, path / f"{kind}-{method}-{form}"
-        if not plain.exists():
-            sizes = SIZES | (EXPERTS if kind == "Qwen3Moe" else {})
-            config = getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=None)
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(config)
-            with torch.no_grad():
-                for name, weight in model.named_parameters():
-                    weight.copy_(0.05 * torch.randn(weight.shape) + 1.0 * ("norm" in name))
-            model.to(torch.bfloat16).save_pretrained(plain)
-        words = ["--load", plain, "--output", folder, "--tokenizer", path / "bytes"]
-        words += ["--calibration-data", path / "text.txt", "--method", method, "--format", form]
-        words += ["--calibration-tokens", 1024, "--scored-tokens", NUM_SCORED]
-        words += ["--seq-length", 1024]  # the scored text is one window
-        assert main(["quantize", *map(str, words)]) == 0
+        sizes = SIZES | (EXPERTS if kind == "Qwen3Moe" else {})
+        save_random(plain, kind, sizes, std=0.05, dtype=torch.bfloat16)
+        counts = ["--calibration-tokens", 1024, "--scored-tokens", NUM_SCORED]
+        counts += ["--seq-length", 1024]  # the scored text is one window
+        quantize_folder(path, plain, folder, method, form, *counts)
         folders[kind, method, form] = folder
     ids = [ByteTokenizer().eod, *text[1024 : 1024 + NUM_SCORED].encode()]
     (path / "scorer.py").write_text(SCORER)

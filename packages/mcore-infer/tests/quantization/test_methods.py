@@ -7,12 +7,19 @@ import torch
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, find_layout
 from mcore_ckpt.mapping.rules import Link
-from mcore_infer.quantization.awq import fold_, scale_and_round, search_strength
 from mcore_infer.quantization.budget import allocate
-from mcore_infer.quantization.gptq import compensate_and_round, rounded_columns
 from mcore_infer.quantization.matrices import FusedMatrix, Member, select
+from mcore_infer.quantization.methods import (
+    compensate_and_round,
+    fold_,
+    input_scale,
+    round_to_nearest,
+    rounded_columns,
+    scale_and_round,
+    search_strength,
+    smooth_and_round,
+)
 from mcore_infer.quantization.observing import InputStatistics
-from mcore_infer.quantization.rounding import input_scale, round_to_nearest, smooth_and_round
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.layers.norm import LayerNorm, RMSNorm

@@ -12,12 +12,12 @@ import pytest
 import uvicorn
 
 from mcore_infer import InferenceConfig, build_engine, load_model
-from mcore_infer.chat_format import load_chat_format
 from mcore_infer.server.app import Limits, Server
-from mcore_infer.server.front import Front
 from mcore_infer.server.job import ServedModel
+from mcore_infer.server.responses import EngineClient
 from mcore_infer.server.worker import EngineWorker
-from mcore_infer.structured import Grammars
+from mcore_infer.writing.chat_format import load_chat_format
+from mcore_infer.writing.structured import Grammars
 from mcore_parallel.mesh import ParallelContext
 
 TEMPLATE = (
@@ -107,7 +107,7 @@ def run_server(loaded, limits=None, template=TEMPLATE, **fields):
         max_tokens=engine.config.max_sequence_tokens,
         chat=load_chat_format(template, tokenizer),
     )
-    front = Front(EngineWorker(engine, loaded.model.tp), max_queued=400)
+    front = EngineClient(EngineWorker(engine, loaded.model.tp), max_queued=400)
     server = Server(served, front, limits or Limits())
     listening = socket.create_server(("127.0.0.1", 0), backlog=512)
     config = uvicorn.Config(server.app(), log_config=None, access_log=False, ws="none")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import Generation, NewToken
 from mcore_infer.server.answer import Answer
-from mcore_infer.vocabulary import TokenTexts
+from mcore_infer.writing.token_text import TokenTexts
 
 TEXTS = TokenTexts(ByteTokenizer())
 

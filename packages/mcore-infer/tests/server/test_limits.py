@@ -10,8 +10,8 @@ import pytest
 
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import Generation, SamplingConfig, generate_text
-from mcore_infer.server.answering import Patience
 from mcore_infer.server.app import Limits
+from mcore_infer.server.responses import Timeouts
 
 ENDLESS = {"prompt": "In the", "max_tokens": 400, "ignore_eos": True}
 
@@ -23,7 +23,7 @@ def test_a_client_that_leaves_is_cancelled_and_its_pages_come_back(
     requests, steps = client.server.front.worker.requests, []
     follow = requests.step
     monkeypatch.setattr(
-        requests, "step", lambda orders: steps.append(follow(orders)) or steps[-1]
+        requests, "step", lambda commands: steps.append(follow(commands)) or steps[-1]
     )
     before = client.server.metrics.cancelled
     connection = client.begin("/v1/completions", **ENDLESS, stream=is_stream, n=3)
@@ -216,9 +216,9 @@ def test_a_key_a_host_and_limits_keep_others_out(small_client):
     assert small_client.send("GET", "/health", None, {"host": "evil.example"})[0] == 403
     long = {"prompt": "a" * 5000}
     assert small_client.send("POST", "/v1/completions", long, key)[0] == 413
-    # From here on only what never comes is waited for: a busy host is slower than patience.
+    # From here on only what never comes is waited for: a busy host is slower than timeouts.
     server = small_client.server
-    server.limits = replace(server.limits, patience=Patience(client_s=0.3))
+    server.limits = replace(server.limits, timeouts=Timeouts(client_s=0.3))
     silent = socket.create_connection(("127.0.0.1", small_client.port), timeout=120)
     silent.sendall(
         b"PUT /api HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
@@ -226,7 +226,7 @@ def test_a_key_a_host_and_limits_keep_others_out(small_client):
     )
     assert b"408" in silent.recv(100)
     silent.close()
-    server.limits = replace(server.limits, patience=Patience(answer_s=0.3))
+    server.limits = replace(server.limits, timeouts=Timeouts(answer_s=0.3))
     many = {**ENDLESS, "n": 20}
     late, _, text = small_client.send("POST", "/v1/completions", many, key)
     assert late == 504

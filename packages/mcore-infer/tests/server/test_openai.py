@@ -10,10 +10,10 @@ import torch
 
 from mcore_data.datasets.chat import CHATML
 from mcore_infer import SamplingConfig, generate, generate_text
-from mcore_infer.chat_format import load_chat_format
 from mcore_infer.server.chat import read_chat
 from mcore_infer.server.completions import read_completion
 from mcore_infer.server.schemas import ChatBody, CompletionBody, RequestError
+from mcore_infer.writing.chat_format import load_chat_format
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 

@@ -8,7 +8,6 @@ import tokenizers
 from mcore_data.tokenizers.hf import HFTokenizer, set_byte_level
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import NewToken
-from mcore_infer.grammars import Structure
 from mcore_infer.server.answer import Answer
 from mcore_infer.server.schemas import Function
 from mcore_infer.server.tool_calls import (
@@ -20,8 +19,9 @@ from mcore_infer.server.tool_calls import (
     marks_of,
     tool_format,
 )
-from mcore_infer.structured import Grammars
-from mcore_infer.vocabulary import TokenTexts
+from mcore_infer.writing.grammars import Structure
+from mcore_infer.writing.structured import Grammars
+from mcore_infer.writing.token_text import TokenTexts
 
 
 def deepseek(text):

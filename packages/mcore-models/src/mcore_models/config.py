@@ -7,13 +7,13 @@ it, and no one writes a derived number back. The standard library only.
 
 import difflib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from mcore_base.field_checks import check_above_zero, check_at_least, check_field, flag
+from mcore_base.options import ON, Because, Options, Rule, When, flag, listed, option, rules
 from mcore_models.layer_patterns import further_letters, pattern_layers, read_pattern
-from mcore_models.logical_tensors import head_dim, is_gated
+from mcore_models.logical_tensors import expert_size, head_dim, is_gated
 
 PositionEmbedding = Literal["rope", "learned_absolute", "alibi", "none"]
 Normalization = Literal["RMSNorm", "LayerNorm"]
@@ -22,45 +22,160 @@ ParallelResidual = Literal["off", "two_norms", "one_norm"]
 AttentionBackend = Literal["auto", "flash4", "fused", "flash", "unfused", "local"]
 Config = TypeVar("Config")
 
-_MUP = {
-    "mup_base_hidden_size": 0,
-    "mup_embedding_mult": 1.0,
-    "mup_output_mult": 1.0,
-    "mup_attn_scale_power": 1.0,
-    "mup_base_head_dim": 0,
-}
-"""Defaults of what goes with --use-mup."""
+
+def expert_sizes(values: Any) -> tuple[int, int]:
+    """Return the widths of an expert's input and of its inside.
+
+    Args:
+        values: options of a model with experts, as ``Values``.
+    """
+    return values.moe_latent_size or values.hidden_size, expert_size(values, values)
+
+
+def _letters_of(pattern: str) -> set[str]:
+    """Return the letters of a hybrid pattern; none where it is no pattern."""
+    try:
+        return set("".join(pattern_layers(pattern)) + further_letters(pattern))
+    except ValueError:
+        return set()
+
+
+_MAMBA = (
+    When(
+        "hybrid_override_pattern",
+        lambda pattern: "M" in _letters_of(pattern),
+        "M in --hybrid-override-pattern",
+    ),
+)
+_DELTA_NET = (
+    When(
+        "hybrid_override_pattern",
+        lambda pattern: "G" in _letters_of(pattern),
+        "G in --hybrid-override-pattern",
+    ),
+)
+
+
+def _wrong_heads(values: Any) -> str:
+    """Return why the width cannot be split over heads; empty: it can."""
+    heads, width = values.num_attention_heads, values.hidden_size
+    if values.kv_channels or values.multi_latent_attention or width % heads == 0:
+        return ""
+    return (
+        f"--hidden-size {width} cannot be split over --num-attention-heads {heads}: use a "
+        f"multiple of {heads}, such as {-(-width // heads) * heads}, or set --kv-channels."
+    )
+
+
+def _wrong_rotation(values: Any) -> Iterator[str]:
+    """Yield what is wrong with the channels that are rotated."""
+    if values.position_embedding_type != "rope":
+        return
+    size = rotary_size(values)
+    if size < 2 or size % 2:
+        yield (
+            f"--rotary-percent {values.rotary_percent} of heads of {head_dim(values)} channels "
+            f"rotates {size}: that must be an even number, 2 or more."
+        )
+        return
+    for name in ("longrope_short_factor", "longrope_long_factor"):
+        count, wanted = len(getattr(values, name)), size // 2 * (values.rope_type == "longrope")
+        if count != wanted:
+            yield f"{flag(name)} has {count} factors: it must have {wanted}."
+
+
+def _wrong_layers(values: Any, name: str) -> str:
+    """Return why the layers of a pattern of numbers cannot be read; empty: they can."""
+    try:
+        layers_skip(getattr(values, name), values.num_layers, name)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _several_activations(values: Any) -> str:
+    """Return which activations exclude each other; empty: at most one is chosen."""
+    kinds = ("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu", "openai_gelu")
+    chosen = [flag(name) for name in kinds if getattr(values, name)]
+    if len(chosen) < 2:
+        return ""
+    hint = " (--no-swiglu drops the default)." if values.swiglu else "."
+    return f"{' and '.join(chosen)} exclude each other: keep one{hint}"
+
+
+def _wrong_pattern(values: Any) -> str:
+    """Return why a hybrid pattern cannot be read or contradicts counts; empty: it fits."""
+    pattern = values.hybrid_override_pattern
+    try:
+        layers = pattern_layers(pattern)
+        further_letters(pattern)
+    except ValueError as error:
+        return str(error)
+    if layers and len(layers) != values.num_layers:
+        return (
+            f"--hybrid-override-pattern {pattern} has {len(layers)} layers, --num-layers says "
+            f"{values.num_layers}: leave --num-layers out."
+        )
+    further = pattern.count("/")
+    if layers and further != values.mtp_num_layers:
+        return (
+            f"--hybrid-override-pattern {pattern} has {further} layers of multi-token "
+            "prediction, each behind a /, --mtp-num-layers says "
+            f"{values.mtp_num_layers}: leave --mtp-num-layers out."
+        )
+    return ""
+
+
+def _wrong_mamba_heads(values: Any) -> str:
+    """Return why heads and groups of a Mamba layer do not divide; empty: they do."""
+    inner = 2 * values.hidden_size
+    if not values.mamba_num_heads and inner % values.mamba_head_dim:
+        return (
+            f"2 x --hidden-size {values.hidden_size} cannot be split into heads of "
+            f"--mamba-head-dim {values.mamba_head_dim}: use a divisor of {inner}, or set "
+            "--mamba-num-heads."
+        )
+    heads = values.mamba_num_heads or inner // values.mamba_head_dim
+    if heads < 1 or heads % values.mamba_num_groups:
+        return (
+            f"{heads} Mamba heads (--mamba-num-heads) cannot share --mamba-num-groups "
+            f"{values.mamba_num_groups}: groups must divide heads."
+        )
+    return ""
+
+
+_GATED = (When("is_gated_mlp", bool, "a gate (--swiglu)"),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransformerConfig:
+class TransformerConfig(Options):
     """Shape and numerics of the layers of a GPT."""
 
     # Sizes.
 
-    num_layers: int
+    num_layers: int = field(metadata=rules(minimum=1))
     """Transformer layers."""
 
-    hidden_size: int
+    hidden_size: int = field(metadata=rules(minimum=1))
     """Width of the residual stream."""
 
-    num_attention_heads: int
+    num_attention_heads: int = field(metadata=rules(minimum=1))
     """Query heads of a layer."""
 
-    num_query_groups: int = 0
+    num_query_groups: int = option(0, minimum=0)
     """Key/value heads of a layer, each shared by several query heads; 0: as many as query
     heads."""
 
-    kv_channels: int = 0
+    kv_channels: int = option(0, minimum=0, idle_with={"multi_latent_attention": ON})
     """Width of one head; 0: --hidden-size / --num-attention-heads."""
 
-    ffn_hidden_size: int = 0
+    ffn_hidden_size: int = option(0, minimum=0)
     """Width inside the feed-forward layer; 0: 4 x --hidden-size, or for gated activations two
     thirds of that, rounded down to a multiple of 64 (at least 64)."""
 
     # Positions.
 
-    max_position_embeddings: int = 0
+    max_position_embeddings: int = option(0, minimum=0)
     """Longest sequence the model takes, in tokens; 0: no limit. Learned positions need it.
     Megatron's default: none."""
 
@@ -68,70 +183,85 @@ class TransformerConfig:
     """How positions enter: rotated queries and keys, a learned table, scores that fall with
     distance (alibi), or not at all. Megatron's default: learned_absolute."""
 
-    rotary_base: float = 10000.0
+    rotary_base: float = option(10000.0, above=0)
     """Base of the rotary wavelengths."""
 
-    rotary_base_local: float = 0.0
+    rotary_base_local: float = option(
+        0.0,
+        minimum=0,
+        idle_with={"multi_latent_attention": ON},
+        needs=(When("has_windows", bool, "--window-size"),),
+    )
     """Base of the rotary wavelengths in windowed layers, unstretched; 0: as the others."""
 
-    rotary_percent: float = 1.0
+    rotary_percent: float = option(
+        1.0, above=0, maximum=1, idle_with={"multi_latent_attention": ON}
+    )
     """Share of each head's channels that is rotated, above 0 to 1."""
 
-    rotary_interleaved: bool = False
+    rotary_interleaved: bool = option(False, needs={"position_embedding_type": "rope"})
     """Rotate neighbouring channels (2i, 2i+1) together instead of (i, i + half)."""
 
-    rope_skip_freq: str = "0"
+    rope_skip_freq: str = option("0", idle_with={"multi_latent_attention": ON})
     """Layers without rotation: "N" for every N-th, or a list of 0 and 1 (without), one a
     layer; "0": none."""
 
     # Stretching of rotary wavelengths for longer contexts: linear, Llama 3.1's, YaRN, LongRoPE.
 
-    rotary_seq_len_interpolation_factor: float = 1.0
+    rotary_seq_len_interpolation_factor: float = option(1.0, above=0)
     """Positions are divided by this before they are rotated by; 1: not at all."""
 
-    use_rope_scaling: bool = False
+    use_rope_scaling: bool = option(False, needs={"position_embedding_type": "rope"})
     """Stretch long rotary wavelengths as LLaMA 3.1 does, for longer contexts."""
 
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: float = option(8.0, part_of={"use_rope_scaling": ON})
     """By how much the longest wavelengths are stretched."""
 
-    rope_scaling_low_freq_factor: float = 1.0
+    rope_scaling_low_freq_factor: float = option(1.0, part_of={"use_rope_scaling": ON})
     """Wavelengths above the original context divided by this are stretched fully."""
 
-    rope_scaling_high_freq_factor: float = 4.0
+    rope_scaling_high_freq_factor: float = option(4.0, part_of={"use_rope_scaling": ON})
     """Wavelengths below the original context divided by this stay."""
 
-    rope_scaling_original_max_position_embeddings: int = 8192
+    rope_scaling_original_max_position_embeddings: int = option(
+        8192, part_of={"use_rope_scaling": ON}
+    )
     """Context, in tokens, that the model knew before it was stretched."""
 
-    rope_type: Literal["rope", "yarn", "dynamic", "longrope"] = "rope"
+    rope_type: Literal["rope", "yarn", "dynamic", "longrope"] = option(
+        "rope", needs={"position_embedding_type": "rope"}
+    )
     """How rotary wavelengths are stretched for longer contexts: not, as YaRN does, by a base
     that grows with the sequence (dynamic), or by a factor for each channel (longrope).
     Megatron's default: yarn with latent attention."""
 
-    rotary_scaling_factor: float = 40.0
+    rotary_scaling_factor: float = option(
+        40.0, above=0, part_of={"rope_type": ("yarn", "dynamic", "longrope")}
+    )
     """By how much --rope-type stretches the longest wavelengths. Megatron's default: 1.0."""
 
-    original_max_position_embeddings: int = 4096
+    original_max_position_embeddings: int = option(
+        4096, above=0, part_of={"rope_type": ("yarn", "dynamic", "longrope")}
+    )
     """Context, in tokens, that the model knew before --rope-type stretched it."""
 
-    beta_fast: float = 32.0
+    beta_fast: float = option(32.0, part_of={"rope_type": "yarn"})
     """Channels that turn more often than this within the original context stay."""
 
-    beta_slow: float = 1.0
+    beta_slow: float = option(1.0, above=0, part_of={"rope_type": "yarn"})
     """Channels that turn less often than this are stretched fully."""
 
-    mscale: float = 1.0
+    mscale: float = option(1.0, minimum=0, part_of={"rope_type": "yarn"})
     """YaRN multiplies cosines and sines by m(this) / m(--mscale-all-dim), where m(x) is
     0.1 x ln(--rotary-scaling-factor) + 1."""
 
-    mscale_all_dim: float = 0.0
+    mscale_all_dim: float = option(0.0, minimum=0, part_of={"rope_type": "yarn"})
     """In latent attention YaRN multiplies all scores by the square of m(this)."""
 
-    yarn_correction_range_round_to_int: bool = True
+    yarn_correction_range_round_to_int: bool = option(True, part_of={"rope_type": "yarn"})
     """YaRN's bounds between stretched and other channels are rounded to whole channels."""
 
-    rope_attention_factor: float = 0.0
+    rope_attention_factor: float = option(0.0, part_of={"rope_type": ("yarn", "longrope")})
     """Factor on cosines and sines where --rope-type is yarn or longrope; 0: by its formula."""
 
     longrope_short_factor: tuple[float, ...] = ()
@@ -146,13 +276,13 @@ class TransformerConfig:
     normalization: Normalization = "RMSNorm"
     """Kind of the norms. Megatron's default: LayerNorm."""
 
-    norm_epsilon: float = 1e-5
+    norm_epsilon: float = option(1e-5, above=0)
     """Added to the mean square inside a norm."""
 
     apply_layernorm_1p: bool = False
     """Store norm weights minus 1, so that they begin at zero."""
 
-    norm_bias: bool = True
+    norm_bias: bool = option(True, needs={"normalization": "LayerNorm"})
     """Give LayerNorms a bias; --no-norm-bias: a weight only."""
 
     norm_placement: NormPlacement = "pre"
@@ -162,63 +292,84 @@ class TransformerConfig:
     embedding_layernorm: bool = False
     """Norm embeddings before the first layer."""
 
-    parallel_residual: ParallelResidual = "off"
+    parallel_residual: ParallelResidual = option(
+        "off", needs={"norm_placement": Because("as its norms are before both halves", "pre")}
+    )
     """Attention and feed-forward layer read the same stream, through a norm each (two_norms,
     GPT-NeoX) or one (one_norm, Cohere), and are added together."""
 
     # Attention: projections, norms of queries and keys, scores.
 
-    add_qkv_bias: bool = False
+    add_qkv_bias: bool = option(False, idle_with={"multi_latent_attention": ON})
     """Biases of queries, keys and values even where other linears have none."""
 
-    add_attention_bias: bool = False
+    add_attention_bias: bool = option(False, idle_with={"multi_latent_attention": ON})
     """Biases of queries, keys, values and attention's output even where other linears have
     none."""
 
     qk_layernorm: bool = False
     """Norm each head's queries and keys before they are rotated."""
 
-    qk_norm_width: Literal["head", "own_head", "layer"] = "head"
+    qk_norm_width: Literal["head", "own_head", "layer"] = option(
+        "head", idle_with={"multi_latent_attention": ON}, part_of={"qk_layernorm": ON}
+    )
     """With --qk-layernorm: norm each head alone, all with one gain; own_head: each with a gain
     of its own and no bias (Command R+); layer: all heads of a layer as one (OLMo-2)."""
 
-    qk_l2_norm: bool = False
+    qk_l2_norm: bool = option(False, idle_with={"multi_latent_attention": ON})
     """Divide rotated queries and keys by their root mean square, without weights (Llama 4)."""
 
-    attention_output_gate: bool = False
+    attention_output_gate: bool = option(False, idle_with={"multi_latent_attention": ON})
     """Multiply attention's output, before its last projection, by a sigmoid of a projection
     of the same tokens (Qwen3-Next)."""
 
-    softmax_scale: float = 0.0
+    softmax_scale: float = option(0.0, minimum=0, idle_with={"multi_latent_attention": ON})
     """Factor on attention scores; 0: 1 / sqrt(width of a head)."""
 
-    attn_logit_softcapping: float = 0.0
+    attn_logit_softcapping: float = option(
+        0.0,
+        minimum=0,
+        idle_with={"multi_latent_attention": ON},
+        excludes={
+            "position_embedding_type": Because(
+                "as whether distances are capped is not defined", "alibi"
+            )
+        },
+    )
     """Bound scores smoothly by c x tanh(score / c); 0: not at all."""
 
-    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
+    softmax_type: Literal["vanilla", "learnable"] = option(
+        "vanilla", idle_with={"multi_latent_attention": ON}
+    )
     """Let each head put a learned share of its attention on nothing: a sink (gpt-oss)."""
 
     # Attention: windows, chunks, temperature.
 
-    window_size: tuple[int, int] = (-1, 0)
+    window_size: tuple[int, int] = option((-1, 0), idle_with={"multi_latent_attention": ON})
     """Tokens that a query sees before and after its own; -1 before: all. The second is 0 in
     a causal model."""
 
-    window_attn_skip_freq: str = "0"
+    window_attn_skip_freq: str = option(
+        "0", needs=(When("has_windows", bool, "--window-size"),)
+    )
     """Layers that see all earlier tokens though others have a window: "N" for every N-th, or
     a list of 0 (all) and 1 (window), one a layer; "0": none."""
 
-    attention_chunk_size: int = 0
+    attention_chunk_size: int = option(0, minimum=0, idle_with={"multi_latent_attention": ON})
     """Windowed layers attend within chunks of so many tokens instead (Llama 4); 0: off."""
 
-    attention_temperature_span: int = 0
+    attention_temperature_span: int = option(
+        0, minimum=0, idle_with={"multi_latent_attention": ON}
+    )
     """In layers without rotation, multiply queries by 1 + --attention-temperature-scale x
     ln(1 + n), n being how many times this many tokens came before; 0: off."""
 
-    attention_temperature_scale: float = 0.1
+    attention_temperature_scale: float = option(0.1, part_of={"attention_temperature_span": ON})
     """See --attention-temperature-span."""
 
-    attention_temperature_layers: Literal["unrotated", "all"] = "unrotated"
+    attention_temperature_layers: Literal["unrotated", "all"] = option(
+        "unrotated", part_of={"attention_temperature_span": ON}
+    )
     """Layers of --attention-temperature-span; in all layers the token itself is not counted,
     as Ministral 3 does."""
 
@@ -228,20 +379,20 @@ class TransformerConfig:
     """Compress keys and values of all heads to one latent vector a token. DeepSeek's models
     also have --qk-layernorm and --rotary-interleaved."""
 
-    q_lora_rank: int = 0
+    q_lora_rank: int = option(0, minimum=0, part_of={"multi_latent_attention": ON})
     """Width of the latent vector of the queries; 0: they are not compressed."""
 
-    kv_lora_rank: int = 512
+    kv_lora_rank: int = option(512, above=0, part_of={"multi_latent_attention": ON})
     """Width of the latent vector of keys and values. Megatron's default: 32."""
 
-    qk_head_dim: int = 128
+    qk_head_dim: int = option(128, above=0, part_of={"multi_latent_attention": ON})
     """Channels of a latent head's queries and keys that are not rotated."""
 
-    qk_pos_emb_head_dim: int = 64
+    qk_pos_emb_head_dim: int = option(64, above=0, part_of={"multi_latent_attention": ON})
     """Channels of a latent head's queries that are rotated, and of the one rotated key that
     all heads share."""
 
-    v_head_dim: int = 128
+    v_head_dim: int = option(128, above=0, part_of={"multi_latent_attention": ON})
     """Channels of a latent head's values."""
 
     # Feed-forward layers.
@@ -265,10 +416,10 @@ class TransformerConfig:
     exact_geglu: bool = False
     """Feed-forward layers gated by the exact GELU; needs --no-swiglu."""
 
-    activation_func_clamp_value: float = 0.0
+    activation_func_clamp_value: float = option(0.0, minimum=0, needs=_GATED)
     """Clamp gates from above and up-projections on both sides before they meet; 0: off."""
 
-    glu_linear_offset: float = 0.0
+    glu_linear_offset: float = option(0.0, needs=_GATED)
     """Added to up-projections before they meet their gate."""
 
     add_bias_linear: bool = False
@@ -279,66 +430,86 @@ class TransformerConfig:
     untie_embeddings_and_output_weights: bool = False
     """Give the output head a weight of its own instead of the embedding's."""
 
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: int = option(128, minimum=1)
     """Pad each tensor rank's share of the vocabulary to a multiple of this."""
 
-    embedding_multiplier: float = 1.0
+    embedding_multiplier: float = option(1.0, above=0)
     """Factor on embeddings."""
 
-    residual_multiplier: float = 1.0
+    residual_multiplier: float = option(1.0, above=0)
     """Factor on what attention and feed-forward layers add to the residual stream."""
 
-    logits_multiplier: float = 1.0
+    logits_multiplier: float = option(1.0, above=0)
     """Factor on the scores of the vocabulary."""
 
-    final_logit_softcapping: float = 0.0
+    final_logit_softcapping: float = option(0.0, minimum=0)
     """Bound the scores of the vocabulary by c x tanh(score / c); 0: not at all."""
 
     # Dropout and initial weights.
 
-    hidden_dropout: float = 0.0
+    hidden_dropout: float = option(0.0, minimum=0, below=1, shrinks_to=0.0)
     """Probability of dropping a channel before it joins the residual stream. Megatron's
     default: 0.1."""
 
-    attention_dropout: float = 0.0
+    attention_dropout: float = option(0.0, minimum=0, below=1, shrinks_to=0.0)
     """Probability of dropping an attention weight. Megatron's default: 0.1."""
 
-    init_method_std: float = 0.02
+    init_method_std: float = option(0.02, above=0)
     """Standard deviation of initial weights; those that write to the residual stream get it
     divided by sqrt(2 x --num-layers)."""
 
-    embedding_init_method_std: float = 0.0
+    embedding_init_method_std: float = option(0.0, minimum=0)
     """Standard deviation of initial embeddings; 0: --init-method-std."""
 
     # muP.
 
-    use_mup: bool = False
+    use_mup: bool = option(
+        False,
+        excludes={
+            "optimizer": Because("as it sets rates for Adam only", "sgd"),
+            "peft": Because("as it sets no rates for adapters", "lora", "dora"),
+            "softmax_scale": Because("as it sets the scale of scores"),
+        },
+    )
     """Parametrize by muP: --lr, --adam-eps and --init-method-std are those of a model of
     --mup-base-hidden-size, and hold for every width."""
 
-    mup_base_hidden_size: int = 0
+    mup_base_hidden_size: int = option(0, needs={"use_mup": ON}, shrinks_to=4)
     """Width at which muP changes nothing; required with --use-mup."""
 
-    mup_embedding_mult: float = 1.0
+    mup_embedding_mult: float = option(1.0, above=0, needs={"use_mup": ON})
     """Factor on embeddings with --use-mup, the same at every width."""
 
-    mup_output_mult: float = 1.0
+    mup_output_mult: float = option(1.0, above=0, needs={"use_mup": ON})
     """Factor on the scores of the vocabulary with --use-mup, beside the base width over the
     model's."""
 
-    mup_attn_scale_power: float = 1.0
+    mup_attn_scale_power: float = option(1.0, above=0, needs={"use_mup": ON})
     """With --use-mup attention scores fall with the width of a head to this power."""
 
-    mup_base_head_dim: int = 0
+    mup_base_head_dim: int = option(0, minimum=0, needs={"use_mup": ON})
     """Width of a head at which attention scores are as without muP; 0: the model's own."""
 
     # Multi-token prediction.
 
-    mtp_num_layers: int = 0
+    mtp_num_layers: int = option(
+        0,
+        minimum=0,
+        excludes={
+            "position_embedding_type": Because(
+                "whose table is on the first stage",
+                "learned_absolute",
+                instead="use rope or none",
+            ),
+            "embedding_layernorm": Because(
+                "as the norm is at the first stage, and further layers embed at the last"
+            ),
+        },
+    )
     """Layers behind the model, each predicting one token further than the one before; 0:
     none. They share embedding and output head."""
 
-    mtp_loss_scaling_factor: float = 0.1
+    mtp_loss_scaling_factor: float = option(0.1, minimum=0, part_of={"mtp_num_layers": ON})
     """Weight of the mean loss of these layers beside the main loss."""
 
     # Hybrid stacks: which mixers the layers have, and the sizes of recurrent ones.
@@ -350,261 +521,218 @@ class TransformerConfig:
     keep; / before the letters of each layer of multi-token prediction, /*-. Empty: a
     transformer."""
 
-    mamba_state_dim: int = 128
+    mamba_state_dim: int = option(128, minimum=1, part_of=_MAMBA, shrinks_to=6)
     """Numbers of state for each channel of a Mamba head."""
 
-    mamba_head_dim: int = 64
+    mamba_head_dim: int = option(64, minimum=1, part_of=_MAMBA, shrinks_to=4)
     """Channels of a Mamba head."""
 
-    mamba_num_heads: int = 0
+    mamba_num_heads: int = option(0, minimum=0, part_of=_MAMBA)
     """Mamba heads of a layer; 0: 2 x --hidden-size / --mamba-head-dim."""
 
-    mamba_num_groups: int = 8
+    mamba_num_groups: int = option(8, minimum=1, part_of=_MAMBA)
     """Groups of Mamba heads that enter and read their state alike."""
 
-    mamba_conv_kernel: int = 4
+    mamba_conv_kernel: int = option(4, minimum=1, part_of=_MAMBA)
     """Tokens, its own among them, that the convolution of a Mamba layer mixes."""
 
-    mamba_conv_bias: bool = True
+    mamba_conv_bias: bool = option(True, part_of=_MAMBA)
     """Bias of that convolution."""
 
-    mamba_proj_bias: bool = False
+    mamba_proj_bias: bool = option(False, part_of=_MAMBA)
     """Biases of a Mamba layer's two linears."""
 
-    mamba_norm: Literal["gated", "before_gate", "none"] = "gated"
+    mamba_norm: Literal["gated", "before_gate", "none"] = option("gated", part_of=_MAMBA)
     """Norm a Mamba layer's output after it is gated (gated), before, or not at all."""
 
-    mamba_chunk_size: int = 128
+    mamba_chunk_size: int = option(128, minimum=1, part_of=_MAMBA, shrinks_to=4)
     """Tokens that a Mamba layer computes together; changes time and memory, not results."""
 
-    mamba_dt_limit: tuple[float, float] = (0.0, 0.0)
+    mamba_dt_limit: tuple[float, float] = option((0.0, 0.0), part_of=_MAMBA)
     """Smallest and largest step size of a Mamba head; 0 as the second: no limit."""
 
-    mamba_dt_min: float = 0.001
+    mamba_dt_min: float = option(0.001, part_of=_MAMBA, above=0)
     """Smallest step size that a Mamba head may begin with."""
 
-    mamba_dt_max: float = 0.1
+    mamba_dt_max: float = option(0.1, part_of=_MAMBA)
     """Largest step size that a Mamba head may begin with."""
 
-    mamba_dt_init_floor: float = 1e-4
+    mamba_dt_init_floor: float = option(1e-4, part_of=_MAMBA)
     """Step sizes below it are raised to it at the beginning."""
 
-    linear_num_key_heads: int = 16
+    linear_num_key_heads: int = option(16, minimum=1, part_of=_DELTA_NET)
     """Key heads of a gated delta net."""
 
-    linear_num_value_heads: int = 32
+    linear_num_value_heads: int = option(32, minimum=1, part_of=_DELTA_NET)
     """Value heads of a gated delta net; several share a key head."""
 
-    linear_key_head_dim: int = 128
+    linear_key_head_dim: int = option(128, minimum=1, part_of=_DELTA_NET, shrinks_to=4)
     """Channels of a gated delta net's queries and keys."""
 
-    linear_value_head_dim: int = 128
+    linear_value_head_dim: int = option(128, minimum=1, part_of=_DELTA_NET, shrinks_to=6)
     """Channels of a gated delta net's values."""
 
-    linear_conv_kernel_dim: int = 4
+    linear_conv_kernel_dim: int = option(4, minimum=1, part_of=_DELTA_NET)
     """Tokens, its own among them, that the convolution of a gated delta net mixes."""
 
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            check_field(self, name, getattr(self, name) >= 1, "1 or more")
-        for name in (
-            "num_query_groups",
-            "kv_channels",
-            "ffn_hidden_size",
-            "max_position_embeddings",
-            "embedding_init_method_std",
-        ):
-            check_field(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("init_method_std", "norm_epsilon", "rotary_base"):
-            check_field(self, name, getattr(self, name) > 0, "above 0")
-        for name in ("hidden_dropout", "attention_dropout"):
-            check_field(self, name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-        check_at_least(self, 1, "make_vocab_size_divisible_by")
-        self._check_attention()
-        _check_latent(self)
-        self._check_layers()
-        self._check_hybrid()
-        self._check_heads()
-        self._check_positions()
-        self._check_activation()
+    rules = (
+        Rule(
+            ("moe_experts_dtype", "hidden_size", "moe_latent_size"),
+            lambda v: (
+                v.moe_experts_dtype
+                and any(size % 16 for size in expert_sizes(v))
+                and (
+                    f"--moe-experts-dtype {v.moe_experts_dtype} needs experts whose sizes are "
+                    f"multiples of 16, and theirs are {expert_sizes(v)}."
+                )
+            ),
+        ),
+        Rule(("hidden_size", "num_attention_heads", "kv_channels"), _wrong_heads),
+        Rule(
+            ("num_attention_heads", "num_query_groups"),
+            lambda v: (
+                v.num_query_groups
+                and v.num_attention_heads % v.num_query_groups
+                and (
+                    f"--num-attention-heads {v.num_attention_heads} cannot share "
+                    f"--num-query-groups {v.num_query_groups}: groups must divide heads. Use "
+                    f"{listed(divisors(v.num_attention_heads))}."
+                )
+            ),
+        ),
+        Rule(
+            ("num_query_groups", "num_attention_heads", "multi_latent_attention"),
+            lambda v: (
+                v.multi_latent_attention
+                and v.num_query_groups not in (0, v.num_attention_heads)
+            ),
+            "--num-query-groups {num_query_groups}: with --multi-latent-attention every head "
+            "has keys of its own. Use 0 or --num-attention-heads, {num_attention_heads}.",
+        ),
+        Rule(
+            ("qk_pos_emb_head_dim",),
+            lambda v: v.qk_pos_emb_head_dim % 2,
+            "--qk-pos-emb-head-dim {qk_pos_emb_head_dim} must be even: channels are rotated in "
+            "pairs.",
+        ),
+        Rule(
+            ("position_embedding_type", "multi_latent_attention"),
+            lambda v: v.multi_latent_attention and v.position_embedding_type == "alibi",
+            "--position-embedding-type alibi is not known with --multi-latent-attention: use "
+            "rope or none.",
+        ),
+        Rule(
+            ("position_embedding_type", "max_position_embeddings"),
+            lambda v: (
+                v.position_embedding_type == "learned_absolute"
+                and not v.max_position_embeddings
+            ),
+            "--position-embedding-type learned_absolute needs --max-position-embeddings: the "
+            "longest sequence in tokens.",
+        ),
+        Rule(
+            (
+                *("hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"),
+                *("position_embedding_type", "multi_latent_attention"),
+            ),
+            _wrong_rotation,
+        ),
+        Rule(
+            ("rope_type", "use_rope_scaling", "rotary_seq_len_interpolation_factor"),
+            lambda v: (
+                v.rope_type != "rope"
+                and (v.use_rope_scaling or v.rotary_seq_len_interpolation_factor != 1)
+            ),
+            "--rope-type {rope_type} excludes --use-rope-scaling and "
+            "--rotary-seq-len-interpolation-factor: each stretches positions. Keep one.",
+        ),
+        Rule(
+            ("rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"),
+            lambda v: not 0 < v.rope_scaling_low_freq_factor <= v.rope_scaling_high_freq_factor,
+            "--rope-scaling-low-freq-factor {rope_scaling_low_freq_factor} must be above 0 and "
+            "at most --rope-scaling-high-freq-factor {rope_scaling_high_freq_factor}.",
+        ),
+        Rule(
+            ("beta_fast", "beta_slow"),
+            lambda v: v.beta_fast < v.beta_slow,
+            "--beta-fast {beta_fast} must be --beta-slow {beta_slow} or more.",
+        ),
+        Rule(
+            ("qk_norm_width", "normalization"),
+            lambda v: v.qk_norm_width == "layer" and v.normalization != "RMSNorm",
+            "--qk-norm-width layer needs --normalization RMSNorm.",
+        ),
+        Rule(
+            ("use_mup", "mup_base_hidden_size"),
+            lambda v: v.use_mup and v.mup_base_hidden_size < 1,
+            "--mup-base-hidden-size {mup_base_hidden_size} must be the width that the learning "
+            "rate was found at, 1 or more.",
+        ),
+        Rule(
+            ("window_size",),
+            lambda v: v.window_size[0] < -1 or v.window_size[1] != 0,
+            "--window-size {window_size}: the first must be -1 (all) or more tokens, the "
+            "second 0, since no token may see a later one.",
+        ),
+        Rule(
+            ("attention_chunk_size", "window_size"),
+            lambda v: v.attention_chunk_size and v.window_size[0] >= 0,
+            "--attention-chunk-size {attention_chunk_size} and --window-size {window_size} "
+            "exclude each other: keep one.",
+        ),
+        *(
+            Rule((name, "num_layers"), lambda v, name=name: _wrong_layers(v, name))
+            for name in ("window_attn_skip_freq", "rope_skip_freq")
+        ),
+        Rule(
+            (
+                *("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu"),
+                "openai_gelu",
+            ),
+            _several_activations,
+        ),
+        Rule(("hybrid_override_pattern", "num_layers", "mtp_num_layers"), _wrong_pattern),
+        Rule(("mamba_head_dim", "mamba_num_heads", "mamba_num_groups"), _wrong_mamba_heads),
+        Rule(
+            ("mamba_dt_limit",),
+            lambda v: v.mamba_dt_limit[0] < 0 or 0 < v.mamba_dt_limit[1] <= v.mamba_dt_limit[0],
+            "--mamba-dt-limit {mamba_dt_limit}: the first must be 0 or more, the second above "
+            "it, or 0 for no limit.",
+        ),
+        Rule(
+            ("mamba_dt_min", "mamba_dt_max"),
+            lambda v: v.mamba_dt_min > v.mamba_dt_max,
+            "--mamba-dt-min {mamba_dt_min} must be above 0 and at most --mamba-dt-max "
+            "{mamba_dt_max}.",
+        ),
+        Rule(
+            ("linear_num_value_heads", "linear_num_key_heads"),
+            lambda v: v.linear_num_value_heads % v.linear_num_key_heads,
+            "--linear-num-value-heads {linear_num_value_heads} cannot share "
+            "--linear-num-key-heads {linear_num_key_heads}: use a multiple of "
+            "{linear_num_key_heads}.",
+        ),
+    )
 
-    def _check_attention(self) -> None:
-        check_above_zero(
-            self,
-            *("rotary_scaling_factor", "original_max_position_embeddings", "beta_slow"),
-            *("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-        )
-        check_at_least(self, 0, "q_lora_rank", "mscale", "mscale_all_dim")
-        if self.beta_fast < self.beta_slow:
-            raise ValueError(
-                f"--beta-fast {self.beta_fast} must be --beta-slow {self.beta_slow} or more."
-            )
+    @property
+    def is_gated_mlp(self) -> bool:
+        """Whether feed-forward layers have a gate."""
+        return is_gated(self)
 
-    def _check_layers(self) -> None:
-        check_at_least(
-            self,
-            0,
-            *("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
-            *("attention_chunk_size", "attention_temperature_span", "rotary_base_local"),
-            *("activation_func_clamp_value", "mtp_num_layers", "mtp_loss_scaling_factor"),
-        )
-        check_above_zero(
-            self,
-            *("embedding_multiplier", "residual_multiplier", "logits_multiplier"),
-        )
-        self._check_mup()
-        if self.parallel_residual != "off" and self.norm_placement != "pre":
-            raise ValueError(
-                f"--parallel-residual {self.parallel_residual} has its norms before both "
-                f"halves: leave out --norm-placement {self.norm_placement}."
-            )
-        if self.qk_norm_width == "layer" and self.normalization != "RMSNorm":
-            raise ValueError("--qk-norm-width layer needs --normalization RMSNorm.")
-        if not self.norm_bias and self.normalization != "LayerNorm":
-            raise ValueError("--no-norm-bias has no effect without --normalization LayerNorm.")
-        positions = self.position_embedding_type
-        if self.attn_logit_softcapping and positions == "alibi":
-            raise ValueError(
-                "--attn-logit-softcapping and --position-embedding-type alibi exclude each "
-                "other: whether distances are capped is not defined. Keep one."
-            )
-        if self.mtp_num_layers and positions == "learned_absolute":
-            raise ValueError(
-                "--mtp-num-layers does not work with --position-embedding-type "
-                "learned_absolute, whose table is on the first stage: use rope or none."
-            )
-        if self.mtp_num_layers and self.embedding_layernorm:
-            raise ValueError(
-                "--embedding-layernorm stands where the model begins, and --mtp-num-layers "
-                "embed where it ends: keep one."
-            )
-        self._check_windows()
+    @property
+    def depth(self) -> int:
+        """Layers that pipeline stages share, without those of multi-token prediction."""
+        return self.num_layers
 
-    def _check_mup(self) -> None:
-        if not self.use_mup:
-            for name, default in _MUP.items():
-                if getattr(self, name) != default:
-                    raise ValueError(f"{flag(name)} has no effect without --use-mup.")
-            return
-        if self.mup_base_hidden_size < 1:
-            raise ValueError(
-                f"--mup-base-hidden-size {self.mup_base_hidden_size} must be the width that "
-                "the learning rate was found at, 1 or more."
-            )
-        check_at_least(self, 0, "mup_base_head_dim")
-        check_above_zero(self, "mup_embedding_mult", "mup_output_mult", "mup_attn_scale_power")
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model is a GPT: BERT and T5 are not."""
+        return type(self) is TransformerConfig
 
-    def _check_windows(self) -> None:
-        before, after = self.window_size
-        chunk = self.attention_chunk_size
-        if before < -1 or after != 0:
-            raise ValueError(
-                f"--window-size {before} {after}: the first must be -1 (all) or more tokens, "
-                "the second 0, since no token may see a later one."
-            )
-        if chunk and before >= 0:
-            raise ValueError(
-                f"--attention-chunk-size {chunk} and --window-size {before} {after} exclude "
-                "each other: keep one."
-            )
-        for name in ("window_attn_skip_freq", "rope_skip_freq"):
-            layers_skip(getattr(self, name), self.num_layers, name)
-        for name in ("window_attn_skip_freq", "rotary_base_local"):
-            if getattr(self, name) not in ("0", 0) and before == -1 and not chunk:
-                raise ValueError(f"{flag(name)} has no effect without --window-size.")
-
-    def _check_hybrid(self) -> None:
-        layers = pattern_layers(self.hybrid_override_pattern)
-        if layers and len(layers) != self.num_layers:
-            raise ValueError(
-                f"--hybrid-override-pattern {self.hybrid_override_pattern} has {len(layers)} "
-                f"layers, --num-layers says {self.num_layers}: leave --num-layers out."
-            )
-        further = self.hybrid_override_pattern.count("/")
-        if layers and further != self.mtp_num_layers:
-            raise ValueError(
-                f"--hybrid-override-pattern {self.hybrid_override_pattern} has {further} "
-                "layers of multi-token prediction, each behind a /, --mtp-num-layers says "
-                f"{self.mtp_num_layers}: leave --mtp-num-layers out."
-            )
-        letters = set("".join(layers) + further_letters(self.hybrid_override_pattern))
-        if "M" in letters:
-            _check_mamba(self)
-        if "G" in letters:
-            _check_delta(self)
-
-    def _check_heads(self) -> None:
-        heads, groups = self.num_attention_heads, self.num_query_groups
-        has_own_width = self.kv_channels or self.multi_latent_attention
-        if not has_own_width and self.hidden_size % heads:
-            raise ValueError(
-                f"--hidden-size {self.hidden_size} cannot be split over --num-attention-heads "
-                f"{heads}: use a multiple of {heads}, such as "
-                f"{-(-self.hidden_size // heads) * heads}, or set --kv-channels."
-            )
-        if groups and heads % groups:
-            raise ValueError(
-                f"--num-attention-heads {heads} cannot share --num-query-groups {groups}: "
-                f"groups must divide heads. Use {_listed(divisors(heads))}."
-            )
-
-    def _check_positions(self) -> None:
-        learned = self.position_embedding_type == "learned_absolute"
-        if learned and not self.max_position_embeddings:
-            raise ValueError(
-                "--position-embedding-type learned_absolute needs --max-position-embeddings: "
-                "the longest sequence in tokens."
-            )
-        if self.position_embedding_type != "rope":
-            for name, off in (
-                ("use_rope_scaling", False),
-                ("rotary_interleaved", False),
-                ("rope_type", "rope"),
-            ):
-                if getattr(self, name) != off:
-                    raise ValueError(
-                        f"{flag(name)} has no effect with --position-embedding-type "
-                        f"{self.position_embedding_type}: leave it out, or use rope."
-                    )
-            return
-        holds = 0 < self.rotary_percent <= 1
-        check_field(self, "rotary_percent", holds, "above 0 and at most 1")
-        factor = self.rotary_seq_len_interpolation_factor
-        check_field(self, "rotary_seq_len_interpolation_factor", factor > 0, "above 0")
-        if rotary_size(self) < 2 or rotary_size(self) % 2:
-            raise ValueError(
-                f"--rotary-percent {self.rotary_percent} of heads of {head_dim(self)} "
-                f"channels rotates {rotary_size(self)}: that must be an even number, 2 or more."
-            )
-        if self.rope_type != "rope" and (self.use_rope_scaling or factor != 1):
-            raise ValueError(
-                f"--rope-type {self.rope_type} excludes --use-rope-scaling and "
-                "--rotary-seq-len-interpolation-factor: each stretches positions. Keep one."
-            )
-        pairs = rotary_size(self) // 2
-        for name in ("longrope_short_factor", "longrope_long_factor"):
-            count, wanted = len(getattr(self, name)), pairs * (self.rope_type == "longrope")
-            if count != wanted:
-                raise ValueError(f"{flag(name)} has {count} factors: it must have {wanted}.")
-        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
-        if self.use_rope_scaling and not 0 < low <= high:
-            raise ValueError(
-                f"--rope-scaling-low-freq-factor {low} must be above 0 and at most "
-                f"--rope-scaling-high-freq-factor {high}."
-            )
-
-    def _check_activation(self) -> None:
-        gated = ("swiglu", "geglu", "exact_geglu", "quick_geglu")
-        kinds = (*gated, "squared_relu", "openai_gelu")
-        chosen = [flag(name) for name in kinds if getattr(self, name)]
-        if len(chosen) > 1:
-            raise ValueError(
-                f"{' and '.join(chosen)} exclude each other: keep one"
-                + (" (--no-swiglu drops the default)." if self.swiglu else ".")
-            )
-        for name in ("activation_func_clamp_value", "glu_linear_offset"):
-            if getattr(self, name) and not is_gated(self):
-                raise ValueError(f"{flag(name)} has no effect without a gate: see --swiglu.")
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers attend within a window or a chunk."""
+        return self.window_size[0] >= 0 or self.attention_chunk_size > 0
 
 
 RECOMPUTE_MODULES = (
@@ -614,67 +742,168 @@ RECOMPUTE_MODULES = (
 """What --recompute-modules may name; all but mlp_act are Megatron's words."""
 
 
+def _unknown_modules(values: Any) -> Iterator[str]:
+    """Yield the words that are no module."""
+    for module in values.recompute_modules:
+        if module not in RECOMPUTE_MODULES:
+            yield f"--recompute-modules {module} is not known: use {listed(RECOMPUTE_MODULES)}."
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecomputeConfig:
+class RecomputeConfig(Options):
     """What is computed again in backward instead of being kept."""
 
     recompute_granularity: Literal["", "full", "selective"] = ""
     """Recompute nothing, whole layers, or the parts that --recompute-modules names."""
 
-    recompute_method: Literal["", "uniform", "block"] = ""
+    recompute_method: Literal["", "uniform", "block"] = option(
+        "", needs={"recompute_granularity": "full"}
+    )
     """With full: every --recompute-num-layers layers together, or only the first
     --recompute-num-layers layers of each stage, one by one; empty: uniform."""
 
-    recompute_num_layers: int = 1
+    recompute_num_layers: int = option(1, minimum=1, needs={"recompute_granularity": "full"})
     """Layers recomputed together (uniform), or layers of a stage that are (block)."""
 
-    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_modules: tuple[str, ...] = option(
+        ("core_attn",), needs={"recompute_granularity": "selective"}
+    )
     """With selective: core_attn (attention without its projections), mla_up_proj (latent
     attention behind its latent vectors), mlp, moe, shared_experts; and, whose outputs are
     forgotten: layernorm, mlp_act and moe_act (activations)."""
 
-    distribute_saved_activations: bool = False
+    distribute_saved_activations: bool = option(False, needs={"recompute_granularity": "full"})
     """With full: each tensor rank keeps a piece of what a recomputed layer begins from, and
     gathers the others' in backward."""
 
-    def __post_init__(self) -> None:
-        full = self.recompute_granularity == "full"
-        check_at_least(self, 1, "recompute_num_layers")
-        if not full and (self.recompute_method or self.recompute_num_layers != 1):
-            raise ValueError(
-                "--recompute-method and --recompute-num-layers have no effect without "
-                "--recompute-granularity full."
+    rules = (
+        Rule(("recompute_modules",), _unknown_modules),
+        Rule(
+            ("distribute_saved_activations", "tensor_model_parallel_size", "sequence_parallel"),
+            lambda v: (
+                v.distribute_saved_activations
+                and (v.tensor_model_parallel_size == 1 or v.sequence_parallel)
+            ),
+            "--distribute-saved-activations has no effect with --tensor-model-parallel-size 1, "
+            "nor with --sequence-parallel, which cuts them already: leave it out.",
+        ),
+        *(
+            Rule(
+                ("recompute_modules", "recompute_granularity", feature),
+                lambda v, module=module, feature=feature: (
+                    v.recompute_granularity == "selective"
+                    and module in v.recompute_modules
+                    and not getattr(v, feature)
+                ),
+                f"--recompute-modules {module} has no effect without {flag(feature)}.",
             )
-        known = RECOMPUTE_MODULES
-        for module in self.recompute_modules:
-            if module not in known:
-                raise ValueError(
-                    f"--recompute-modules {module} is not known: use {_listed(known)}."
-                )
-        if self.recompute_granularity != "selective" and self.recompute_modules != known[:1]:
-            raise ValueError(
-                "--recompute-modules has no effect without --recompute-granularity selective."
+            for module, feature in (
+                ("moe", "num_experts"),
+                ("moe_act", "num_experts"),
+                ("shared_experts", "num_experts"),
+                ("mla_up_proj", "multi_latent_attention"),
             )
-        if self.distribute_saved_activations and not full:
-            raise ValueError(
-                "--distribute-saved-activations has no effect without --recompute-granularity "
-                "full."
-            )
+        ),
+    )
+
+
+_TE = "--transformer-impl transformer_engine"
+_OTHERWISE = "leave one of the two out."
+_TE_ATTENTION = f"attention by {_TE}"
+_NAME_ONE = "name an --attention-backend, which is then this package's."
+_NOT_IN_TRANSFORMER_ENGINE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
+    (
+        ("bf16", "fp16"),
+        lambda v: not (v.bf16 or v.fp16),
+        f"{_TE} computes in 16 bits: give --bf16 or --fp16.",
+    ),
+    (
+        ("is_causal",),
+        lambda v: not v.is_causal,
+        f"{_TE} computes mcore-train gpt, not BERT or T5: leave it out.",
+    ),
+    (
+        ("hybrid_override_pattern",),
+        lambda v: v.hybrid_override_pattern,
+        f"{_TE} has no layers of --hybrid-override-pattern: {_OTHERWISE}",
+    ),
+    (
+        ("fp8_recipe",),
+        lambda v: v.fp8_recipe == "rowwise",
+        f"{_TE} has no --fp8-recipe rowwise: use tensorwise, delayed or blockwise.",
+    ),
+    *(
+        (
+            (name,),
+            lambda v, name=name, off=off: getattr(v, name) != off,
+            f"{_TE} was not tried with {flag(name)}: {_OTHERWISE}",
+        )
+        for name, off in (
+            ("moe_experts_dtype", ""),
+            ("fp8_param_gather", False),
+            ("cuda_graph_impl", "none"),
+            ("deterministic_mode", False),
+            ("cpu_offloading", False),
+            ("peft", "none"),
+        )
+    ),
+    (
+        ("attention_backend", "attention_chunk_size"),
+        lambda v: v.attention_backend == "auto" and v.attention_chunk_size,
+        f"{_TE_ATTENTION} has no --attention-chunk-size: {_NAME_ONE}",
+    ),
+    (
+        ("attention_backend", "softmax_type"),
+        lambda v: v.attention_backend == "auto" and v.softmax_type != "vanilla",
+        f"{_TE_ATTENTION} is not given --softmax-type {{softmax_type}}: {_NAME_ONE}",
+    ),
+    (
+        ("attention_backend", "position_embedding_type"),
+        lambda v: v.attention_backend == "auto" and v.position_embedding_type == "alibi",
+        f"{_TE_ATTENTION} has no --position-embedding-type alibi: {_NAME_ONE}",
+    ),
+    (
+        ("attention_backend", "context_parallel_size", "cp_comm_type"),
+        lambda v: (
+            v.attention_backend == "auto"
+            and v.context_parallel_size > 1
+            and v.cp_comm_type != "a2a"
+        ),
+        f"{_TE_ATTENTION} needs --cp-comm-type a2a over context ranks: give it, or {_NAME_ONE}",
+    ),
+)
+"""What Transformer Engine is not used for: options, condition, message."""
+
+
+def _unless_ours(is_broken: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Limit a condition to runs that ask for Transformer Engine."""
+    return lambda v: v.transformer_impl == "transformer_engine" and is_broken(v)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KernelConfig:
+class KernelConfig(Options):
     """Which kernels compute a model; none of it changes what is computed."""
 
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    transformer_impl: Literal["local", "transformer_engine"] = option(
+        "local", selects_path="layers.{transformer_impl}"
+    )
     """What computes linears, norms, experts and, with --attention-backend auto, attention:
     local, this package and torch, or NVIDIA's Transformer Engine (an extra; GPUs, --bf16 or
     --fp16). Weights and checkpoints are the same. Megatron's default: transformer_engine."""
 
-    attention_backend: AttentionBackend = "auto"
+    attention_backend: AttentionBackend = option(
+        "auto", selects_path="attention.{attention_backend}"
+    )
     """Kernels of attention: flash4 (flash-attn-4, an extra), fused (cuDNN), flash (flash-attn
     where it is installed, else torch's own), unfused (torch's unfused kernel), local (plain
     torch); auto: the fastest that is there and takes the shapes."""
+
+    rules = (
+        *(
+            Rule(("transformer_impl", *fields), _unless_ours(is_broken), message, is_note=True)
+            for fields, is_broken, message in _NOT_IN_TRANSFORMER_ENGINE
+        ),
+    )
 
 
 def rotary_size(config: TransformerConfig) -> int:
@@ -803,99 +1032,3 @@ def config_from_dict(config_type: type[Config], table: Mapping[str, Any]) -> Con
             raise ValueError(f"{config_type.__name__} has no field {name}{hint}")
         values[name] = tuple(value) if isinstance(value, list) else value
     return config_type(**values)
-
-
-def _check_latent(config: TransformerConfig) -> None:
-    heads = config.num_attention_heads
-    if not config.multi_latent_attention:
-        return
-    if config.qk_pos_emb_head_dim % 2:
-        raise ValueError(
-            f"--qk-pos-emb-head-dim {config.qk_pos_emb_head_dim} must be even: channels are "
-            "rotated in pairs."
-        )
-    if config.position_embedding_type == "alibi":
-        raise ValueError(
-            "--position-embedding-type alibi is not known with --multi-latent-attention: use "
-            "rope or none."
-        )
-    without_effect = {
-        "kv_channels": 0,
-        "rotary_percent": 1.0,
-        "add_qkv_bias": False,
-        "window_size": (-1, 0),
-        "add_attention_bias": False,
-        "qk_norm_width": "head",
-        "qk_l2_norm": False,
-        "attention_output_gate": False,
-        "softmax_scale": 0.0,
-        "attn_logit_softcapping": 0.0,
-        "softmax_type": "vanilla",
-        "attention_chunk_size": 0,
-        "rope_skip_freq": "0",
-        "rotary_base_local": 0.0,
-        "attention_temperature_span": 0,
-    }
-    for name, value in without_effect.items():
-        if getattr(config, name) != value:
-            raise ValueError(
-                f"{flag(name)} has no effect with --multi-latent-attention: leave it out."
-            )
-    if config.num_query_groups not in (0, heads):
-        raise ValueError(
-            f"--num-query-groups {config.num_query_groups}: with --multi-latent-attention "
-            f"every head has keys of its own. Use 0 or --num-attention-heads, {heads}."
-        )
-
-
-def _check_mamba(config: TransformerConfig) -> None:
-    check_at_least(
-        config,
-        1,
-        *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_conv_kernel"),
-        "mamba_chunk_size",
-    )
-    inner = 2 * config.hidden_size
-    if not config.mamba_num_heads and inner % config.mamba_head_dim:
-        raise ValueError(
-            f"2 x --hidden-size {config.hidden_size} cannot be split into heads of "
-            f"--mamba-head-dim {config.mamba_head_dim}: use a divisor of {inner}, or set "
-            "--mamba-num-heads."
-        )
-    heads = config.mamba_num_heads or inner // config.mamba_head_dim
-    if heads < 1 or heads % config.mamba_num_groups:
-        raise ValueError(
-            f"{heads} Mamba heads (--mamba-num-heads) cannot share --mamba-num-groups "
-            f"{config.mamba_num_groups}: groups must divide heads."
-        )
-    low, high = config.mamba_dt_limit
-    if low < 0 or (high and high <= low):
-        raise ValueError(
-            f"--mamba-dt-limit {low} {high}: the first must be 0 or more, the second above it, "
-            "or 0 for no limit."
-        )
-    if not 0 < config.mamba_dt_min <= config.mamba_dt_max:
-        raise ValueError(
-            f"--mamba-dt-min {config.mamba_dt_min} must be above 0 and at most --mamba-dt-max "
-            f"{config.mamba_dt_max}."
-        )
-
-
-def _check_delta(config: TransformerConfig) -> None:
-    check_at_least(
-        config,
-        1,
-        *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
-        *("linear_value_head_dim", "linear_conv_kernel_dim"),
-    )
-    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-    if values % keys:
-        raise ValueError(
-            f"--linear-num-value-heads {values} cannot share --linear-num-key-heads {keys}: "
-            f"use a multiple of {keys}."
-        )
-
-
-def _listed(values: Any) -> str:
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last

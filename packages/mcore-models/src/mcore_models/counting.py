@@ -91,6 +91,9 @@ class CountOptions:
     seq_length: int = 0
     """Tokens in a sequence; 0: 4096, or the model's positions if those are fewer."""
 
+    decoder_seq_length: int = 0
+    """Tokens of a T5's decoder; 0: as many as --seq-length."""
+
     micro_batch_size: int = 1
     """Sequences in one forward pass."""
 
@@ -324,6 +327,7 @@ def _memory(config: CountConfig, model: ModelDescription, seq_length: int) -> Ra
             pipeline=config.pipeline,
             fp8=config.fp8,
             weight_bytes=2 if options.bf16 else 4,
+            decoder_seq_length=options.decoder_seq_length,
             shapes_of=lambda *_: dict(shapes),
         )
 

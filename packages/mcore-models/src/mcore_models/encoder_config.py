@@ -6,7 +6,7 @@ They have the fields of a GPT's layers, with the defaults of their own papers, a
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_base.field_checks import check_at_least
+from mcore_base.options import Rule, flag, option
 from mcore_models.config import Normalization, PositionEmbedding, TransformerConfig
 
 BERT_HEADS = ("pooler", "lm", "binary")
@@ -44,7 +44,7 @@ class BertConfig(TransformerConfig):
     attention_dropout: float = 0.1
     """Probability of dropping an attention weight."""
 
-    num_tokentypes: int = 2
+    num_tokentypes: int = option(2, minimum=0)
     """Kinds of tokens that have an embedding of their own: the parts of a pair; 0: none."""
 
     post_layer_norm: bool = False
@@ -55,27 +55,30 @@ class BertConfig(TransformerConfig):
     """What is on top: pooler (of the first token), lm (hidden tokens), binary (order of the
     two parts, on the pooler). Training needs lm."""
 
-    def __post_init__(self) -> None:
-        super(BertConfig, self).__post_init__()
-        if self.position_embedding_type != "learned_absolute":
-            raise ValueError(
-                f"--position-embedding-type {self.position_embedding_type}: BERT has learned "
-                "positions; leave it out."
-            )
-        if self.untie_embeddings_and_output_weights:
-            raise ValueError(
-                "--untie-embeddings-and-output-weights: BERT's head is its embedding; leave it "
-                "out."
-            )
-        check_at_least(self, 0, "num_tokentypes")
-        if strange := set(self.bert_heads) - set(BERT_HEADS):
-            raise ValueError(
-                f"--bert-heads {min(strange)} is not known: use {', '.join(BERT_HEADS)}."
-            )
-        if "binary" in self.bert_heads and "pooler" not in self.bert_heads:
-            raise ValueError(
-                "--bert-heads binary reads the pooler: add pooler, or drop binary."
-            )
+    rules = (
+        Rule(
+            ("position_embedding_type",),
+            lambda v: v.position_embedding_type != "learned_absolute",
+            "--position-embedding-type {position_embedding_type}: BERT has learned positions; "
+            "leave it out.",
+        ),
+        Rule(
+            ("untie_embeddings_and_output_weights",),
+            lambda v: v.untie_embeddings_and_output_weights,
+            "--untie-embeddings-and-output-weights: BERT's head is its embedding; leave it "
+            "out.",
+        ),
+        Rule(
+            ("bert_heads",),
+            lambda v: not set(v.bert_heads) <= set(BERT_HEADS),
+            f"--bert-heads {{bert_heads}}: use {', '.join(BERT_HEADS)} alone.",
+        ),
+        Rule(
+            ("bert_heads",),
+            lambda v: "binary" in v.bert_heads and "pooler" not in v.bert_heads,
+            "--bert-heads binary reads the pooler: add pooler, or drop binary.",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +88,10 @@ class T5Config(TransformerConfig):
     num_layers: int = 12
     """Layers of the encoder, and as many of the decoder, where the next two say nothing."""
 
-    encoder_num_layers: int = 0
+    encoder_num_layers: int = option(0, minimum=0)
     """Layers of the encoder; 0: --num-layers."""
 
-    decoder_num_layers: int = 0
+    decoder_num_layers: int = option(0, minimum=0)
     """Layers of the decoder; 0: --num-layers."""
 
     position_embedding_type: Literal["learned_absolute", "relative"] = "learned_absolute"  # pyrefly: ignore
@@ -132,29 +135,33 @@ class T5Config(TransformerConfig):
     attention_dropout: float = 0.1
     """Probability of dropping an attention weight."""
 
-    def __post_init__(self) -> None:
-        super(T5Config, self).__post_init__()
-        check_at_least(self, 0, "encoder_num_layers", "decoder_num_layers")
-        if self.position_embedding_type not in ("learned_absolute", "relative"):
-            raise ValueError(
-                f"--position-embedding-type {self.position_embedding_type}: T5 has "
-                "learned_absolute or relative."
+    rules = (
+        *(
+            Rule(
+                (name,),
+                lambda v, name=name: getattr(v, name),
+                f"{flag(name)}: T5's feed-forward layers are what --feed-forward-proj says; "
+                "leave it out.",
             )
-        for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"--{name.replace('_', '-')}: T5's feed-forward layers are what "
-                    "--feed-forward-proj says; leave it out."
-                )
-        buckets, distance = (
-            self.relative_attention_num_buckets,
-            self.relative_attention_max_distance,
-        )
-        if buckets < 4 or buckets % 4 or distance <= buckets // 2:
-            raise ValueError(
-                f"--relative-attention-num-buckets {buckets} must be a multiple of 4, and "
-                f"--relative-attention-max-distance {distance} more than half of it."
-            )
+            for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu")
+        ),
+        Rule(
+            ("relative_attention_num_buckets", "relative_attention_max_distance"),
+            lambda v: (
+                v.relative_attention_num_buckets < 4
+                or v.relative_attention_num_buckets % 4
+                or v.relative_attention_max_distance <= v.relative_attention_num_buckets // 2
+            ),
+            "--relative-attention-num-buckets {relative_attention_num_buckets} must be a "
+            "multiple of 4, and --relative-attention-max-distance "
+            "{relative_attention_max_distance} more than half of it.",
+        ),
+    )
+
+    @property
+    def depth(self) -> int:
+        """Layers of encoder and decoder."""
+        return num_stack_layers(self)
 
 
 def encoder_layers(config: T5Config) -> int:

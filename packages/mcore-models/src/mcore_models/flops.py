@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from math import prod
 
 from mcore_models.config import RecomputeConfig, TransformerConfig, chunk, window
-from mcore_models.encoder_config import T5Config, decoder_layers, encoder_layers, feed_forward
+from mcore_models.encoder_config import (
+    BertConfig,
+    T5Config,
+    decoder_layers,
+    encoder_layers,
+    feed_forward,
+)
 from mcore_models.logical_tensors import (
     delta_sizes,
     expert_size,
@@ -61,7 +67,7 @@ def num_parameters(
     shapes_of: ShapesOf = tensor_shapes,
 ) -> int:
     """Count the elements of all logical tensors: vocabulary unpadded, tied tables once."""
-    return sum(_counts(shapes_of(config, vocab_size, moe)).values())
+    return sum(count_elements(shapes_of(config, vocab_size, moe)).values())
 
 
 def num_active_parameters(
@@ -71,7 +77,7 @@ def num_active_parameters(
     shapes_of: ShapesOf = tensor_shapes,
 ) -> int:
     """Count the elements that take part in one token: of the experts only the chosen."""
-    counts = _counts(shapes_of(config, vocab_size, moe))
+    counts = count_elements(shapes_of(config, vocab_size, moe))
     idle = counts["experts"] // max(1, moe.num_experts)
     return sum(counts.values()) - idle * max(0, moe.num_experts - moe.moe_router_topk)
 
@@ -181,14 +187,14 @@ def rank_bytes(
     pipeline: PipelineConfig = _EVEN_STAGES,
     fp8: Fp8Config = _NO_FP8,
     weight_bytes: int = 2,
+    decoder_seq_length: int = 0,
     shapes_of: ShapesOf = tensor_shapes,
 ) -> RankBytes:
     """Estimate what training with Adam holds on the rank that holds most.
 
     The first pipeline stage, which keeps most micro-batches, is taken to hold the embedding
     and the most layers. The peaks that were measured on GPUs (``benchmarks/results``) are 1 %
-    to 6 % higher: temporary buffers come on top. A T5's decoder is taken to have as many tokens
-    as its encoder.
+    to 6 % higher: temporary buffers come on top.
 
     Args:
         config: of the model.
@@ -207,13 +213,14 @@ def rank_bytes(
         pipeline: stages on each rank.
         fp8: which GEMMs keep casts of weights and inputs.
         weight_bytes: of a parameter or activation: 2 for bf16, 4 for float32.
+        decoder_seq_length: tokens of a T5's decoder; 0: as many as its encoder has.
         shapes_of: lists the tensors, ``Family.tensor_shapes``.
     """
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     expert_tp = parallel.expert_tensor_parallel_size or tp
     expert_ranks = expert_tp * parallel.expert_model_parallel_size
     shapes = shapes_of(config, vocab_size, moe)
-    counts = _counts(shapes)
+    counts = count_elements(shapes)
     experts = counts["experts"] // pp // expert_ranks
     has_both_ends = pp == 1 or pipeline.v_shaped
     ends = (sum if has_both_ends else max)([counts["embedding"], counts["head"]])
@@ -230,12 +237,24 @@ def rank_bytes(
     casts, change = fp8_bytes(fp8, config, shapes, parallel, moe, weight_bytes)
     tokens = seq_length * micro_batch_size // parallel.context_parallel_size
     kept = _kept_elements(
-        config, parallel, tokens, moe, recomputing, has_both_ends, change / weight_bytes
+        config,
+        parallel,
+        tokens,
+        moe,
+        recomputing,
+        has_both_ends,
+        change / weight_bytes,
+        decoder_seq_length / seq_length or 1.0,
     )
     waiting, copied = waiting_elements(config, parallel, moe, tokens, num_microbatches or pp)
     # The head's chunk of logits comes once, on the last of several stages; copies when it went.
-    brief = weight_bytes * max(copied, has_both_ends * min(tokens, 4096) * vocab_size // tp)
+    logits = float(min(tokens, 4096))
+    if isinstance(config, (BertConfig, T5Config)):  # all logits, twice in float32 too
+        shown = decoder_seq_length or seq_length
+        logits = tokens * shown / seq_length * (weight_bytes + 8) / weight_bytes
+    brief = weight_bytes * max(copied, int(has_both_ends * logits * vocab_size // tp))
     passing = _passing_bytes(config, moe, fp8, tokens // tp, weight_bytes)
+    passing = max(passing, weight_bytes * _expert_rows_elements(config, parallel, moe, tokens))
     own_bytes = 0
     if data_parallel.is_fully_sharded:
         # Gathered: all layers, or the one that computes and the next; the ends always. Rows of
@@ -276,11 +295,22 @@ def _passing_bytes(
     In fp8 its codes come beside it. It is there when the head's logits are gone, and is the
     larger of the two from some 20 000 tokens on.
     """
-    if not any("mlp" in names for names in _mixers(config, moe)):
+    if not any("mlp" in names for names in stack_mixers(config, moe)):
         return 0
     width = (1 + is_gated(config)) * ffn_size(config)
     codes = CODE_BYTES.get(fp8.fp8_recipe, 1.0) if fp8.fp8_format else 0
     return int(tokens * width * (weight_bytes + codes))
+
+
+def _expert_rows_elements(
+    config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig, tokens: int
+) -> int:
+    """Count the gradient of what experts' first GEMM gives, where rows have a fixed number."""
+    ep = parallel.expert_model_parallel_size
+    if not exchange_elements(config, parallel, moe):
+        return 0
+    rows = tokens * ep * min(moe.moe_router_topk, moe.num_experts // ep)
+    return rows * (1 + is_gated(config)) * expert_size(config, moe)
 
 
 def _passes_held(
@@ -311,7 +341,7 @@ def _doubled_pairs(length: int, seen: int, chunk_tokens: int = 0) -> int:
     return width * (2 * length - width)
 
 
-def _counts(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
+def count_elements(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
     """Count the elements by kind: ``embedding``, ``head``, ``experts``, other ``layers``."""
     counts: Counter[str] = Counter()
     for name, shape in shapes.items():
@@ -324,25 +354,36 @@ def _counts(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
 
 def _kept_elements(
     config: TransformerConfig, parallel: ParallelConfig, tokens: int, moe: MoEConfig,
-    recomputing: RecomputeConfig, has_both_ends: bool, fp8_change: float,
+    recomputing: RecomputeConfig, has_both_ends: bool, fp8_change: float, decoder_share: float,
 ) -> int:  # fmt: skip
     """Count what the first rank keeps of a micro-batch's own tokens for backward.
 
     The tensors that our layers save, as in Korthikanti et al. 2022, arXiv:2205.05198, with
     attention that keeps no scores and an activation that keeps no intermediate;
-    ``fp8_change``: added to a token's elements of all layers.
+    ``fp8_change``: added to a token's elements of all layers; ``decoder_share``: tokens of a
+    T5's decoder over those of its encoder.
     """
     D = config.hidden_size
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     stream = tp if parallel.sequence_parallel else 1
-    widths = _kept_widths(config, moe)
-    mixers = _mixers(config, moe)
+    widths = kept_widths(config, moe)
+    mixers = stack_mixers(config, moe)
     if has_both_ends:  # else the last stage has them
         mixers += (further_mixers(config, moe),) * config.mtp_num_layers
     names = [name for names in mixers for name in names]
     widths["moe"] += exchange_elements(config, parallel, moe)
+    # Beside what a mixer keeps: its input and the sum that its norm read, in post-norm the
+    # norm's output too, and a byte for each that dropout may take.
+    around = 2.0 * D + 0.5 * D * bool(config.hidden_dropout)
+    around += D * (isinstance(config, BertConfig) and config.post_layer_norm)
+    if recomputing.recompute_granularity == "selective":
+        around -= _forget(widths, set(recomputing.recompute_modules), config)
     latent = config.q_lora_rank + config.kv_lora_rank + config.qk_pos_emb_head_dim
-    inner = sum(widths[name] // tp + 2 * D // stream for name in names)
+    inner = sum(widths[name] // tp + around / stream for name in names)
+    if isinstance(config, T5Config):
+        decoder = names[2 * encoder_layers(config) :]
+        own = sum(widths[name] // tp + around / stream for name in decoder)
+        inner -= (1 - decoder_share) * own
     inner += names.count("mla") * 2 * latent // stream
     layer = int(tokens * (inner + fp8_change) / len(mixers))
     layers = -(-len(mixers) // pp)
@@ -356,7 +397,19 @@ def _kept_elements(
     return kept
 
 
-def _mixers(config: TransformerConfig, moe: MoEConfig) -> tuple[tuple[str, ...], ...]:
+def _forget(widths: dict[str, int], modules: set[str], config: TransformerConfig) -> int:
+    """Take out of ``widths`` what selective recomputation forgets; return that of a norm."""
+    parts = 2 if is_gated(config) else 1
+    if "mlp_act" in modules:
+        widths["mlp"] -= ffn_size(config)
+    if "moe_act" in modules:
+        widths["moe"] -= widths["moe"] // (parts + 1)
+    for name in {"mlp", "moe"} & modules:
+        widths[name] = 0
+    return config.hidden_size * ("layernorm" in modules)
+
+
+def stack_mixers(config: TransformerConfig, moe: MoEConfig) -> tuple[tuple[str, ...], ...]:
     """Name the mixers of every layer: of an encoder, then of its decoder, in a T5."""
     if not isinstance(config, T5Config):
         return layer_mixers(config, moe)
@@ -364,7 +417,7 @@ def _mixers(config: TransformerConfig, moe: MoEConfig) -> tuple[tuple[str, ...],
     return (encoder,) * encoder_layers(config) + (decoder,) * decoder_layers(config)
 
 
-def _kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
+def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
     """Elements that each mixer keeps of a token, over all tensor ranks."""
     N, G = config.num_attention_heads, num_kv_heads(config)
     channels = head_dim(config) + value_dim(config)
@@ -374,14 +427,16 @@ def _kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
     sizes, delta = mamba_sizes(config), delta_sizes(config)
     mixed = sizes.inner + 2 * sizes.states
     gate = N * head_dim(config) * config.attention_output_gate
+    # Attention with a padding mask reads copies of its inputs.
+    copies = (N + G) * channels * isinstance(config, BertConfig)
     return {
-        "attention": (N + G) * channels + 2 * gate,
+        "attention": (N + G) * channels + 2 * gate + copies,
         # Values are a view of what the projection up gave, keys' unrotated channels in it.
         "mla": (N + G) * channels + N * config.qk_head_dim,
         "mlp": parts * ffn_size(config),
         "moe": parts * (chosen + moe.moe_shared_expert_intermediate_size),
-        # Before and after the convolution, gate and output, and float32 between chunks.
-        "mamba": 2 * mixed + 4 * sizes.inner + sizes.heads * config.mamba_chunk_size,
+        # Before and after the convolution, gate, output and what the gated norm gives.
+        "mamba": 2 * mixed + 3 * sizes.inner,
         # Before and after the convolution, and in float32 keys of every value head, gate,
         # corrections, output and the matrices within chunks.
         "delta_net": 2 * (2 * delta.keys + delta.values)

@@ -20,7 +20,7 @@ from mcore_infer.engine.kernels.latent_attention import latent_decode
 from mcore_infer.engine.kernels.paged_attention import paged_decode
 from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
 from mcore_infer.engine.kernels.skinny_gemm_tiles import Tile
-from mcore_infer.engine.paged_cache import reference_decode
+from mcore_infer.engine.plain_attention import reference_decode
 from mcore_infer.quantization.kernels import widened
 from mcore_models.kernels import conv, delta, gated_fp8, gated_norm, norm, qk_norm_rope, rope
 from mcore_models.kernels import ssd as state_space

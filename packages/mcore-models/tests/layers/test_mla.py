@@ -120,8 +120,8 @@ def test_recomputed_attention_has_the_same_gradients(modules):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kv_channels": 8}, "--kv-channels has no effect with --multi-latent-attention"),
-        ({"window_size": (4, 0)}, "--window-size has no effect with --multi-latent"),
+        ({"kv_channels": 8}, "--kv-channels 8 has no effect with --multi-latent-attention"),
+        ({"window_size": (4, 0)}, "--window-size 4 0 has no effect with --multi-latent"),
         ({"num_query_groups": 2}, "--num-query-groups 2: .* Use 0 or .* 4"),
         ({"qk_pos_emb_head_dim": 3}, "--qk-pos-emb-head-dim 3 must be even"),
         ({"v_head_dim": 0}, "--v-head-dim 0 must be above 0"),

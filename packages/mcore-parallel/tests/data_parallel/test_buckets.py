@@ -139,7 +139,7 @@ def test_buckets_are_one_without_overlap_and_may_be_padded_for_nccl():
             {"grad_reduce_in_bf16": True, "accumulate_allreduce_grads_in_fp32": True},
             "contradict: leave one out",
         ),
-        ({"overlap_param_gather": True}, "needs --use-distributed-optimizer"),
+        ({"overlap_param_gather": True}, "no effect without --use-distributed-optimizer"),
     ],
 )
 def test_options_that_contradict_are_refused(options, message):

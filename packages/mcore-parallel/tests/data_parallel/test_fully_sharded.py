@@ -258,7 +258,7 @@ def test_hybrid_sharding_sums_over_instances_once_and_finds_a_copy_that_came_apa
 
 def test_contradicting_options_are_refused():
     for options, message in (
-        ({"use_torch_fsdp2": True, "ddp_bucket_size": 5}, "--ddp-bucket-size has no effect"),
+        ({"use_torch_fsdp2": True, "ddp_bucket_size": 5}, "--ddp-bucket-size 5 has no effect"),
         ({"use_torch_fsdp2": True, "data_parallel_sharding_strategy": "optim"}, "leave one"),
         (
             {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "no_shard"},

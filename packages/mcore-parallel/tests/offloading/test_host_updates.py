@@ -269,8 +269,11 @@ def test_weights_set_behind_the_host_are_told():
 def test_options_without_effect_are_refused():
     for options, message in (
         ({"optimizer_offload_fraction": 0.5}, "no effect without"),
-        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.5}, "not above 1"),
-        ({"optimizer_offload_dir": "nvme"}, "dir has no effect without"),
+        (
+            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.5},
+            "above 0 and at most 1",
+        ),
+        ({"optimizer_offload_dir": "nvme"}, "dir nvme has no effect without"),
         ({"cpu_offloading": True}, "needs --cpu-offloading-num-layers"),
         ({"cpu_offloading_num_layers": 2}, "no effect"),
     ):

@@ -6,7 +6,7 @@ from torch import nn
 from mcore_parallel.autograd.recomputing import recompute
 from mcore_parallel.collectives import begin_all_to_all
 from mcore_parallel.mesh import SINGLE
-from mcore_parallel.pipeline_parallel.forward_backward_overlap import Turns
+from mcore_parallel.pipeline_parallel.forward_backward_overlap import ForwardBackwardOverlap
 from mcore_parallel.pipeline_parallel.runner import StageOutput, run_schedule
 from mcore_parallel.pipeline_parallel.schedule import interleaved
 
@@ -34,11 +34,11 @@ class Layer(nn.Module):
         return noted(x * self.weight, "after")
 
 
-def train(turns, *, again=False, fails=False):
+def train(overlap, *, again=False, fails=False):
     events = []
     model = Layer(events)
-    if turns is not None:
-        turns.serve(nn.Sequential(model))
+    if overlap is not None:
+        overlap.attach(nn.Sequential(model))
 
     def stage(_, microbatch):
         if fails and microbatch == 1:
@@ -49,14 +49,14 @@ def train(turns, *, again=False, fails=False):
 
     (actions,) = interleaved(1, 3, 1, paired=True)
     try:
-        run_schedule(actions, {0: stage}, turns=turns)
+        run_schedule(actions, {0: stage}, pair_overlap=overlap)
     except RuntimeError as error:
         events.append(str(error))
     return events, model.weight.grad
 
 
 def test_each_runs_until_its_exchange_travels_and_the_sums_keep_their_bits():
-    events, grad = train(Turns())
+    events, grad = train(ForwardBackwardOverlap())
     assert " ".join(events).replace("before", "<").replace("after", ">") == (
         "F0 < F0 > B0 > F1 < B0 < F1 > B1 > F2 < B1 < F2 > B2 > B2 <"
     )
@@ -67,7 +67,7 @@ def test_each_runs_until_its_exchange_travels_and_the_sums_keep_their_bits():
 
 
 def test_what_backward_computes_again_leaves_no_turn():
-    events, grad = train(Turns(), again=True)
+    events, grad = train(ForwardBackwardOverlap(), again=True)
     assert grad.tolist() == train(None)[1].tolist()
     begin = events.index("F0 before", 2)  # in the backward of the first micro-batch
     # The backward gives its turn away once, at the exchange of the gradient.
@@ -75,7 +75,7 @@ def test_what_backward_computes_again_leaves_no_turn():
 
 
 def test_a_forward_that_raises_ends_the_backward_at_its_turn():
-    events, _ = train(Turns(), fails=True)
+    events, _ = train(ForwardBackwardOverlap(), fails=True)
     assert events[-1] == "no such token"
     assert "B0 after" in events
     assert "B0 before" not in events  # its exchange would wait for ranks that never come

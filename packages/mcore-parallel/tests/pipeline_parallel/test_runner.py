@@ -152,7 +152,7 @@ def train(case):
     for chunk in chunks:
         fill(chunk)
     if queue is not None:
-        queue.serve(*chunks)
+        queue.attach(*chunks)
     data_parallel = DataParallel(chunks, ctx, case.data or DataParallelConfig())
     optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()))
     share = DATA // ctx.dp.size
@@ -408,7 +408,7 @@ def test_a_queue_under_a_whole_backward_is_emptied_at_once():
     for queue in (None, WeightQueue()):
         model = two_products()
         if queue is not None:
-            queue.serve(model)
+            queue.attach(model)
         data_parallel = DataParallel([model], ParallelContext.single(), DataParallelConfig())
         data_parallel.zero_grad()  # of weights that are all overwritten
 
@@ -424,7 +424,7 @@ def test_a_queue_under_a_whole_backward_is_emptied_at_once():
 
 def test_gradients_that_wait_in_a_queue_are_not_taken_for_zero():
     model, queue = two_products(), WeightQueue()
-    queue.serve(model)
+    queue.attach(model)
     data_parallel = DataParallel([model], ParallelContext.single(), DataParallelConfig())
     model(torch.ones(2, 1, 3)).sum().backward()
     with pytest.raises(RuntimeError, match="still wait in a WeightQueue"):
@@ -434,8 +434,8 @@ def test_gradients_that_wait_in_a_queue_are_not_taken_for_zero():
 def test_a_queue_comes_before_data_parallelism():
     model = two_products()
     DataParallel([model], ParallelContext.single(), DataParallelConfig())
-    with pytest.raises(ValueError, match=r"call serve\(\) first, then wrap"):
-        WeightQueue().serve(model)
+    with pytest.raises(ValueError, match=r"call attach\(\) first, then wrap"):
+        WeightQueue().attach(model)
 
 
 def test_a_split_backward_without_a_queue_is_refused():

@@ -296,7 +296,7 @@ def deferred_gradients(sequence_parallel):
         column = ColumnParallelLinear(D, 8, bias=True, **options)
         row = RowParallelLinear(8, D, bias=True, **options)
         if queue is not None:
-            queue.serve(nn.Sequential(column, row))
+            queue.attach(nn.Sequential(column, row))
         for layer in (column, row):
             fill(layer)
             grad_slot(layer.weight).main = torch.zeros_like(layer.weight)

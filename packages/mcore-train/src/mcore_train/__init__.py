@@ -8,12 +8,12 @@ from mcore_base.lazy_front import lazy_front
 
 _EXPORTS: dict[str, str] = {
     "BatchConfig": "config",
-    "BatchPlace": "batches",
+    "BatchPlace": "batches.micro_batches",
     "Certificate": "layout_check.certificate",
     "ConflictError": "resolution",
-    "Datasets": "datasets",
+    "Datasets": "batches.datasets",
     "EvalConfig": "config",
-    "LRSchedule": "lr_schedule",
+    "LRSchedule": "updating.lr_schedule",
     "LaunchConfig": "config",
     "LoadConfig": "config",
     "LogConfig": "config",
@@ -38,7 +38,7 @@ _EXPORTS: dict[str, str] = {
     "compare": "layout_check.certificate",
     "compose": "composition",
     "evaluate": "evaluation",
-    "learning_rate": "lr_schedule",
+    "learning_rate": "updating.lr_schedule",
     "load_run": "checkpoints.resuming",
     "parse": "options.parsing",
     "read_metrics": "reporting.log",
@@ -49,7 +49,7 @@ _EXPORTS: dict[str, str] = {
     "train": "loop",
     "train_step": "step",
     "verify_here": "layout_check.verification",
-    "weight_decay": "lr_schedule",
+    "weight_decay": "updating.lr_schedule",
 }
 
 __all__ = list(_EXPORTS)

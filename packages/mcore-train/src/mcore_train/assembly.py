@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from mcore_base.options import Values, find_faults
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
 from mcore_models.building.stage_model import StageModel
@@ -34,19 +35,18 @@ from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.precision.transformer_engine import refusal
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import Shard, layer_stacks
-from mcore_train.checkpoints.past import continue_plan
-from mcore_train.composition import TrainConfig
-from mcore_train.datasets import Datasets, load_datasets
+from mcore_train.batches.datasets import Datasets, load_datasets
+from mcore_train.checkpoints.origin import continue_plan
+from mcore_train.composition import TrainConfig, parts
+from mcore_train.config import unrecordable_experts
 from mcore_train.graphs.layers import LayerRecorder
 from mcore_train.graphs.recorders import CudaRecorder
 from mcore_train.graphs.whole_step import BackwardRecorder
-from mcore_train.loss_scaling import LossScaler
-from mcore_train.optimizers import OPTIMIZERS, BuildRule, build_optimizer
-from mcore_train.options.expert_conflicts import expert_graph_conflicts
-from mcore_train.options.implementation_conflicts import find_implementation_conflicts
 from mcore_train.pipeline import Pipeline
 from mcore_train.precision import check_device_format, torch_dtype
 from mcore_train.resolution import Plan, load_tokenizer
+from mcore_train.updating.loss_scaling import LossScaler
+from mcore_train.updating.optimizers import OPTIMIZERS, BuildRule, build_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -260,7 +260,8 @@ def _build_recorder(
         CudaRecorder(streams),
         steps,
         casts,
-        records_experts=is_one_rank and not any(expert_graph_conflicts(plan.config, "")),
+        records_experts=is_one_rank
+        and not any(unrecordable_experts(Values(parts(plan.config)))),
     )
 
 
@@ -340,7 +341,7 @@ def _use_transformer_engine(
     all-reduce over all ranks: those that share weights should round alike.
     """
     name = "--transformer-impl transformer_engine"
-    why_not = next(find_implementation_conflicts(plan.config, plan.family), "")
+    why_not = next(iter(find_faults(*parts(plan.config), notes=True)), "")
     if ctx.device.type != "cuda":
         why_not = f"{name} computes on GPUs alone"
     elif not why_not and (missing := refusal()):

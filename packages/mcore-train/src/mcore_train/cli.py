@@ -56,6 +56,8 @@ def _train(name: str, words: Sequence[str], *, is_megatron_script: bool = False)
     from mcore_train.options.parsing import parse
 
     command = FAMILY_COMMANDS[name]
+    if "auto" in (word.partition("=")[2] or word for word in words):
+        words = _found_micro_batch(words)
 
     def check(config: TrainConfig) -> None:
         """Raise all that is wrong, once, before ranks start."""
@@ -76,12 +78,24 @@ def _train(name: str, words: Sequence[str], *, is_megatron_script: bool = False)
         is_megatron_script=is_megatron_script,
         check=check,
     )
+    if config.launch.dry_run:
+        from mcore_train.planning.dry_run import dry_run
+
+        world_size = config.launch.world_size or config.launch.nproc or 1
+        print(dry_run(config, command.family, world_size))
+        return 0
     if config.launch.nproc:
         check(config)
         return start_ranks(name, words, config.launch.nproc)
     from mcore_train.running import run_training
 
     return run_training(config, command.family)
+
+
+def _found_micro_batch(words: Sequence[str]) -> list[str]:
+    """Spell ``--micro-batch-size auto`` as the option that it is."""
+    text = "\0".join(words).replace("--micro-batch-size=auto", "--micro-batch-size\0auto")
+    return text.replace("--micro-batch-size\0auto", "--find-micro-batch-size").split("\0")
 
 
 def quickstart(words: Sequence[str]) -> int:
@@ -156,6 +170,35 @@ def triage(words: Sequence[str]) -> int:
     return parse_options(triage_logs, "mcore-train triage", words)
 
 
+def memory(words: Sequence[str]) -> int:
+    """Print a snapshot of GPU memory by class of tensors."""
+    from mcore_train.diagnosis.cli import show_snapshot
+
+    return parse_options(show_snapshot, "mcore-train memory", words)
+
+
+def doctor(words: Sequence[str]) -> int:
+    """Check a cluster before a run, or judge the numbers of a run."""
+    from mcore_train.diagnosis.cli import judge_run, report_cluster
+
+    if words and not words[0].startswith("-"):
+        return parse_options(judge_run, "mcore-train doctor RUN", words)
+    from mcore_train.diagnosis.doctor import DoctorConfig
+
+    config = parse_options(DoctorConfig, "mcore-train doctor", words)
+    if config.options.nproc:
+        return start_ranks("doctor", words, config.options.nproc)
+    return report_cluster(config)
+
+
+def plan(words: Sequence[str]) -> int:
+    """Search the layouts of a model on a cluster."""
+    from mcore_train.planning.command import run_plan
+
+    print(run_plan(words))
+    return 0
+
+
 def start_ranks(command: str, words: Sequence[str], nproc: int) -> int:
     """Start ``nproc`` ranks of this same command on this host and wait for them."""
     from mcore_parallel.launch.launcher import launch_local, python_command
@@ -205,6 +248,9 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         verify,
     ),
     "launch": ("start a run on several hosts: Slurm, Kubernetes, Ray, SkyPilot, here", launch),
+    "plan": ("from a model and a cluster to the fastest layouts that fit", plan),
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
+    "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),
+    "doctor": ("is this cluster healthy? doctor RUN: what the numbers of a run tell", doctor),
 }

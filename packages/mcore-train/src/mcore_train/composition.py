@@ -6,10 +6,11 @@ loads torch.
 """
 
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar, get_type_hints
 
+from mcore_base.options import idle_options
 from mcore_ckpt.config import LocalConfig, RetentionConfig, StrictnessConfig
 from mcore_data.config import DataConfig, FIMConfig, MaskingConfig, TokenizerConfig
 from mcore_models.config import KernelConfig, RecomputeConfig, TransformerConfig
@@ -29,6 +30,7 @@ from mcore_train.config import (
     LaunchConfig,
     LoadConfig,
     LogConfig,
+    MemoryConfig,
     OptimizerConfig,
     RunConfig,
     SampleConfig,
@@ -38,6 +40,8 @@ from mcore_train.config import (
 )
 from mcore_train.precision_config import PrecisionConfig
 from mcore_train.t5_config import T5BatchConfig
+
+Config = TypeVar("Config", bound="TrainConfig")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +77,7 @@ class TrainConfig:
     loading: LoadConfig = field(default_factory=LoadConfig)
     strictness: StrictnessConfig = field(default_factory=StrictnessConfig)
     logging: LogConfig = field(default_factory=LogConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
@@ -129,8 +134,8 @@ class Command:
     run: type[TrainConfig]
     verified: type[VerifiedConfig | VerifiedBertConfig | VerifiedT5Config]
     """The same options, and a verification's."""
-    beginning: tuple[str, ...] = ()
-    """Flags that it begins from; all others win over them."""
+    beginning: Mapping[str, Any] = field(default_factory=dict)
+    """Options that it begins from; all others win over them."""
     needs: str = ""
     """An option that it cannot start without, and what an error tells of its value."""
 
@@ -147,7 +152,7 @@ FAMILY_COMMANDS: Mapping[str, Command] = {
         GPT_FAMILY,
         TrainConfig,
         VerifiedConfig,
-        ("--position-embedding-type", "none"),  # layers with a state need no positions
+        {"position_embedding_type": "none"},  # layers with a state need no positions
         "--hybrid-override-pattern, one letter a layer, such as M*M-",
     ),
     "bert": Command(
@@ -171,17 +176,11 @@ def field_types(config_type: type = TrainConfig) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for part in get_type_hints(config_type).values():
-        for name, kind in get_type_hints(part).items():
+        kinds = get_type_hints(part)
+        for name in (each.name for each in fields(part)):
             assert name not in found, f"two parts of {config_type.__name__} own {name}"
-            found[name] = kind
+            found[name] = kinds[name]
     return found
-
-
-def optimizer_parts() -> dict[str, type]:
-    """Map each choice of ``--optimizer`` that has options to the part with the same name."""
-    parts = get_type_hints(TrainConfig)
-    choices = get_args(get_type_hints(parts["optimizer"])["optimizer"])
-    return {name: parts[name] for name in choices if name in parts}
 
 
 def flag_names(config_type: type = TrainConfig) -> set[str]:
@@ -193,6 +192,24 @@ def flag_names(config_type: type = TrainConfig) -> set[str]:
         if kind is bool:
             names.add(f"--no-{dashed}")
     return names
+
+
+def parts(config: object) -> list[Any]:
+    """Return the configs that a run's config is made of."""
+    return [getattr(config, part.name) for part in fields(config)]  # pyrefly: ignore
+
+
+def without_idle_options(config: Config, kept: Collection[str] = ()) -> Config:
+    """Return the same run with defaults for options of features that are off, but ``kept``."""
+    types = [type(part) for part in parts(config)]
+    idle = idle_options(flat(config), types) - set(kept)
+    changed = {}
+    for part in fields(config):
+        value = getattr(config, part.name)
+        defaults = {f.name: f.default for f in fields(value) if f.name in idle}
+        if any(getattr(value, name) != default for name, default in defaults.items()):
+            changed[part.name] = replace(value, **defaults)
+    return replace(config, **changed)
 
 
 def flat(config: object) -> dict[str, Any]:

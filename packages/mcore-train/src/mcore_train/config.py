@@ -6,10 +6,12 @@ Options of the model, the experts, the layout, the data and the checkpoint live 
 own packages; ``composition.TrainConfig`` puts all of them together.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from mcore_base.field_checks import check_at_least, flag
+from mcore_base.options import ON, Because, Options, Rule, flag, option
+from mcore_models.config import expert_sizes
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -18,156 +20,142 @@ ExitSignal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchConfig:
+class BatchConfig(Options):
     """How many tokens a step sees, and how many steps there are."""
 
-    micro_batch_size: int = 1
+    micro_batch_size: int = option(1, minimum=1)
     """Sequences in one forward pass of one data-parallel rank. Megatron's default: none."""
-    global_batch_size: int = 0
+    global_batch_size: int = option(0, minimum=0)
     """Sequences in one step over all ranks; 0: one micro-batch a data-parallel rank."""
     rampup_batch_size: tuple[int, ...] = ()
     """Grow the global batch: START INCREMENT SAMPLES, from the first size to
     --global-batch-size in equal increments over so many sequences. Needs --train-samples."""
-    seq_length: int = 1024
+    seq_length: int = option(1024, minimum=1)
     """Tokens in one sequence. Megatron's default: none."""
-    train_iters: int = 0
+    train_iters: int = option(
+        0,
+        minimum=0,
+        excludes={
+            "train_samples": ON,
+            "rampup_batch_size": Because(
+                "which counts in sequences", instead="give --train-samples"
+            ),
+        },
+    )
     """Steps to train. Give this or --train-samples."""
-    train_samples: int = 0
+    train_samples: int = option(0, minimum=0)
     """Sequences to train on. Give this or --train-iters."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "micro_batch_size", "seq_length")
-        check_at_least(self, 0, "global_batch_size", "train_iters", "train_samples")
-        if self.train_iters and self.train_samples:
-            raise ValueError("--train-iters and --train-samples exclude each other: give one.")
-        if self.rampup_batch_size and len(self.rampup_batch_size) != 3:
-            raise ValueError(
-                f"--rampup-batch-size takes three numbers, START INCREMENT SAMPLES, not "
-                f"{len(self.rampup_batch_size)}."
-            )
-        if self.rampup_batch_size and self.train_iters:
-            raise ValueError(
-                "--rampup-batch-size counts in sequences: give --train-samples instead of "
-                "--train-iters."
-            )
+    rules = (
+        Rule(
+            ("rampup_batch_size",),
+            lambda v: len(v.rampup_batch_size) not in (0, 3),
+            "--rampup-batch-size takes three numbers, START INCREMENT SAMPLES, not those of "
+            "{rampup_batch_size}.",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(Options):
     """What a step does with the gradient."""
 
     optimizer: Literal["adam", "sgd"] = "adam"
     """adam: AdamW with bias correction and decoupled weight decay; sgd: gradient descent with
     momentum, weight decay added to the gradient."""
-    lr: float = 0.0
+    lr: float = option(0.0, minimum=0, shrinks_to=1e-2)
     """Highest learning rate; required."""
-    min_lr: float = 0.0
+    min_lr: float = option(0.0, minimum=0)
     """Learning rate at the end of the decay."""
-    weight_decay: float = 0.01
+    weight_decay: float = option(0.01, minimum=0, shrinks_to=0.1)
     """Decoupled decay of matrices; biases and vectors never decay."""
-    start_weight_decay: float = -1.0
+    start_weight_decay: float = option(
+        -1.0, needs={"weight_decay_incr_style": ("linear", "cosine")}
+    )
     """Weight decay of the first step; -1: --weight-decay."""
-    end_weight_decay: float = -1.0
+    end_weight_decay: float = option(
+        -1.0, needs={"weight_decay_incr_style": ("linear", "cosine")}
+    )
     """Weight decay of the last step; -1: --weight-decay."""
     weight_decay_incr_style: IncreaseStyle = "constant"
     """How weight decay goes from --start-weight-decay to --end-weight-decay."""
-    clip_grad: float = 1.0
+    clip_grad: float = option(1.0, minimum=0, shrinks_to=0.05)
     """Largest global gradient norm; 0: no clipping."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "lr", "min_lr", "weight_decay", "clip_grad")
-        if self.lr and self.min_lr > self.lr:
-            raise ValueError(f"--min-lr {self.min_lr} must not be above --lr {self.lr}.")
-        ends = (self.start_weight_decay, self.end_weight_decay)
-        if self.weight_decay_incr_style == "constant" and max(ends) >= 0:
-            raise ValueError(
-                "--start-weight-decay and --end-weight-decay have no effect with "
-                "--weight-decay-incr-style constant: choose linear or cosine, or drop them."
-            )
-        if self.weight_decay_incr_style != "constant" and min(ends) < 0:
-            raise ValueError(
-                f"--weight-decay-incr-style {self.weight_decay_incr_style} needs both "
-                "--start-weight-decay and --end-weight-decay."
-            )
+    rules = (
+        Rule(
+            ("min_lr", "lr"),
+            lambda v: v.lr and v.min_lr > v.lr,
+            "--min-lr {min_lr} must not be above --lr {lr}.",
+        ),
+        Rule(
+            ("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"),
+            lambda v: (
+                v.weight_decay_incr_style != "constant"
+                and min(v.start_weight_decay, v.end_weight_decay) < 0
+            ),
+            "--weight-decay-incr-style {weight_decay_incr_style} needs both "
+            "--start-weight-decay and --end-weight-decay.",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleConfig:
+class ScheduleConfig(Options):
     """How the learning rate moves; everything is counted in samples inside."""
 
     lr_decay_style: DecayStyle = "linear"
     """Shape of the decay after the warm-up."""
-    lr_decay_iters: int = 0
+    lr_decay_iters: int = option(0, minimum=0)
     """Steps after which --min-lr is reached; 0: the whole run."""
-    lr_decay_samples: int = 0
+    lr_decay_samples: int = option(0, minimum=0, excludes={"lr_decay_iters": ON})
     """The same in sequences; 0: the whole run."""
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: int = option(0, minimum=0)
     """Steps of linear warm-up."""
-    lr_warmup_samples: int = 0
+    lr_warmup_samples: int = option(0, minimum=0, excludes={"lr_warmup_iters": ON})
     """The same in sequences."""
-    lr_warmup_fraction: float = 0.0
+    lr_warmup_fraction: float = option(
+        0.0, minimum=0, below=1, excludes={"lr_warmup_iters": ON, "lr_warmup_samples": ON}
+    )
     """The same as a share of the decay length."""
-    lr_warmup_init: float = 0.0
+    lr_warmup_init: float = option(0.0, minimum=0)
     """Learning rate of the first step of a warm-up."""
-    lr_wsd_decay_style: WsdDecayStyle = "exponential"
+    lr_wsd_decay_style: WsdDecayStyle = option("exponential", part_of={"lr_decay_style": "WSD"})
     """Shape of the last part of a WSD schedule."""
-    lr_wsd_decay_iters: int = 0
+    lr_wsd_decay_iters: int = option(0, minimum=0, needs={"lr_decay_style": "WSD"})
     """Steps of the last part of a WSD schedule."""
-    lr_wsd_decay_samples: int = 0
+    lr_wsd_decay_samples: int = option(
+        0, minimum=0, needs={"lr_decay_style": "WSD"}, excludes={"lr_wsd_decay_iters": ON}
+    )
     """The same in sequences."""
     override_opt_param_scheduler: bool = False
     """On resume, take the schedule from the flags though the checkpoint has another."""
-    use_checkpoint_opt_param_scheduler: bool = False
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, excludes={"override_opt_param_scheduler": ON}
+    )
     """On resume, take the schedule from the checkpoint though the flags say another."""
 
-    def __post_init__(self) -> None:
-        check_at_least(
-            self,
-            0,
-            "lr_decay_iters",
-            "lr_decay_samples",
-            "lr_warmup_iters",
-            "lr_warmup_samples",
-            "lr_warmup_fraction",
-            "lr_warmup_init",
-            "lr_wsd_decay_iters",
-            "lr_wsd_decay_samples",
-        )
-        for names in (
-            ("lr_decay_iters", "lr_decay_samples"),
-            ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
-            ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-            ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
-        ):
-            given = [flag(name) for name in names if getattr(self, name)]
-            if len(given) > 1:
-                raise ValueError(f"{' and '.join(given)} exclude each other: give one.")
-        if self.lr_warmup_fraction >= 1:
-            raise ValueError(f"--lr-warmup-fraction {self.lr_warmup_fraction} must be below 1.")
-        wsd_length = self.lr_wsd_decay_iters or self.lr_wsd_decay_samples
-        if self.lr_decay_style == "WSD" and not wsd_length:
-            raise ValueError(
-                "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples."
-            )
-        if self.lr_decay_style != "WSD" and wsd_length:
-            raise ValueError(
-                f"--lr-wsd-decay-iters has no effect with --lr-decay-style "
-                f"{self.lr_decay_style}: choose WSD or leave it out."
-            )
+    rules = (
+        Rule(
+            ("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+            lambda v: (
+                v.lr_decay_style == "WSD"
+                and not (v.lr_wsd_decay_iters or v.lr_wsd_decay_samples)
+            ),
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples.",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvalConfig:
+class EvalConfig(Options):
     """Validation during training."""
 
-    eval_interval: int = 0
+    eval_interval: int = option(0, minimum=0)
     """Steps between validations; 0: none. A run that validates is scored on its test data, if
     there are any, at its end."""
-    eval_iters: int = 10
+    eval_iters: int = option(10, minimum=0)
     """Global batches of one validation; 0: no validation. Megatron's default: 100."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "eval_interval", "eval_iters")
 
     @property
     def interval(self) -> int:
@@ -176,60 +164,53 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampleConfig:
+class SampleConfig(Options):
     """Texts that the model writes while it trains."""
 
-    sample_interval: int = 0
+    sample_interval: int = option(0, minimum=0)
     """Steps between texts; 0: none. Weights go to a serving layout in memory, without files."""
-    sample_prompts: tuple[str, ...] = ("",)
+    sample_prompts: tuple[str, ...] = option(("",), part_of={"sample_interval": ON})
     """Beginnings of the texts; an empty one begins a document."""
-    sample_num_tokens: int = 64
+    sample_num_tokens: int = option(64, minimum=1, part_of={"sample_interval": ON})
     """Tokens to write after each prompt, at most."""
-    sample_temperature: float = 0.8
+    sample_temperature: float = option(0.8, above=0, part_of={"sample_interval": ON})
     """Scores are divided by it; below 1 the likely gets likelier."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "sample_interval")
-        check_at_least(self, 1, "sample_num_tokens")
-        if not self.sample_temperature > 0:
-            raise ValueError(f"--sample-temperature {self.sample_temperature} must be above 0.")
+    rules = (
+        Rule(
+            ("sample_interval", "is_causal"),
+            lambda v: v.sample_interval and not v.is_causal,
+            "--sample-interval needs a model that predicts next tokens: leave it out.",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SaveConfig:
+class SaveConfig(Options):
     """Where and when checkpoints are written."""
 
     save: str = ""
     """Run folder for checkpoints, metrics and TensorBoard, or a URL such as s3://bucket/run
     for checkpoints alone; empty: nothing is written. A folder that holds an earlier run is
     refused, unless this run continues it or --overwrite is given."""
-    overwrite: bool = False
+    overwrite: bool = option(False, needs={"save": ON})
     """Delete the checkpoints and numbers of an earlier run in --save, and begin anew."""
-    save_interval: int = 0
+    save_interval: int = option(0, minimum=0, needs={"save": ON})
     """Steps between checkpoints; 0: only at the end."""
     save_optim: bool = True
     """Keep optimizer state in checkpoints."""
-    save_hf: bool = False
+    save_hf: bool = option(False, needs={"save": ON})
     """Make every saved step a Hugging Face folder as well: its weights stand once, as whole
     tensors in model-*.safetensors."""
-    async_save: bool = False
+    async_save: bool = option(False, needs={"save": ON})
     """Write checkpoints in the background: training goes on once the weights are on their way
     to host memory, of which each rank needs its share of a checkpoint, once."""
-    async_save_timeout_minutes: float = 10.0
+    async_save_timeout_minutes: float = option(10.0, above=0, part_of={"async_save": ON})
     """Minutes without progress after which a write in the background is given up."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "save_interval")
-        if not self.save:
-            for name in ("overwrite", "save_interval", "save_hf", "async_save"):
-                if getattr(self, name):
-                    raise ValueError(f"{flag(name)} has no effect without --save DIR.")
-        if self.async_save_timeout_minutes <= 0:
-            raise ValueError("--async-save-timeout-minutes must be above 0.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadConfig:
+class LoadConfig(Options):
     """What a run starts from."""
 
     load: str = ""
@@ -237,11 +218,11 @@ class LoadConfig:
     folder without a checkpoint starts from nothing."""
     pretrained_checkpoint: str = ""
     """Folder of the weights to begin from while --load holds none; with --peft, of the base."""
-    auto_resume: bool = False
+    auto_resume: bool = option(False, part_of={"save": ON})
     """Continue from the newest step in --save if there is one, else as the other flags say."""
-    ckpt_step: int = 0
+    ckpt_step: int = option(0, minimum=0, needs={"load": ON})
     """Step to load from a run folder; 0: the latest."""
-    finetune: bool = False
+    finetune: bool = option(False, needs={"load": ON})
     """Take only the weights: count steps, samples and the schedule from zero."""
     load_optim: bool = True
     """Continue with the checkpoint's optimizer state."""
@@ -249,83 +230,231 @@ class LoadConfig:
     """Continue with the checkpoint's random streams."""
     load_checksums: bool = True
     """Check the bytes that are read against the checksums they were saved with."""
-    exit_on_missing_checkpoint: bool = False
+    exit_on_missing_checkpoint: bool = option(False, needs={"load": ON})
     """End with an error if the folder holds no checkpoint."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "ckpt_step")
-        if not self.load:
-            for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
-                if getattr(self, name):
-                    raise ValueError(f"{flag(name)} has no effect without --load DIR.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LogConfig:
+class LogConfig(Options):
     """What is reported, where, and how often."""
 
-    log_interval: int = 100
+    log_interval: int = option(100, minimum=1)
     """Steps between log lines; the first step always has one."""
     metrics_file: str = ""
     """JSON lines of the same numbers; empty: metrics.jsonl below --save."""
-    tensorboard: bool = False
+    tensorboard: bool = option(False, part_of={"save": ON})
     """Write TensorBoard scalars to tensorboard/ below --save."""
-    health_port: int = 0
+    health_port: int = option(0, minimum=0)
     """Port on which the first rank of each host answers /health and /metrics over HTTP; 0: no
     such endpoint."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "log_interval")
-        check_at_least(self, 0, "health_port")
+    rules = (
+        Rule(
+            ("tensorboard", "save"),
+            lambda v: v.tensorboard and "://" in v.save,
+            "--tensorboard cannot write to {save}: give --save a folder.",
+        ),
+    )
+
+
+def unrecordable_experts(values: Any) -> Iterator[str]:
+    """Yield what a CUDA graph needs of experts, so that the host waits for no number.
+
+    Args:
+        values: options of a run with experts, as ``Values``.
+    """
+    name = f"--cuda-graph-impl {values.cuda_graph_impl}"
+    ranks, kind = values.expert_model_parallel_size, values.moe_token_dispatcher_type
+    limit = values.moe_expert_rows_limit
+    is_one_part = limit >= ranks or (kind == "symmetric" and not limit)
+    is_spread = ranks > 1 or values.expert_tensor_size > 1
+    if is_spread and not (kind in ("allgather", "symmetric") and is_one_part):
+        yield (
+            f"{name} cannot record experts that exchange tokens in other numbers each step: "
+            "leave it out, or use --moe-token-dispatcher-type allgather or symmetric and "
+            f"--moe-expert-rows-limit {ranks}."
+        )
+    is_grouped = values.moe_grouped_gemm and values.bf16
+    if not is_grouped or any(size % 8 for size in expert_sizes(values)):
+        yield (
+            f"{name} can record experts only as grouped GEMMs: use --bf16, leave out "
+            "--no-moe-grouped-gemm, and make their sizes multiples of 8; or leave it out."
+        )
+
+
+_DRAW_NOTHING = ("layernorm", "mlp_act", "moe_act")
+"""Of ``--recompute-modules``: made again by elementwise operations alone."""
+
+
+def _draws_while_recorded(values: Any) -> Iterator[str]:
+    """Yield the options whose random numbers a recorded recomputation would draw again."""
+    is_recorded = values.cuda_graph_impl != "none" and values.recompute_granularity
+    modules = set(values.recompute_modules)
+    is_drawn = values.recompute_granularity == "full" or not modules <= set(_DRAW_NOTHING)
+    names = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
+    for name in names if is_recorded and is_drawn else ():
+        if getattr(values, name):
+            yield (
+                f"--cuda-graph-impl {values.cuda_graph_impl} cannot record recomputation that "
+                f"draws {flag(name)} {getattr(values, name)} again, for which the host reads a "
+                "random state: use 0, or --recompute-granularity selective with "
+                f"--recompute-modules {', '.join(_DRAW_NOTHING)}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
+class MemoryConfig(Options):
+    """Snapshots of GPU memory."""
+
+    record_memory_history: bool = False
+    """Record which line allocated each tensor, and write torch's snapshot of a rank that runs
+    out of GPU memory; mcore-train memory prints it by class of tensors."""
+    memory_snapshot_path: str = "snapshot.pickle"
+    """File of the snapshot; each rank adds its number, as in snapshot.rank3.pickle."""
+    memory_snapshot_step: int = option(0, minimum=0, needs={"record_memory_history": ON})
+    """Step after which each rank writes its snapshot too; 0: only out of memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig(Options):
     """The process: seed, device, when to stop early."""
 
-    seed: int = 1234
+    seed: int = option(1234, minimum=0, below=2**32)
     """Seed of weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto: CUDA where present."""
-    exit_interval: int = 0
+    exit_interval: int = option(0, minimum=0)
     """Save and end after a step that this divides; 0: never."""
-    exit_duration_in_mins: float | Literal["auto"] = 0.0
+    exit_duration_in_mins: float | Literal["auto"] = option(0.0, minimum=0)
     """Save and end this many minutes after the program's start; 0: never; auto: before Slurm
     ends the job (SLURM_JOB_END_TIME), by 5 minutes or twice the longest save so far."""
     exit_signal: tuple[ExitSignal, ...] = ("SIGUSR1", "SIGUSR2")
     """Signals that save and end a run as SIGTERM and SIGINT always do: batch systems warn with
     them. Megatron's default: SIGTERM."""
-    deterministic_mode: bool = False
+    deterministic_mode: bool = option(
+        False,
+        excludes={
+            "attention_backend": Because(
+                "whose backward adds in any order",
+                "fused",
+                instead="use flash4, flash or unfused",
+            )
+        },
+    )
     """Use only algorithms that give the same bits in every run with the same number of ranks;
     slower. On a CPU every run is repeatable anyway."""
     check_for_nan_in_loss_and_grad: bool = True
     """End the run, and save nothing more, when the gradient norm is nan or infinite."""
-    check_weight_hash_across_dp_replicas_interval: int = 0
+    check_weight_hash_across_dp_replicas_interval: int = option(0, minimum=0)
     """Steps after which the copies of weights on data-parallel ranks, and tied ones, are
     compared to the last bit, and a run whose copies differ ends; 0: in the first step only."""
-    cuda_graph_impl: Literal["none", "full_iteration", "local"] = "none"
+    cuda_graph_impl: Literal["none", "full_iteration", "local"] = option(
+        "none",
+        excludes={
+            "cpu_offloading": Because("whose copies the host orders"),
+            "moe_router_load_balancing_type": Because(
+                "as no graph can record rounds that the host waits for", "sinkhorn"
+            ),
+        },
+        selects_path="graphs.{cuda_graph_impl}",
+    )
     """Launch forward and backward of a whole step as one CUDA graph (full_iteration): faster
     where kernels are shorter than their launches, as in small models. Or a graph for each layer
     and micro-batch in flight (local), for pipelines and recomputed norms too; not timed yet.
     The same bits. A recorded step waits for all gathers of --overlap-param-gather first."""
-    cuda_graph_warmup_steps: int = 3
+    cuda_graph_warmup_steps: int = option(
+        3, minimum=1, part_of={"cuda_graph_impl": ("full_iteration", "local")}, shrinks_to=1
+    )
     """Steps before the graph is recorded, and again after the batch size changes."""
-    manual_gc_interval: int = 100
+    manual_gc_interval: int = option(100, minimum=0)
     """Steps after which all ranks collect Python's garbage together, and never else; 0: each
     rank by Python's own thresholds. Megatron's default: 0."""
 
-    def __post_init__(self) -> None:
-        if self.seed >= 2**32:
-            raise ValueError(f"--seed {self.seed} must be below 2^32 = {2**32}.")
-        counts = ("seed", "exit_interval", "manual_gc_interval")
-        check_at_least(self, 0, *counts, "check_weight_hash_across_dp_replicas_interval")
-        if self.exit_duration_in_mins != "auto":
-            check_at_least(self, 0, "exit_duration_in_mins")
-        check_at_least(self, 1, "cuda_graph_warmup_steps")
+    rules = (
+        Rule(
+            ("cuda_graph_impl", "is_fully_sharded", "sharding"),
+            lambda v: v.cuda_graph_impl != "none" and v.is_fully_sharded,
+            "--cuda-graph-impl {cuda_graph_impl} cannot record "
+            "--data-parallel-sharding-strategy {sharding}, whose weights move in memory: leave "
+            "out one of the two.",
+        ),
+        Rule(
+            ("cuda_graph_impl", "num_experts"),
+            lambda v: (
+                v.num_experts
+                and v.cuda_graph_impl == "full_iteration"
+                and unrecordable_experts(v)
+            ),
+        ),
+        Rule(
+            ("cuda_graph_impl", "num_experts", "parallel_residual"),
+            lambda v: [
+                f"{line} Beside attention (--parallel-residual) they cannot be left out."
+                for line in unrecordable_experts(v)
+                if v.num_experts
+                and v.cuda_graph_impl == "local"
+                and v.parallel_residual != "off"
+            ],
+        ),
+        Rule(
+            ("cuda_graph_impl", "pipeline_model_parallel_size"),
+            lambda v: (
+                v.cuda_graph_impl == "full_iteration" and v.pipeline_model_parallel_size > 1
+            ),
+            "--cuda-graph-impl full_iteration cannot record pipeline stages, whose hosts wait "
+            "for messages: use local, or --pipeline-model-parallel-size 1.",
+        ),
+        *(
+            Rule(
+                ("cuda_graph_impl", name),
+                lambda v, name=name: v.cuda_graph_impl == "local" and getattr(v, name) > 1,
+                f"--cuda-graph-impl local was not tried on GPUs with {flag(name)} {{{name}}}, "
+                "whose messages would be in the graphs: leave out one of the two.",
+            )
+            for name in ("tensor_model_parallel_size", "context_parallel_size")
+        ),
+        Rule(
+            ("cuda_graph_impl", "is_causal"),
+            lambda v: v.cuda_graph_impl == "local" and not v.is_causal,
+            "--cuda-graph-impl local records layers of mcore-train gpt alone: leave it out.",
+        ),
+        Rule(
+            ("cuda_graph_impl", "splits_backward", "overlap_moe_expert_parallel_comm"),
+            lambda v: (
+                v.cuda_graph_impl == "local"
+                and (v.splits_backward or v.overlap_moe_expert_parallel_comm)
+            ),
+            "--cuda-graph-impl local cannot cut a layer's backward: use --pipeline-schedule "
+            "1f1b or interleaved, without --overlap-moe-expert-parallel-comm.",
+        ),
+        Rule(
+            ("cuda_graph_impl", "recompute_method", "recompute_num_layers"),
+            lambda v: (
+                v.cuda_graph_impl == "local"
+                and v.recompute_method != "block"
+                and v.recompute_num_layers > 1
+            ),
+            "--cuda-graph-impl local recomputes layers one by one: use --recompute-num-layers "
+            "1, or --recompute-method block.",
+        ),
+        Rule(
+            ("cuda_graph_impl", "recompute_granularity", "recompute_modules"),
+            _draws_while_recorded,
+        ),
+        Rule(
+            ("cuda_graph_impl", "reset_attention_mask", "dataloader_inter_document_masking"),
+            lambda v: (
+                v.cuda_graph_impl != "none"
+                and (v.reset_attention_mask or v.dataloader_inter_document_masking)
+            ),
+            "--cuda-graph-impl {cuda_graph_impl} cannot record packed documents, whose borders "
+            "change from step to step: leave it out.",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchConfig:
+class LaunchConfig(Options):
     """How this command itself is read and started."""
 
     model: str = ""
@@ -336,15 +465,20 @@ class LaunchConfig:
     """Take Megatron's defaults of the model where options are left out: LayerNorm, learned
     positions, biases, GELU without a gate, dropout of 0.1 (and of --multi-latent-attention and
     --fp8-format). A --load checkpoint's model wins over them."""
-    nproc: int = 0
+    nproc: int = option(0, minimum=0)
     """Ranks to start on this host; 0: this process alone, or what torchrun started."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "nproc")
+    find_micro_batch_size: bool = False
+    """Take the fastest micro-batch that fits, which the planner proposes and one step, trained
+    and forgotten, confirms; --micro-batch-size auto is the same."""
+    dry_run: bool = False
+    """Resolve the run of --world-size ranks on one CPU, print its groups, schedule, bytes,
+    checkpoint and data, and train nothing."""
+    world_size: int = option(0, minimum=0, needs={"dry_run": ON})
+    """Ranks that --dry-run resolves; 0: --nproc, or one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyConfig:
+class VerifyConfig(Options):
     """How ``mcore-train verify`` checks a layout."""
 
     certificate: str = ""
@@ -352,8 +486,5 @@ class VerifyConfig:
     table is printed."""
     quiet: bool = False
     """Print only what failed and the verdict."""
-    max_ranks: int = 8
+    max_ranks: int = option(8, minimum=1)
     """Ranks of the small run; larger degrees are halved until it fits."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_ranks")

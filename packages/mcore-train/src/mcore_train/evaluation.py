@@ -12,7 +12,7 @@ from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.pipeline_parallel.runner import Payload, StageFunction, StageOutput
 from mcore_train.assembly import Run
-from mcore_train.batches import final_batches, place_for, valid_batches
+from mcore_train.batches.micro_batches import final_batches, place_for, valid_batches
 from mcore_train.reporting.log import Reporter
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How well a model predicts a text."""
+    """Loss of a model on a text: sums over tokens."""
 
     loss_sum: float
     """Nats over all tokens."""
@@ -106,7 +106,7 @@ def evaluate(
     Args:
         run: its weights are not changed.
         batches: micro-batches of this data rank.
-        num_batches: how many to take, the same on all ranks; must not exceed what there is.
+        num_batches: how many to take, at most as many as ``batches`` has; equal on all ranks.
         between_batches: called after each of this rank's steps through the pipeline; what it
             raises, on all ranks or none, ends the evaluation.
     """

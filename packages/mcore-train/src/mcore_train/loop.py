@@ -6,20 +6,20 @@ from contextlib import ExitStack, nullcontext
 
 from mcore_models.protocol import MicroBatch
 from mcore_train.assembly import Run
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.checkpoints.checkpointing import Checkpoints
+from mcore_train.diagnosis.memory import MemoryHistory
 from mcore_train.evaluation import score_test_data, validate
 from mcore_train.guards.deadline import Deadline
 from mcore_train.guards.gc_control import GCControl
-from mcore_train.guards.nan_guard import FiniteGradients
-from mcore_train.guards.replica_guard import WeightCopies
+from mcore_train.guards.nan_guard import FiniteGradients, WeightCopies
 from mcore_train.guards.signals import Stopped, StopRequest
-from mcore_train.lr_schedule import learning_rate, weight_decay
 from mcore_train.reporting.header import pace_line
 from mcore_train.reporting.interval import Interval
 from mcore_train.reporting.log import Reporter, StepReport
 from mcore_train.sample_texts import TextWriter
 from mcore_train.step import StepResult, train_step
+from mcore_train.updating.lr_schedule import learning_rate, weight_decay
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +56,14 @@ def train(
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
     replicas = WeightCopies(run.data_parallel, progress.iteration)
     checkpoints = Checkpoints(run, reporter)
+    memory = MemoryHistory(run, config.memory)
     deadline = Deadline(config.run)
     stop = StopRequest(
         run.ctx, config.run.exit_signal, lambda: deadline.is_over(checkpoints.longest_save_s)
     )
     collector = GCControl(config.run.manual_gc_interval)
     with ExitStack() as stack:
-        for context in (run.recorder or nullcontext(), checkpoints, stop, collector):
+        for context in (memory, run.recorder or nullcontext(), checkpoints, stop, collector):
             stack.enter_context(context)
         writer = TextWriter(run) if config.samples.sample_interval else None
         if writer is not None:
@@ -81,6 +82,7 @@ def train(
             interval.add(result)
             gradients.add(step, result.grad_norm, result.is_skipped)  # reads the step before
             collector.after_step(step)
+            memory.after_step(step)
             checkpoints.poll()
             reporter.advance(step, run.plan.train_iters)
             if _divides(config.logging.log_interval, step) or step == last or interval.is_first:

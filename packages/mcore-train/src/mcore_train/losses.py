@@ -1,4 +1,4 @@
-"""From a micro-batch to its share of the step's loss.
+"""Computes the share of a micro-batch in the step's loss.
 
 Everything sums. The loss of a micro-batch on a rank is the sum of its token losses divided
 by the valid tokens of the whole step, over all micro-batches, data and context ranks. That
@@ -81,7 +81,7 @@ def place(
 def count_valid(
     model: TrainableModel, batches: Sequence[MicroBatch], ctx: ParallelContext
 ) -> dict[str, Float[Tensor, ""]]:
-    """Count what has a loss in a step, loss by loss; all-reduces over data and context ranks.
+    """Count the tokens with a loss in a step, for each loss; all-reduces over data and context.
 
     Returns:
         By name of the loss, in float64, on the device. A step without any gives 0.

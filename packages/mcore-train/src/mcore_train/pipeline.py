@@ -12,7 +12,7 @@ from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.actions import Action
-from mcore_parallel.pipeline_parallel.forward_backward_overlap import Turns
+from mcore_parallel.pipeline_parallel.forward_backward_overlap import ForwardBackwardOverlap
 from mcore_parallel.pipeline_parallel.runner import PayloadShape, StageFunction, run_schedule
 from mcore_parallel.pipeline_parallel.schedule import build_schedule, forward_only
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
@@ -48,11 +48,11 @@ class Pipeline:
         self.weight_queue: WeightQueue | None = None
         if config.pipeline.splits_backward:
             self.weight_queue = WeightQueue()
-            self.weight_queue.serve(*chunks)
-        self.overlap: Turns | None = None
+            self.weight_queue.attach(*chunks)
+        self.overlap: ForwardBackwardOverlap | None = None
         if config.pipeline.overlap_moe_expert_parallel_comm:
-            self.overlap = Turns()
-            self.overlap.serve(*chunks)
+            self.overlap = ForwardBackwardOverlap()
+            self.overlap.attach(*chunks)
         self._warmed_up: set[str] = set()
 
     def train(
@@ -75,7 +75,7 @@ class Pipeline:
             before_last_backward=data_parallel.start_sync,
             before_last_weights=data_parallel.start_weight_sync,
             weight_queue=self.weight_queue,
-            turns=self.overlap,
+            pair_overlap=self.overlap,
         )
 
     def evaluate(

@@ -7,11 +7,15 @@ bytes. Every rank computes the same choice.
 
 import logging
 from dataclasses import replace
+from functools import lru_cache
 
+from mcore_base.options import find_faults
+from mcore_models.config import TransformerConfig
 from mcore_models.counting import GPU_GIB, USABLE
 from mcore_models.families import Family
-from mcore_models.flops import RankBytes, rank_bytes
+from mcore_models.flops import RankBytes, count_elements, rank_bytes
 from mcore_models.peft.memory import Shapes, trained_bytes
+from mcore_moe.config import MoEConfig
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.pipeline_parallel.actions import Kind
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
@@ -22,9 +26,8 @@ from mcore_parallel.pipeline_parallel.search import (
     search_schedules,
     search_table,
 )
-from mcore_train.batch_ramp import build_ramp
-from mcore_train.composition import TrainConfig
-from mcore_train.options.option_conflicts import find_option_conflicts
+from mcore_train.batches.batch_ramp import build_ramp
+from mcore_train.composition import TrainConfig, parts
 
 FLOPS = 500e12
 """Of a GPU in a second, as an H200 reaches in bf16 layers."""
@@ -40,7 +43,7 @@ def choose_schedule(
     """Put the best schedule in the place of auto, and log what was compared.
 
     Args:
-        config: all options, without conflicts beside those of a schedule.
+        config: all options, whose only conflicts may be those of a schedule.
         family: of the model.
         world_size: ranks of the job.
         vocab_size: tokens of the model.
@@ -56,7 +59,15 @@ def choose_schedule(
         config.parallelism.pipeline_model_parallel_size,
         num_microbatches,
         estimate_costs(config, family, vocab_size),
-        lambda tried: _memory(config, family, world_size, vocab_size, num_microbatches, tried),
+        lambda tried: (
+            estimate_memory(
+                replace(config, pipeline=tried),
+                family,
+                world_size,
+                vocab_size,
+                num_microbatches,
+            ).total
+        ),
         _cap_bytes(pipeline.pipeline_memory_cap),
         lambda tried: _problem(config, tried, num_microbatches),
     )
@@ -92,14 +103,14 @@ def estimate_costs(config: TrainConfig, family: Family, vocab_size: int) -> Cost
     )
 
 
-def _memory(
+def estimate_memory(
     config: TrainConfig,
     family: Family,
     world_size: int,
     vocab_size: int,
     num_microbatches: int,
-    pipeline: PipelineConfig,
-) -> int:
+) -> RankBytes:
+    """Estimate the memory of the fullest rank, by its kinds."""
     weight_bytes = 2 if config.precision.bf16 or config.precision.fp16 else 4
     pp = config.parallelism.pipeline_model_parallel_size
 
@@ -118,30 +129,65 @@ def _memory(
             adam=config.adam,
             main_weights=config.main_weights,
             offload=offload,
-            pipeline=pipeline,
+            pipeline=config.pipeline,
             fp8=config.fp8,
             weight_bytes=weight_bytes,
+            decoder_seq_length=getattr(config.batch, "decoder_seq_length", 0),
             shapes_of=lambda *_: dict(shapes),
         )
 
     return trained_bytes(
         estimate,
-        family.tensor_shapes(config.model, vocab_size, config.experts),
+        _shapes(config, family, vocab_size),
         config.peft,
         config.offloading,
         layers=-(-family.num_layers(config.model) // pp),
         weight_bytes=weight_bytes,
-    ).total
+    )
+
+
+def _shapes(config: TrainConfig, family: Family, vocab_size: int) -> Shapes:
+    """List the logical tensors, or what they sum to by kind where single ones do not matter."""
+    model, experts = config.model, without_exchange(config.experts)
+    if config.peft.peft != "none" or config.fp8.fp8_format:
+        return _all_shapes(family, model, vocab_size, experts)
+    return _summed_shapes(family, model, vocab_size, experts)
+
+
+def without_exchange(experts: MoEConfig) -> MoEConfig:
+    """Return options of experts without those of their exchange, which change no tensor."""
+    return replace(experts, moe_token_dispatcher_type="alltoall", moe_expert_rows_limit=0.0)
+
+
+@lru_cache(maxsize=8)
+def _all_shapes(
+    family: Family, model: TransformerConfig, vocab_size: int, experts: MoEConfig
+) -> Shapes:
+    return family.tensor_shapes(model, vocab_size, experts)
+
+
+@lru_cache(maxsize=8)
+def _summed_shapes(
+    family: Family, model: TransformerConfig, vocab_size: int, experts: MoEConfig
+) -> Shapes:
+    counts = count_elements(_all_shapes(family, model, vocab_size, experts))
+    names = {
+        "embedding": "embedding.weight",
+        "head": "head.weight",
+        "experts": "blocks.0.moe.experts.0.weight",
+        "layers": "blocks.0.weight",
+    }
+    return {name: (counts[kind],) for kind, name in names.items() if counts[kind]}
 
 
 def _problem(config: TrainConfig, pipeline: PipelineConfig, num_microbatches: int) -> str:
-    """Say what refuses a schedule: a batch of the ramp, or options beside it."""
+    """Return why a schedule is refused: by a batch of the ramp or other options; or empty."""
     ramp, final = config.batch.rampup_batch_size, config.batch.global_batch_size
     if ramp and final:
         pp = config.parallelism.pipeline_model_parallel_size
         for size in build_ramp(ramp, final).sizes():
             check_schedule(pipeline, pp, max(1, size * num_microbatches // final))
-    return next(find_option_conflicts(replace(config, pipeline=pipeline)), "")
+    return next(iter(find_faults(*parts(replace(config, pipeline=pipeline)))), "")
 
 
 def _cap_bytes(text: str) -> float:

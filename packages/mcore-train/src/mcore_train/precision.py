@@ -1,4 +1,4 @@
-"""The number formats of a run, by name, and what they mean for weights.
+"""Number formats of a run, by name, and checks that the device has them.
 
 16-bit parameters have float32 main weights, kept by the optimizer, and float32 main
 gradients, kept by the data-parallel buckets. float32 and float64 parameters are their own
@@ -32,7 +32,7 @@ def torch_dtype(name: Dtype) -> torch.dtype:
 
 
 def with_device_precision(config: TrainConfig, local_rank: int) -> TrainConfig:
-    """Put the format that this rank's device computes in in the place of ``--precision auto``.
+    """Replace ``--precision auto`` by a format that this rank's device supports.
 
     Other configs stay as they are, and no device is looked at. All ranks compare their options
     once they have met, so that GPUs of two kinds end with an error. A rank beyond the host's
@@ -56,7 +56,7 @@ def with_device_precision(config: TrainConfig, local_rank: int) -> TrainConfig:
 
 
 def check_device_format(dtype: torch.dtype, device: torch.device, world: Axis) -> None:
-    """Refuse bfloat16 where a GPU has no tensor cores for it; all ranks call it together.
+    """Raise if a GPU has no tensor cores for bfloat16; all ranks call it together.
 
     All-gathers over ``world`` where the dtype is bfloat16 and the device a GPU.
 

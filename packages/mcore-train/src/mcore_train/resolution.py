@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from mcore_base.command_line import FaultCollector, OptionsError
+from mcore_base.command_line import FaultCollector
+from mcore_base.options import OptionsError, find_faults
 from mcore_data.tokenizers.building import build_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_data.tracing.data_plan import Stretch
@@ -18,24 +19,17 @@ from mcore_models.families import GPT_FAMILY, Family
 from mcore_models.logical_tensors import moe_layers
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
-from mcore_parallel.pipeline_parallel.stages import Stage, build_stages, stages_of_rank
+from mcore_parallel.pipeline_parallel.stages import Stage, build_stages
 from mcore_parallel.rank_grid import build_grids
-from mcore_train.batch_ramp import BatchRamp, build_ramp
-from mcore_train.composition import TrainConfig
-from mcore_train.lr_schedule import LRSchedule, build_lr_schedule
-from mcore_train.options.adapter_conflicts import find_adapter_conflicts
-from mcore_train.options.expert_conflicts import idle_gradient_sums
-from mcore_train.options.option_conflicts import (
-    endless_numbers,
-    find_data_conflicts,
-    find_fp8_conflicts,
-    find_offload_conflicts,
-    find_option_conflicts,
-    find_sample_conflicts,
-    find_text_conflicts,
-    misplaced_predictions,
+from mcore_train.batches.batch_ramp import BatchRamp, build_ramp
+from mcore_train.composition import TrainConfig, parts
+from mcore_train.options.plan_conflicts import (
+    find_adapter_conflicts,
+    find_stage_conflicts,
+    idle_gradient_sums,
 )
 from mcore_train.pipeline_choice import choose_schedule
+from mcore_train.updating.lr_schedule import LRSchedule, build_lr_schedule
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -46,14 +40,14 @@ class Plan:
 
     config: TrainConfig
     family: Family
-    """Of the model."""
+    """Family of the model."""
     world_size: int
     data_parallel_size: int
     """Ranks that read different sequences."""
     global_batch_size: int
     """Sequences of one step, after --rampup-batch-size."""
     num_microbatches: int
-    """Forward passes of one rank in such a step."""
+    """Forward passes of one rank in a step of that batch."""
     train_iters: int
     vocab_size: int
     """Tokens, without padding."""
@@ -62,7 +56,7 @@ class Plan:
     stages: tuple[Stage, ...]
     """Pipeline stages in model order."""
     ramp: BatchRamp
-    """Sequences of a step by those used before it."""
+    """Sequences of a step, as a function of the sequences before it."""
     schedule: LRSchedule
     """Learning rate and weight decay."""
     dtype: Dtype
@@ -168,8 +162,6 @@ def resolve(
     Raises:
         ConflictError: (a ValueError) with every conflict found.
     """
-    if lines := endless_numbers(config):
-        raise ConflictError(lines)
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
     batch_size = _global_batch_size(config, world_size)
     vocab_size = _vocab_size(config, tokenizer_vocab_size)
@@ -178,20 +170,14 @@ def resolve(
         *_model_conflicts(config, family),
         *_batch_conflicts(config, world_size),
         *_vocabulary_conflicts(config, tokenizer_vocab_size),
-        *find_data_conflicts(config.data, evaluates=config.evaluation.interval > 0),
-        *find_sample_conflicts(config, family.dataset),
-        *find_option_conflicts(config),
-        *find_text_conflicts(config.samples, family.dataset, tokenizer_vocab_size),
+        *find_faults(*parts(config)),
     ]
     ramp = _attempt(lines, build_ramp, config.batch.rampup_batch_size, batch_size)
     if config.pipeline.pipeline_schedule == "auto":
         config = _with_schedule(config, family, world_size, vocab_size, lines)
     pp = config.parallelism.pipeline_model_parallel_size
     stages = _attempt(lines, build_stages, config.pipeline, family.num_layers(config.model), pp)
-    lines += _empty_ranks(stages or (), config)
-    lines += find_offload_conflicts(config, stages or ())
-    lines += find_fp8_conflicts(config.fp8, family.num_layers(config.model))
-    lines += misplaced_predictions(stages or (), config)
+    lines += find_stage_conflicts(config, stages or ())
     if not lines:  # a model that can be described
         lines += find_adapter_conflicts(config, family, vocab_size, stages or ())
     sizes = ramp.sizes() if ramp else (batch_size,)
@@ -240,17 +226,6 @@ def _layout_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
         build_grids(parallel, world_size)
     except ValueError as error:
         yield str(error)
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        yield (
-            "--sequence-parallel has no effect with --tensor-model-parallel-size 1: leave it "
-            "out, or raise the tensor-parallel size."
-        )
-    instances = parallel.num_distributed_optimizer_instances
-    if instances > 1 and config.data_parallelism.sharding == "no_shard":
-        yield (
-            f"--num-distributed-optimizer-instances {instances} has no effect without "
-            "--use-distributed-optimizer: every data rank holds a whole optimizer then."
-        )
 
 
 def _model_conflicts(config: TrainConfig, family: Family) -> Iterator[str]:
@@ -260,16 +235,6 @@ def _model_conflicts(config: TrainConfig, family: Family) -> Iterator[str]:
     )
     tp = parallel.tensor_model_parallel_size
     if experts.num_experts == 0:
-        if parallel.expert_model_parallel_size > 1:
-            yield (
-                f"--expert-model-parallel-size {parallel.expert_model_parallel_size} has no "
-                "effect without --num-experts."
-            )
-        if parallel.expert_tensor_parallel_size not in (0, tp):
-            yield (
-                f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel_size} has no "
-                "effect without --num-experts."
-            )
         return
     try:
         moe_layers(experts, config.model.num_layers)
@@ -287,7 +252,7 @@ def _model_conflicts(config: TrainConfig, family: Family) -> Iterator[str]:
 def _with_schedule(
     config: TrainConfig, family: Family, world_size: int, vocab_size: int, lines: list[str]
 ) -> TrainConfig:
-    """Choose what auto stands for, unless every schedule would fail of ``lines``."""
+    """Choose the schedule of auto, unless other faults would refuse every schedule."""
     micro = config.batch.micro_batch_size * _data_ranks(config, world_size)
     number = _global_batch_size(config, world_size) // micro
     if not lines:
@@ -298,32 +263,12 @@ def _with_schedule(
 
 
 def _schedule_conflicts(pipeline: PipelineConfig, pp: int, numbers: list[int]) -> list[str]:
-    """Say what a schedule lacks for the first number of micro-batches that it does not fit."""
+    """Describe the first number of micro-batches that a schedule does not take."""
     lines: list[str] = []
     for number in numbers:
         if not lines:
             _attempt(lines, check_schedule, pipeline, pp, number)
     return lines
-
-
-def _empty_ranks(stages: Sequence[Stage], config: TrainConfig) -> Iterator[str]:
-    """Refuse a pipeline rank that would hold no parameter, and so have nothing to train."""
-    pp, layout = config.parallelism.pipeline_model_parallel_size, config.pipeline
-    split = (
-        f"--pipeline-model-parallel-layout {layout.pipeline_model_parallel_layout}"
-        if layout.pipeline_model_parallel_layout
-        else f"--decoder-first-pipeline-num-layers {layout.decoder_first_pipeline_num_layers} "
-        f"and --decoder-last-pipeline-num-layers {layout.decoder_last_pipeline_num_layers}"
-    )
-    for rank in range(pp):
-        own = stages_of_rank(stages, rank)
-        if own and not any(
-            s.layers or s.has_embedding or s.has_loss or s.num_mtp_layers for s in own
-        ):
-            yield (
-                f"pipeline rank {rank} of {pp} has no layer, embedding or loss under {split}: "
-                "move a layer there, or lower --pipeline-model-parallel-size."
-            )
 
 
 def _batch_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
@@ -362,10 +307,12 @@ def _vocabulary_conflicts(config: TrainConfig, tokenizer_vocab_size: int) -> Ite
         )
     if not _vocab_size(config, tokenizer_vocab_size):
         yield "how many tokens are there? Give --tokenizer-model (or --vocab-size)."
+    if config.samples.sample_interval and not tokenizer_vocab_size:
+        yield "--sample-interval writes text: give --tokenizer-model."
 
 
 def _attempt(lines: list[str], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a check of another room; on its ValueError note the line and return None."""
+    """Call a check; on its ValueError add the message to the faults and return None."""
     try:
         return function(*arguments)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A run from its config to its end: the five lines that everything else hangs on."""
+"""A run from its config to its end: plan, world, assembly, checkpoint, training."""
 
 import contextlib
 import faulthandler
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from mcore_base.field_checks import flag
+from mcore_base.options import flag
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_models.families import GPT_FAMILY, Family
@@ -23,6 +23,7 @@ from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import TrainConfig, flat
 from mcore_train.loop import train
 from mcore_train.options.output_checks import build_checked_plan
+from mcore_train.planning.micro_batch import choose_micro_batch
 from mcore_train.precision import with_device_precision
 from mcore_train.reporting.header import build_header
 from mcore_train.reporting.health import Health, HealthServer
@@ -35,24 +36,26 @@ log = logging.getLogger(__name__)
 def run_training(
     config: TrainConfig, family: Family = GPT_FAMILY, tables: Tables | None = None
 ) -> int:
-    """Train as the config says, on this process's place in the world.
+    """Train by a config, as this process's rank of the launcher's world.
 
     Args:
         config: the options.
         family: of the model; one of ``FAMILIES`` or your own.
-        tables: optimizers, fp8 recipes and data-parallel engines by the names in the config.
+        tables: optimizers, fp8 recipes and data-parallel engines by option value.
 
     Returns:
         0, also after a signal that ended the run cleanly.
 
     Raises:
-        ValueError: for everything that contradicts itself or the world, before any collective.
+        ValueError: with every conflict of options and world, before any collective.
     """
     world = launcher.read_environment()
     console = set_up(world.rank == 0)
     config = with_device_precision(config, world.local_rank)
     plan = build_checked_plan(config, world.world_size, family, is_reporter=world.rank == 0)
     with served_health(plan, world) as health, joined_world(plan) as ctx:
+        if config.launch.find_micro_batch_size:
+            plan = choose_micro_batch(plan, ctx)
         run = load_run(assemble(plan, ctx, tables=tables))
         if run.origin.checkpoint:
             load = starting_point(config).load
@@ -74,7 +77,7 @@ def run_training(
 def joined_world(plan: Plan) -> Iterator[ParallelContext]:
     """Join the launcher's world and build the plan's groups; leave both at the end.
 
-    Meanwhile a rank that fails, dies or hangs ends all of them (see ``Watch``).
+    Inside, a rank that fails, dies or hangs ends all ranks (see ``Watch``).
     """
     config = plan.config
     if not faulthandler.is_enabled():
@@ -128,7 +131,7 @@ def check_same_options(config: TrainConfig, ctx: ParallelContext) -> None:
     """Compare the options of all ranks; all of them call it together.
 
     Raises:
-        ValueError: on all ranks, if one was given others than the first, with each of them.
+        ValueError: on all ranks, naming the options in which a rank differs from rank 0.
     """
     first, *others = gather_json(flat(config), ctx.world)
     for rank, options in enumerate(others, start=1):

@@ -1,9 +1,9 @@
-"""Texts that a model writes while it trains: its weights in a serving layout, for a moment.
+"""Writes texts with a model while it trains, by its weights in a serving layout.
 
 Pipeline stages and data ranks of training hold what a serving layout needs elsewhere, so the
-weights travel between the ranks' memory; no file is written. The serving model is made for the
-texts and given up after them, and draws from its own random streams: training goes on to the
-last bit as it would have.
+weights are sent between ranks; no file is written. The serving model exists while texts are
+written and draws from random streams of its own: training continues with the same bits as
+without texts.
 """
 
 from collections.abc import Callable

@@ -17,11 +17,11 @@ from mcore_models.peft.quantized_base import QuantizedMatrix
 from mcore_moe.experts.experts import Experts
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble
+from mcore_train.batches.datasets import Datasets
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.checkpoints.origin import checkpoint_fields
 from mcore_train.checkpoints.resuming import load_run, save_run
 from mcore_train.composition import compose
-from mcore_train.datasets import Datasets
 from mcore_train.layout_check.rows import Rows
 from mcore_train.layout_check.trial import fingerprint, whole_weights
 from mcore_train.loop import train
@@ -260,10 +260,13 @@ def test_dora_begins_beside_a_loaded_base_however_data_ranks_share_it(tmp_path, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"lora_dim": 4}, "--lora-dim has no effect without --peft"),
+        ({"lora_dim": 4}, "--lora-dim 4 has no effect without --peft"),
         ({**DORA, "lora_target_modules": ("qq",)}, "--lora-target-modules qq means no linear"),
         ({**LORA, **EXPERTS, "peft": "dora"}, "--peft dora has no routed experts"),
-        ({**DORA, "save": "x", "save_hf": True}, "--save-hf writes whole models"),
+        (
+            {**DORA, "save": "x", "save_hf": True},
+            "which writes whole models: convert a",
+        ),
         ({**DORA, "peft_base_bits": 8, "use_torch_fsdp2": True}, "no rows to gather by layers"),
         (
             {
@@ -287,7 +290,7 @@ def test_other_adapters_than_the_checkpoints_and_lost_bases_are_refused(folders,
         load_run(build(load=str(folders / "run"), **{**DORA, "lora_dim": 5}))
     with pytest.raises(ValueError, match="holds an adapter: give --peft dora"):
         load_run(build(load=str(folders / "run")))
-    with pytest.raises(ValueError, match="stands beside as --pretrained-checkpoint"):
+    with pytest.raises(ValueError, match="adapts as "):
         load_run(build(pretrained_checkpoint=str(folders / "run"), **DORA))
     with pytest.raises(ValueError, match="holds no checkpoint"):
         load_run(build(pretrained_checkpoint=str(tmp_path), **DORA))

@@ -18,12 +18,12 @@ from mcore_ckpt.storage.paths import resolve_folder
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble
+from mcore_train.batches.datasets import Datasets
 from mcore_train.checkpoints.adapter_bases import check_model, model_description
 from mcore_train.checkpoints.checkpointing import Checkpoints
 from mcore_train.checkpoints.origin import carried_files
 from mcore_train.checkpoints.resuming import _streams_fit, load_run, save_run, take_snapshot
 from mcore_train.composition import compose
-from mcore_train.datasets import Datasets
 from mcore_train.layout_check.rows import Rows
 from mcore_train.loop import train
 from mcore_train.options.parsing import parse

@@ -22,7 +22,7 @@ from mcore_data.tracing.explaining import RunData
 from mcore_parallel.mesh import ParallelContext
 from mcore_train import loop
 from mcore_train.assembly import assemble
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.checkpoints.resuming import data_plan, load_run
 from mcore_train.composition import compose
 from mcore_train.evaluation import validate
@@ -338,7 +338,7 @@ def test_a_ramp_that_the_layout_cannot_cut_is_refused():
         resolve(config, 2)
     with pytest.raises(ValueError, match="takes three numbers"):
         compose({**options, "rampup_batch_size": (1, 2)})
-    with pytest.raises(ValueError, match="give --train-samples instead"):
+    with pytest.raises(ValueError, match="give --train-samples, or leave one out"):
         compose({**TINY, "rampup_batch_size": (1, 1, 9), "train_iters": 3})
 
 

@@ -8,9 +8,9 @@ from warm_ranks import run_ranks
 
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble
+from mcore_train.batches.datasets import Datasets
 from mcore_train.checkpoints.resuming import load_run, take_snapshot
 from mcore_train.composition import compose
-from mcore_train.datasets import Datasets
 from mcore_train.layout_check.rows import Rows
 from mcore_train.loop import train
 from mcore_train.reporting.log import Reporter

@@ -18,7 +18,7 @@ from warm_ranks import run_command
 from mcore_train.composition import flag_names
 from mcore_train.diagnosis.flight_recorder import first_divergence, read_dumps
 from mcore_train.diagnosis.memory_mends import MemoryRecord, cheapest_mend
-from mcore_train.diagnosis.rules import FAULTS, RULES
+from mcore_train.diagnosis.rules import FAULTS, RULES, recognize
 from mcore_train.diagnosis.triage import Verdict, triage
 
 HERE = Path(__file__).parent
@@ -116,7 +116,8 @@ def _said(text: str, rank: int) -> str:
 
 def _renamed(text: str, names: dict[int, int]) -> str:
     """Change the numbers of ranks where a line names one rank."""
-    pattern = r"(\b[Rr]ank |\[rank|rank_?|attempt_0/|Rank |^)(\d+)(?=[\].: /_]|\b)"
+    places = r"\b[Rr]ank |rank +: |local_rank: |\[rank|rank_?|attempt_0/|^"
+    pattern = rf"({places})(\d+)(?=[\].: /_]|\b)"
 
     def new(found: re.Match[str]) -> str:
         if not found[1] and not re.match(r"\d+\.(?:err|out)$", text):
@@ -416,3 +417,35 @@ def test_a_gigabyte_of_logs_takes_less_than_five_seconds(num_files, tmp_path):
     verdict = triage(tmp_path)
     assert time.process_time() - began_s < 5
     assert verdict.root_ranks == (num_files // 2,)
+
+
+MESSAGES = {
+    "ValueError: Expected input batch_size (32) to match target batch_size (31).": "shape",
+    "RuntimeError: Expected all tensors to be on the same device, but found two": "program",
+    "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB": "out_of_memory",
+    "Cuda failure 2 'out of memory'": "out_of_memory",
+    "srun: error: node3: task 12: Out Of Memory": "host_memory",
+    "Memory cgroup out of memory: Killed process 4242 (python)": "host_memory",
+    "Killed": "killed",
+    "HTTPError: 401 Client Error: Unauthorized for url: https://hub/x": "permission",
+    "ValueError: loss is nan at iteration 30": "nan",
+    "RuntimeError: Function 'MulBackward0' returned nan values in its 0th output.": "nan",
+    "RuntimeError: No CUDA GPUs are available": "hardware",
+    "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable": "hardware",
+    "NCCL WARN Cuda failure 'uncorrectable ECC error encountered'": "hardware",
+    "NVRM: Xid (PCI:0000:9b:00): 95, pid=1, Uncontained ECC error": "hardware",
+    "NVRM: Xid (PCI:0000:9b:00): 13, pid=1, Graphics Exception": "crash",
+    "RuntimeError: CUDA error: an illegal instruction was encountered": "crash",
+    "OSError: [Errno 116] Stale file handle": "storage_io",
+    "OSError: [Errno 122] Disk quota exceeded: '/shared/run'": "storage_full",
+    "safetensors_rust.SafetensorError: Error while deserializing header": "checkpoint",
+    "zlib.error: Error -3 while decompressing data": None,
+    "UserWarning: the error of the estimate is large": None,
+    "loss went up; is the learning rate too high?": None,
+}
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_is_recognized_by_its_words(message):
+    match = recognize(message)
+    assert (match.rule.fault if match else None) == MESSAGES[message]

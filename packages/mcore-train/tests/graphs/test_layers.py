@@ -200,7 +200,7 @@ def test_batches_of_other_shapes_wait_for_no_graph_and_stop_none_half_way():
         ({"num_experts": 2, "parallel_residual": "one_norm"}, "cannot be left out"),
         (
             {"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"},
-            "for whose rounds the host waits",
+            "rounds that the host waits for",
         ),
         ({"reset_attention_mask": True}, "cannot record packed documents"),
     ],

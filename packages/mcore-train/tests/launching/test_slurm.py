@@ -18,7 +18,16 @@ def rendered(folder, *words, training=()):
 def test_the_script_has_the_documents_lines(tmp_path):
     text = rendered(
         tmp_path,
-        *("--nodes", 4, "--nproc-per-node", 4, "--partition", "batch", "--account", "llm"),
+        *(
+            "--nodes",
+            4,
+            "--nproc-per-node",
+            4,
+            "--slurm-partition",
+            "batch",
+            "--slurm-account",
+            "llm",
+        ),
         *("--time-limit", "1-00:00:00", "--sbatch-options", "exclusive", "mem=0"),
         training=("--save", "run", "--tensor-model-parallel-size", 2),
     )
@@ -41,7 +50,7 @@ def test_the_script_has_the_documents_lines(tmp_path):
         "export NODE_RANK=$SLURM_NODEID",
         "uv run python -m torch.distributed.run \\",
         '    --log-dir "$MCORE_LOGS/host-$NODE_RANK" --redirects 3 --tee 3 \\',
-        "        --auto-resume &",
+        "        --auto-resume \\",
     ):
         assert line in text.splitlines()
 
@@ -72,13 +81,13 @@ def test_a_container_is_given_to_srun_with_its_mounts_and_decides_in_the_image(t
 
 def test_one_message_has_the_faults_of_both_sides_of_the_command_line(tmp_path):
     done = launch(
-        *("slurm", "--nodes", 2, "--partitoin", "x", "--time-limit", "soon", "--"),
+        *("slurm", "--nodes", 2, "--slurm-partitoin", "x", "--time-limit", "soon", "--"),
         *(*RUN, "--tensor-model-parallel-size", 3, "--nproc", 2, "--hiden-size", 4),
         cwd=tmp_path,
     )
     assert done.returncode == 2
     for part in (
-        "unknown option --partitoin: did you mean --partition?",
+        "unknown option --slurm-partitoin: did you mean --slurm-partition?",
         "--time-limit 'soon' must be minutes",
         "--hiden-size",
         "--tensor-model-parallel-size 3",
@@ -205,3 +214,12 @@ def test_status_logs_and_cancel_ask_slurm(tmp_path, monkeypatch):
     assert launch("cancel", 42).returncode == 0
     assert "cancel 42" in (tmp_path / "asked").read_text()
     assert "'x' is no job" in launch("status", "x").stderr
+
+
+def test_a_job_is_rendered_again_where_its_run_has_saved_steps(tmp_path):
+    step = tmp_path / "run/iter_0000002"
+    step.mkdir(parents=True)
+    (step / "index.json").write_text("{}")
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("2")
+    done = launch("slurm", "--", *RUN, "--save", "run", "--no-auto-resume", cwd=tmp_path)
+    assert "holds step 2 of an earlier run" in done.stderr

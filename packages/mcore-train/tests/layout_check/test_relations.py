@@ -2,6 +2,7 @@
 
 import pytest
 
+from mcore_base.options import rules_of
 from mcore_parallel import random_tiles
 from mcore_parallel.data_parallel import buckets
 from mcore_parallel.tensor_parallel import linear_cross_entropy
@@ -91,6 +92,14 @@ def test_options_that_no_size_depends_on_are_those_of_the_real_run():
     assert differing <= small_run.chosen
     assert not set(flags) & differing
     assert not {f"--{name.replace('_', '-')}" for name in flags} & set(small_run.uncovered)
+
+
+def test_options_that_are_on_take_the_small_value_of_their_metadata():
+    on = {"hidden_dropout": 0.1, "clip_grad": 2.0, "weight_decay": 0.0}
+    _, small = plans(on, 1)
+    found, own = flat(small.config), rules_of(type(small.config.optimizer))
+    assert (found["hidden_dropout"], found["clip_grad"]) == (0.0, own["clip_grad"].shrinks_to)
+    assert (found["lr"], found["weight_decay"]) == (own["lr"].shrinks_to, 0.0)
 
 
 def test_dropped_attention_weights_take_the_same_way_over_context_ranks():

@@ -6,6 +6,7 @@ from typing import get_type_hints
 import pytest
 
 from mcore_base.command_line import OptionsError
+from mcore_base.options import find_faults
 from mcore_moe.config import MoEConfig
 from mcore_train.composition import (
     FAMILY_COMMANDS,
@@ -13,8 +14,8 @@ from mcore_train.composition import (
     compose,
     field_types,
     flat,
+    parts,
 )
-from mcore_train.options.idle_options import idle_options
 from mcore_train.options.megatron_defaults import LATENT_DEFAULTS, defaults_not_taken
 from mcore_train.options.parsing import parse
 
@@ -59,7 +60,7 @@ def test_the_attention_backend_may_be_chosen_beside_megatrons_own_switch():
 
 def test_a_seed_that_no_generator_takes_is_refused():
     assert parse([*SHAPE, "--seed", str(2**32 - 1)]).run.seed == 2**32 - 1
-    with pytest.raises(ValueError, match="--seed 4294967296 must be below"):
+    with pytest.raises(ValueError, match="--seed 4294967296 must be at least 0 and below"):
         parse([*SHAPE, "--seed", str(2**32)])
 
 
@@ -320,4 +321,5 @@ def test_what_a_preset_says_of_a_part_that_flags_turn_off_is_left_out():
     assert (found.model.mtp_loss_scaling_factor, found.model.beta_fast) == (0.1, 32.0)
     assert found.model.kv_lora_rank == 512
     given = parse([*dense, "--moe-router-topk", "4"])
-    assert [names for _, names in idle_options(given)] == [["moe_router_topk"]]
+    (line,) = [line for line in find_faults(*parts(given)) if "--num-experts" in line]
+    assert line.startswith("--moe-router-topk 4 has no effect without --num-experts")

@@ -1,7 +1,9 @@
 """Options of converting and upcycling, one field a flag of the command; imports no torch."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from mcore_base.options import Because, Options, Rule, option
 from mcore_base.terminal import parse_size
 
 DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"} | {
@@ -11,11 +13,27 @@ DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"}
 """Dtypes to cast to, by the words that users write."""
 
 
+def _wrong_size(values: Any) -> str:
+    """Return why the largest file has no size; empty: it has one."""
+    try:
+        parse_size(values.max_shard_size)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConvertOptions:
+class ConvertOptions(Options):
     """What may be said about a conversion."""
 
-    dtype: str = ""
+    dtype: str = option(
+        "",
+        excludes={
+            "optimizer": Because(
+                "as main weights and moments belong to the weights as they are"
+            )
+        },
+    )
     """Cast weights to bf16, fp16 or fp32; empty: as they are."""
 
     max_shard_size: str = "5GB"
@@ -29,7 +47,7 @@ class ConvertOptions:
     """config.json of the model, or a folder with one, for inputs that do not say which they
     are."""
 
-    vocab_size: int = 0
+    vocab_size: int = option(0, minimum=0)
     """Rows of vocabulary to keep, or to fill up to with zeros; 0: as they are."""
 
     make_vocab_size_divisible_by: int = 128
@@ -65,23 +83,18 @@ class ConvertOptions:
         """Most bytes of tensors in one file."""
         return parse_size(self.max_shard_size)
 
-    def __post_init__(self) -> None:
-        if self.dtype and self.dtype not in DTYPE_WORDS:
-            raise ValueError(
-                f"--dtype {self.dtype} is not known: use {', '.join(DTYPE_WORDS)}."
-            )
-        if self.optimizer and self.dtype:
-            raise ValueError(
-                f"--dtype {self.dtype} does not go with --optimizer: main weights and moments "
-                "belong to the weights as they are."
-            )
-        if self.vocab_size < 0:
-            raise ValueError(f"--vocab-size {self.vocab_size} must be 0 or more.")
-        parse_size(self.max_shard_size)
+    rules = (
+        Rule(
+            ("dtype",),
+            lambda v: v.dtype and v.dtype not in DTYPE_WORDS,
+            f"--dtype {{dtype}} is not known: use {', '.join(DTYPE_WORDS)}.",
+        ),
+        Rule(("max_shard_size",), _wrong_size),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UpcycleOptions:
+class UpcycleOptions(Options):
     """What the experts shall be."""
 
     num_experts: int
@@ -103,32 +116,36 @@ class UpcycleOptions:
     moe_aux_loss_coeff: float = 0.0
     """Weight of the load-balancing loss in training."""
 
-    init_method_std: float = 0.02
+    init_method_std: float = option(0.02, minimum=0)
     """Of the normal numbers that the routers begin with; 0: zeros."""
 
     seed: int = 1234
     """Of these numbers."""
 
-    def __post_init__(self) -> None:
-        slices = self.moe_upcycling_granularity
-        if slices < 1 or self.num_experts < 1 or self.num_experts % slices:
-            raise ValueError(
-                f"--num-experts {self.num_experts} must be a multiple of "
-                f"--moe-upcycling-granularity {slices}: each slice of the dense network is "
-                "needed as often as the others."
-            )
-        if not 1 <= self.moe_router_topk <= self.num_experts:
-            raise ValueError(
-                f"--moe-router-topk {self.moe_router_topk} must be from 1 to --num-experts "
-                f"{self.num_experts}."
-            )
-        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
-            raise ValueError(
-                "--moe-router-topk 1 gives every token weight 1, and the router no gradient: "
-                "add --moe-router-pre-softmax."
-            )
-        if self.init_method_std < 0:
-            raise ValueError(f"--init-method-std {self.init_method_std} must be 0 or more.")
+    rules = (
+        Rule(
+            ("num_experts", "moe_upcycling_granularity"),
+            lambda v: (
+                min(v.num_experts, v.moe_upcycling_granularity) < 1
+                or v.num_experts % v.moe_upcycling_granularity
+            ),
+            "--num-experts {num_experts} must be a multiple of --moe-upcycling-granularity "
+            "{moe_upcycling_granularity}: each slice of the dense network is needed as "
+            "often as the others.",
+        ),
+        Rule(
+            ("moe_router_topk", "num_experts"),
+            lambda v: not 1 <= v.moe_router_topk <= v.num_experts,
+            "--moe-router-topk {moe_router_topk} must be from 1 to --num-experts "
+            "{num_experts}.",
+        ),
+        Rule(
+            ("moe_router_topk", "moe_router_pre_softmax"),
+            lambda v: v.moe_router_topk == 1 and not v.moe_router_pre_softmax,
+            "--moe-router-topk 1 gives every token weight 1, and the router no gradient: add "
+            "--moe-router-pre-softmax.",
+        ),
+    )
 
     @property
     def scale(self) -> float:

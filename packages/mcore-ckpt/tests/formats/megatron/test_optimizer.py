@@ -16,7 +16,7 @@ from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.save_load.loading import read_tensor
 from mcore_ckpt.storage.index import read_index
 from mcore_parallel.mesh import ParallelContext
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.composition import compose
 from mcore_train.layout_check.rows import Rows
 from mcore_train.layout_check.trial import build_run, load_folder, train_one

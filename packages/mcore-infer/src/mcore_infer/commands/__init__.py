@@ -1,1 +1,1 @@
-"""The commands of ``mcore-infer``, one a file; help answers without torch."""
+"""The subcommands of ``mcore-infer``; none imports torch before it runs."""

@@ -1,26 +1,44 @@
-"""The command ``mcore-infer eval``: how well a model predicts texts, and zero-shot tasks."""
+"""The command ``mcore-infer eval``: perplexity of texts, and zero-shot tasks."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mcore_base.command_line import file_text
+from mcore_base.options import Rule, rules
 from mcore_infer.commands.opening import ModelOptions, opened
 
 if TYPE_CHECKING:
     from mcore_data.tokenizers.protocol import Tokenizer
 
 _OVERLAP = 32
-"""Targets of a window of WIKITEXT103 where nothing is said."""
+"""Default of --overlapping-eval for WIKITEXT103."""
+
+
+_ONE_FILE = Rule(
+    ("task", "valid_data"),
+    lambda v: v.task != "TEXT" and len(v.valid_data) != 1,
+    "--task {task} takes one --valid-data, not {valid_data}.",
+)
+_NO_WINDOWS = Rule(
+    ("task", "overlapping_eval"),
+    lambda v: v.overlapping_eval and v.task == "LAMBADA",
+    "--overlapping-eval has no effect on --task LAMBADA: leave it out.",
+)
+_LAMBADA_ALONE = Rule(
+    ("task", "strict_lambada"),
+    lambda v: v.strict_lambada and v.task != "LAMBADA",
+    "--strict-lambada has no effect on --task {task}: leave it out.",
+)
 
 
 def evaluate(
     model: ModelOptions,
-    valid_data: tuple[Path, ...],
+    valid_data: Annotated[tuple[Path, ...], _ONE_FILE],
     task: Literal["TEXT", "WIKITEXT103", "LAMBADA"] = "TEXT",
-    seq_length: int = 0,
-    overlapping_eval: int = 0,
-    strict_lambada: bool = False,
-    micro_batch_size: int = 8,
+    seq_length: Annotated[int, rules(minimum=0)] = 0,
+    overlapping_eval: Annotated[int, rules(minimum=0), _NO_WINDOWS] = 0,
+    strict_lambada: Annotated[bool, _LAMBADA_ALONE] = False,
+    micro_batch_size: Annotated[int, rules(minimum=1)] = 8,
 ) -> int:
     """Print how well a model predicts text files, or does on a zero-shot task.
 
@@ -37,17 +55,6 @@ def evaluate(
         strict_lambada: Guess all of the last word, not its last token.
         micro_batch_size: Windows in one forward pass.
     """
-    if strict_lambada and task != "LAMBADA":
-        raise ValueError(f"--strict-lambada has no effect on --task {task}: leave it out.")
-    if overlapping_eval and task == "LAMBADA":
-        raise ValueError("--overlapping-eval has no effect on --task LAMBADA: leave it out.")
-    if task != "TEXT" and len(valid_data) != 1:
-        raise ValueError(f"--task {task} takes one --valid-data, not {len(valid_data)}.")
-    if micro_batch_size < 1 or seq_length < 0:
-        raise ValueError(
-            f"--micro-batch-size {micro_batch_size} must be 1 or more, and --seq-length "
-            f"{seq_length} 0 or more."
-        )
     texts = [file_text("--valid-data", file) for file in valid_data]
     if not any(text.strip() for text in texts):
         raise ValueError(f"--valid-data {' '.join(map(str, valid_data))} has no text.")

@@ -1,8 +1,9 @@
 """The command ``mcore-infer generate``: text from prompts."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from mcore_base.command_line import file_text
+from mcore_base.options import Rule, rules
 from mcore_infer.commands.opening import ModelOptions, opened
 from mcore_infer.config import InferenceConfig, SamplingConfig, check_seed
 
@@ -10,9 +11,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from mcore_data.tokenizers.protocol import Tokenizer
-    from mcore_infer.grammars import Structure
     from mcore_infer.loading import LoadedModel
-    from mcore_infer.writing import NewToken
+    from mcore_infer.writing.grammars import Structure
+    from mcore_infer.writing.sequence import NewToken
+
+
+_ONE_BEAM = Rule(
+    ("num_samples", "beam_width"),
+    lambda v: v.num_samples > 1 and v.beam_width,
+    "--num-samples {num_samples}: a --beam-width finds one text.",
+)
+_ONE_STRUCTURE = Rule(
+    ("json_schema", "regex"),
+    lambda v: v.json_schema and v.regex,
+    "--json-schema and --regex exclude each other: leave one out.",
+)
 
 
 def generate(
@@ -20,10 +33,10 @@ def generate(
     sampling: SamplingConfig,
     engine: InferenceConfig,
     prompt: tuple[str, ...] = ("",),
-    num_samples: int = 1,
+    num_samples: Annotated[int, rules(minimum=1), _ONE_BEAM] = 1,
     seed: int = 1234,
     json_schema: str = "",
-    regex: str = "",
+    regex: Annotated[str, _ONE_STRUCTURE] = "",
 ) -> int:
     """Write on after a prompt; the text streams to standard output. A T5 writes an answer.
 
@@ -42,14 +55,10 @@ def generate(
     """
     structure = _structure(json_schema, regex)
     check_seed(seed)
-    if num_samples < 1:
-        raise ValueError(f"--num-samples {num_samples} must be 1 or more.")
-    if num_samples > 1 and sampling.beam_width:
-        raise ValueError(f"--num-samples {num_samples}: a --beam-width finds one text.")
     with opened(model, draft=engine.draft_load, takes_t5=True) as (loaded, tokenizer, is_first):
         from mcore_ckpt.save_load.rank_agreement import gather_json
         from mcore_infer.generation import prompt_ids
-        from mcore_infer.streaming import TextStream
+        from mcore_infer.writing.token_text import TextStream
 
         beginnings = [text for text in prompt for _ in range(num_samples)]
         texts = [TextStream(tokenizer) for _ in beginnings]
@@ -88,8 +97,8 @@ def _written(
     structure: "Structure | None",
 ) -> "Iterator[NewToken]":
     from mcore_infer.generation import stop_ids, stream_texts
-    from mcore_infer.structured import Grammars
     from mcore_infer.t5_decoding import answer_texts
+    from mcore_infer.writing.structured import Grammars
 
     ends: dict[str, Any] = {
         "eod": None if sampling.ignore_eod else tokenizer.eod,
@@ -124,11 +133,9 @@ def _written(
 
 
 def _structure(json_schema: str, regex: str) -> "Structure | None":
-    if json_schema and regex:
-        raise ValueError("--json-schema and --regex exclude each other.")
     if not json_schema and not regex:
         return None
-    from mcore_infer.grammars import Structure
+    from mcore_infer.writing.grammars import Structure
 
     if regex:
         return Structure("regex", regex)

@@ -1,4 +1,4 @@
-"""Which model a command runs, and where: its options, and how it is opened."""
+"""Options of the model that a command runs, and the context that loads it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ class ModelOptions:
 
 
 def refuse_ranks(command: str) -> None:
-    """Refuse a world of several ranks, for a command that writes a folder alone."""
+    """Raise ValueError under several ranks, for commands that run in one process."""
     from mcore_parallel.launch.launcher import read_environment
 
     if read_environment().world_size > 1:
@@ -62,10 +62,10 @@ def opened(
     takes_t5: bool = False,
     on_fault: Callable[[str], None] = lambda _fault: None,
 ) -> Iterator[tuple["LoadedModel", "Tokenizer", bool]]:
-    """Join the world and load the model; also yield whether this rank prints.
+    """Join the world and load the model; yield both and whether this rank prints.
 
-    From then on a rank that fails or dies ends all of them (see ``Watch``); bad input, which
-    every rank refuses alike, does not count.
+    Within the context, a rank that fails or dies ends all ranks (see ``Watch``), except for bad
+    input, which every rank refuses.
 
     Args:
         options: which, and where.
@@ -88,7 +88,7 @@ def opened(
     from mcore_parallel.launch.watchdog import Watch
     from mcore_parallel.mesh import ParallelContext
 
-    # Before any rank waits.
+    # Before any rank waits for another.
     folder = resolve_folder(options.load, options.ckpt_step, takes_any=True)
     draft_folder = resolve_folder(draft, takes_any=True) if draft else None
     environment = read_environment()
@@ -119,7 +119,7 @@ def opened(
         with Watch.of_world(environment.rank, watched, _TIMEOUT_MINUTES, on_fault):
             try:
                 yield loaded, loaded.tokenizer, environment.rank == 0
-                if watched > 1:  # with rank 0 the store may go that the others still watch
+                if watched > 1:  # rank 0 may host the store that other ranks still watch
                     wait_for_all()
             except ValueError as error:
                 refused = error

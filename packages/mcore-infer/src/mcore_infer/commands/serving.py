@@ -50,16 +50,16 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         if worker is not None:
             worker.fail(fault)
 
-    place = _listen(server) if is_first else nullcontext()  # no model is loaded for nothing
+    place = _listen(server) if is_first else nullcontext()  # before the model is loaded
     with (
         place as listening,
         opened(model, draft=engine.draft_load, on_fault=on_fault) as (loaded, tokenizer, _),
     ):
-        from mcore_infer.chat_format import load_chat_format
         from mcore_infer.engine.building import build_engine
         from mcore_infer.server.job import ServedModel
         from mcore_infer.server.worker import EngineWorker, follow
-        from mcore_infer.structured import Grammars
+        from mcore_infer.writing.chat_format import load_chat_format
+        from mcore_infer.writing.structured import Grammars
 
         chat = load_chat_format(template, tokenizer)  # on every rank, so that all refuse it
         replicas, in_step = loaded.data, loaded.in_step
@@ -95,9 +95,9 @@ def _run(
     import uvicorn
 
     from mcore_infer.server.app import Server
-    from mcore_infer.server.front import Front
+    from mcore_infer.server.responses import EngineClient
 
-    front = Front(worker, config.max_queued_requests)
+    front = EngineClient(worker, config.max_queued_requests)
     http = uvicorn.Server(
         uvicorn.Config(
             Server(served, front, limits).app(),
@@ -135,15 +135,15 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 def _limits(config: ServerConfig) -> "Limits":
-    from mcore_infer.server.answering import Patience
     from mcore_infer.server.app import Limits
+    from mcore_infer.server.responses import Timeouts
 
     return Limits(
         api_key=_api_key(config),
         max_body_bytes=int(config.max_body_mib * 2**20),
         origins=config.allowed_origins,
         hosts=_LOOPBACK if config.host in _LOOPBACK else (),
-        patience=Patience(answer_s=config.answer_timeout_s, client_s=config.client_timeout_s),
+        timeouts=Timeouts(answer_s=config.answer_timeout_s, client_s=config.client_timeout_s),
     )
 
 
@@ -158,7 +158,7 @@ def _api_key(config: ServerConfig) -> str:
 
 @contextmanager
 def _no_exit_on_signals() -> Iterator[None]:
-    """Let rank 0's server decide when all ranks end; at its end it raises signals again."""
+    """Within the context, ignore signals: rank 0's server handles them and ends all ranks."""
     before = {
         number: signal.signal(number, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT)

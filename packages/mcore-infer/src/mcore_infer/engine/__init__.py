@@ -1,1 +1,1 @@
-"""The engine: requests of any length are batched, step by step, over pages of memory."""
+"""The decode loop: continuous batching of requests over a paged key/value cache."""

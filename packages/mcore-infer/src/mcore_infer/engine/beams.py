@@ -1,36 +1,42 @@
-"""Beam search: the likeliest texts, of which the best few are kept at every token.
+"""Beam search: keeps the best few texts at every token.
 
-Every kept text is a request of one token, whose likeliest successors come back with it. Its
-complete pages are those of the step before, shared as any equal beginning is, and the tokens
-of its last page are computed again.
+Every kept text is a request of one token that returns its likeliest successors. Prefix caching
+shares the complete pages of the step before; the tokens of the last page are computed again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.writing import Beam, Generation, NewToken, ScoreRequest, Top, Writing
+from mcore_infer.writing.sequence import (
+    Beam,
+    Generation,
+    NewToken,
+    RunningSequence,
+    ScoreRequest,
+    Top,
+)
 
 _ONE_TOKEN = SamplingConfig(num_tokens=1, top_k=1)
 
 
 class BeamSearch:
-    """The texts of one prompt; no model.
+    """The beams of one prompt, without a model.
 
     A text's score is the sum of its log probabilities over its length to the power of
     ``length_penalty``, as Megatron's and transformers' are. The search ends when as many texts
     are over as there are beams, and none that goes on is better at its present length.
 
     Attributes:
-        live: texts that go on, best first, and the sums of their log probabilities.
-        over: texts that ended, best first.
+        live: unfinished texts, best first, and the sums of their log probabilities.
+        over: finished texts, best first.
     """
 
-    def __init__(self, writing: Writing) -> None:
-        """Begin with the empty text.
+    def __init__(self, writing: RunningSequence) -> None:
+        """Start with the empty text.
 
         Args:
-            writing: of the prompt; says how many beams there are, how length counts, and which
-                tokens end a text, and are then its last.
+            writing: of the prompt: number of beams, length penalty, and the tokens that end a
+                text and become its last.
         """
         self.width = writing.sampling.beam_width
         self.length_penalty = writing.sampling.length_penalty
@@ -40,11 +46,11 @@ class BeamSearch:
         self.over: list[Beam] = []
 
     def take(self, tops: Sequence[Top]) -> bool:
-        """Go on by one token; return whether the search is over.
+        """Extend the beams by one token; return whether the search is over.
 
         Args:
-            tops: the likeliest successors of each live text, twice as many as there are beams:
-                so many go on even if all others end.
+            tops: the likeliest successors of each live text, twice as many as there are beams,
+                so that enough remain if half of them end.
         """
         found = [
             ((*ids, token), total + log_prob)
@@ -76,7 +82,7 @@ class BeamSearch:
 
 
 class Beams:
-    """The searches of an engine, and the requests of one token that they run."""
+    """The beam searches of an engine, and their requests of one token."""
 
     def __init__(self) -> None:
         self._searches: dict[int, tuple[Sequence[int], BeamSearch]] = {}
@@ -87,13 +93,13 @@ class Beams:
         """Whether a request is a step of a search."""
         return request in self._searching
 
-    def begin(self, number: int, writing: Writing, add: Callable[..., int]) -> None:
-        """Start a search under a number of its own; ``add`` queues its requests."""
+    def begin(self, number: int, writing: RunningSequence, add: Callable[..., int]) -> None:
+        """Start a search; ``add`` queues its requests."""
         self._searches[number] = writing.prompt, BeamSearch(writing)
         self._step(number, add)
 
     def end(self, number: int) -> list[int]:
-        """Forget a search; return its requests, which are to be aborted."""
+        """Remove a search; return its requests, which the caller aborts."""
         self._searches.pop(number, None)
         requests = list(self._steps.pop(number, {}))
         for request in requests:
@@ -103,7 +109,7 @@ class Beams:
     def take(
         self, request: int, result: Generation, add: Callable[..., int]
     ) -> Iterator[NewToken | tuple[int, Generation]]:
-        """Take the result of a request; yield what its search wrote when that is over."""
+        """Record a request's result; yield tokens and result of a search that is over."""
         number = self._searching[request]
         step = self._steps[number]
         step[request] = result.top[0]

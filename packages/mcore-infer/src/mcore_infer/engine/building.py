@@ -23,7 +23,7 @@ def build_engine(
     replicas: Axis = SINGLE,
     in_step: Axis = SINGLE,
 ) -> Engine:
-    """Build an engine whose cache fits; all its ranks get the same number of pages.
+    """Build an engine whose cache fits into memory, with equal pages on all its ranks.
 
     Runs the model to measure, and communicates, as ``fitting_pages`` does.
 
@@ -55,7 +55,7 @@ def build_engine(
 
 
 def sequence_limit(model: LanguageModel, config: InferenceConfig) -> int:
-    """Tokens that one prompt and its text may have together."""
+    """Return the most tokens of one prompt and its text together."""
     positions = model.config.max_position_embeddings
     limit = config.inference_max_seq_length or min(positions or _LONGEST, _LONGEST)
     return min(limit, positions) if positions else limit

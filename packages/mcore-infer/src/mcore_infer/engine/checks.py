@@ -1,18 +1,18 @@
-"""What an engine refuses: models, draft models and requests."""
+"""Checks of models, draft models and requests, before a step runs."""
 
 from mcore_infer.config import Drafts
-from mcore_infer.writing import ScoreRequest, Writing
+from mcore_infer.writing.sequence import RunningSequence, ScoreRequest
 from mcore_models.building.mtp_model import MTPLanguageModel
 from mcore_models.config import TransformerConfig
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 
 _BY_LENGTH = ("dynamic", "longrope")
-"""Ways to stretch rotary positions that depend on how long a text is."""
+"""Rotary scalings that depend on the length of the text."""
 
 
-def check_request(model: LanguageModel, writing: Writing, scores: ScoreRequest) -> None:
-    """Refuse what the model cannot compute, before a step does."""
+def check_request(model: LanguageModel, writing: RunningSequence, scores: ScoreRequest) -> None:
+    """Raise ValueError for a request that the model cannot compute."""
     limit, vocab_size = model.config.max_position_embeddings, model.vocab_size
     length = len(writing.prompt)
     if limit and length + writing.num_tokens > limit:
@@ -34,8 +34,8 @@ def check_request(model: LanguageModel, writing: Writing, scores: ScoreRequest) 
         )
 
 
-def check_beams(writing: Writing, scores: ScoreRequest, vocab_size: int) -> None:
-    """Refuse what beam search cannot keep."""
+def check_beams(writing: RunningSequence, scores: ScoreRequest, vocab_size: int) -> None:
+    """Raise ValueError for options that beam search does not support."""
     if writing.changes_scores or writing.matcher is not None or not writing.num_tokens:
         raise ValueError(
             "beam search takes no biases, forbidden tokens or structure, and writes a token "
@@ -58,7 +58,7 @@ def check_beams(writing: Writing, scores: ScoreRequest, vocab_size: int) -> None
 def check_speculation(
     model: LanguageModel, drafts: Drafts, draft: LanguageModel | None, in_step: Axis = SINGLE
 ) -> None:
-    """Refuse proposals that a model cannot check, or that nothing can make."""
+    """Raise ValueError if a model cannot verify proposals, or has no source of them."""
     if drafts == "mtp" and model.pp.size > 1:
         raise ValueError(
             "--speculative-drafts mtp reads hidden states that only the last stage has: use "
@@ -119,5 +119,5 @@ def depends_on_length(config: TransformerConfig) -> bool:
 
 
 def has_recurrent_layers(config: TransformerConfig) -> bool:
-    """Whether a model keeps a state besides keys and values: its prefixes are not shared."""
+    """Whether a model has recurrent layers, whose state cannot be shared between prefixes."""
     return bool(set(config.hybrid_override_pattern) & set("MGP"))

@@ -1,8 +1,8 @@
-"""Steps of one token each: fixed numbers of rows, recorded as CUDA graphs on a GPU.
+"""Decoding steps: one token of each request, recorded as CUDA graphs on a GPU.
 
-A forward of few tokens is hundreds of small kernels, and starting them one by one takes ten
-times as long as running them. A graph starts them all. There is one for every number of rows
-in ``sizes``; fewer requests are padded with rows that use a page of their own.
+A forward of few tokens is hundreds of small kernels; launching them one by one takes ten times
+as long as running them. Each number of rows in ``sizes`` has a CUDA graph. A step with fewer
+requests is padded with rows that read and write the padding page.
 """
 
 from collections import Counter
@@ -10,32 +10,26 @@ from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mcore_infer.engine.few_rows_gemm import read_few_rows_fast
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.recording import Recorder, unrecorded_reason
+from mcore_infer.engine.stages import last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import DecodeTensors
 from mcore_infer.engine.step_plans import Step
-from mcore_infer.stages import last_stage_logits, run_stages
 from mcore_models.protocol import LanguageModel
-from mcore_parallel.optional_kernels import works
-from mcore_parallel.precision.gemm import Operands, PlainGemm
-from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 if TYPE_CHECKING:
-    from mcore_infer.engine.whole_step import WholeStep
+    from mcore_infer.engine.whole_step.whole_step import WholeStep
 
 Run = Callable[[], tuple[Tensor, Tensor]]
-"""Computes the hidden state and scores of a step's inputs."""
-MOST_ROWS = 16
-"""Of a step whose GEMMs the kernel multiplies, the least of tensor cores; with more torch is
-as fast."""
+"""Returns the hidden state and logits of a step whose inputs have been filled in."""
 
 _RARE = 8
-"""Steps of a size that a larger graph runs, where there is one: recording takes as long as tens
-of them, and texts that began together end together, through many sizes."""
+"""Steps of one size that a larger graph runs before that size gets its own. Recording takes as
+long as tens of steps, and the number of rows falls quickly while a batch of texts ends."""
 
 
 def decode_sizes(max_requests: int) -> list[int]:
@@ -45,53 +39,31 @@ def decode_sizes(max_requests: int) -> list[int]:
 
 
 def is_rare(num_steps: int) -> bool:
-    """Whether a size that so many steps had is not worth a graph yet."""
+    """Whether a size that had so many steps is not worth a CUDA graph yet."""
     return num_steps <= _RARE
 
 
 def size_to_run(sizes: Sequence[int], recorded: Container[int], num_steps: int) -> int:
-    """Choose among fitting sizes, ascending, after some steps that suited the first best."""
+    """Return the size in which a step runs.
+
+    Args:
+        sizes: sizes that hold the step, ascending.
+        recorded: sizes with a CUDA graph.
+        num_steps: steps so far that the first size would have held.
+    """
     if sizes[0] in recorded or not is_rare(num_steps):
         return sizes[0]
     return next((size for size in sizes if size in recorded), sizes[0])
 
 
-class FewRowsGemm(PlainGemm):
-    """Multiplies few rows by a kernel that reads the weight as fast as memory gives it."""
-
-    def forward(
-        self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
-    ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return y and the input itself."""
-        num_rows = x.numel() // x.shape[-1]
-        if bias is None and num_rows <= MOST_ROWS and not torch.is_grad_enabled():
-            is_narrow = x.dtype in (torch.bfloat16, torch.float16)
-            if x.is_cuda and is_narrow and weight.dtype == x.dtype:
-                from mcore_infer.engine.kernels.skinny_gemm import (
-                    FEW_ROWS_KERNEL,
-                    few_rows_linear,
-                )
-
-                if works(FEW_ROWS_KERNEL, x.device, x.dtype):
-                    return few_rows_linear(x, weight), (x,)
-        return super().forward(x, weight, bias)
-
-
-def read_few_rows_fast(model: LanguageModel) -> None:
-    """Replace every ``PlainGemm`` of the model's linears by a ``FewRowsGemm``, in place."""
-    for module in model.modules():
-        is_linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-        if is_linear and type(module.gemm) is PlainGemm:
-            module.gemm = FewRowsGemm()
-
-
 class Decoder:
-    """Runs the model on one new token of each request.
+    """Runs the model on one new token, and the proposals behind it, of each request.
 
     Attributes:
-        sizes: numbers of rows, a text's last token and its drafts each, ascending.
-        recorder: of CUDA graphs; None: nothing is recorded on this device.
-        is_recorded: whether steps run as it recorded them.
+        sizes: padded numbers of rows, ascending; a request has a row for its last token and one
+            for each proposal.
+        recorder: of CUDA graphs; None: steps are not recorded.
+        is_recorded: whether steps replay CUDA graphs.
     """
 
     def __init__(
@@ -104,7 +76,7 @@ class Decoder:
         num_drafts: int = 0,
         records_graphs: bool = True,
     ) -> None:
-        """Allocate the inputs; graphs are recorded when their size is first needed.
+        """Allocate inputs on a GPU; a graph is recorded when its size is first needed.
 
         Args:
             model: whole, in eval mode. On a GPU its plain GEMMs become ``FewRowsGemm``, which
@@ -135,13 +107,13 @@ class Decoder:
     def run(
         self, step: Step, tokens: Tensor | None = None
     ) -> tuple[Float[Tensor, "R 1 D"], Float[Tensor, "R V"]]:
-        """Return hidden state and scores after each token; the next call overwrites them.
+        """Return hidden state and logits after each token; the next call overwrites both.
 
         Communicates as the model does.
 
         Args:
-            step: of chunks that are writing.
-            tokens: of the rows, ``[R]``, where the host does not know them yet.
+            step: its chunks all write.
+            tokens: of the rows, ``[R]``, on the device; None: the step has them.
         """
         num_rows = step.num_tokens
         fitting = [max(1, num_rows)]  # on a CPU no row is padding
@@ -155,7 +127,8 @@ class Decoder:
             self._inputs[size] = self._allocated(size)
         inputs = self._inputs[size]
         if size not in self._runs:
-            # Of padding alone: a recurrent state takes a token in only once.
+            # Record with rows of padding alone: running a request's token twice would advance
+            # its recurrent state twice.
             inputs.fill(Step(()), self.cache.page_tokens, self.cache.padding)
             self._runs[size] = self._prepared(inputs)
         inputs.fill(step, self.cache.page_tokens, self.cache.padding, tokens)
@@ -163,8 +136,8 @@ class Decoder:
         return hidden[:num_rows], logits[:num_rows]
 
     def _prepared(self, inputs: DecodeTensors) -> Run:
-        """Return what computes the inputs, recorded where it can be."""
-        # What it returns knows nothing of this object, whose memory is free once it is dropped.
+        """Return a function that runs the model on the inputs, recorded if possible."""
+        # The function must not refer to this object, or a cycle would keep the graphs' memory.
         forward = partial(_forward, self.model, self.cache, inputs)
         recorder = self.recorder if self.is_recorded else None
         if recorder is None or recorder.gave_up:
@@ -172,8 +145,8 @@ class Decoder:
             return forward
         inputs.is_recorded = True
         if not self.cache.num_bytes:
-            forward()  # takes it
-        from mcore_infer.engine.whole_step import whole_step
+            forward()  # allocates the cache, outside of the graph's memory pool
+        from mcore_infer.engine.whole_step.whole_step import whole_step
 
         if (whole := whole_step(self.model, self.cache, inputs)) is not None:
             forward = partial(_by_kernel, whole)

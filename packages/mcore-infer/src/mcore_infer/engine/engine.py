@@ -1,8 +1,8 @@
-"""The engine: requests come and go, and every step computes some tokens of many.
+"""The engine: adds and ends requests at any time, and computes tokens of many in each step.
 
 Continuous batching (Yu et al. 2022, Orca, OSDI) over paged memory (Kwon et al. 2023,
-arXiv:2309.06180). What a request writes depends on its prompt, its sampling and its seed: not
-on its neighbours, nor on how its prompt was cut, nor on pages that it shares or loses.
+arXiv:2309.06180). A request's text depends on its prompt, its sampling and its seed alone: not
+on other requests, nor on how its prompt is cut into chunks, nor on shared or lost pages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,29 +22,27 @@ from mcore_infer.engine.checks import (
 )
 from mcore_infer.engine.decoding import Decoder
 from mcore_infer.engine.fp8_cache import check_fp8_cache
-from mcore_infer.engine.mtp_drafts import build_drafter
+from mcore_infer.engine.host_to_device import on_device
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.prefix_pages import PagePool
-from mcore_infer.engine.prompt_scores import PromptScores
-from mcore_infer.engine.prompt_steps import PromptSteps
+from mcore_infer.engine.prompt_steps import PromptScores, PromptSteps
 from mcore_infer.engine.scheduler import Scheduler
 from mcore_infer.engine.sizing import fitting_pages
-from mcore_infer.engine.speculative import SpeculationCounts, decided
+from mcore_infer.engine.speculative import SpeculationCounts, build_drafter, choose_on_all_ranks
+from mcore_infer.engine.stages import from_last_stage, last_stage_logits
 from mcore_infer.engine.step_layout import rows_to_choose_after
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
-from mcore_infer.grammars import Structure
-from mcore_infer.host_to_device import on_device
-from mcore_infer.sampling import token_log_probs, top_log_probs, tops
-from mcore_infer.stages import from_last_stage, last_stage_logits
-from mcore_infer.structured import Grammars, Matcher
-from mcore_infer.writing import (
+from mcore_infer.writing.grammars import Structure
+from mcore_infer.writing.sampling import token_log_probs, top_log_probs, top_tokens
+from mcore_infer.writing.sequence import (
     Generation,
     NewToken,
+    RunningSequence,
     ScoreRequest,
     TokenRules,
     Top,
-    Writing,
 )
+from mcore_infer.writing.structured import Grammars, Matcher
 from mcore_models.config import window
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
@@ -52,43 +50,43 @@ from mcore_parallel.mesh import SINGLE, Axis
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A step that was started and whose tokens the host has not read."""
+class _StepInFlight:
+    """A launched step whose chosen tokens the host has not read yet."""
 
     step: Step
     requests: list[int]
-    """That get a token, by row; one with drafts has several rows."""
+    """Request of each row that chooses a token; one with proposals has several rows."""
     chosen: Tensor | None = None
-    """The tokens, ``[R]``, on the device."""
+    """Chosen tokens, ``[R]``, on the device."""
     ids: Tensor | None = None
-    """The same on their way to the host."""
+    """Their asynchronous copy on the host."""
     log_probs: Tensor | None = None
-    """Of them, where any are wanted; so too."""
-    landing: torch.cuda.Event | None = None
-    """When they are there."""
+    """Their log probabilities on the host; None: not requested."""
+    is_ready: torch.cuda.Event | None = None
+    """Recorded after the copies to the host."""
     top: tuple[list[int], Tensor] | None = None
-    """Rows, and what ``top_log_probs`` found for them, on its way to the host."""
+    """Rows that requested likeliest tokens, and the result of ``top_log_probs`` on the host."""
 
 
 class Engine:
-    """Runs requests against one model.
+    """Writes the texts of many requests with one model.
 
-    All ranks of ``tp`` and ``pp`` (and of its experts) hold one and make the same calls.
+    All ranks of ``tp`` and ``pp`` (and of its experts) have an engine and make the same calls.
 
     Attributes:
         model: whole, in eval mode.
-        config: limits; ``prefix_cache`` is off where layers are recurrent, whose state is kept
-            for the last token alone, and with proposals of the model's own layer.
-        in_step: ranks that compute every step together.
-        scheduler: what is waiting and running.
+        config: limits. ``prefix_cache`` is off for models with recurrent layers, which store
+            the state after the last token alone, and with proposals of ``mtp``.
+        in_step: ranks that call ``step`` together.
+        scheduler: waiting and running requests.
         cache: keys and values, and recurrent states.
-        decoder: runs the steps in which every request writes.
-        prompts: runs the others.
-        drafter: proposes tokens; None: each step writes one of each request.
-        speculation: what became of its proposals.
-        grammars: of the tokenizer, for structured output; None: there is none.
-        runs_ahead: whether a step may start before the tokens of the one before are read; on
-            a GPU the host's work then takes no time of its own.
+        decoder: runs steps in which every request writes.
+        prompts: runs steps that hold prompts.
+        drafter: proposes tokens; None: a step writes one token of each request.
+        speculation: counts of its proposals.
+        grammars: compile structures for the tokenizer; None: structures are refused.
+        runs_ahead: whether a step may be launched before the host has read the tokens of the
+            previous one. On a GPU this hides the host's work.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class Engine:
         draft: LanguageModel | None = None,
         in_step: Axis = SINGLE,
     ) -> None:
-        """Take no memory yet; where the config has no number of pages, see ``fitting_pages``.
+        """Build scheduler, cache and decoder; memory is allocated by the first step.
 
         Args:
             model: whole, in eval mode. On a GPU the plain GEMMs of its linears are replaced
@@ -106,12 +104,13 @@ class Engine:
                 is.
             config: limits.
             draft: smaller model that proposes tokens, on the same ranks.
-            in_step: all ranks of replicas that share experts. Each has requests of its own, and
-                they call ``step`` together, as ``run`` does: one without work computes padding.
+            in_step: all ranks of replicas that share experts. Each replica has its own
+                requests, and all call ``step`` together, as ``run`` does; a replica without
+                work runs a row of padding.
 
         Raises:
-            ValueError: if the model is in training mode, an engine cannot run it so, or not two
-                pages fit.
+            ValueError: if the model is in training mode, the options do not fit it, or not two
+                pages fit into memory.
         """
         if model.training:
             raise ValueError("generation needs a model in eval mode: call model.eval() first.")
@@ -158,12 +157,12 @@ class Engine:
         self.drafter = build_drafter(model, config, draft, table_pages)
         self.speculation = SpeculationCounts()
         self.grammars: Grammars | None = None
-        self._writings: dict[int, Writing] = {}
+        self._writings: dict[int, RunningSequence] = {}
         self._scores: dict[int, ScoreRequest] = {}
         self._prompt_scores: dict[int, PromptScores] = {}
         self._beams = Beams()
         self._num_requests = 0
-        self._flight: _Flight | None = None  # a step started before its predecessor was read
+        self._flight: _StepInFlight | None = None  # started before its predecessor was read
         is_alone = self.drafter is None and in_step.size == 1
         self.runs_ahead = self.device.type == "cuda" and is_alone
 
@@ -185,13 +184,14 @@ class Engine:
         Args:
             prompt: token ids, at least one.
             sampling: how tokens are chosen, and how many.
-            num_tokens: how many, in place of ``sampling``'s; 0: the prompt is only scored.
+            num_tokens: most tokens to write; -1: ``sampling.num_tokens``; 0: only score the
+                prompt.
             seed: of the draws.
             eod: id that ends the text; None: none does.
             stop: token sequences that end it and are cut off.
             rules: changes to single tokens' scores.
             scores: log probabilities to compute; None: of the written tokens.
-            structure: what the text is held to; None: nothing.
+            structure: grammar of the text; None: any text.
 
         Returns:
             The number of the request.
@@ -200,7 +200,7 @@ class Engine:
             ValueError: if it could never run.
         """
         request, scores = self._num_requests, scores or ScoreRequest()
-        writing = Writing(
+        writing = RunningSequence(
             prompt,
             sampling,
             num_tokens=sampling.num_tokens if num_tokens < 0 else num_tokens,
@@ -221,7 +221,7 @@ class Engine:
         self._num_requests += 1
         return request
 
-    def _search(self, writing: Writing, scores: ScoreRequest) -> int:
+    def _search(self, writing: RunningSequence, scores: ScoreRequest) -> int:
         check_beams(writing, scores, self.model.vocab_size)
         self.scheduler.check(writing.prompt, writing.num_tokens)
         number, self._num_requests = self._num_requests, self._num_requests + 1
@@ -236,7 +236,7 @@ class Engine:
         return self.grammars.matcher(structure)
 
     def abort(self, request: int) -> None:
-        """Forget a request, wherever it is; one that is over is none."""
+        """Cancel a request; no effect if it has finished."""
         for step in self._beams.end(request):
             self.abort(step)
         if self._writings.pop(request, None) is not None:
@@ -247,28 +247,28 @@ class Engine:
                 self.drafter.forget(request)
 
     def weights_changed(self) -> None:
-        """Compute anew what earlier weights computed; no communication.
+        """Discard the cache after the weights of ``model`` were changed in place.
 
-        Call it behind a change of ``model``'s weights in place (``transfer_weights``), on all
-        ranks: requests keep the tokens they have, a step that has begun adds its own, and no
-        later one reads keys, values, states or shared prefixes from before.
+        Call it on all ranks, after ``transfer_weights``. Requests keep their tokens, and a
+        launched step still adds its own; later steps read no key, value, state or prefix of the
+        old weights. No communication.
         """
         self.scheduler.recompute()
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running, or a step of them is."""
+        """Whether a request waits or runs, or a launched step has not been read."""
         return bool(self._writings) or self._flight is not None
 
     @torch.no_grad()
     def step(self) -> list[NewToken | tuple[int, Generation]]:
-        """Compute one step.
+        """Compute one step; return new tokens and finished requests.
 
         Communicates over ``tp`` and ``pp`` as the model does, and all-reduces what is chosen.
 
         Returns:
-            Tokens that nothing will take back (``row`` is the request), and each request that
-            ended, with all that it wrote.
+            Tokens that no stop sequence can remove any more (``row`` is the request), and a
+            pair of number and result for each request that ended.
         """
         flight = self._flight or self._launch(self._plan())
         self._flight = None
@@ -278,7 +278,7 @@ class Engine:
             return []
         if self.runs_ahead:
             self._flight = self._launch(self._plan_ahead(flight), flight.chosen)
-        new = self._landed(flight)
+        new = self._finished_tokens(flight)
         ids: dict[int, list[int]] = {}
         for token in new:
             ids.setdefault(token.row, []).append(token.id)
@@ -300,37 +300,44 @@ class Engine:
             self.scheduler.recompute()
 
     def run(self) -> Iterator[NewToken | tuple[int, Generation]]:
-        """Step until no request is left; requests may be added meanwhile.
+        """Run steps until no request is left; requests may be added meanwhile.
 
-        All-reduces over ``in_step`` whether any is.
+        All-reduces over ``in_step`` whether any rank has work.
         """
         while all_reduce(torch.tensor(int(self.has_work)), self.in_step, "max"):
             yield from self.step()
 
     def _plan(self) -> Step | None:
-        """Plan a step, and let the drafter fill its proposals in."""
+        """Plan a step; the drafter fills in its proposals."""
         if self.drafter is None:
             return self.scheduler.plan()
         ready = {number: self._writings[number] for number in self.scheduler.writing}
         step = self.scheduler.plan(self.drafter.wanted(ready))
         return None if step is None else self.drafter.filled(step, self._writings)
 
-    def _launch(self, step: Step | None, tokens: Tensor | None = None) -> "_Flight | None":
-        """Start a step; ``tokens`` are those that the step before it chooses."""
+    def _launch(
+        self, step: Step | None, tokens: Tensor | None = None
+    ) -> "_StepInFlight | None":
+        """Launch a step without waiting for the device.
+
+        Args:
+            step: None: nothing is launched.
+            tokens: chosen by the previous step, on the device, for a step planned ahead.
+        """
         if step is None:
             return None
         logits = self._logits(step, tokens)
         scored = [chunk for chunk in step.chunks if chunk.wants_token]
         requests = [chunk.request for chunk in scored for _ in range(1 + chunk.num_drafts)]
         if not requests:
-            return _Flight(step, [])
+            return _StepInFlight(step, [])
         places = None
         if self.drafter is not None:
             places = [place for chunk in scored for place in range(1 + chunk.num_drafts)]
         writings = [self._writings[request] for request in requests]
-        chosen = decided(logits, writings, places, self.model)
+        chosen = choose_on_all_ranks(logits, writings, places, self.model)
         wanted = [self._scores[request] for request in requests]
-        flight = _Flight(step, requests, chosen, chosen.to("cpu", non_blocking=True))
+        flight = _StepInFlight(step, requests, chosen, chosen.to("cpu", non_blocking=True))
         if any(scores.log_probs for scores in wanted):
             found = from_last_stage(token_log_probs(logits, chosen).double(), self.model.pp)
             flight.log_probs = found.to("cpu", non_blocking=True)
@@ -339,13 +346,17 @@ class Engine:
             best = top_log_probs(logits[on_device(rows, self.device)], most)
             best = from_last_stage(best, self.model.pp)
             flight.top = rows, best.to("cpu", non_blocking=True)
-        if chosen.is_cuda:  # the host waits for the device one time a step
-            flight.landing = torch.cuda.Event()
-            flight.landing.record()
+        # One event a step: the host waits for the device only in _finished_tokens.
+        if chosen.is_cuda:
+            flight.is_ready = torch.cuda.Event()
+            flight.is_ready.record()
         return flight
 
-    def _plan_ahead(self, flight: "_Flight") -> Step | None:
-        """Plan the step after one in flight, where no text can end or needs its last token."""
+    def _plan_ahead(self, flight: "_StepInFlight") -> Step | None:
+        """Plan the step after a launched one; None if its tokens could change the plan.
+
+        They could if a text may end, or if penalties, structures or proposals need the token.
+        """
         step = flight.step
         if not flight.requests or any(chunk.tokens[1:] for chunk in step.chunks):
             return None
@@ -358,7 +369,7 @@ class Engine:
         return self.scheduler.plan_ahead(step)
 
     def _logits(self, step: Step, tokens: Tensor | None) -> Tensor:
-        """Run the model; score the tokens that chunks want, ``[R, V]``."""
+        """Run the model; return the logits of the rows that choose a token, ``[R, V]``."""
         if all(chunk.is_writing for chunk in step.chunks):
             hidden, logits = self.decoder.run(step, tokens)
             if self.drafter is not None:
@@ -374,23 +385,23 @@ class Engine:
         last = on_device(rows_to_choose_after(step), self.device)
         return last_stage_logits(self.model, hidden[last])
 
-    def _landed(self, flight: "_Flight") -> list[NewToken]:
-        """Wait for a step's tokens; return those of requests that go on."""
+    def _finished_tokens(self, flight: "_StepInFlight") -> list[NewToken]:
+        """Wait for a step; return its tokens, accepted proposals included, of live requests."""
         if flight.ids is None:
             return []
-        if flight.landing is not None:
-            flight.landing.synchronize()
+        if flight.is_ready is not None:
+            flight.is_ready.synchronize()
         ids = flight.ids.tolist()
         log_probs = None if flight.log_probs is None else flight.log_probs.tolist()
         top: dict[int, Top] = {}
         if flight.top is not None:
             rows_with_top, best = flight.top
-            top = dict(zip(rows_with_top, tops(best), strict=True))
+            top = dict(zip(rows_with_top, top_tokens(best), strict=True))
         new, row = [], 0
         for chunk in flight.step.chunks:
             begin, row = row, row + (1 + chunk.num_drafts) * chunk.wants_token
             scores = self._scores.get(chunk.request)
-            if begin == row or scores is None:  # none is chosen, or the request was aborted
+            if begin == row or scores is None:  # no token is chosen, or the request was aborted
                 continue
             right = 1 if self.drafter is None else self._num_right(chunk, ids[begin:row])
             for i in range(begin, begin + right):
@@ -400,7 +411,7 @@ class Engine:
         return new
 
     def _num_right(self, chunk: Chunk, chosen: Sequence[int]) -> int:
-        """Count the tokens up to the first that is not what was proposed, with it."""
+        """Return how many chosen tokens count: accepted proposals and the token after them."""
         drafts = chunk.tokens[len(chunk.tokens) - chunk.num_drafts :]
         wrong = (i for i, draft in enumerate(drafts) if draft != chosen[i])
         right = 1 + next(wrong, len(drafts))
@@ -415,7 +426,7 @@ class Engine:
         for token in new:
             request = token.row
             writing = self._writings.get(request)
-            if writing is None:  # ended by a token before this one
+            if writing is None:  # ended by an earlier token of this step
                 continue
             released = writing.add(token)
             if request not in self._beams:

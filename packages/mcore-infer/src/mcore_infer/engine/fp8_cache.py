@@ -1,9 +1,8 @@
-"""Keys and values of a cache as fp8: their codes, and what multiplies them.
+"""Keys and values of the cache in fp8 (e4m3), with one scale for a layer's keys or values.
 
-Half of the memory, and half of the time that reading it takes while text is written. A scale
-belongs to the keys or to the values of a layer; 1 does for models whose keys and values stay
-below 448, as is usual. A new key is rounded before it is attended to for the first time, so
-that what a request writes does not depend on how its tokens came in.
+Halves the memory, and the time of reading it while decoding. A scale of 1 is enough for models
+whose keys and values stay below 448, as is usual. A new key is rounded before it is read for
+the first time, so that a text does not depend on how its prompt was cut into chunks.
 """
 
 import logging
@@ -26,13 +25,13 @@ log = logging.getLogger(__name__)
 
 
 _LATENT = (
-    "--kv-cache-dtype fp8 keeps keys and values, and latent attention keeps what both are made "
-    "of"
+    "--kv-cache-dtype fp8 stores keys and values, and latent attention stores one vector for "
+    "both"
 )
 
 
 def check_fp8_cache(config: TransformerConfig) -> None:
-    """Refuse models that keep something else than keys and values."""
+    """Raise ValueError for models whose cache does not hold keys and values."""
     if config.multi_latent_attention:
         raise ValueError(f"{_LATENT}: set --kv-cache-dtype model.")
 
@@ -40,10 +39,10 @@ def check_fp8_cache(config: TransformerConfig) -> None:
 def chosen_cache(
     kv_cache_dtype: CacheDtype, config: TransformerConfig, kv_scales: Mapping[int, Scales]
 ) -> Fp8Cache | None:
-    """Return how a model's cache keeps keys and values; None: in the model's dtype.
+    """Return the fp8 format of a model's cache; None: the cache has the model's dtype.
 
     Raises:
-        ValueError: if fp8 is requested and the model keeps no keys and values.
+        ValueError: if fp8 is requested and the model has latent attention.
     """
     if kv_cache_dtype == "fp8":
         check_fp8_cache(config)
@@ -56,7 +55,7 @@ def chosen_cache(
 
 
 def to_codes(x: Float[Tensor, "..."], scale: float) -> UInt8[Tensor, "..."]:
-    """Round to e4m3, as bytes; what is too large becomes the largest number."""
+    """Return numbers over ``scale`` as bytes of e4m3, clamped to its range."""
     limit = LARGEST["e4m3"]
     scaled = (x.float() / scale).clamp(-limit, limit)
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -65,13 +64,13 @@ def to_codes(x: Float[Tensor, "..."], scale: float) -> UInt8[Tensor, "..."]:
 def from_codes(
     codes: UInt8[Tensor, "..."], scale: float, dtype: torch.dtype
 ) -> Float[Tensor, "..."]:
-    """Return what bytes of ``to_codes`` stand for."""
+    """Return the numbers of bytes of e4m3, times ``scale``."""
     return (codes.view(torch.float8_e4m3fn).float() * scale).to(dtype)
 
 
 @contextmanager
 def rounded_cache(model: nn.Module, cache: Fp8Cache) -> Iterator[None]:
-    """Let forwards without a state attend to keys and values as such a cache holds them."""
+    """Within the context, forwards without a state attend to keys and values rounded to fp8."""
 
     def add(
         module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -88,7 +87,7 @@ def rounded_cache(model: nn.Module, cache: Fp8Cache) -> Iterator[None]:
 
 
 class _RoundedCache(StaticCache):
-    """Whose keys and values are rounded before they are kept."""
+    """A static cache that rounds keys and values before it stores them."""
 
     def __init__(self, capacity: int, cache: Fp8Cache) -> None:
         super().__init__(capacity)

@@ -1,9 +1,9 @@
-"""Keys and values in pages, recurrent state in slots: the memory of the engine.
+"""Paged cache of the engine: keys and values in pages, recurrent states in slots.
 
-The tokens of all chunks of a step lie one after the other in a batch of one row. Each layer
-writes their keys and values to the places that the scheduler gave, then every chunk attends
-to its own request's pages. A recurrent layer has a state for each slot; chunks of equal length
-run side by side from those of their requests, and the first chunk of a request from none.
+The tokens of all chunks of a step form a batch of one row. Each layer writes their keys and
+values to the rows that the plan assigns; then every chunk attends to the pages of its request.
+A recurrent layer has one state for each slot. Chunks of equal length are batched; the first
+chunk of a request starts from a state of zeros.
 """
 
 import logging
@@ -14,15 +14,19 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.fp8_cache import from_codes, to_codes
-from mcore_infer.engine.padded_attention import GATHERED_BYTES, padded_decode
+from mcore_infer.engine.host_to_device import on_device
+from mcore_infer.engine.plain_attention import (
+    decode_on_cpu,
+    padded_decode,
+    rounded_to_codes,
+    wide_pages,
+    write_to_pages,
+)
 from mcore_infer.engine.step_layout import ChunkView, DecodeTensors, FreshPrompts, StepTensors
 from mcore_infer.engine.step_plans import Fp8Cache, Scales
-from mcore_infer.host_to_device import on_device
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels.attention_backends import attend, takes_borders
 from mcore_parallel.optional_kernels import works
@@ -30,12 +34,13 @@ from mcore_parallel.optional_kernels import works
 log = logging.getLogger(__name__)
 
 _MASKED_TOKENS = 256
-"""Of prompts that attend in one call on a CPU, at most: a mask is their borders."""
+"""Most tokens of prompts that attend in one call on a CPU, where a mask separates the
+prompts."""
 _RULES = {"scale", "chunk", "softcap", "sinks"}
-"""Of scores, that the kernel of decoding knows."""
+"""Arguments of ``attend`` that the decoding kernel supports."""
 _PADDED = (
-    "a recorded step reads the pages that a text may have at most: the attention of this model "
-    "has no kernel of decoding here"
+    "the attention of this model has no decoding kernel on this GPU: recorded steps read the "
+    "pages of the longest possible text"
 )
 
 Mix = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
@@ -46,17 +51,17 @@ class PagedCache:
     """A ``ModelState`` (see ``mcore_models.protocol``) of pages.
 
     Attributes:
-        num_pages: pages in memory, besides one for padding, which is the last.
+        num_pages: pages in memory; one more, the last, is for padding.
         page_tokens: tokens in a page.
-        num_slots: recurrent states in memory, besides one for padding, which is the last.
-        step: what the next forward computes.
-        is_padded: whether attention of decoding has no kernel, and reads what is padded.
+        num_slots: recurrent states in memory; one more, the last, is for padding.
+        step: inputs of the next forward.
+        is_padded: whether decoding runs without a kernel, on gathered and padded keys.
     """
 
     def __init__(
         self, num_pages: int, page_tokens: int, num_slots: int = 0, fp8: Fp8Cache | None = None
     ) -> None:
-        """Take no memory yet: a layer takes its own when its first tokens come.
+        """Store the sizes; a layer allocates its memory at its first use.
 
         Args:
             num_pages: pages in memory.
@@ -103,34 +108,33 @@ class PagedCache:
 
 @dataclass(slots=True)
 class _LayerMemory:
-    """What one layer keeps: keys and values, or a state."""
+    """The memory of one layer: keys and values, or recurrent states."""
 
     keys: Shaped[Tensor, "P Z G H"] | None = None
     values: Shaped[Tensor, "P Z G J"] | None = None
     states: tuple[Float[Tensor, "W ..."], ...] = ()
-    """Of all slots."""
+    """One state for each slot."""
 
 
 class _PagedLayer:
-    """A view of what one layer keeps: ``LayerState``, ``RecurrentState``."""
+    """One layer's part of the cache: a ``LayerState`` and a ``RecurrentState``."""
 
     def __init__(self, cache: PagedCache, held: _LayerMemory, scales: Scales | None) -> None:
         self.cache, self.held, self.scales = cache, held, scales
 
     def run(self, mix: Mix, *inputs: Shaped[Tensor, "T 1 ..."]) -> Shaped[Tensor, "T 1 ..."]:
-        """Mix each request's tokens from its own state, and replace it.
-
-        Chunks of one length run side by side.
-        """
+        """Run a recurrent layer on each request's tokens and replace the request's state."""
         step = self.cache.step
         assert step is not None
         if not self.held.states:
             _, state = mix(None, *(x[:1] for x in inputs))
+            # The shapes of a state are those after one token; all slots start with zeros.
             slots = self.cache.num_slots + 1
             self.held.states = tuple(x.new_zeros(slots, *x.shape[1:]) for x in state)
         if isinstance(step, DecodeTensors):
             rows = [x.transpose(0, 1) for x in inputs]  # [R, 1, ...] -> [1, R, ...]
             return self._run_from(mix, step.slots, step.positions == 0, rows).transpose(0, 1)
+        # Chunks of equal length are batched: [L, R, ...] for R chunks of L tokens.
         lengths: dict[int, list[ChunkView]] = {}
         for chunk in step.chunks:
             lengths.setdefault(chunk.end - chunk.begin, []).append(chunk)
@@ -142,6 +146,7 @@ class _PagedLayer:
             slots = on_device([chunk.slot for chunk in chunks], rows[0].device)
             is_first = on_device([not chunk.first for chunk in chunks], rows[0].device).bool()
             outputs += self._run_from(mix, slots, is_first, rows).split(1, 1)
+        # Back to the order of the step.
         begins = [chunk.begin for chunks in lengths.values() for chunk in chunks]
         return torch.cat(
             [y for _, y in sorted(zip(begins, outputs, strict=True), key=itemgetter(0))]
@@ -154,7 +159,10 @@ class _PagedLayer:
         is_first: Bool[Tensor, " R"],
         inputs: Sequence[Shaped[Tensor, "L R ..."]],
     ) -> Shaped[Tensor, "L R ..."]:
-        """Mix tokens of several requests side by side; a first token has none before it."""
+        """Run a batch of chunks from their states.
+
+        A chunk that starts a text begins from zeros.
+        """
         before = (
             held[slots].masked_fill(is_first.view(-1, *[1] * (held.dim() - 1)), 0)
             for held in self.held.states
@@ -175,7 +183,12 @@ class _PagedLayer:
         backend: AttentionBackend = "auto",
         **scores: Any,
     ) -> Float[Tensor, "S 1 N J"]:
-        """Write the new keys and values to their places; each token attends to its request."""
+        """Write new keys and values to the pages; each token attends to those of its request.
+
+        Decoding steps use, in this order: a kernel that also writes the new keys, plain torch
+        on a CPU, the kernel of latent attention, padded attention in torch. Other steps run
+        each chunk by itself, except single tokens and prompts that start, which are batched.
+        """
         step = self.cache.step
         assert step is not None
         size = (self.cache.num_pages + 1, self.cache.page_tokens)
@@ -190,7 +203,7 @@ class _PagedLayer:
         if isinstance(step, DecodeTensors):
             decode = self._kernel(len(q), q, k, v, scores)
             if decode is not None and v is not None:
-                if step.have_drafts:  # of one request: a row reads what another writes
+                if step.have_drafts:  # a row reads keys that other rows of its request write
                     memories = (held.keys, values)
                     write_to_pages(memories, (k[:, 0], v[:, 0]), step.places, self.scales)
                 new, pages = (k[:, 0], v[:, 0]), (held.keys, values)
@@ -199,7 +212,7 @@ class _PagedLayer:
             if not (q.is_cuda or step.is_recorded):
                 new = (k[:, 0], None if v is None else v[:, 0])
                 memory = (held.keys, values)
-                return _decode_on_cpu(q[:, 0], new, memory, step, **rules).unsqueeze(1)
+                return decode_on_cpu(q[:, 0], new, memory, step, **rules).unsqueeze(1)
         news, memories = ((k,), (held.keys,)) if v is None else ((k, v), (held.keys, values))
         write_to_pages(memories, [new[:, 0] for new in news], step.places, self.scales)
         if isinstance(step, DecodeTensors):
@@ -223,11 +236,12 @@ class _PagedLayer:
         rules: dict[str, Any],
         backend: AttentionBackend,
     ) -> Float[Tensor, "S 1 N J"]:
-        """Let each chunk attend to its request's pages: those of one token side by side."""
+        """Attend chunk by chunk; single tokens, and prompts that start, in one call each."""
         assert self.held.keys is not None
         scores = {name: rule for name, rule in rules.items() if name != "kv_scales"}
         window = scores.pop("window")
         mixed = q.new_empty(*q.shape[:-1], values.shape[-1])
+        # 1. Chunks of one token, by the decoding kernel.
         singles = step.singles
         decode = None
         if singles is not None:
@@ -240,12 +254,14 @@ class _PagedLayer:
             if decode is not None:
                 at, where = singles.rows, (singles.tables, singles.lengths)
                 mixed[at, 0] = decode(q[at, 0], self.held.keys, *where)
+        # 2. Prompts that start in this step, as packed documents.
         options: dict[str, Any] = {"window": window, "backend": backend, **scores}
         fresh = None if v is None else _in_one_call(step.fresh, q, backend, scores)
         if fresh is not None and v is not None:
             at = fresh.rows
             own = rounded_to_codes((k[at], v[at]), self.scales)
             mixed[at] = attend(q[at], *own, documents=fresh.documents, **options)
+        # 3. All others, each with the pages of its request gathered.
         for chunk in step.chunks:
             here = slice(chunk.begin, chunk.end)
             is_single = here.stop - here.start == 1
@@ -259,12 +275,15 @@ class _PagedLayer:
     def _kernel(
         self, num_rows: int, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]
     ) -> Callable[..., Tensor] | None:
-        """Return the kernel of decoding where one works; it writes to the pages itself."""
+        """Return the decoding kernel for these inputs, which also writes new keys; None.
+
+        There is none.
+        """
         if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - _RULES:
             return None
         if not q.is_cuda or q.dtype == torch.float64:
             return None
-        if self.scales is not None and q.shape[-1] % 4:  # it reads four codes at a time
+        if self.scales is not None and q.shape[-1] % 4:  # the kernel reads four codes at once
             return None
         from mcore_infer.engine.kernels import paged_attention
 
@@ -282,7 +301,7 @@ class _PagedLayer:
     def _latent_kernel(
         self, q: Tensor, values: Tensor, rules: Mapping[str, Any]
     ) -> Callable[..., Tensor] | None:
-        """Return the kernel of latent decoding where one works; keys are in the pages."""
+        """Return the kernel of latent attention for these inputs; None: there is none."""
         is_plain = rules.keys() == {"window", "kv_scales"} and rules["window"] < 0
         if not q.is_cuda or q.dtype == torch.float64 or not is_plain:
             return None
@@ -294,7 +313,10 @@ class _PagedLayer:
         return partial(latent_decode, value_dim=values.shape[-1])
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
-        """Gather what a chunk sees. Pages before every window may be another request's."""
+        """Gather the keys or values that a chunk attends to.
+
+        Pages behind every window may belong to another request and are left out.
+        """
         size = self.cache.page_tokens
         first_page = 0 if window < 0 else max(0, chunk.first - window) // size
         end = chunk.first + chunk.end - chunk.begin - first_page * size
@@ -304,128 +326,8 @@ class _PagedLayer:
 def _in_one_call(
     fresh: FreshPrompts | None, q: Tensor, backend: AttentionBackend, scores: Mapping[str, Any]
 ) -> FreshPrompts | None:
-    """Return the prompts of a step that attend in one call, as packed documents."""
+    """Return the prompts that start in a step if one call can compute their attention."""
     if fresh is None or backend != "auto" or scores.keys() - {"scale"}:
         return None
     is_small = not q.is_cuda and len(fresh.rows) <= _MASKED_TOKENS
     return fresh if is_small or takes_borders(q, 0.0, backend) else None
-
-
-def write_to_pages(
-    memories: Sequence[Shaped[Tensor, "P Z G _"]],
-    news: Sequence[Float[Tensor, "T G _"]],
-    places: Int[Tensor, " T"],
-    kv_scales: Scales | None = None,
-) -> None:
-    """Write new keys and values to their places: page times tokens of a page, plus offset."""
-    scales = kv_scales or (None,) * len(news)
-    for memory, new, scale in zip(memories, news, scales, strict=True):
-        memory.flatten(0, 1)[places] = new if scale is None else to_codes(new, scale)
-
-
-def wide_pages(
-    memories: Sequence[Shaped[Tensor, "..."]], kv_scales: Scales | None, dtype: torch.dtype
-) -> list[Float[Tensor, "..."]]:
-    """Return the keys and values that parts of the pages hold."""
-    if kv_scales is None:
-        return list(memories)
-    pairs = zip(memories, kv_scales, strict=True)
-    return [from_codes(memory, scale, dtype) for memory, scale in pairs]
-
-
-def rounded_to_codes(
-    news: tuple[Float[Tensor, "..."], Float[Tensor, "..."]], kv_scales: Scales | None
-) -> tuple[Float[Tensor, "..."], ...]:
-    """Return new keys and values as the pages would hold them."""
-    if kv_scales is None:
-        return news
-    pairs = zip(news, kv_scales, strict=True)
-    return tuple(from_codes(to_codes(new, scale), scale, new.dtype) for new, scale in pairs)
-
-
-def _decode_on_cpu(
-    q: Float[Tensor, "R N H"],
-    new: tuple[Float[Tensor, "R G H"], Float[Tensor, "R G J"] | None],
-    memory: tuple[Shaped[Tensor, "P Z G H"], Shaped[Tensor, "P Z G J"]],
-    step: DecodeTensors,
-    *,
-    window: int = -1,
-    kv_scales: Scales | None = None,
-    **scores: Any,
-) -> Float[Tensor, "R N J"]:
-    """Write a new key and value of each request, and let its one query attend to all.
-
-    In one call where rows are alike, else one request after the other.
-
-    Args:
-        q: queries; R requests.
-        new: the last key and value of each; no value where it is a part of the key.
-        memory: keys and values in pages; changed.
-        step: where both are.
-        window: earlier keys that a query sees besides its own; -1: all.
-        kv_scales: multiply codes of an fp8 cache; None: the cache has the dtype of ``q``.
-        scores: see ``attend``.
-    """
-    extent, size = step.extent, memory[0].shape[1]
-    # Pages before every window may be another request's.
-    begin = 0 if window < 0 else max(0, extent.longest - 1 - window) // size * size
-    if extent.is_even and extent.is_in_a_row and kv_scales is None:
-        # Views of whole rows, whose last token is that of the new key and of the query.
-        seen = [extent.view(pages) for pages in memory]  # [K, R, G, .]
-        for view, last in zip(seen, new, strict=True):
-            if last is not None:
-                view[-1] = last
-        if begin:
-            seen = [view[begin:] for view in seen]
-        return attend(q[None], *seen, window=window, **scores)[0]
-    written = [x for x in new if x is not None]
-    write_to_pages(memory[: len(written)], written, step.places, kv_scales)
-    where = *memory, step.seen_tables, step.lengths
-    options: dict[str, Any] = {"window": window, "kv_scales": kv_scales, **scores}
-    token_bytes = sum(pages.stride(1) * pages.element_size() for pages in memory)
-    if extent.is_mostly_padding or len(q) * extent.longest * token_bytes > GATHERED_BYTES:
-        return reference_decode(q, *where, **options)
-    is_plain = window < 0 and not scores.keys() - {"scale"}
-    if not extent.is_even and not is_plain:
-        return padded_decode(q, *where, **options)
-    gathered = [extent.gather(pages)[begin:] for pages in memory]
-    k, v = wide_pages(gathered, kv_scales, q.dtype)  # [K, R, G, .]
-    if extent.is_even:
-        return attend(q[None], k, v, window=window, **scores)[0]
-    # Keys behind a row's end may be another request's NaN, which a mask does not hide.
-    k, v = (x.masked_fill(extent.is_foreign, 0) for x in (k, v))
-    return F.scaled_dot_product_attention(
-        q[:, :, None],  # [R, N, 1, H]
-        k.permute(1, 2, 0, 3),  # [K, R, G, H] -> [R, G, K, H]
-        v.permute(1, 2, 0, 3),
-        attn_mask=extent.is_own,
-        enable_gqa=q.shape[1] != k.shape[2],
-        **scores,
-    )[:, :, 0]
-
-
-def reference_decode(
-    q: Float[Tensor, "R N H"],
-    keys: Shaped[Tensor, "P Z G H"],
-    values: Shaped[Tensor, "P Z G J"],
-    tables: Int[Tensor, "R M"],
-    lengths: Int[Tensor, " R"],
-    *,
-    window: int = -1,
-    kv_scales: Scales | None = None,
-    **scores: Any,
-) -> Float[Tensor, "R N J"]:
-    """Let one query of each request attend to its keys, one request after the other.
-
-    The reference of ``padded_decode``, and with ``write_to_pages`` of ``paged_decode``; takes
-    any arguments of ``attend``; waits for the device.
-    """
-    size, rows = keys.shape[1], []
-    for query, pages, length in zip(q, tables, lengths.tolist(), strict=True):
-        first_page = 0 if window < 0 else max(0, length - 1 - window) // size
-        held = pages[first_page : -(-length // size)]
-        end = length - first_page * size
-        seen = [memory[held].flatten(0, 1)[:end].unsqueeze(1) for memory in (keys, values)]
-        k, v = wide_pages(seen, kv_scales, q.dtype)
-        rows.append(attend(query[None, None], k, v, window=window, **scores)[0, 0])
-    return torch.stack(rows)

@@ -1,10 +1,9 @@
-"""Pages of the key/value cache: who uses each, and which prefixes they hold.
+"""Reference counts of the pages of the key/value cache, and prefix caching.
 
-A page holds the keys and values of a fixed number of neighbouring tokens, in all layers. This
-room counts pages and never touches their memory. A complete page can be published under the
-key of its tokens and all earlier ones; a later request with the same beginning then shares it
-instead of computing it again. Published pages that no request uses stay until memory is
-needed, the one that was left longest ago goes first.
+A page holds the keys and values of a fixed number of neighbouring tokens, in all layers. Only
+page numbers are handled here, not their memory. A complete page is published under a key of its
+tokens and all earlier ones, and a later request with the same beginning shares the page.
+Published pages without a user stay until memory is needed; the least recently used goes first.
 """
 
 import hashlib
@@ -13,15 +12,15 @@ from collections.abc import Iterable, Sequence
 from struct import pack
 
 Key = bytes
-"""Names the content of a page: its tokens and all before them."""
+"""Hash of a page's tokens and of all tokens before them."""
 
 
 FIRST_KEY: Key = bytes(32)
-"""Before the first page."""
+"""Key before the first page."""
 
 
 def next_key(key: Key, tokens: Sequence[int]) -> Key:
-    """Name a complete page: SHA256 of the key before it and its tokens.
+    """Return the key of a complete page: SHA-256 of the previous key and the page's tokens.
 
     Tokens are hashed as little-endian 64-bit integers, as Megatron's engine does.
     """
@@ -46,7 +45,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that ``take`` can give, those of unused prefixes included."""
+        """Pages that ``take`` can return, those of unused prefixes included."""
         return len(self._free) + len(self._unused)
 
     def num_users(self, page: int) -> int:
@@ -54,7 +53,7 @@ class PagePool:
         return self._users[page]
 
     def take(self) -> int:
-        """Give a page to one user; an unused prefix is forgotten where all are published."""
+        """Return a page for one user; evicts the least recently used prefix if none is free."""
         assert self.num_free, "all pages are used"
         if self._free:
             page = self._free.pop()
@@ -78,7 +77,7 @@ class PagePool:
         return pages
 
     def publish(self, page: int, key: Key) -> None:
-        """Let later requests share a complete page; the first page of equal content stays."""
+        """Publish a complete page, unless a page with the same key is published."""
         if key not in self._page and page not in self._key:
             self._page[key], self._key[page] = page, key
 
@@ -86,8 +85,8 @@ class PagePool:
         """Remove one user from each page of a request.
 
         Args:
-            pages: in the order of the text. The last become unused first, so that no prefix
-                outlives the pages before it.
+            pages: in the order of the text. The last ones become unused first, so that a prefix
+                is never evicted before the pages that extend it.
         """
         for page in reversed(pages):
             assert self._users[page] > 0, f"page {page} is released twice"
@@ -100,7 +99,7 @@ class PagePool:
                 self._free.append(page)
 
     def forget_prefixes(self) -> None:
-        """Publish nothing that was published before, for weights that have changed."""
+        """Withdraw all published pages, after the weights have changed."""
         for page in self._unused:
             self._free.append(page)
         self._unused.clear()

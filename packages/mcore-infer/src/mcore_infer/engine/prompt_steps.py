@@ -1,16 +1,17 @@
-"""Steps that hold prompts: recorded where few tokens would wait for the host.
+"""Steps that hold prompts, and the log probabilities of prompts.
 
-A forward of a hundred tokens computes for a few milliseconds, and starting its kernels one by
-one takes longer, a millisecond a layer. So steps of few tokens are recorded by size, as
-``decoding`` does with those in which every request writes, and in the same way: a row for each
-token, which attends to the pages of its request. That reads keys once for each token, where a
-chunk of its own reads them once in all, so steps of many tokens, or far into long texts, run as
-they come: they keep the device busy for as long as the host needs.
+A forward of a hundred tokens computes for a few milliseconds, but launching its kernels one by
+one takes a millisecond a layer. Steps of few tokens are therefore recorded by size, in the
+layout of decoding steps: one row for each token, which attends to the pages of its request. In
+this layout every token reads all keys before it; a chunk that runs without a graph reads them
+once. Steps of many tokens, or far into long texts, run without a graph: they keep the device
+busy for longer than the host needs to launch them.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,35 +20,39 @@ from torch import Tensor
 
 from mcore_infer.engine.checks import has_recurrent_layers
 from mcore_infer.engine.decoding import is_rare, size_to_run
+from mcore_infer.engine.host_to_device import on_device
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.recording import Recorder, unrecorded_reason
+from mcore_infer.engine.stages import from_last_stage, last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import DecodeTensors, step_tensors
 from mcore_infer.engine.step_plans import Chunk, Step
-from mcore_infer.stages import run_stages
+from mcore_infer.writing.sampling import token_log_probs, top_log_probs, top_tokens
+from mcore_infer.writing.sequence import Generation, Top
 from mcore_models.protocol import LanguageModel
 
 log = logging.getLogger(__name__)
 
 _SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens of recorded steps. On an H200 the 8B reads a prompt of 128, 512 or 1024 tokens in 6,
-14 or 30 ms so, and as it comes in 33 to 37."""
+"""Tokens of recorded steps. On an H200 Llama-3-8B reads a prompt of 128, 512 or 1024 tokens in
+6, 14 or 30 ms with a graph, and in 33 to 37 ms without."""
 _ALWAYS = 256
 _MOST_WORK = 1 << 38
-"""Tokens of a larger size times parameters of a layer: with more the device is busy, and rows
-that pad a step cost what they compute. The 8B has 2 ** 28 a layer."""
+"""Most tokens of a size times parameters of a layer. Beyond it the device is busy without a
+graph, and padding rows cost time. Llama-3-8B has 2 ** 28 parameters a layer."""
 _MOST_TABLE = 1 << 20
-"""Tokens of a larger size times pages of a request, which every step sends to the device."""
+"""Most tokens of a size times pages of a request: the table that a step copies to the
+device."""
 _MOST_KEYS = 1 << 19
-"""That the tokens of a recorded step see, each one's counted: 5 ms in the 8B."""
+"""Most keys that the tokens of a recorded step read in all: 5 ms in Llama-3-8B."""
 
 
 class PromptSteps:
-    """Runs the model on prompts, and on new tokens beside them.
+    """Runs steps in which at least one chunk belongs to a prompt.
 
     Attributes:
         sizes: of recorded steps, in tokens, ascending.
         recorder: None: no step is recorded.
-        num_recorded: steps that ran as recorded.
+        num_recorded: steps that replayed a CUDA graph.
     """
 
     def __init__(
@@ -58,14 +63,14 @@ class PromptSteps:
         table_pages: int,
         recorder: Recorder | None,
     ) -> None:
-        """Allocate nothing yet.
+        """Choose the recorded sizes; allocates nothing.
 
         Args:
             model: whole, in eval mode.
             cache: of the engine.
             max_tokens: of a step.
             table_pages: most pages of a request.
-            recorder: of the engine; None: there is none.
+            recorder: of the engine; None: steps are not recorded.
         """
         self.model, self.cache = model, cache
         self.device = next(model.parameters()).device
@@ -77,7 +82,7 @@ class PromptSteps:
         self.recorder, self.num_recorded = recorder, 0
         reason = unrecorded_reason(model)
         if has_recurrent_layers(model.config):
-            reason = "a recurrent state takes the tokens of a text in turn"
+            reason = "a recurrent layer reads the tokens of a text in order"
         if reason:
             self.recorder = None
             log.debug("steps that hold prompts are not recorded: %s", reason)
@@ -103,7 +108,7 @@ class PromptSteps:
         return self._runs[size]()[: step.num_tokens]
 
     def _size(self, step: Step) -> int:
-        """Return the recorded size to run a step in; 0: it runs as it comes."""
+        """Return the recorded size to run a step in; 0: it runs without a graph."""
         fitting = [size for size in self.sizes if size >= step.num_tokens]
         if self.recorder is None or self.recorder.gave_up or not fitting:
             return 0
@@ -115,10 +120,10 @@ class PromptSteps:
         return size if size in self._runs or not is_rare(count) else 0
 
     def _keys(self, chunk: Chunk) -> int:
-        """Count the keys that the tokens of a chunk read, or are padded to."""
+        """Count the keys that the tokens of a chunk read, padding included."""
         num_tokens = len(chunk.tokens)
         if self.cache.is_padded:
-            # Gathered before they are read.
+            # Padded attention also copies the keys before it reads them.
             return 4 * num_tokens * self._table_pages * self.cache.page_tokens
         return num_tokens * (chunk.begin + (num_tokens + 1) // 2)
 
@@ -136,3 +141,55 @@ class PromptSteps:
 def _forward(model: LanguageModel, cache: PagedCache, inputs: DecodeTensors) -> torch.Tensor:
     cache.step = inputs
     return run_stages(model, inputs.tokens, inputs.positions, cache)
+
+
+_ROWS = 256
+
+
+class PromptScores:
+    """Collects the log probabilities of one prompt's tokens after the first.
+
+    The logits of a chunk are computed a few rows at a time: those of a whole prompt would be
+    one number for each token and each entry of the vocabulary.
+    """
+
+    def __init__(self, prompt: Sequence[int], num_top: int) -> None:
+        """Mark every token as not scored yet.
+
+        Args:
+            prompt: token ids.
+            num_top: likeliest tokens to keep for each place.
+        """
+        self.prompt, self.num_top = prompt, num_top
+        self._log_probs = [float("nan")] * (len(prompt) - 1)
+        self._top: list[Top] = [()] * (len(prompt) - 1)
+
+    def add(self, model: LanguageModel, begin: int, hidden: Float[Tensor, "S 1 D"]) -> None:
+        """Score the prompt's tokens that follow each token of a chunk.
+
+        All-gathers the vocabulary over ``tp``, all-reduces over ``pp``. A chunk that is
+        computed again after a preemption gets the same scores.
+
+        Args:
+            model: of the engine.
+            begin: position of the chunk's first token.
+            hidden: of the chunk's tokens.
+        """
+        end = min(begin + len(hidden), len(self.prompt) - 1)
+        for first in range(begin, end, _ROWS):
+            last = min(first + _ROWS, end)
+            logits = last_stage_logits(model, hidden[first - begin : last - begin])
+            following = on_device(self.prompt[first + 1 : last + 1], logits.device)
+            found = from_last_stage(token_log_probs(logits, following), model.pp)
+            self._log_probs[first:last] = found.tolist()
+            if self.num_top:
+                best = from_last_stage(top_log_probs(logits, self.num_top), model.pp)
+                self._top[first:last] = top_tokens(best)
+
+    def added_to(self, result: Generation) -> Generation:
+        """Return a copy of a result with the prompt's scores."""
+        return replace(
+            result,
+            prompt_log_probs=tuple(self._log_probs),
+            prompt_top=tuple(self._top) if self.num_top else (),
+        )

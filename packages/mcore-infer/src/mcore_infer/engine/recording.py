@@ -1,8 +1,9 @@
-"""Forwards that are recorded: CUDA graphs, which start hundreds of kernels at once.
+"""CUDA graphs of forwards: one launch starts hundreds of kernels.
 
-What is recorded reads and writes the same memory each time, and nothing on the host decides
-what it computes. Where that cannot hold, ``unrecorded_reason`` says why; where it does not (a
-GEMM of experts that needs their sizes on the host), the recorder finds out.
+A recorded forward reads and writes the same memory in every replay, and the host decides
+nothing within it. ``unrecorded_reason`` names the models for which that cannot hold. Other
+forwards that wait for the device (an expert GEMM that needs sizes on the host) are found when
+they are recorded, and then run without a graph.
 """
 
 import logging
@@ -28,7 +29,7 @@ class Recorder:
     """Records CUDA graphs, which share one pool of memory and run one after the other.
 
     Attributes:
-        gave_up: whether a forward has waited for the device, and so nothing is recorded.
+        gave_up: whether a forward waited for the device; from then on nothing is recorded.
     """
 
     def __init__(self) -> None:
@@ -37,11 +38,12 @@ class Recorder:
         self.gave_up = False
 
     def recorded(self, forward: Callable[[], Result]) -> Callable[[], Result]:
-        """Return what computes the same again; its results lie where the first ones did.
+        """Record a forward; return a function that replays it into the same result tensors.
 
-        Runs ``forward`` as it is first: kernels are compiled and tried, workspaces allocated.
-        Returns it where it waits for the device.
+        Returns ``forward`` itself if it waits for the device.
         """
+        # Warm up on a side stream, as graph capture requires: kernels are compiled and tried,
+        # libraries allocate their workspaces. The second run raises if anything synchronizes.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -64,7 +66,7 @@ class Recorder:
 
 
 def unrecorded_reason(model: LanguageModel) -> str:
-    """Say why forwards of a model are not recorded on this device; empty: they are."""
+    """Return why forwards of a model are not recorded on this device; empty if they are."""
     if next(model.parameters()).device.type != "cuda":
         return "there is no GPU"
     if depends_on_length(model.config):
@@ -77,10 +79,10 @@ def unrecorded_reason(model: LanguageModel) -> str:
 
 @contextmanager
 def _no_waits() -> Iterator[None]:
-    """Let whatever waits for the device raise."""
+    """Make operations raise that wait for the device."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        # That it is a prototype: a wait that it misses fails the recording itself.
+        # torch warns that this mode is a prototype. A wait that it misses fails the capture.
         warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -92,7 +94,7 @@ def _no_waits() -> Iterator[None]:
 def _replay(
     graph: torch.cuda.CUDAGraph,
     result: Result,
-    forward: Any,  # noqa: ARG001 - holds memory that the graph reads
+    forward: Any,  # noqa: ARG001 - keeps the inputs alive that the graph reads
 ) -> Result:
     graph.replay()
     return result

@@ -1,10 +1,10 @@
-"""What each step of the engine computes: a pure plan, no tensors.
+"""Plans each step of the engine: which tokens of which requests, and their pages; no tensors.
 
-Every step takes at most ``max_tokens`` tokens. Requests that are writing come first with one
-token each, so that a long prompt never holds them up; prompts fill what is left, cut into
-chunks where they do not fit. Where pages run out, the request that came last gives its pages
-back and is computed again later: the oldest always goes on, so all end. Plans depend on
-nothing but the calls before them, so that all ranks make the same ones.
+A step has at most ``max_tokens`` tokens. Requests that write come first with one token each, so
+that a long prompt never delays them; prompts fill the rest, cut into chunks if they do not fit.
+When pages run out, the request that arrived last is preempted: it returns its pages and is
+recomputed later. The oldest request always continues, so all requests end. Plans depend on the
+calls before them alone, so that all ranks make equal plans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,14 @@ _NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 @dataclass(slots=True, eq=False)
 class _Request:
+    """A request that waits or runs: its tokens, its pages, and how far both are computed."""
+
     id: int
     tokens: list[int]
     shares_prefix: bool
     order: int  # of arrival
-    keys: list[Key]  # of complete pages, behind the one before the first
-    most_pages: int  # that it may hold
+    keys: list[Key]  # FIRST_KEY, then the key of each complete page
+    most_pages: int  # of its longest text
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_published: int = 0  # pages
@@ -38,22 +40,22 @@ class _Request:
 
 
 class Scheduler:
-    """Plans the steps of one engine.
+    """Decides which requests each step of one engine computes.
 
     Attributes:
         config: limits.
         pool: pages of the cache.
-        window: earlier tokens that any layer sees besides a token's own; -1: all.
+        window: the widest attention window of any layer; -1: some layer sees all tokens.
     """
 
     def __init__(self, config: SchedulerConfig, pool: PagePool, *, window: int = -1) -> None:
-        """Begin without requests.
+        """Start with no requests.
 
         Args:
             config: limits.
             pool: pages of the cache, all free.
-            window: the widest attention window of the model's layers, whose older pages go
-                back while a request runs; -1: some layer sees everything.
+            window: the widest attention window of the model's layers. Pages behind it are
+                released while a request runs. -1: some layer sees all tokens.
         """
         self.config, self.pool, self.window = config, pool, window
         self._waiting: list[_Request] = []  # by order of arrival
@@ -70,7 +72,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold none yet, or none any more."""
+        """Requests that wait to start, or were preempted."""
         return len(self._waiting)
 
     def add(
@@ -84,11 +86,11 @@ class Scheduler:
         """Queue a request.
 
         Args:
-            request: a number that none has now.
+            request: a number that no queued or running request has.
             prompt: token ids, at least one.
-            max_new_tokens: that it may write; 0: it ends once its prompt is read.
-            shares_prefix: whether pages of others may stand for its beginning; no where
-                something of each prompt token is wanted, such as its log probability.
+            max_new_tokens: most tokens to write; 0: the request ends once its prompt is read.
+            shares_prefix: whether it may use pages that other requests computed; False if
+                log probabilities of its prompt are requested.
         """
         if request in self._requests:
             raise ValueError(f"request {request} is queued already")
@@ -101,7 +103,7 @@ class Scheduler:
         self._waiting.append(new)
 
     def check(self, prompt: Sequence[int], max_new_tokens: int) -> None:
-        """Refuse what could never run."""
+        """Raise ValueError for a request that could never run."""
         if not prompt or max_new_tokens < 0:
             raise ValueError("a request needs a prompt of at least one token.")
         limit, total = self.config.max_sequence_tokens, len(prompt) + max_new_tokens
@@ -132,24 +134,26 @@ class Scheduler:
         return [r.id for r in self._running if r.num_left == 1 and not r.is_over]
 
     def plan(self, drafts: Mapping[int, Sequence[int]] = _NO_DRAFTS) -> Step | None:
-        """Choose the next step; None where nothing can be computed now.
+        """Return the next step; None if nothing can be computed now.
 
         A request whose tokens are in flight is left out until ``complete``.
 
         Args:
-            drafts: proposals for what follows the text of requests that are ``writing``; as
-                many are taken as fit beside one token of each and the pages that are free.
+            drafts: proposed next tokens of requests that are ``writing``. As many are used as
+                fit into the step, after one token of each request, and into free pages.
         """
         if self._is_stale and not self._start_over():
             return None
         chunks: dict[int, Chunk] = {}
         num_waiting = len(self._waiting)
-        budget = self.config.max_tokens
+        budget = self.config.max_tokens  # tokens that the step can still take
+        # Writing requests first, each with one token. What they leave of the budget (spare) may
+        # go to proposals; then running prompts continue; then waiting requests start.
         is_writing = [r for r in self._running if r.num_left == 1]
         is_reading = [r for r in self._running if r.num_left > 1]
         spare = budget - len(is_writing)
         for request in is_writing + is_reading:
-            if request.slot < 0:  # preempted by one before it
+            if request.slot < 0:  # preempted for an older request in this loop
                 continue
             count = self._share(request, budget)
             if count and self._make_room(request, count, chunks):
@@ -157,7 +161,8 @@ class Scheduler:
                 spare -= len(proposed)
                 chunks[request.id] = self._chunk(request, count, proposed)
                 budget -= count + len(proposed)
-        is_short = len(self._waiting) > num_waiting  # of pages: some were preempted
+        # No request starts in a step that preempted one: pages are short.
+        is_short = len(self._waiting) > num_waiting
         while not is_short and self._waiting and self._slots:
             request = self._waiting[0]
             count = self._begin(request, budget)
@@ -174,11 +179,11 @@ class Scheduler:
         return Step(tuple(chunks.values()))
 
     def plan_ahead(self, step: Step) -> Step | None:
-        """Choose what follows a step of one token a request, before its tokens are known.
+        """Return the step after one whose chosen tokens are still on the device.
 
         Returns:
-            A step of the same requests, each with the token that ``step`` chooses, to be
-            completed after it; None where anything else would come first.
+            A step of the same requests, one token each, with -1 in place of the token; to be
+            completed after ``step``. None if the next plan could be another one.
         """
         requests = [self._requests[chunk.request] for chunk in step.chunks]
         if self._is_stale:
@@ -187,11 +192,14 @@ class Scheduler:
             return None
         if any(r.is_over or r.num_left or r.num_in_flight != 1 for r in requests):
             return None
+        # One token is in flight and one follows it: pages must hold num_computed + 2 tokens.
         needed = [self._num_pages(r.num_computed + 2) - len(r.pages) for r in requests]
         if sum(needed) > self.pool.num_free:
             return None
         chunks = []
         for request, count, before in zip(requests, needed, step.chunks, strict=True):
+            # The tuple of the step before is used again if no page was added or released: the
+            # copy to the device then skips the row.
             pages = before.pages
             if count or self.window >= 0:
                 request.pages += [self.pool.take() for _ in range(count)]
@@ -204,17 +212,17 @@ class Scheduler:
         return Step(tuple(chunks))
 
     def complete(self, step: Step, new_tokens: Mapping[int, Sequence[int]]) -> None:
-        """Take the results of a step.
+        """Record the results of a step.
 
         Args:
             step: what ``plan`` returned.
-            new_tokens: by request, for every chunk that samples one and whose request was
-                neither finished nor aborted since: the drafts that were right, and the token
-                after them.
+            new_tokens: by request, the accepted proposals and the token after them; for every
+                chunk with ``wants_token`` whose request has not been ended meanwhile.
         """
         for chunk in step.chunks:
             request = self._requests[chunk.request]
             request.num_computed += len(chunk.tokens)
+            # Keys of rejected proposals are overwritten by the next step.
             if chunk.num_drafts and not request.is_over:
                 request.num_computed -= 1 + chunk.num_drafts - len(new_tokens[chunk.request])
             request.num_in_flight -= len(chunk.tokens)
@@ -228,7 +236,7 @@ class Scheduler:
             self._leave_window(request)
 
     def finish(self, request: int) -> None:
-        """End a request, wherever it is; its pages go back once no step writes them."""
+        """End a request; its pages are released once no step in flight writes to them."""
         ending = self._requests[request]
         if ending.num_in_flight:
             ending.is_over = True
@@ -236,14 +244,14 @@ class Scheduler:
             self._drop(ending)
 
     def recompute(self) -> None:
-        """Let no later step read what was computed so far: requests give their pages back.
+        """Release all pages before the next plan, so that every request is computed again.
 
-        They go on with the tokens they have, once the steps in flight are complete.
+        Requests keep their tokens. Takes effect once the steps in flight are complete.
         """
         self._is_stale = True
 
     def _start_over(self) -> bool:
-        """Take all pages back and forget prefixes; no where a step in flight writes any."""
+        """Preempt all requests and withdraw prefixes; False: a step is still in flight."""
         if any(request.num_in_flight for request in self._running):
             return False
         for request in list(self._running):
@@ -253,12 +261,12 @@ class Scheduler:
         return True
 
     def has(self, request: int) -> bool:
-        """Whether a request is queued or runs."""
+        """Whether a request waits or runs."""
         found = self._requests.get(request)
         return found is not None and not found.is_over
 
     def _share(self, request: _Request, budget: int) -> int:
-        """Tokens of a request that the step can take."""
+        """Return how many tokens of a request fit into the rest of a step."""
         if request.num_in_flight or request.is_over:
             return 0
         if request.num_left <= budget:
@@ -271,7 +279,7 @@ class Scheduler:
             return 0
         page_tokens = self.pool.page_tokens
         if self.config.prefix_cache and request.shares_prefix:
-            # At least the last token is computed: its scores are wanted.
+            # The last token is always computed: the next one is chosen from its logits.
             keys = self._keys(request)[: (len(request.tokens) - 1) // page_tokens]
             request.pages = self.pool.share_prefix(keys)
             request.num_published = len(request.pages)
@@ -286,30 +294,37 @@ class Scheduler:
         return count
 
     def _may_begin(self) -> bool:
-        """Whether a waiting request may be the next to begin, for all that is known so far."""
+        """Whether ``plan`` might start a waiting request; errs towards True."""
         if not (self._waiting and self._slots):
             return False
         first, budget = self._waiting[0], self.config.max_tokens - len(self._running)
-        fewest = 1  # it may share all others
+        fewest = 1  # the other pages may be shared
         if not (self.config.prefix_cache and first.shares_prefix):
             fewest = self._num_pages(self._share(first, budget))
         return fewest + self._num_growing() <= self.pool.num_free
 
     def _num_growing(self) -> int:
-        """Count running requests that may take a further page.
+        """Count running requests that may need a further page.
 
-        So many pages stay free where a request begins, or it would be preempted at once.
+        One page for each stays free when a request starts; otherwise the new request would be
+        preempted at once.
         """
         return sum(len(request.pages) < request.most_pages for request in self._running)
 
     def _make_room(self, request: _Request, count: int, chunks: dict[int, Chunk]) -> bool:
-        """Take the pages of a request's next tokens; later ones lose theirs if need be."""
+        """Allocate pages for a request's next tokens, preempting younger requests if needed.
+
+        Returns:
+            False if the request itself was preempted, or waits for one in flight.
+        """
         needed = self._num_pages(request.num_computed + count) - len(request.pages)
         while self.pool.num_free < needed:
+            # Candidates for preemption: this request and younger ones, unless a step in flight
+            # writes to their pages or this step already has them.
             later = [r for r in self._running if r.order >= request.order]
             idle = [r for r in later if not r.num_in_flight and r.id not in chunks]
             if idle == [request] and len(later) > 1:
-                return False  # those after it are computed now, and lose theirs next time
+                return False  # all younger requests are in flight; one is preempted next time
             self._preempt(idle[-1])
             if idle[-1] is request:
                 return False
@@ -338,7 +353,7 @@ class Scheduler:
         del self._requests[request.id]
 
     def _fitting(self, request: _Request, drafts: Sequence[int]) -> Sequence[int]:
-        """Take pages for drafts; as many fit as are free, none is taken from others."""
+        """Allocate pages for proposals; return those that fit, without preempting a request."""
         free = self.pool.num_free + len(request.pages)
         drafts = drafts[: free * self.pool.page_tokens - request.num_computed - 1]
         missing = self._num_pages(request.num_computed + 1 + len(drafts)) - len(request.pages)
@@ -358,7 +373,7 @@ class Scheduler:
         )
 
     def _publish(self, request: _Request) -> None:
-        """Let others share the pages that are complete by now."""
+        """Publish the pages that are complete by now."""
         if not self.config.prefix_cache:
             return
         complete = request.num_computed // self.pool.page_tokens
@@ -367,7 +382,7 @@ class Scheduler:
         request.num_published = complete
 
     def _keys(self, request: _Request) -> list[Key]:
-        """Keys of a request's complete pages."""
+        """Return the keys of a request's complete pages, computing the missing ones."""
         size = self.pool.page_tokens
         keys = request.keys
         for begin in range((len(keys) - 1) * size, len(request.tokens) - size + 1, size):
@@ -375,7 +390,7 @@ class Scheduler:
         return keys[1:]
 
     def _leave_window(self, request: _Request) -> None:
-        """Give back the pages that no later token sees."""
+        """Release the pages that no later token attends to; -1 takes their place."""
         if self.window < 0:
             return
         out = max(0, request.num_computed - self.window) // self.pool.page_tokens
@@ -388,5 +403,5 @@ class Scheduler:
 
 
 def _most_computed(prompt: Sequence[int], max_new_tokens: int) -> int:
-    """Count the tokens that a request computes at most: the last new one never is."""
+    """Return the most tokens that are run through the model; the last new one is not."""
     return len(prompt) + max(0, max_new_tokens - 1)

@@ -1,25 +1,23 @@
-"""The size of an engine's cache: as many pages as the memory that is left holds.
+"""Sizes an engine's cache: as many pages as fit into the free memory.
 
-One place for every caller: the server, the commands and ``Engine`` in Python. Requests that do
-not fit together wait, see ``scheduler``; so a cache may be smaller than all of them need.
+The cache may be smaller than all requests together need: the scheduler lets requests wait.
 """
 
 import torch
 
 from mcore_infer.engine.paged_cache import PagedCache
+from mcore_infer.engine.stages import last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import rows_to_choose_after, step_tensors
 from mcore_infer.engine.step_plans import Chunk, EngineConfig, Fp8Cache, Step
-from mcore_infer.sampling import token_log_probs
-from mcore_infer.stages import last_stage_logits, run_stages
+from mcore_infer.writing.sampling import token_log_probs
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
 _GPU_SHARE = 0.9
-"""Of a GPU's free memory; the rest is for workspaces, fragments and other processes."""
+"""Share of a GPU's free memory; the rest is for workspaces, fragments and other processes."""
 _LARGEST_STEPS = 2
-"""Room for so many: one that runs kernel by kernel, and those that are recorded, whose memory
-is apart."""
+"""Largest steps to keep memory for: one without a graph, and the graphs' own memory pool."""
 _CPU_BYTES = 2 << 30
 
 
@@ -29,7 +27,7 @@ def fitting_pages(
     draft: LanguageModel | None = None,
     replicas: Axis = SINGLE,
 ) -> int:
-    """Return how many pages fit, at most what all requests may need; the same on all ranks.
+    """Return the number of pages that fit, at most what all requests need; equal on all ranks.
 
     Runs the model on one token to measure a page and, on a GPU whose free memory counts, on the
     largest step, which resets torch's peak of that GPU's memory. All-reduces over ``tp``,
@@ -75,7 +73,7 @@ def fitting_pages(
 def measured_bytes(
     model: LanguageModel, page_tokens: int, fp8: Fp8Cache | None = None
 ) -> tuple[int, int]:
-    """Bytes that a page and a request's recurrent state take on this rank, in all layers.
+    """Return the bytes of a page and of a request's recurrent state on this rank, all layers.
 
     A page of a model without attention takes 1. Runs the model on one token; communicates over
     ``tp`` as the model does, and over ``pp``.
@@ -110,7 +108,7 @@ def largest_step(config: EngineConfig, positions: int) -> Step:
 
 @torch.no_grad()
 def _step_bytes(model: LanguageModel, config: EngineConfig) -> int:
-    """Bytes that the largest step takes on a GPU, besides the cache; runs one."""
+    """Run the largest step on a GPU; return the bytes that it takes besides the cache."""
     device = next(model.parameters()).device
     cache = PagedCache(1, config.page_tokens, 1, config.fp8_cache)
     step = largest_step(config, model.config.max_position_embeddings)
@@ -125,7 +123,7 @@ def _step_bytes(model: LanguageModel, config: EngineConfig) -> int:
 
 
 def _free_bytes(model: LanguageModel, config: EngineConfig) -> int:
-    """Bytes that a cache may take where none are given: on a GPU what steps leave free."""
+    """Return the bytes for a cache without a given size: on a GPU, what steps leave free."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         return _CPU_BYTES

@@ -1,11 +1,11 @@
-"""Speculative decoding: several tokens a step, the same text.
+"""Speculative decoding: proposes several tokens a step, without changing the text.
 
 A drafter proposes the next tokens, and one forward scores all of them. The engine samples each
-position with that position's own random number, as without drafts, and keeps proposals up to
-the first that differs from its sample: the text is the same token for token, and so is its
-distribution, whatever is proposed. A fixed proposal is accepted with the probability that the
-model gives to it, as by rejection sampling; a draft model samples with the same random numbers
-as the model, so that both agree where their scores are close.
+position with that position's own random number, as without proposals, and accepts proposals up
+to the first that differs from its sample. The text, and its distribution, are therefore equal
+token for token whatever is proposed. A fixed proposal is accepted with the probability that the
+model gives to it, as in rejection sampling; a draft model samples with the same random numbers
+as the model, so that both agree where their logits are close.
 
 Reference:
     Leviathan et al. 2023, arXiv:2211.17192. Chen et al. 2023, arXiv:2302.01318. Daliri et al.
@@ -22,67 +22,68 @@ from torch import Tensor
 
 from mcore_infer.engine.decoding import Decoder
 from mcore_infer.engine.paged_cache import PagedCache
+from mcore_infer.engine.stages import agree_on_tokens, last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import step_tensors
-from mcore_infer.engine.step_plans import Chunk, Step
-from mcore_infer.sampling import choose
-from mcore_infer.stages import agreed, run_stages
-from mcore_infer.writing import Writing
+from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
+from mcore_infer.writing.sampling import choose
+from mcore_infer.writing.sequence import RunningSequence
+from mcore_models.building.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
 
 _LONGEST, _SHORTEST = 4, 2
-"""Tokens at the end of a text that are looked up in it."""
+"""Longest and shortest n-gram at the end of a text that is looked up in the text."""
 
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """What became of proposals so far."""
+    """Counts of proposals so far."""
 
     steps: int = 0
-    """In which some were checked, counted for each request."""
+    """Verifications, one for each request and step with proposals."""
     drafted: int = 0
-    """Tokens that were proposed."""
+    """Proposed tokens."""
     accepted: int = 0
-    """Of these, right."""
+    """Accepted proposals."""
 
 
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens; all ranks of ``tp`` make the same calls."""
 
-    def wanted(self, writings: Mapping[int, Writing]) -> dict[int, Sequence[int]]:
-        """Return proposals for requests that write, -1 for those that ``filled`` finds."""
+    def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
+        """Return proposed tokens by request; -1 for tokens that ``filled`` computes later."""
 
-    def filled(self, step: Step, writings: Mapping[int, Writing], /) -> Step:
-        """Return a step with every proposal known; its pages are there."""
+    def filled(self, step: Step, writings: Mapping[int, RunningSequence], /) -> Step:
+        """Return the planned step with every -1 replaced by a token."""
 
     def follow(self, step: Step, hidden: Float[Tensor, "T 1 D"]) -> None:
-        """See what the model computed.
+        """Receive the hidden states that the model computed.
 
         Args:
             step: the same, filled.
-            hidden: of its tokens, the next step overwrites it.
+            hidden: of its tokens; overwritten by the next step.
         """
 
     def forget(self, request: int) -> None:
-        """Drop what is known of a request that is over."""
+        """Delete the state of a request that is over."""
 
 
-def num_wanted(writing: Writing, most: int) -> int:
-    """Tokens to propose: none where a choice depends on the one before but for the model's."""
+def num_drafts_for(writing: RunningSequence, most: int) -> int:
+    """Return how many tokens to propose; 0 if penalties or a structure need the last token."""
     if writing.needs_last_token:
         return 0
     return max(0, min(most, writing.num_tokens - len(writing.ids) - 1))
 
 
 class NgramDrafter:
-    """Proposes what followed the text's last tokens where they stood before.
+    """Proposes the tokens that followed an earlier occurrence of the text's last tokens.
 
     Reference:
         Saxena 2023, prompt lookup decoding.
     """
 
     def __init__(self, num_drafts: int) -> None:
-        """Know of no text.
+        """Start without a text.
 
         Args:
             num_drafts: tokens to propose, at most.
@@ -90,31 +91,31 @@ class NgramDrafter:
         self.num_drafts = num_drafts
         self._texts: dict[int, _Ngrams] = {}
 
-    def wanted(self, writings: Mapping[int, Writing]) -> dict[int, Sequence[int]]:
-        """Look the ends of texts up."""
+    def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
+        """Look up the last tokens of each text in the text."""
         found: dict[int, Sequence[int]] = {}
         for request, writing in writings.items():
-            if most := num_wanted(writing, self.num_drafts):
+            if most := num_drafts_for(writing, self.num_drafts):
                 ngrams = self._texts.setdefault(request, _Ngrams(writing.prompt))
                 known = len(ngrams.tokens) - len(writing.prompt)
                 ngrams.extend(writing.ids[known:])
                 found[request] = ngrams.next(most)
         return found
 
-    def filled(self, step: Step, _writings: Mapping[int, Writing], /) -> Step:
-        """Return the step as it is."""
+    def filled(self, step: Step, _writings: Mapping[int, RunningSequence], /) -> Step:
+        """Return the step; its proposals are known."""
         return step
 
     def follow(self, step: Step, hidden: Tensor) -> None:
-        """Need nothing."""
+        """Do nothing: proposals depend on tokens alone."""
 
     def forget(self, request: int) -> None:
-        """Drop a text."""
+        """Delete a text."""
         self._texts.pop(request, None)
 
 
 class _Ngrams:
-    """A text and where its short sequences stood last, but for those at its end."""
+    """A text, and where each of its n-grams last ended before the text's end."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
@@ -136,10 +137,9 @@ class _Ngrams:
 
 
 class ModelDrafter:
-    """Proposes what a smaller model would write, by the same draws.
+    """Proposes the tokens of a smaller model, sampled with the same random numbers.
 
-    Its keys and values lie in pages of the same numbers, so that whatever the scheduler does
-    with pages holds for both models.
+    The draft model's cache has the same page numbers, so that one plan serves both models.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ModelDrafter:
         max_requests: int,
         table_pages: int,
     ) -> None:
-        """Take no memory yet.
+        """Store the arguments; memory is allocated at first use.
 
         Args:
             model: of the same vocabulary, whole, in eval mode, over the same ``tp``.
@@ -163,13 +163,13 @@ class ModelDrafter:
         self.model, self.num_drafts, self.cache = model, num_drafts, cache
         self.decoder = Decoder(model, cache, max_requests, table_pages, num_drafts=num_drafts)
 
-    def wanted(self, writings: Mapping[int, Writing]) -> dict[int, Sequence[int]]:
-        """Propose for every request that can have proposals."""
-        most = {r: num_wanted(w, self.num_drafts) for r, w in writings.items()}
+    def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
+        """Return placeholders for every request that can have proposals."""
+        most = {r: num_drafts_for(w, self.num_drafts) for r, w in writings.items()}
         return {request: (-1,) * count for request, count in most.items() if count}
 
-    def filled(self, step: Step, writings: Mapping[int, Writing], /) -> Step:
-        """Write on after each text that has proposals, one token a forward."""
+    def filled(self, step: Step, writings: Mapping[int, RunningSequence], /) -> Step:
+        """Run the draft model one token at a time for each text with proposals."""
         chunks = [chunk for chunk in step.chunks if chunk.num_drafts]
         if not chunks:
             return step
@@ -177,15 +177,16 @@ class ModelDrafter:
         tokens = None
         found: list[Tensor] = []
         for place in range(max(chunk.num_drafts for chunk in chunks)):
-            # All go on to the longest: what is too much falls on pages of their own, or none.
+            # All texts continue to the longest proposal. Surplus tokens repeat the last
+            # position of their text and are cut off below.
             single = Step(tuple(_single(chunk, place) for chunk in chunks))
             logits = self.decoder.run(single, tokens)[1]
-            tokens = decided(logits, texts, [place] * len(texts), self.model)
+            tokens = choose_on_all_ranks(logits, texts, [place] * len(texts), self.model)
             found.append(tokens)
         return with_drafts(step, chunks, torch.stack(found, 1).tolist())
 
     def follow(self, step: Step, hidden: Tensor) -> None:
-        """Read what the model read."""
+        """Run the draft model on the step, to fill its cache."""
         if all(chunk.is_writing for chunk in step.chunks):
             self.decoder.run(step)
             return
@@ -194,18 +195,21 @@ class ModelDrafter:
         run_stages(self.model, inputs.tokens, inputs.positions, self.cache)
 
     def forget(self, request: int) -> None:
-        """Keep nothing by request."""
+        """Do nothing: no state belongs to a request."""
 
 
 def _single(chunk: Chunk, place: int) -> Chunk:
-    """Return the chunk of a text's last token or of a draft behind it; the last stays last."""
+    """Return a chunk of one token.
+
+    The text's last, or proposal ``place`` (at most the last).
+    """
     place = min(place, chunk.num_drafts)
     token = chunk.tokens[0] if not place else -1
     return replace(chunk, begin=chunk.begin + place, tokens=(token,), num_drafts=0)
 
 
 def with_drafts(step: Step, chunks: Sequence[Chunk], drafts: Sequence[Sequence[int]]) -> Step:
-    """Put proposals in their places.
+    """Return the step with computed proposals in place of the placeholders.
 
     Args:
         step: has chunks without proposals too.
@@ -219,11 +223,122 @@ def with_drafts(step: Step, chunks: Sequence[Chunk], drafts: Sequence[Sequence[i
     return replace(step, chunks=tuple(known.get(c.request, c) for c in step.chunks))
 
 
-def decided(
+def choose_on_all_ranks(
     logits: Float[Tensor, "R V"],
-    writings: Sequence[Writing],
+    writings: Sequence[RunningSequence],
     places: Sequence[int] | None,
     model: LanguageModel,
 ) -> Int[Tensor, " R"]:
-    """Choose tokens on one rank for all, see ``agreed``."""
-    return agreed(choose(logits, writings, places), model)
+    """Choose tokens by ``choose``; all ranks return the same, see ``agreed``."""
+    return agree_on_tokens(choose(logits, writings, places), model.tp, model.pp)
+
+
+class MTPDrafter:
+    """Proposes tokens by the model's own multi-token prediction layer; a ``Drafter``.
+
+    The layer joins the hidden state of a token with the next token's embedding and predicts the
+    token after that; its output then replaces the hidden state (DeepSeek-AI 2024,
+    arXiv:2412.19437, section 2.2). The first such layer is applied again for every proposal:
+    only its cache holds all earlier tokens. The cache has the model's page numbers. Prefixes
+    are not shared, because the hidden states of a shared prefix are not stored.
+    """
+
+    def __init__(self, model: MTPLanguageModel, num_drafts: int, cache: PagedCache) -> None:
+        """Store the arguments; memory is allocated at first use.
+
+        Args:
+            model: of the engine, with such a layer.
+            num_drafts: tokens to propose.
+            cache: of the layer alone; as many pages as the model's.
+        """
+        self.model, self.num_drafts, self.cache = model, num_drafts, cache
+        # By request: the position of the first row, and hidden states of its last tokens.
+        self._last: dict[int, tuple[int, Float[Tensor, "L 1 D"]]] = {}
+
+    def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
+        """Return placeholders for every request that can have proposals."""
+        most = {r: num_drafts_for(w, self.num_drafts) for r, w in writings.items()}
+        return {request: (-1,) * count for request, count in most.items() if count}
+
+    def filled(self, step: Step, writings: Mapping[int, RunningSequence], /) -> Step:
+        """Apply the layer repeatedly, from the hidden state before each text's last token."""
+        chunks = [chunk for chunk in step.chunks if chunk.num_drafts]
+        if not chunks:
+            return step
+        texts = [writings[chunk.request] for chunk in chunks]
+        hidden = torch.cat([self._before(chunk) for chunk in chunks])
+        tokens = None
+        found: list[Tensor] = []
+        for place in range(max(chunk.num_drafts for chunk in chunks)):
+            single = [
+                replace(
+                    chunk,
+                    begin=chunk.begin - 1 + min(place, chunk.num_drafts),
+                    tokens=chunk.tokens[:1],
+                    num_drafts=0,
+                )
+                for chunk in chunks
+            ]
+            hidden = self._run(single, hidden, tokens)
+            logits = last_stage_logits(self.model, hidden)
+            tokens = choose_on_all_ranks(logits, texts, [place] * len(texts), self.model)
+            found.append(tokens)
+        return with_drafts(step, chunks, torch.stack(found, 1).tolist())
+
+    def follow(self, step: Step, hidden: Float[Tensor, "T 1 D"]) -> None:
+        """Fill the layer's cache for every token whose successor is known."""
+        shifted, rows, end = [], [], 0
+        for chunk in step.chunks:
+            own = hidden[end : end + len(chunk.tokens)]
+            end += len(chunk.tokens)
+            if chunk.begin:
+                shifted.append(replace(chunk, begin=chunk.begin - 1, num_drafts=0))
+                rows += [self._before(chunk), own[:-1]]
+            elif chunk.tokens[1:]:
+                shifted.append(replace(chunk, tokens=chunk.tokens[1:], num_drafts=0))
+                rows.append(own[:-1])
+            kept = 1 + chunk.num_drafts
+            first = chunk.begin + len(chunk.tokens) - kept
+            self._last[chunk.request] = first, own[-kept:].clone()
+        if shifted:
+            self._run(shifted, torch.cat(rows), None)
+
+    def forget(self, request: int) -> None:
+        """Delete a request's hidden states."""
+        self._last.pop(request, None)
+
+    def _before(self, chunk: Chunk) -> Float[Tensor, "1 1 D"]:
+        """Return the hidden state of the token before a chunk."""
+        first, hidden = self._last[chunk.request]
+        row = chunk.begin - 1 - first
+        return hidden[row : row + 1]
+
+    def _run(self, chunks: Sequence[Chunk], hidden: Tensor, tokens: Tensor | None) -> Tensor:
+        inputs = step_tensors(Step(tuple(chunks)), self.cache.page_tokens, hidden.device)
+        self.cache.step = inputs
+        new = inputs.tokens if tokens is None else tokens[None]
+        return self.model.draft_hidden(hidden, new, inputs.positions, self.cache)
+
+
+def build_drafter(
+    model: LanguageModel, config: EngineConfig, draft: LanguageModel | None, table_pages: int
+) -> Drafter | None:
+    """Return the drafter of an engine; None without speculative decoding.
+
+    Args:
+        model: of the engine.
+        config: of the engine.
+        draft: smaller model.
+        table_pages: most pages of a request.
+    """
+    most = config.num_speculative_tokens
+    if not most:
+        return None
+    if config.speculative_drafts == "ngram":
+        return NgramDrafter(most)
+    cache = PagedCache(config.num_pages, config.page_tokens)
+    if isinstance(model, MTPLanguageModel) and draft is None:
+        return MTPDrafter(model, most, cache)
+    assert draft is not None
+    sizes = {"max_requests": config.max_requests, "table_pages": table_pages}
+    return ModelDrafter(draft, most, cache=cache, **sizes)

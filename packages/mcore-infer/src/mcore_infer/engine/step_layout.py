@@ -1,4 +1,4 @@
-"""A step as tensors on the device: where its tokens lie, and where their memory is."""
+"""Plans of steps as tensors: tokens, positions, and where their keys are in the cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from mcore_infer.engine.host_to_device import on_device
 from mcore_infer.engine.step_plans import Chunk, Step
-from mcore_infer.host_to_device import on_device
 from mcore_parallel.context_parallel.packed_sequences import Documents
 
 _TABLE_STEP = 16
-"""Widths of page tables are multiples of it."""
+"""Page tables are padded to multiples of this width."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkView:
-    """Where one chunk's tokens and their request's keys are."""
+    """One chunk's tokens within the step, and the pages of its request."""
 
     begin: int
     """First token in the row of the step."""
@@ -32,13 +32,13 @@ class ChunkView:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it begins its text, with two tokens or more."""
+        """Whether the chunk starts its text and has two tokens or more."""
         return not self.first and self.end > self.begin + 1
 
 
 @dataclass(frozen=True, slots=True)
 class SingleTokens:
-    """The chunks of one token of a step: they attend side by side."""
+    """All chunks of one token in a step; one kernel runs their attention."""
 
     rows: Int[Tensor, " R"]
     """Where the tokens are in the row of the step."""
@@ -50,7 +50,7 @@ class SingleTokens:
 
 @dataclass(frozen=True, slots=True)
 class FreshPrompts:
-    """The chunks of a step that begin their texts: they attend to themselves alone."""
+    """Chunks that start their texts: their attention reads no cached keys."""
 
     rows: Int[Tensor, " T"]
     """Where the tokens are in the row of the step, one chunk after the other."""
@@ -65,12 +65,12 @@ class StepTensors:
     tokens: Int[Tensor, "1 T"]
     positions: Int[Tensor, " T"]
     places: Int[Tensor, " T"]
-    """Where each token's key goes: page times tokens of a page, plus offset."""
+    """Row of each token's key in the cache: page * page_tokens + offset."""
     chunks: tuple[ChunkView, ...]
     singles: SingleTokens | None
-    """None: there are none."""
+    """None: every chunk has several tokens."""
     fresh: FreshPrompts | None
-    """Of two tokens or more; None: there are fewer than two."""
+    """None: fewer than two chunks start their texts."""
 
     @property
     def num_earlier(self) -> int:
@@ -79,7 +79,7 @@ class StepTensors:
 
 
 def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTensors:
-    """Lay a step out for the model; copies to the device without waiting for it."""
+    """Copy a plan to the device as tensors; the host does not wait."""
     tokens = [token for chunk in step.chunks for token in chunk.tokens]
     positions = [p for chunk in step.chunks for p in _positions(chunk)]
     places = [
@@ -105,7 +105,7 @@ def step_tensors(step: Step, page_tokens: int, device: torch.device) -> StepTens
 
 
 def rows_to_choose_after(step: Step) -> list[int]:
-    """List the tokens after which one is chosen: a chunk's last, and those before drafts."""
+    """Return the rows whose logits choose a token: a chunk's last, and those before drafts."""
     ends = accumulate(len(chunk.tokens) for chunk in step.chunks)
     return [
         row
@@ -125,10 +125,10 @@ def _singles(
     ]
     if not alone:
         return None
-    # Whole multiples: the kernel is compiled for few widths.
+    # Multiples of _TABLE_STEP, so that the kernel is compiled for few widths.
     width = -(-max(len(chunk.pages) for _, chunk in alone) // _TABLE_STEP) * _TABLE_STEP
     pages = [
-        # -1: out of every window.
+        # -1 marks a page behind every window, which no kernel reads: any page number will do.
         max(0, page)
         for _, chunk in alone
         for page in (*chunk.pages, *[0] * (width - len(chunk.pages)))
@@ -199,10 +199,10 @@ class KeyExtent:
 
 
 class DecodeTensors:
-    """A step of one token a row, padded to a fixed number of rows; memory that is kept.
+    """A step of one token a row, padded to a fixed number of rows, in memory that is reused.
 
-    Drafts are rows of their own, with the pages of their request. Rows without a request write
-    to the padding page and slot, and read them.
+    A proposal has its own row, with the pages of its request. Rows without a request read and
+    write the padding page and slot.
 
     Attributes:
         tokens: ``[1, R]``.
@@ -210,7 +210,7 @@ class DecodeTensors:
         places: ``[R]``, see ``StepTensors``.
         lengths: keys of each request, the new one included, ``[R]``.
         slots: of each request, ``[R]``.
-        have_drafts: whether rows may be of the same request.
+        have_drafts: whether several rows may belong to one request.
         tables: pages of each request, in order, ``[R, M]``.
         is_recorded: whether a recorded forward reads it.
         num_earlier: tokens before the step's, where it has one chunk; else 0.
@@ -219,23 +219,23 @@ class DecodeTensors:
     def __init__(
         self, num_rows: int, num_pages: int, device: torch.device, *, num_drafts: int = 0
     ) -> None:
-        """Allocate rows without requests; fill them with ``fill``.
+        """Allocate the rows on the device, and their copies in host memory.
 
         Args:
             num_rows: R.
             num_pages: M, most pages of a request.
             device: where the model is.
-            num_drafts: rows besides its first that a request may have. So many steps more
-                than two may be on their way to the device.
+            num_drafts: most proposals of a request; as many further steps may be on their way
+                to the device.
         """
         self.have_drafts, self.is_recorded = num_drafts > 0, False
         self.num_earlier = 0
         self._most_pages = num_pages
         self._extent: KeyExtent | None = None
-        # A step may be laid out while those before are on their way to the device.
+        # The host fills one copy while earlier ones are still being transferred.
         count = 3 + num_drafts if num_drafts else 2
         self._mirrors = [_Mirror(num_rows, num_pages, device) for _ in range(count)]
-        # A copy also on a CPU: a mirror keeps what it was filled with.
+        # On a CPU too: a mirror compares new page tables with its own earlier ones.
         self._device = self._mirrors[0].memory.to(device, copy=True)
         rows, self.tables = _rows_and_tables(self._device, num_rows, num_pages)
         self.tokens, self.positions, self.places, self.lengths, self.slots = (
@@ -250,15 +250,15 @@ class DecodeTensors:
         padding: tuple[int, int],
         tokens: Tensor | None = None,
     ) -> None:
-        """Copy a step in, in one transfer that the host does not wait for.
+        """Copy a step to the device in one transfer.
 
-        It waits where as many steps as there are copies in its memory are on their way.
+        The host waits only if every host copy is still being transferred.
 
         Args:
-            step: of chunks that are writing.
+            step: its chunks have one row for each token.
             page_tokens: tokens in a page.
             padding: page and slot of rows without a request.
-            tokens: of the chunks, ``[R]``, where the host does not know them yet.
+            tokens: of the rows, ``[R]``, on the device; None: the step has them.
         """
         self._most_pages = max((len(chunk.pages) for chunk in step.chunks), default=1)
         self.num_earlier = step.chunks[0].begin if len(step.chunks) == 1 else 0
@@ -271,7 +271,7 @@ class DecodeTensors:
 
     @property
     def seen_tables(self) -> Int[Tensor, "R W"]:
-        """The tables, without columns that no request of the step has where that may change."""
+        """The page tables; outside of recorded forwards only the columns that the step uses."""
         return self.tables if self.is_recorded else self.tables[:, : self._most_pages]
 
     @property
@@ -283,7 +283,7 @@ class DecodeTensors:
 
 
 class _Mirror:
-    """A step in the host's memory, laid out as on the device."""
+    """A step in host memory, in the layout of ``DecodeTensors``."""
 
     def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
         self.memory = torch.zeros(
@@ -301,7 +301,7 @@ class _Mirror:
             self._sent.record()
 
     def fill(self, step: Step, page_tokens: int, padding_page: int, padding_slot: int) -> None:
-        """Lay a step out, once the last one has left; of the tables only what changed."""
+        """Write a step; of the page tables only the rows that changed."""
         if self._sent is not None:
             self._sent.synchronize()
         rows = [
@@ -310,6 +310,8 @@ class _Mirror:
             for i, token in enumerate(chunk.tokens)
         ]
         num_used = len(rows)
+        # Rows of the matrix: token, position, row of the key in the cache, keys of the request
+        # with the new one, slot. Then padding: token 0 at position 0 of the padding page.
         self.rows[0, :num_used] = [row[0] for row in rows]
         self.rows[1, :num_used] = [row[1] for row in rows]
         self.rows[2, :num_used] = [
@@ -321,13 +323,17 @@ class _Mirror:
         padding = [0, 0, padding_page * page_tokens, 1, padding_slot]
         self.rows[:, num_used:] = [[number] for number in padding]
         spans = [(len(chunk.tokens), chunk.pages) for chunk in step.chunks]
+        # Page tables are most of the numbers and change once in page_tokens steps. The
+        # scheduler passes the same tuple while nothing changes, so that identity is checked
+        # first.
         end = 0
         for count, pages in [*spans, (len(self.pages) - num_used, (padding_page,))]:
             begin, end = end, end + count
             held = self.pages[begin:end]
             if any(own is not pages and own != pages for own in held):
                 self.pages[begin:end] = [pages] * count
-                # -1: out of every window.
+                # -1 marks a page behind every window, which no kernel reads: any page number
+                # will do.
                 self.tables[begin:end, : len(pages)] = [max(0, page) for page in pages]
 
 

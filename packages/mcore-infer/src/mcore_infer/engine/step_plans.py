@@ -1,4 +1,4 @@
-"""What a step computes, as plain data, and the limits of steps."""
+"""Plans of steps and limits of engines as plain data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,20 +11,19 @@ class SchedulerConfig:
     """Limits of a step."""
 
     max_requests: int = 64
-    """Requests that are computed together; each has a slot."""
+    """Requests in one step; each has a slot."""
 
     max_tokens: int = 2048
-    """Tokens of one step, of prompts and of writing together; at least ``max_requests``."""
+    """Tokens in one step, prompts and new tokens together; at least ``max_requests``."""
 
     max_sequence_tokens: int = 2048
     """Prompt and new tokens of one request."""
 
     chunked_prefill: bool = True
-    """Cut prompts where a step is full; else a prompt is computed whole, in a step of its own
-    size where it exceeds ``max_tokens``."""
+    """Cut prompts that do not fit into a step; otherwise a prompt must fit whole."""
 
     prefix_cache: bool = True
-    """Share the pages of equal beginnings. Not for models with a recurrent state."""
+    """MatrixSlice the pages of equal beginnings. Not for models with a recurrent state."""
 
     def __post_init__(self) -> None:
         if self.max_requests < 1:
@@ -38,15 +37,15 @@ class SchedulerConfig:
 
 
 Scales = tuple[float, float]
-"""Of keys and of values."""
+"""Factors on the codes of keys and of values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Cache:
-    """Keys and values are kept in e4m3."""
+    """The cache holds keys and values in e4m3."""
 
     scales: Mapping[int, Scales] = field(default_factory=dict)
-    """What multiplies their codes, by global number of the layer; others have 1."""
+    """Scales by global number of the layer; layers that are left out have 1."""
 
     def of(self, layer: int) -> Scales:
         """Return the scales of a layer."""
@@ -62,20 +61,20 @@ class EngineConfig(SchedulerConfig):
     Requests that do not fit together wait."""
 
     cache_bytes: int = 0
-    """Memory of this rank in which the pages must fit, where their number is 0; 0: what is free
-    once the largest step has run, or 2 GiB on a CPU."""
+    """Bytes for the pages of this rank, used if ``num_pages`` is 0; 0: the memory that is free
+    after the largest step, or 2 GiB on a CPU."""
 
     page_tokens: int = 64
     """Tokens in a page."""
 
     num_speculative_tokens: int = 0
-    """Tokens that are proposed for each request in a step."""
+    """Proposed tokens for each request and step."""
 
     speculative_drafts: Drafts = "ngram"
-    """What proposes them, see ``InferenceConfig``."""
+    """Source of proposals, see ``InferenceConfig``."""
 
     fp8_cache: Fp8Cache | None = None
-    """Keep keys and values in fp8; None: in the model's dtype."""
+    """Cache keys and values in fp8; None: in the model's dtype."""
 
     records_graphs: bool = True
     """Record steps as CUDA graphs where the model and the device allow it. While one is
@@ -84,34 +83,33 @@ class EngineConfig(SchedulerConfig):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The part of one request that a step computes."""
+    """Consecutive tokens of one request within a step."""
 
     request: int
-    """Number that the caller gave."""
+    """Number of the request."""
     slot: int
-    """Row of per-request memory, below ``max_requests``; kept while the request runs."""
+    """Row of recurrent states, below ``max_requests``; fixed while the request runs."""
     begin: int
     """Position of the first token."""
     tokens: tuple[int, ...]
-    """To be computed; their keys and values go behind those of earlier tokens. ``(-1,)``: the
-    one that a step in flight chooses."""
+    """Token ids to run through the model. ``(-1,)``: the token that the step in flight
+    chooses."""
     pages: tuple[int, ...]
-    """Of the whole request up to the last of these tokens; those out of every window are
-    ``-1``."""
+    """Pages of the request up to the last of these tokens; -1 for pages behind every window."""
     wants_token: bool
-    """Whether the step chooses the token after the last of these."""
+    """Whether the step chooses the token after the last one."""
     num_drafts: int = 0
-    """The last so many are proposals; the step also chooses the token after each one before."""
+    """Proposals at the end of ``tokens``; the step also chooses the token before each."""
 
     @property
     def is_writing(self) -> bool:
-        """Whether the step chooses the token after each of these."""
+        """Whether the step chooses a token after every one of these."""
         return self.wants_token and len(self.tokens) == 1 + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is computed together."""
+    """The chunks of one forward."""
 
     chunks: tuple[Chunk, ...]
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mcore_infer.engine.stages import from_last_stage, last_stage_logits, run_stages
 from mcore_infer.evaluation.scoring import check_eval_mode
-from mcore_infer.stages import from_last_stage, last_stage_logits, run_stages
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis

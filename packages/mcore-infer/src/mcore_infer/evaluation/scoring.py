@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.stages import from_last_stage, run_stages
+from mcore_infer.engine.stages import from_last_stage, run_stages
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis

@@ -14,10 +14,10 @@ from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import Progress, read_ahead, with_progress
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.outputs import appearing, check_place, check_room
-from mcore_infer.export.compressed_tensors import write_compressed_tensors
-from mcore_infer.export.hf_quant import write_hf_quant
 from mcore_infer.export.trtllm import write_trtllm
 from mcore_infer.export.trtllm_model import RankGrid
+from mcore_infer.quantization.compressed_tensors import write_compressed_tensors
+from mcore_infer.quantization.unified_folder import write_hf_quant
 
 Format = Literal["trtllm", "hf-quant", "compressed-tensors"]
 """Words for folders to write."""

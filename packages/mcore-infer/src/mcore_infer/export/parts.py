@@ -32,7 +32,7 @@ class TensorRange:
     """Multiplies each number, in float32."""
 
 
-class NotedRows:
+class RecordedRows:
     """Rows that remember of which tensors some were read."""
 
     def __init__(self, under: Rows) -> None:

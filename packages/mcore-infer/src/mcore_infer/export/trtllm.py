@@ -15,7 +15,7 @@ from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.storage.files import Item, write_file
 from mcore_ckpt.storage.index import DTYPE_BYTES
-from mcore_infer.export.parts import NotedRows
+from mcore_infer.export.parts import RecordedRows
 from mcore_infer.export.trtllm_model import (
     DTYPE_WORDS,
     RankGrid,
@@ -68,7 +68,7 @@ def write_trtllm(
         raise ValueError(
             f"--format trtllm has no weights in {dtype}: give --dtype bf16, fp16 or fp32."
         )
-    rows = NotedRows(source.ours)
+    rows = RecordedRows(source.ours)
     plain = PlainLinears(rows, dtype)
     linears: Linears = plain
     quantization, layers = PLAIN, {}

@@ -23,9 +23,9 @@ from mcore_ckpt.formats.quantized_layouts import (
 )
 from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.storage.files import Item
-from mcore_infer.export.parts import NotedRows, TensorRange, build_item
+from mcore_infer.export.parts import RecordedRows, TensorRange, build_item
 from mcore_infer.export.trtllm_model import INSTEAD, RankGrid, RankSizes
-from mcore_infer.export.trtllm_tensors import PlainLinears, Share, num_inputs, num_outputs
+from mcore_infer.export.trtllm_tensors import MatrixSlice, PlainLinears, num_inputs, num_outputs
 
 PLAIN: Mapping[str, Any] = {
     "quant_algo": None,
@@ -62,10 +62,10 @@ class QuantizedLinears:
     """The source's tensors, by their own names."""
     modules: Mapping[str, str]
     """Of each logical matrix, without ``.weight``, the source's name of it."""
-    noted: NotedRows
+    noted: RecordedRows
     """Collects which logical tensors were written as codes."""
 
-    def items(self, name: str, shares: Sequence[Share]) -> list[Item]:
+    def items(self, name: str, shares: Sequence[MatrixSlice]) -> list[Item]:
         """List the codes and scales of a linear.
 
         Raises:
@@ -112,7 +112,11 @@ class QuantizedLinears:
         return self.widened.stored.rows(name, 0, 1).float().item()
 
     def codes(
-        self, name: str, dtype: str, shares: Sequence[Share], factors: Sequence[float] = ()
+        self,
+        name: str,
+        dtype: str,
+        shares: Sequence[MatrixSlice],
+        factors: Sequence[float] = (),
     ) -> Item:
         """List the codes; two outputs share a byte where the layout packs them."""
         tall = 2 if self.layout(shares[0].stem).code == "int4" else 1
@@ -134,12 +138,12 @@ class QuantizedLinears:
         shape = (num_outputs(shares) // tall, num_inputs(shares[0], self.plain.rows))
         return build_item(name + _WEIGHT, dtype, shape, parts, self.widened.stored)
 
-    def output_scales(self, name: str, shares: Sequence[Share]) -> Item:
+    def output_scales(self, name: str, shares: Sequence[MatrixSlice]) -> Item:
         """List one scale an output."""
         parts = [TensorRange(f"{self.modules[s.stem]}.{WEIGHT_SCALE}", s.rows) for s in shares]
         return build_item(name, "F32", (num_outputs(shares),), parts, self.widened.stored)
 
-    def group_scales(self, name: str, shares: Sequence[Share]) -> Item:
+    def group_scales(self, name: str, shares: Sequence[MatrixSlice]) -> Item:
         """List one scale an output and group of inputs."""
         size = self.layout(shares[0].stem).group[1]
         inputs = self.plain.rows.entries[shares[0].stem + _WEIGHT].shape[1]
@@ -158,7 +162,7 @@ class QuantizedLinears:
         shape = (num_outputs(shares), groups[1] - groups[0])
         return build_item(name, "F32", shape, parts, self.widened.stored)
 
-    def input_scales(self, name: str, shares: Sequence[Share]) -> Item:
+    def input_scales(self, name: str, shares: Sequence[MatrixSlice]) -> Item:
         """List what multiplies each input first; ones where it is folded into a norm."""
         stored = self.widened.stored
         names = [f"{self.modules[one.stem]}.{PRE_QUANT_SCALE}" for one in shares]
@@ -193,7 +197,7 @@ def find_linears(
         for link in links
         if link.theirs.endswith(_WEIGHT) and link.is_plain and len(link.ours) == 1
     }
-    assert isinstance(plain.rows, NotedRows)
+    assert isinstance(plain.rows, RecordedRows)
     return QuantizedLinears(plain, widened, modules, plain.rows)
 
 
@@ -218,7 +222,9 @@ def describe_quantization(
         if inside in _NAMES:
             name = f"transformer.layers.{layer % stage}.{_NAMES[inside]}"
             is_rounded = linears.is_rounded(stem)
-            stages[layer // stage][name] = _said(linears.layout(stem)) if is_rounded else None
+            stages[layer // stage][name] = (
+                _layout_fields(linears.layout(stem)) if is_rounded else None
+            )
         elif ".experts." in inside and linears.is_rounded(stem) and plan.layout.algo != "W8A16":
             raise ValueError(f"--format trtllm has no quantized experts here. {INSTEAD}")
     if any(one != stages[0] for one in stages):
@@ -231,12 +237,12 @@ def describe_quantization(
     entry = {**PLAIN, "exclude_modules": [*_ALWAYS, *excluded]}
     entry["kv_cache_quant_algo"] = "FP8" if plan.kv_cache else None
     if not plan.layers:
-        return entry | _said(plan.layout), {}
+        return entry | _layout_fields(plan.layout), {}
     entry["quant_algo"] = plan.algo
     return entry, {name: said for name, said in stages[0].items() if said}
 
 
-def _said(layout: QuantLayout) -> dict[str, Any]:
+def _layout_fields(layout: QuantLayout) -> dict[str, Any]:
     """Return the fields of a layout; groups of four bits are AWQ's, with scales of one."""
     is_int4 = layout.code == "int4"
     return {
@@ -247,7 +253,7 @@ def _said(layout: QuantLayout) -> dict[str, Any]:
     }
 
 
-def _fp8(linears: QuantizedLinears, name: str, shares: Sequence[Share]) -> list[Item]:
+def _fp8(linears: QuantizedLinears, name: str, shares: Sequence[MatrixSlice]) -> list[Item]:
     scales = [linears.number(one.stem, WEIGHT_SCALE) for one in shares]
     top = max(scales)
     inputs = max(linears.number(one.stem, INPUT_SCALE) for one in shares)
@@ -258,14 +264,18 @@ def _fp8(linears: QuantizedLinears, name: str, shares: Sequence[Share]) -> list[
     ]
 
 
-def _fp8_rows(linears: QuantizedLinears, name: str, shares: Sequence[Share]) -> list[Item]:
+def _fp8_rows(
+    linears: QuantizedLinears, name: str, shares: Sequence[MatrixSlice]
+) -> list[Item]:
     return [
         linears.codes(name, "F8_E4M3", shares),
         linears.output_scales(f"{name}.per_channel_scale", shares),
     ]
 
 
-def _int4_groups(linears: QuantizedLinears, name: str, shares: Sequence[Share]) -> list[Item]:
+def _int4_groups(
+    linears: QuantizedLinears, name: str, shares: Sequence[MatrixSlice]
+) -> list[Item]:
     return [
         linears.codes(name, "I8", shares),
         linears.group_scales(f"{name}.weights_scaling_factor", shares),
@@ -273,7 +283,9 @@ def _int4_groups(linears: QuantizedLinears, name: str, shares: Sequence[Share]) 
     ]
 
 
-def _smooth_int8(linears: QuantizedLinears, name: str, shares: Sequence[Share]) -> list[Item]:
+def _smooth_int8(
+    linears: QuantizedLinears, name: str, shares: Sequence[MatrixSlice]
+) -> list[Item]:
     inputs = max(linears.number(one.stem, INPUT_SCALE) for one in shares)
     return [
         linears.codes(name, "I8", shares),
@@ -283,7 +295,7 @@ def _smooth_int8(linears: QuantizedLinears, name: str, shares: Sequence[Share]) 
     ]
 
 
-_WRITERS: Mapping[str, Callable[[QuantizedLinears, str, Sequence[Share]], list[Item]]] = {
+_WRITERS: Mapping[str, Callable[[QuantizedLinears, str, Sequence[MatrixSlice]], list[Item]]] = {
     "FP8": _fp8,
     "FP8_PER_CHANNEL_PER_TOKEN": _fp8_rows,
     "W4A16_AWQ": _int4_groups,

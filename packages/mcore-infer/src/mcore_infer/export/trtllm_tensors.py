@@ -1,6 +1,6 @@
 """Which tensors a rank of a TensorRT-LLM checkpoint holds, and what they are made of.
 
-Names and orders are the engine's: queries, keys and values of a rank in one matrix, in this
+Names and commands are the engine's: queries, keys and values of a rank in one matrix, in this
 order; of a gated layer ``fc`` is the activated half and ``gate`` the other; experts hold the
 other half first. Layers count from 0 on each stage. A router stays whole and in float32.
 """
@@ -30,7 +30,7 @@ _ROUTER_DTYPE = "F32"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MatrixSlice:
     """What a rank has of one logical matrix."""
 
     stem: str
@@ -45,7 +45,7 @@ class Share:
 class Linears(Protocol):
     """How the matrices of a checkpoint are stored: plain, or quantized with their scales."""
 
-    def items(self, name: str, shares: Sequence[Share]) -> list[Item]:
+    def items(self, name: str, shares: Sequence[MatrixSlice]) -> list[Item]:
         """List the tensors of a linear ``name`` whose outputs are those of the shares."""
 
     def cache_items(self, name: str, stem: str) -> list[Item]:
@@ -61,7 +61,7 @@ class PlainLinears:
     dtype: str
     """Safetensors' name to write."""
 
-    def items(self, name: str, shares: Sequence[Share]) -> list[Item]:
+    def items(self, name: str, shares: Sequence[MatrixSlice]) -> list[Item]:
         """List the one tensor ``name.weight``."""
         parts = [TensorRange(f"{one.stem}.weight", one.rows, one.columns) for one in shares]
         shape = (num_outputs(shares), num_inputs(shares[0], self.rows))
@@ -153,7 +153,7 @@ class Rank:
             head = self._tp_rank * sizes.num_kv_heads // tp
             keys = (head * sizes.head_dim, (head + 1) * sizes.head_dim)
         shares = [
-            Share(f"{ours}.qkv.{part}", rows)
+            MatrixSlice(f"{ours}.qkv.{part}", rows)
             for part, rows in (("q", queries), ("k", keys), ("v", keys))
         ]
         yield from self._by_outputs(f"{theirs}.qkv", shares)
@@ -164,7 +164,9 @@ class Rank:
         width = self._mine(self.sizes.ffn_size)
         halves = {"fc": "fc1.gate", "gate": "fc1.up"} if self.sizes.is_gated else {"fc": "fc1"}
         for there, mine in halves.items():
-            yield from self._by_outputs(f"{theirs}.{there}", [Share(f"{ours}.{mine}", width)])
+            yield from self._by_outputs(
+                f"{theirs}.{there}", [MatrixSlice(f"{ours}.{mine}", width)]
+            )
         yield from self._by_inputs(f"{theirs}.proj", f"{ours}.fc2", width)
 
     def _experts(self, theirs: str, ours: str) -> Iterator[Item]:
@@ -190,7 +192,7 @@ class Rank:
         if f"{ours}.bias" in self.rows.entries:
             yield self._copy(f"{theirs}.bias", f"{ours}.bias")
 
-    def _by_outputs(self, theirs: str, shares: Sequence[Share]) -> Iterator[Item]:
+    def _by_outputs(self, theirs: str, shares: Sequence[MatrixSlice]) -> Iterator[Item]:
         """List a linear whose outputs are split, and its bias, split alike."""
         yield from self.linears.items(theirs, shares)
         if f"{shares[0].stem}.bias" in self.rows.entries:
@@ -201,7 +203,7 @@ class Rank:
     def _by_inputs(self, theirs: str, ours: str, columns: tuple[int, int]) -> Iterator[Item]:
         """List a linear whose inputs are split; its bias is whole, the engine adds it once."""
         yield from self.linears.items(
-            theirs, [Share(ours, (0, self.sizes.hidden_size), columns)]
+            theirs, [MatrixSlice(ours, (0, self.sizes.hidden_size), columns)]
         )
         if f"{ours}.bias" in self.rows.entries:
             yield self._copy(f"{theirs}.bias", f"{ours}.bias")
@@ -211,12 +213,12 @@ class Rank:
         return build_item(theirs, self.dtype, shape, [whole(self.rows, ours, shift)], self.rows)
 
 
-def num_outputs(shares: Sequence[Share]) -> int:
+def num_outputs(shares: Sequence[MatrixSlice]) -> int:
     """Count the outputs of shares that follow each other."""
     return sum(one.rows[1] - one.rows[0] for one in shares)
 
 
-def num_inputs(share: Share, rows: Rows) -> int:
+def num_inputs(share: MatrixSlice, rows: Rows) -> int:
     """Count the inputs of a share."""
     columns = share.columns or (0, rows.entries[f"{share.stem}.weight"].shape[1])
     return columns[1] - columns[0]

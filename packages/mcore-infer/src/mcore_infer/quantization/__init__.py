@@ -1,1 +1,1 @@
-"""Quantized weights: made, judged, and multiplied with."""
+"""Quantized matrices: made, written to folders, read, and multiplied."""

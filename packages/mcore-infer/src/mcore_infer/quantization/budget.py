@@ -1,8 +1,8 @@
-"""Mixed precision: how many bits each matrix gets, by measured errors and one budget.
+"""Mixed precision: chooses the bits of each matrix by measured errors within one budget.
 
-Every matrix begins with the fewest bits. Then the step to more bits that takes off most error
-for its memory is taken, again and again, while the budget lasts. The error is that of the
-matrix' output, relative to it, by the moments of the inputs that it saw.
+Every matrix starts with the fewest bits. Repeatedly, the matrix whose next step to more bits
+removes the most squared error per bit of memory takes that step, while the budget lasts. The
+error is the relative error of the matrix's output, from second moments of its inputs.
 """
 
 import math
@@ -11,43 +11,43 @@ from typing import NamedTuple
 
 from mcore_ckpt.formats.quantized_layouts import QuantLayout, find_layout
 from mcore_infer.quantization.matrices import FusedMatrix
+from mcore_infer.quantization.methods import round_to_nearest
 from mcore_infer.quantization.observing import InputStatistics
-from mcore_infer.quantization.rounding import round_to_nearest
 
 _WIDE_BITS = 16.0
 
 
-class Way(NamedTuple):
-    """How a matrix is rounded and stored."""
+class Candidate(NamedTuple):
+    """A method and layout for a matrix."""
 
     method: str
-    """Word of ``METHODS``."""
+    """Name in ``METHODS``."""
     layout: QuantLayout
 
 
 def check_budget(matrices: Sequence[FusedMatrix], budget: float, group_size: int = 0) -> None:
-    """Refuse a budget below the fewest bits, before anything is calibrated.
+    """Raise ValueError for a budget below the fewest bits, before calibration.
 
     Args:
         matrices: of the model.
         budget: bits of a weight on average, scales included.
-        group_size: see ``ways_within``.
+        group_size: see ``choose_candidates``.
     """
-    ways, bits = _choices(group_size)
+    candidates, bits = _choices(group_size)
     sizes = [matrix.weight.numel() for matrix in matrices]
     errors = [
-        [*(math.inf if _problem(matrix, way.layout) else 0.0 for way in ways), 0.0]
+        [*(math.inf if _problem(matrix, way.layout) else 0.0 for way in candidates), 0.0]
         for matrix in matrices
     ]
     allocate(errors, sizes, bits, budget)
 
 
-def ways_within(
+def choose_candidates(
     matrices: Sequence[FusedMatrix],
     seen: Mapping[str, InputStatistics],
     budget: float,
     group_size: int = 0,
-) -> dict[str, Way]:
+) -> dict[str, Candidate]:
     """Choose four bits, fp8 or no rounding for each matrix.
 
     Args:
@@ -57,28 +57,31 @@ def ways_within(
         group_size: inputs that share a scale, of four bits; 0: 128.
 
     Returns:
-        By path; of matrices that stay as they are there is none.
+        Candidates by path; matrices that stay in 16 bits are left out.
     """
-    ways, bits = _choices(group_size)
+    candidates, bits = _choices(group_size)
     errors = [
-        [*(_error(matrix, way.layout, seen[matrix.path]) for way in ways), 0.0]
+        [*(_error(matrix, way.layout, seen[matrix.path]) for way in candidates), 0.0]
         for matrix in matrices
     ]
     sizes = [matrix.weight.numel() for matrix in matrices]
     chosen = allocate(errors, sizes, bits, budget)
     pairs = zip(matrices, chosen, strict=True)
-    return {matrix.path: ways[one] for matrix, one in pairs if one < len(ways)}
+    return {matrix.path: candidates[one] for matrix, one in pairs if one < len(candidates)}
 
 
-def _choices(group_size: int) -> tuple[list[Way], list[float]]:
-    """Return the ways to round, and the bits of a number by each and by none."""
-    ways = [Way("gptq", find_layout("W4A16_AWQ", group_size)), Way("fp8", find_layout("FP8"))]
-    bits = [4 + 32 / ways[0].layout.group[1], 8.0, _WIDE_BITS]
+def _choices(group_size: int) -> tuple[list[Candidate], list[float]]:
+    """Return the candidates, and the bits of a number for each and for no rounding."""
+    candidates = [
+        Candidate("gptq", find_layout("W4A16_AWQ", group_size)),
+        Candidate("fp8", find_layout("FP8")),
+    ]
+    bits = [4 + 32 / candidates[0].layout.group[1], 8.0, _WIDE_BITS]
     if bits[0] >= bits[1]:
         raise ValueError(
             f"--group-size {group_size} makes four bits as many as eight: use 16 or more."
         )
-    return ways, bits
+    return candidates, bits
 
 
 def _problem(matrix: FusedMatrix, layout: QuantLayout) -> bool:
@@ -103,12 +106,12 @@ def allocate(
     bits: Sequence[float],
     budget: float,
 ) -> list[int]:
-    """Choose an option for each matrix; the sum of squared errors is made small greedily.
+    """Choose an option for each matrix, greedily reducing the sum of squared errors.
 
     Args:
-        errors: of each matrix under each option; infinite: it cannot be.
-        sizes: numbers in each matrix.
-        bits: of a number under each option, ascending.
+        errors: of each matrix under each option; infinite: not possible.
+        sizes: number of weights of each matrix.
+        bits: of a weight under each option, ascending.
         budget: bits of a number on average.
     """
     chosen = [next(i for i, e in enumerate(row) if e < math.inf) for row in errors]

@@ -1,16 +1,16 @@
-"""GEMMs of linears whose weights are quantized.
+"""GEMMs of linears with quantized weights.
 
-``QuantizedGemm`` holds a weight as the bytes of its file and multiplies on a GPU: few rows by a
-kernel that reads codes only, many by tensor cores in fp8 or int8 where inputs are rounded too,
-else with the weight widened for the moment. ``RoundedInputs`` is the reference that runs
-anywhere: wide weights of the same values, inputs rounded as the method says.
+``QuantizedGemm`` holds a weight as packed codes and multiplies on a GPU: few rows by a kernel
+that reads the codes, many rows by fp8 or int8 tensor cores if the method rounds inputs, else
+with a temporarily decoded weight. ``RoundedInputs`` is the reference on any device: a decoded
+weight of the same values, with inputs rounded by the method.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -19,86 +19,110 @@ from torch import Tensor
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, QuantLayout
 from mcore_ckpt.mapping.low_bits import LARGEST, Code, decode, encode, unpack
-from mcore_infer.engine.kernels.skinny_gemm_tiles import tiles_for
-from mcore_infer.quantization.tile_choices import TileChoices
+from mcore_infer.engine.kernels.skinny_gemm_tiles import NUM_COUNTERS, tiles_for
 from mcore_parallel.autograd.grad_slot import GradSlot
 from mcore_parallel.optional_kernels import OptionalKernel, wave, works
 from mcore_parallel.precision.fp8_recipes import Factor, Rowwise, Tensorwise
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
 
 _MOST_FEW = 64
-"""Rows of an input that the kernel of codes multiplies."""
+"""Most rows for the kernel that reads codes, if the method does not round inputs."""
 _MOST_UNROUNDED = {("e4m3", True): 16, ("e4m3", False): 32, ("int8", True): 64}
-"""The same where the method rounds inputs, by their format and whether one calibrated scale is
-of all: about where tensor cores win on an H100. These counts alone decide whether inputs are
-rounded, never a measured time: one model then gives one answer. Powers of two, as recorded
-steps are padded to."""
+"""The same if the method rounds inputs, by input format and whether inputs have one calibrated
+scale: about where tensor cores win on an H100. These counts alone decide whether inputs are
+rounded, never a measured time, so that a model's results do not vary. Powers of two, like the
+sizes of recorded steps."""
 _MULTIPLE = 16
+
+
+_RUNS = 5
+_BEYOND_CACHE = 512 * 2**20
+"""Bytes that are cleared before each timed run, to evict the weight from the cache."""
+_CLEARED = 4
+"""Number of clears: 0.6 ms on an H200, in which the host launches all kernels of a run."""
+
+Candidate = Callable[[Tensor], Tensor]
+"""Multiplies rows with one weight in one way."""
 
 
 @dataclass(frozen=True)
 class InputRounding:
-    """How a linear's inputs are rounded before its GEMM."""
+    """Rounding of a linear's inputs before its GEMM."""
 
     code: Code | Literal[""]
-    """``e4m3``, ``int8``, or empty: they are not."""
+    """``e4m3``, ``int8``, or empty: inputs are not rounded."""
     input_scale: Float[Tensor, ""] | None = None
-    """What multiplies their codes; None: the largest of each token becomes the largest code."""
+    """Calibrated scale; None: each token's largest magnitude becomes the largest code."""
     pre_quant_scale: Float[Tensor, " D"] | None = None
-    """What multiplies inputs first."""
+    """Factor on each input channel before rounding; None: no factor."""
 
     def smoothed(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """Return inputs times ``pre_quant_scale``."""
         return x if self.pre_quant_scale is None else x * self.pre_quant_scale.to(x.dtype)
 
     def rounded(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        """Return smoothed inputs as their codes stand for them, the reference of all casts."""
+        """Return smoothed inputs rounded to codes and decoded; the reference of all casts."""
         if not self.code:
             return x
         limit = LARGEST[self.code]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.input_scale is None:
             largest = wide.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
-            # A GPU multiplies by the inverse of a plain number: one bit off, which moves the
-            # many inputs of 16 bits that lie half-way between two codes.
+            # Division by a Python number is a multiplication by its inverse on a GPU. The error
+            # of one bit would move the many 16-bit inputs that lie half-way between two codes.
             scale = largest / wide.new_full((), limit)
         else:
             scale = self.input_scale.to(wide)
         return (decode(encode(wide / scale, self.code), self.code) * scale).to(x.dtype)
 
 
+def spread_scales(
+    scales: Float[Tensor, "f d"], group: tuple[int, int], shape: Sequence[int]
+) -> Float[Tensor, "F D"]:
+    """Repeat each group's scale for all its weights.
+
+    Args:
+        scales: one for each group of outputs and inputs.
+        group: outputs and inputs that share a scale; 0: all.
+        shape: of the weight, ``(F, D)``; the last groups may be cut.
+    """
+    tall, wide = (count or size for count, size in zip(group, shape, strict=True))
+    rows = scales.repeat_interleave(tall, 0)[: shape[0]]
+    return rows.repeat_interleave(wide, 1)[:, : shape[1]]
+
+
 class _Forward(ABC):
-    """A GEMM without gradients."""
+    """Base of GEMMs without gradients."""
 
     def fitting(self, num_rows: int, num_columns: int) -> Gemm:  # noqa: ARG002
-        """Return itself: it was made for one linear."""
+        """Return this GEMM, which belongs to one linear."""
         return self
 
     @abstractmethod
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Shaped[Tensor, "..."], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return y, and nothing for backward."""
+        """Return the product, and nothing for backward."""
 
     def keep(self, x: Tensor) -> Operands:
-        """Refuse: quantized weights do not train."""
+        """Raise RuntimeError: quantized weights do not train."""
         del x
         return _refuse()
 
     def prepare(self, grad: Tensor) -> Operands:
-        """Refuse."""
+        """Raise RuntimeError."""
         del grad
         return _refuse()
 
     def input_grad(self, grad: Operands, weight: Tensor) -> Tensor:
-        """Refuse."""
+        """Raise RuntimeError."""
         del grad, weight
         return _refuse()
 
     def weight_grad(
         self, grad: Operands, kept: Operands, slot: GradSlot | None
     ) -> Tensor | None:
-        """Refuse."""
+        """Raise RuntimeError."""
         del grad, kept, slot
         return _refuse()
 
@@ -109,18 +133,74 @@ def _refuse() -> NoReturn:
 
 @dataclass(frozen=True)
 class RoundedInputs(_Forward):
-    """Multiplies with a wide weight ``codes * scales * pre_quant_scale``, inputs rounded."""
+    """Multiplies rounded inputs with a decoded weight ``codes * scales * pre_quant_scale``."""
 
     rounding: InputRounding
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Shaped[Tensor, "..."], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return y, and nothing for backward."""
+        """Return the product, and nothing for backward."""
         rounded = self.rounding.rounded(self.rounding.smoothed(x.flatten(0, -2)))
-        if self.rounding.pre_quant_scale is not None:  # the weight has it too
+        if self.rounding.pre_quant_scale is not None:  # the weight includes it
             rounded = rounded / self.rounding.pre_quant_scale.to(x.dtype)
         return PLAIN_GEMM.forward(rounded.view(x.shape), weight, bias)[0], ()
+
+
+@dataclass(eq=False)
+class TileChoices:
+    """The fastest candidates so far, for the linears that share this object."""
+
+    found: dict[Any, int] = field(default_factory=dict)
+    """Index of the fastest candidate, by key."""
+    _counters: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def counters(self, device: torch.device) -> Tensor:
+        """Return the zeroed counters of tiles with splits, used by one GEMM at a time."""
+        if device not in self._counters:
+            zeros = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+            self._counters[device] = zeros
+        return self._counters[device]
+
+    def fastest(
+        self, key: tuple[Any, ...], candidates: list[Candidate], x: Tensor
+    ) -> Candidate:
+        """Return the fastest candidate for inputs like ``x``; waits for the device once.
+
+        Args:
+            key: everything that the time depends on, except the number of rows.
+            candidates: the first must work on every GPU.
+            x: input rows.
+        """
+        key = (*key, 1 << (x.shape[0] - 1).bit_length())
+        if key not in self.found:
+            if torch.cuda.is_current_stream_capturing():
+                return candidates[0]
+            times = [_milliseconds(candidate, x) for candidate in candidates]
+            self.found[key] = times.index(min(times))
+        return candidates[self.found[key]]
+
+
+def _milliseconds(candidate: Candidate, x: Tensor) -> float:
+    """Return the median time of a GEMM whose weight is not in the cache."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        candidate(x)
+    except OutOfResources:  # the tile is too large for this GPU
+        return float("inf")
+    scratch = torch.empty(_BEYOND_CACHE, dtype=torch.uint8, device=x.device)
+    times = []
+    for _ in range(_RUNS):
+        for _ in range(_CLEARED):
+            scratch.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        candidate(x)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[_RUNS // 2]
 
 
 @dataclass(frozen=True)
@@ -138,12 +218,12 @@ class QuantizedGemm(_Forward):
     rounding: InputRounding
     """Of inputs."""
     choices: TileChoices = field(default_factory=TileChoices, compare=False)
-    """How few rows are multiplied; linears of one model share it."""
+    """Measured choices for few rows, shared by the linears of a model."""
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Shaped[Tensor, "..."], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return y, and nothing for backward; the weight is not read."""
+        """Return the product, and nothing for backward; ``weight`` is not read."""
         del weight
         flat = self.rounding.smoothed(x.flatten(0, -2)).contiguous()
         is_few = self.keeps_digits(flat.shape[0]) and self._has_kernels(flat.dtype)
@@ -152,28 +232,26 @@ class QuantizedGemm(_Forward):
         return y if bias is None else y + bias, ()
 
     def keeps_digits(self, num_rows: int) -> bool:
-        """Whether so many rows go through the kernel of codes, which rounds none of them."""
+        """Whether so many rows use the kernel that reads codes, which does not round inputs."""
         kind = (self.rounding.code, self.rounding.input_scale is not None)
         return num_rows <= _MOST_UNROUNDED.get(kind, _MOST_FEW)
 
     def wide(self, dtype: torch.dtype) -> Float[Tensor, "F D"]:
-        """Return the weight, ``pre_quant_scale`` left out."""
+        """Return the decoded weight without ``pre_quant_scale``."""
         if self._has_kernels(dtype):
             from mcore_infer.quantization.kernels import widened
 
             return widened(self.packed, self.scales, self.layout.code, self.group, dtype)
         codes = decode(unpack(self.packed, self.layout.code), self.layout.code)
-        tall, across = (n or s for n, s in zip(self.group, codes.shape, strict=True))
-        scales = self.scales.repeat_interleave(tall, 0)[: codes.shape[0]]
-        return (codes * scales.repeat_interleave(across, 1)[:, : codes.shape[1]]).to(dtype)
+        return (codes * spread_scales(self.scales, self.group, codes.shape)).to(dtype)
 
     def _few(self, x: Tensor) -> Tensor:
-        """Multiply rows that are not rounded, by the fastest of the ways to do that."""
+        """Multiply rows that are not rounded, by the fastest of the candidates to do that."""
         from mcore_infer.engine.kernels.skinny_gemm import few_rows_linear
 
         code, group = self.layout.code, self.group
         shape = (self.packed.shape[0], self.packed.shape[1])
-        ways = [
+        candidates = [
             partial(
                 few_rows_linear,
                 weight=self.packed,
@@ -185,15 +263,15 @@ class QuantizedGemm(_Forward):
             )
             for tile in tiles_for(x.shape[0], code, shape, x.element_size())
         ]
-        if not self.rounding.code:  # else it would round them
-            ways.append(self._many)
+        if not self.rounding.code:  # otherwise _many would round the inputs
+            candidates.append(self._many)
         key = (x.dtype, code, group, shape, self.rounding.code)
-        return self.choices.fastest(key, ways, x)(x)
+        return self.choices.fastest(key, candidates, x)(x)
 
     def _many(self, x: Tensor) -> Tensor:
         code, (tall, wide) = self.rounding.code, self.group
         fits = not (self.packed.shape[0] % _MULTIPLE or self.packed.shape[1] % _MULTIPLE)
-        has_scales = not wide and tall <= 1  # that come after the sum
+        has_scales = not wide and tall <= 1  # scales that can be applied after the sum
         if code and fits and has_scales and x.is_cuda and x.dtype != torch.float64:
             kind = (x.dtype, code, tall, self.rounding.input_scale is not None)
             if works(CODES_GEMM, x.device, *kind):
@@ -201,7 +279,7 @@ class QuantizedGemm(_Forward):
         return F.linear(self.rounding.rounded(x), self.wide(x.dtype))
 
     def by_codes(self, x: Float[Tensor, "T D"], code: Code) -> Float[Tensor, "T F"]:
-        """Multiply codes with codes on tensor cores; scales of both come after."""
+        """Multiply codes with codes on tensor cores; scales of both are applied to the sums."""
         from mcore_infer.quantization.kernels import rounded_rows
 
         # torch's int8 GEMM takes more than 16 rows.
@@ -221,7 +299,7 @@ class QuantizedGemm(_Forward):
 
     @cached_property
     def _column_scales(self) -> Float[Tensor, "1 F"]:
-        """One for each output; kept, as expanding it would be a kernel of every GEMM."""
+        """One scale for each output; cached, since expanding it costs a kernel launch."""
         return self.scales.view(1, -1).expand(1, self.packed.shape[0]).contiguous()
 
     def _has_kernels(self, dtype: torch.dtype) -> bool:
@@ -268,7 +346,7 @@ def _try_codes(
 
 
 CODES_GEMM = OptionalKernel("the GEMM of codes", ("triton",), _try_codes)
-"""Kind: dtype of inputs, format, outputs that share a scale, whether inputs' is known."""
+"""Kind: dtype of inputs, format, outputs per scale, whether inputs have a calibrated scale."""
 
 QUANTIZED_KERNELS = OptionalKernel(
     "the kernels of quantized weights", ("triton",), _try_kernels

@@ -1,8 +1,8 @@
-"""Triton kernels beside GEMMs of quantized weights.
+"""Triton kernels that decode quantized weights and round inputs.
 
-``widened`` writes a whole weight in 16 bits, for GEMMs of many rows; ``rounded_rows`` casts
-inputs to the codes that fp8 and int8 tensor cores multiply, each row by its own largest
-magnitude or by a scale known before. Imported only where tensors are on a GPU.
+``widened`` decodes a whole weight for GEMMs of many rows. ``rounded_rows`` rounds inputs to
+codes for fp8 and int8 tensor cores, by each row's largest magnitude or by a calibrated scale.
+Imported only if tensors are on a GPU.
 """
 
 from typing import no_type_check
@@ -39,7 +39,7 @@ def _widen(
     WIDE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    # One program: STEP bytes of one row of bytes.
+    # One program: STEP bytes of one row of packed codes.
     row = tl.program_id(0).to(tl.int64)
     width = K // 2 if CODE == "e2m1" else K
     k = tl.program_id(1) * STEP + tl.arange(0, STEP)
@@ -81,7 +81,8 @@ def _round_row(
     IS_FLOAT: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    # One program: a row; read again from the cache once its largest magnitude is known.
+    # One program: one row, read twice: for its largest magnitude, then (from the cache) to
+    # round.
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     if IS_KNOWN:
@@ -107,7 +108,7 @@ def _round_row(
 def rounded_rows(
     x: Float[Tensor, "T D"], code: Code, scale: Float[Tensor, ""] | None
 ) -> tuple[Shaped[Tensor, "T D"], Float[Tensor, " T"]]:
-    """Round inputs to codes in one kernel; also return what multiplies each row's.
+    """Round inputs to codes in one kernel; return codes and the scale of each row.
 
     Args:
         x: inputs.
@@ -139,7 +140,7 @@ def widened(
     group: tuple[int, int],
     dtype: torch.dtype,
 ) -> Float[Tensor, "F D"]:
-    """Return what a packed weight stands for; see ``few_rows_linear`` for the arguments."""
+    """Return the decoded weight; see ``few_rows_linear`` for the arguments."""
     packed = packed.view(torch.uint8) if code in ("e4m3", "int8") else packed
     N = packed.shape[0] * (2 if code == "int4" else 1)
     K = packed.shape[1] * (2 if code == "e2m1" else 1)

@@ -1,10 +1,9 @@
-"""Loading of quantized folders: which linears keep their codes, and how they get them.
+"""Reads quantized folders into a model's linears.
 
-On a GPU a linear's weight stays packed as in the file and only its codes are read when it
-multiplies; embeddings, experts, latent attention's up-projection and whatever does not fit are
-widened. Elsewhere every weight is widened, and inputs are rounded as the method says, so that
-a model computes the same anywhere. Under tensor parallelism a rank holds its part of codes and
-scales.
+On a GPU a linear keeps the packed codes of the file. Embeddings, experts, latent attention's
+up-projection and weights that the kernels do not support are decoded. On a CPU every weight is
+decoded, and inputs are rounded by the method, so that a model computes the same on all devices.
+Under tensor parallelism a rank holds its shard of codes and scales.
 """
 
 import logging
@@ -20,8 +19,13 @@ from mcore_ckpt.formats.quantization import MatrixPart
 from mcore_ckpt.formats.quantized_layouts import QuantLayout
 from mcore_ckpt.mapping.low_bits import Code, encode
 from mcore_ckpt.save_load.foreign_loading import QuantizedFolder
-from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm, RoundedInputs
-from mcore_infer.quantization.tile_choices import TileChoices
+from mcore_infer.quantization.gemms import (
+    InputRounding,
+    QuantizedGemm,
+    RoundedInputs,
+    TileChoices,
+    spread_scales,
+)
 from mcore_parallel.sharding import Part, Shard, named_shards
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -29,15 +33,15 @@ log = logging.getLogger(__name__)
 
 Linear = ColumnParallelLinear | RowParallelLinear
 _READ_DIRECTLY = "kv_up"
-"""Linear whose weight latent attention reads itself."""
+"""Linear whose weight latent attention reads directly."""
 
 
 @dataclass(frozen=True)
 class RankScales:
-    """How this rank's part of a linear's weight was rounded."""
+    """Scales of this rank's shard of a linear's weight."""
 
     layout: QuantLayout
-    """Of the folder."""
+    """Layout of the folder."""
     scales: Tensor
     """Float32 ``[f, d]``, one for each group of outputs and inputs."""
     group: tuple[int, int]
@@ -47,7 +51,7 @@ class RankScales:
 
 
 def linears(model: nn.Module) -> dict[str, Linear]:
-    """List the linears of a model that may be quantized, by path."""
+    """Return the linears of a model that may be quantized, by path."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -56,7 +60,7 @@ def linears(model: nn.Module) -> dict[str, Linear]:
 
 
 def logical_parts(path: str, linear: Linear) -> list[Part]:
-    """Return what a linear's weight holds, with whole logical names."""
+    """Return the parts of a linear's weight with full logical names."""
     parts = linear.layouts()["weight"].parts
     return [replace(p, name=f"{path}.{p.name or 'weight'}") for p in parts]
 
@@ -65,7 +69,7 @@ def quantized_linears(model: nn.Module, folder: QuantizedFolder) -> dict[str, Ra
     """Read the scales of all linears that a folder quantizes; no communication.
 
     Returns:
-        By path. Of weights whose cut runs through groups there is none.
+        By path; weights whose shard borders cut groups are left out.
     """
     found = {}
     for path, linear in linears(model).items():
@@ -75,8 +79,8 @@ def quantized_linears(model: nn.Module, folder: QuantizedFolder) -> dict[str, Ra
             scales = _of_rank(parts, folder) if is_one else None
             if scales is None:
                 log.warning(
-                    "%s is not multiplied by its codes: the ranks' cut runs through groups, or "
-                    "its parts differ.",
+                    "%s is decoded, not multiplied by its codes: shard borders cut its groups, "
+                    "or its parts have different layouts.",
                     path,
                 )
             else:
@@ -98,7 +102,7 @@ def _of_rank(parts: list[Part], folder: QuantizedFolder) -> RankScales | None:
             scales = scales[:, column // wide : -(-(column + columns) // wide)]
         pre = None if pre is None else pre[column : column + columns]
         if pre is not None and bool((pre == 1).all()):
-            pre = None  # the layer before has them
+            pre = None  # folded into the previous layer
         found.append(replace(one, scales=scales, pre_quant_scale=pre))
     if layout.problem((sum(p.logical_lengths[0] for p in parts), parts[0].logical_lengths[1])):
         return None
@@ -112,7 +116,7 @@ def _of_rank(parts: list[Part], folder: QuantizedFolder) -> RankScales | None:
     ):
         scales = torch.cat(every)
     else:
-        # What the parts do not share, or share across their borders, becomes one for each row.
+        # Parts with different scales, or groups across part borders: one scale for each row.
         spread = []
         for one, part in zip(every, parts, strict=True):
             (row, _), (rows, _) = part.offsets, part.logical_lengths
@@ -123,10 +127,10 @@ def _of_rank(parts: list[Part], folder: QuantizedFolder) -> RankScales | None:
 
 
 def _rounding(parts: list[MatrixPart]) -> InputRounding:
-    """Return how inputs are rounded, which is one for all parts of a linear.
+    """Return the rounding of inputs, which all parts of a linear share.
 
-    Of several ``input_scale``s the largest counts, as in vLLM: none of the parts' inputs then
-    exceeds the largest code.
+    The largest ``input_scale`` of the parts is used, as in vLLM, so that no input exceeds the
+    largest code.
     """
     first = parts[0]
     for one in parts[1:]:
@@ -144,12 +148,12 @@ def _rounding(parts: list[MatrixPart]) -> InputRounding:
 
 
 def _rounded_to(layout: QuantLayout) -> Code | Literal[""]:
-    # Inputs in four bits need hardware that does not run here: they stay as they are.
+    # 4-bit inputs need hardware that is not supported here: inputs are not rounded.
     return "" if layout.inputs == "e2m1" else layout.inputs
 
 
 def round_inputs_(model: nn.Module, scales: Mapping[str, RankScales]) -> None:
-    """Let linears with wide weights round their inputs as quantized ones do."""
+    """Make linears with decoded weights round their inputs by the method, in place."""
     for path, linear in linears(model).items():
         if path in scales and scales[path].rounding.code:
             rounding = scales[path].rounding
@@ -162,7 +166,7 @@ def pack_weights_(
     load: Callable[[Mapping[str, Shard]], None],
     device: torch.device,
 ) -> None:
-    """Give linears their codes, one linear at a time.
+    """Load the codes of linears from the folder, one linear at a time.
 
     Args:
         model: the weights of these linears are on the meta device.
@@ -183,18 +187,16 @@ def pack_weights_(
 
 
 def pack_(linear: Linear, own: RankScales, choices: TileChoices) -> None:
-    """Replace a linear's wide weight by codes, which its values and scales determine."""
+    """Replace a linear's decoded weight by the codes that its values and scales determine."""
     weight, device = linear.weight.detach(), linear.weight.device
     layout = own.layout
     rounding, scales = _to(own.rounding, device), own.scales.to(device)
     if rounding.pre_quant_scale is not None:
         weight = weight / rounding.pre_quant_scale
-    tall, wide = (n or size for n, size in zip(own.group, weight.shape, strict=True))
-    full = scales.repeat_interleave(tall, 0)[: weight.shape[0]]
-    full = full.repeat_interleave(wide, 1)[:, : weight.shape[1]]
+    full = spread_scales(scales, own.group, weight.shape)
     packed = layout.packed(encode(weight.float() / full, layout.code)).contiguous()
     linear.gemm = QuantizedGemm(layout, packed, scales, own.group, rounding, choices)
-    # Of the weight's shape, for callers that read it, without its memory.
+    # A tensor of the weight's shape without its memory, for callers that read shapes.
     hollow = torch.zeros(1, 1, device=device, dtype=weight.dtype).expand(weight.shape)
     linear.weight = nn.Parameter(hollow, requires_grad=False)
 
@@ -226,7 +228,7 @@ def _to(rounding: InputRounding, device: torch.device) -> InputRounding:
 
 
 def packed_paths(scales: Mapping[str, RankScales]) -> frozenset[str]:
-    """Return the linears that keep their codes on a GPU."""
+    """Return the paths of linears that keep their codes on a GPU."""
     return frozenset(path for path in scales if not path.endswith(_READ_DIRECTLY))
 
 

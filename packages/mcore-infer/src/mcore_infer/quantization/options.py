@@ -1,13 +1,13 @@
-"""Options of quantizing, one field a flag of the command; imports the standard library only."""
+"""Options of quantizing, one field for each flag; imports the standard library only."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_base.field_checks import check_at_least
+from mcore_base.options import Options, Rule, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizeConfig:
+class QuantizeConfig(Options):
     """How a model is quantized."""
 
     method: Literal[
@@ -36,7 +36,7 @@ class QuantizeConfig:
     """Bits of a weight on average, of mixed; between its measured errors the matrices share
     them."""
 
-    group_size: int = 0
+    group_size: int = option(0, minimum=0, needs={"method": ("awq", "gptq", "mixed")})
     """Inputs that share a scale, of awq, gptq and mixed; 0: 128."""
 
     kv_cache_dtype: Literal["bf16", "fp8"] = "bf16"
@@ -45,20 +45,20 @@ class QuantizeConfig:
     exclude_modules: tuple[str, ...] = ()
     """Patterns of modules to leave in bfloat16."""
 
-    calibration_tokens: int = 65536
+    calibration_tokens: int = option(65536, minimum=1)
     """Tokens to calibrate on, at most half of the text."""
 
-    scored_tokens: int = 65536
+    scored_tokens: int = option(65536, minimum=1)
     """Tokens behind them to measure perplexity on, before and after."""
 
-    speed_tokens: int = 0
+    speed_tokens: int = option(0, minimum=0)
     """Tokens of one text to write before and after, for the speed in the receipt; 0: it is not
     measured."""
 
-    seq_length: int = 0
+    seq_length: int = option(0, minimum=0)
     """Tokens of a window; 0: the model's positions, at most 2048."""
 
-    micro_batch_size: int = 4
+    micro_batch_size: int = option(4, minimum=1)
     """Windows in one forward pass."""
 
     @property
@@ -73,20 +73,17 @@ class QuantizeConfig:
         """Whether scales of an fp8 key/value cache are added."""
         return self.kv_cache_dtype == "fp8"
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "calibration_tokens", "scored_tokens", "micro_batch_size")
-        check_at_least(self, 0, "group_size", "speed_tokens", "seq_length")
-        if bool(self.budget) != (self.method == "mixed"):
-            raise ValueError(
-                f"--budget {self.budget:g} with --method {self.method}: mixed needs the bits "
-                "of a weight on average (6, say), and others have no budget."
-            )
-        if self.method == "mixed" and self.format == "compressed-tensors":
-            raise ValueError(
-                "--format compressed-tensors stores all modules in one way, and --method mixed "
-                "in several: use --format hf-quant."
-            )
-        if self.group_size and self.method not in ("awq", "gptq", "mixed"):
-            raise ValueError(
-                f"--group-size has no effect on --method {self.method}: leave it out."
-            )
+    rules = (
+        Rule(
+            ("budget", "method"),
+            lambda v: bool(v.budget) != (v.method == "mixed"),
+            "--budget {budget:g} with --method {method}: mixed needs the bits of a weight on "
+            "average (6, say), and others have no budget.",
+        ),
+        Rule(
+            ("format", "method"),
+            lambda v: v.method == "mixed" and v.format == "compressed-tensors",
+            "--format compressed-tensors stores all modules in one way, and --method mixed in "
+            "several: use --format hf-quant.",
+        ),
+    )

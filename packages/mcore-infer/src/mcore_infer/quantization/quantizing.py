@@ -1,7 +1,7 @@
 """From a model to a folder of quantized weights: calibrate, round, write, read back, judge.
 
 The output is a Hugging Face folder of compressed-tensors or in the unified layout, which
-appears whole, with a receipt of what was done and what it cost. For compressed-tensors the
+appears whole, with a report of what was done and what it cost. For compressed-tensors the
 unified folder is written first, within it, and removed. One process; the model must fit on its
 device.
 """
@@ -9,6 +9,7 @@ device.
 import hashlib
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,27 +34,27 @@ from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.outputs import appearing, check_place
 from mcore_ckpt.storage.paths import resolve_folder
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.config import SamplingConfig
+from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.fp8_cache import rounded_cache
-from mcore_infer.engine.step_plans import Fp8Cache
+from mcore_infer.engine.step_plans import EngineConfig, Fp8Cache
 from mcore_infer.evaluation.scoring import TextScore, counted_losses, plan_windows
-from mcore_infer.export.compressed_tensors import write_compressed_tensors
-from mcore_infer.export.folding import layer_before
 from mcore_infer.loading import LoadedModel, load_model
-from mcore_infer.quantization.awq import scale_and_round
-from mcore_infer.quantization.budget import Way, check_budget, ways_within
-from mcore_infer.quantization.gptq import compensate_and_round
+from mcore_infer.quantization.budget import Candidate, check_budget, choose_candidates
+from mcore_infer.quantization.compressed_tensors import layer_before, write_compressed_tensors
 from mcore_infer.quantization.matrices import FusedMatrix, Selection, select
-from mcore_infer.quantization.observing import InputStatistics, largest_keys_and_values, observe
-from mcore_infer.quantization.options import QuantizeConfig
-from mcore_infer.quantization.receipt import MatrixReport, Receipt, write_receipt
-from mcore_infer.quantization.rounding import (
+from mcore_infer.quantization.methods import (
     RoundedMatrix,
+    compensate_and_round,
     input_scale,
     round_to_nearest,
+    scale_and_round,
     smooth_and_round,
 )
-from mcore_infer.quantization.timing import tokens_per_second
-from mcore_infer.quantization.writing import (
+from mcore_infer.quantization.observing import InputStatistics, largest_keys_and_values, observe
+from mcore_infer.quantization.options import QuantizeConfig
+from mcore_infer.quantization.report import MatrixReport, QuantizationReport, write_report
+from mcore_infer.quantization.unified_folder import (
     MAX_FILE_BYTES,
     QuantizedTensor,
     excluded,
@@ -68,7 +69,7 @@ _FEWEST_TOKENS = 256
 """Of a text to quantize by; even these show that it works, not what it costs."""
 
 MIXED_METHOD = "mixed"
-"""Word of ``--method`` for ``budget.ways_within``."""
+"""Word of ``--method`` for ``budget.choose_candidates``."""
 _NEAREST = "int8"
 """A method that rounds to the nearest, whatever the layout."""
 _SCALES_INPUTS = ("awq", "w8a8")
@@ -78,7 +79,7 @@ _PAIRWISE = ("awq", "gptq")
 
 
 @dataclass
-class _Work:
+class _Rounded:
     """What has been rounded so far."""
 
     done: dict[str, QuantizedTensor] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class _Placing:
+class _ScalePlacement:
     """Which matrices may have scales of their inputs in the form that is written."""
 
     is_free: bool
@@ -100,7 +101,7 @@ class _Placing:
     @classmethod
     def of(
         cls, source: OpenCheckpoint, selection: Selection, config: QuantizeConfig
-    ) -> "_Placing":
+    ) -> "_ScalePlacement":
         """Look at what is selected; no tensor is read."""
         modules = [member.module for one in selection.matrices for member in one.members]
         names = {link.theirs for link in find_links(source)}
@@ -129,7 +130,7 @@ def quantize(
     device: str = "cpu",
     tokenizer: Tokenizer | None = None,
     step: int = 0,
-) -> Receipt:
+) -> QuantizationReport:
     """Quantize a model, write it as a Hugging Face folder, and judge what was written.
 
     Args:
@@ -157,20 +158,24 @@ def quantize(
     with opened(folder_format(folder), folder) as source, appearing(output) as fresh:
         if isinstance(source.theirs, WidenedRows):
             raise ValueError(f"{folder} is quantized already: give the model it was made of.")
-        selection, ways = _chosen(loaded, find_links(source), config, windows)
+        selection, candidates = _chosen(loaded, find_links(source), config, windows)
         log.info("perplexity of %s on %d tokens", folder, len(scored))
         before, speeds = judged(loaded.model), _timed(loaded, config)
         tops = largest_keys_and_values(loaded.model, windows) if config.has_fp8_cache else {}
         work = _rounded(
-            loaded, selection, ways, windows, _Placing.of(source, selection, config)
+            loaded,
+            selection,
+            candidates,
+            windows,
+            _ScalePlacement.of(source, selection, config),
         )
-        left, plan = dict(selection.left), _plan(selection, ways, config)
+        left, plan = dict(selection.left), _plan(selection, candidates, config)
         num_bytes = _write(fresh, source, loaded.model, plan, work, tops, config.form)
         log.info("reading %s back", output)
         written = load_model(fresh, ctx)
         after, speeds = judged(written.model), speeds + _timed(written, config)
         with_cache = _perplexity_with_cache(written, judged, len(scored))
-        receipt = Receipt(
+        report = QuantizationReport(
             method=config.method,
             algo=plan.algo,
             form=config.form,
@@ -192,8 +197,8 @@ def quantize(
             fallbacks=tuple(work.fallbacks),
             has_experts=bool(loaded.description.moe.num_experts),
         )
-        write_receipt(fresh, receipt)
-    return receipt
+        write_report(fresh, report)
+    return report
 
 
 def _write(
@@ -201,7 +206,7 @@ def _write(
     source: OpenCheckpoint,
     model: LanguageModel,
     plan: QuantPlan,
-    work: _Work,
+    work: _Rounded,
     tops: Mapping[int, Mapping[str, Tensor]],
     form: str,
 ) -> int:
@@ -280,7 +285,7 @@ def _chosen(
     links: Sequence[Link],
     config: QuantizeConfig,
     windows: Sequence[Tensor],
-) -> tuple[Selection, dict[str, Way]]:
+) -> tuple[Selection, dict[str, Candidate]]:
     """Choose what is rounded, and how."""
     method = "fp8" if config.method == MIXED_METHOD else config.method
     layout = find_layout(METHODS[method], config.group_size if method == config.method else 0)
@@ -295,25 +300,29 @@ def _chosen(
         reasons = "; ".join(sorted(set(found.left.values())))
         raise ValueError(f"nothing of {loaded.folder} can be quantized so: {reasons}.")
     if method == config.method:
-        return found, {matrix.path: Way(method, layout) for matrix in found.matrices}
+        return found, {matrix.path: Candidate(method, layout) for matrix in found.matrices}
     check_budget(found.matrices, config.budget, config.group_size)
     widths = {one.path: one.weight.shape[1] for one in found.matrices}
     seen = observe(loaded.model, windows, widths, has_pairs=False, what=" the budget")
-    ways = ways_within(found.matrices, seen, config.budget, config.group_size)
-    if not ways:
+    candidates = choose_candidates(found.matrices, seen, config.budget, config.group_size)
+    if not candidates:
         raise ValueError(
             f"--budget {config.budget:g} leaves every matrix in 16 bits: give fewer, 6 say."
         )
-    kept = tuple(matrix for matrix in found.matrices if matrix.path in ways)
-    names = (m.module for one in found.matrices if one.path not in ways for m in one.members)
+    kept = tuple(matrix for matrix in found.matrices if matrix.path in candidates)
+    names = (
+        m.module for one in found.matrices if one.path not in candidates for m in one.members
+    )
     left = dict(found.left) | dict.fromkeys(names, "loses most, and the budget leaves it")
-    return Selection(kept, left), ways
+    return Selection(kept, left), candidates
 
 
-def _plan(selection: Selection, ways: Mapping[str, Way], config: QuantizeConfig) -> QuantPlan:
+def _plan(
+    selection: Selection, candidates: Mapping[str, Candidate], config: QuantizeConfig
+) -> QuantPlan:
     """Return what the folder says of itself."""
     layers = {
-        member.module: ways[matrix.path].layout
+        member.module: candidates[matrix.path].layout
         for matrix in selection.matrices
         for member in matrix.members
     }
@@ -328,14 +337,14 @@ def _plan(selection: Selection, ways: Mapping[str, Way], config: QuantizeConfig)
 def _rounded(
     loaded: LoadedModel,
     selection: Selection,
-    ways: Mapping[str, Way],
+    candidates: Mapping[str, Candidate],
     windows: Sequence[Tensor],
-    placing: _Placing,
-) -> _Work:
+    placement: _ScalePlacement,
+) -> _Rounded:
     """Round all matrices, in the model too; block by block where a method needs it."""
-    work = _Work()
+    work = _Rounded()
     layers = sorted({matrix.layer for matrix in selection.matrices})
-    has_pairs = any(way.method in _PAIRWISE for way in ways.values())
+    has_pairs = any(way.method in _PAIRWISE for way in candidates.values())
     groups = [[layer] for layer in layers] if has_pairs else [layers]
     for number, group in enumerate(groups, 1):
         chosen = [one for one in selection.matrices if one.layer in group]
@@ -344,8 +353,8 @@ def _rounded(
         seen = observe(loaded.model, windows, widths, has_pairs=has_pairs, what=part)
         amaxes = _input_amaxes(chosen, seen, work)
         for matrix in chosen:
-            method, layout = ways[matrix.path]
-            if not placing.takes(matrix, method):
+            method, layout = candidates[matrix.path]
+            if not placement.takes(matrix, method):
                 method = _NEAREST
                 work.fallbacks.append(
                     f"{matrix.path}: no layer before it can scale its inputs, which --format "
@@ -357,7 +366,7 @@ def _rounded(
 
 
 def _input_amaxes(
-    chosen: Sequence[FusedMatrix], seen: Mapping[str, InputStatistics], work: _Work
+    chosen: Sequence[FusedMatrix], seen: Mapping[str, InputStatistics], work: _Rounded
 ) -> dict[str, Tensor]:
     """Return the largest input of each matrix; one that saw none takes its block's largest."""
     found = {}
@@ -386,7 +395,7 @@ def _finish(
     found: RoundedMatrix,
     seen: InputStatistics,
     amax: Tensor,
-    work: _Work,
+    work: _Rounded,
 ) -> None:
     """Put a rounded matrix into the model, note its error and what is to be written."""
     pre, original = found.pre_quant_scale, matrix.weight.float()
@@ -434,3 +443,37 @@ _METHODS: Mapping[str, _Method] = {
     "awq": scale_and_round,
     "gptq": compensate_and_round,
 }
+
+
+_FIRST = 8
+"""Tokens before those that are timed: kernels are tried and steps recorded."""
+
+
+def tokens_per_second(
+    model: LanguageModel, num_tokens: int, fp8_cache: Fp8Cache | None = None
+) -> float:
+    """Time the writing of one text on an engine."""
+    length = 1 + _FIRST + num_tokens
+    engine = Engine(
+        model,
+        EngineConfig(
+            max_requests=1,
+            max_sequence_tokens=length,
+            num_pages=-(-length // 64),
+            fp8_cache=fp8_cache,
+        ),
+    )
+    engine.add([0], SamplingConfig(num_tokens=length - 1, top_k=1))
+    for _ in range(_FIRST):
+        engine.step()
+    _wait(engine.device)
+    begin, written = time.perf_counter(), 0
+    for event in engine.run():
+        written += not isinstance(event, tuple)
+    _wait(engine.device)
+    return written / (time.perf_counter() - begin)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

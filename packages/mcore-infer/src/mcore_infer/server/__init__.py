@@ -1,1 +1,1 @@
-"""Text over HTTP: one engine, its requests, and the two interfaces that clients know."""
+"""Text over HTTP: one engine behind Megatron's and OpenAI's interfaces."""

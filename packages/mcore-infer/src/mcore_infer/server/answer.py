@@ -1,46 +1,45 @@
-"""One answer from tokens: its text without stop strings, its scores, and why it ended.
+"""Builds an answer from tokens: text up to a stop string, log probabilities, finish reason.
 
-Text is released once no later token can change it: at whole characters, and not while it may
-be the beginning of a stop string. A stream and a whole answer are the same pieces.
+Text is released once no later token can change it: after whole characters, and not while it may
+be the start of a stop string. A stream and a whole answer consist of the same pieces.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_infer.streaming import TextStream, overlap
-from mcore_infer.vocabulary import TokenTexts, with_drawn
-from mcore_infer.writing import FinishReason, Generation, NewToken, Top
+from mcore_infer.writing.sequence import FinishReason, Generation, NewToken, Top
+from mcore_infer.writing.token_text import TextStream, TokenTexts, overlap, with_drawn
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token of an answer, for those who want log probabilities."""
+    """A token of an answer with its log probabilities."""
 
     id: int
     log_prob: float | None
     """None for the first token of a prompt."""
     top: Top
-    """The likeliest tokens of its place, and itself."""
+    """The likeliest tokens at its position, and the token itself."""
     offset: int
-    """Where it begins in the text."""
+    """Position of its first character in the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """What became certain with a token."""
+    """Text and tokens that a new token released."""
 
     text: str
     tokens: tuple[ScoredToken, ...]
-    """Whose text begins in this piece."""
+    """Tokens whose text starts in this piece."""
 
 
 class Answer:
-    """Collects the tokens of one text.
+    """Turns the tokens of one text into pieces.
 
     Attributes:
-        written: tokens of the engine, those of a stop string and an end included.
-        finish_reason: why it ended; None while it goes on.
-        result: of the engine, unless a stop string ended the text.
+        written: all tokens of the engine, with stop string and end token.
+        finish_reason: None while the text is being written.
+        result: of the engine; None if a stop string ended the text.
     """
 
     def __init__(
@@ -55,15 +54,15 @@ class Answer:
         offset: int = 0,
         kept: Mapping[int, str] | None = None,
     ) -> None:
-        """Begin with no text.
+        """Start with an empty text.
 
         Args:
-            texts: of the tokens that are coming.
-            eod: token that ends the text and is no part of it.
+            texts: decodes tokens.
+            eod: token that ends the text and is not part of it.
             stop: strings that end the text.
-            min_tokens: before so many tokens no stop string counts.
+            min_tokens: tokens before which stop strings are ignored.
             keeps_stop: whether the string that ended the text is a part of it.
-            is_scored: whether pieces have tokens.
+            is_scored: whether pieces contain scored tokens.
             offset: length of the text before.
             kept: special tokens that are part of the text, by id, and their names.
         """
@@ -73,7 +72,7 @@ class Answer:
         self._eod, self._stop, self._min_tokens = eod, stop, min_tokens
         self._keeps_stop, self._is_scored = keeps_stop, is_scored
         self._stream = TextStream(texts.tokenizer, kept)
-        self._held = ""  # may be the beginning of a stop string
+        self._held = ""  # text that may be the start of a stop string
         self._held_tokens: list[ScoredToken] = []
         self._decoded = self._released = offset  # lengths of text
 
@@ -83,7 +82,7 @@ class Answer:
         return [token.id for token in self.written]
 
     def add(self, token: NewToken) -> AnswerPiece:
-        """Take a token; return what became certain."""
+        """Add a token; return the piece that it released."""
         assert self.finish_reason is None
         self.written.append(token)
         if token.id == self._eod:
@@ -94,7 +93,7 @@ class Answer:
         return self._take(self._stream.add(token.id))
 
     def finish(self, result: Generation) -> AnswerPiece:
-        """Take the end of the text; return what is left of it."""
+        """Add the engine's result; return the rest of the text."""
         piece = self._take(self._stream.rest())
         if self.finish_reason:
             return piece
@@ -126,7 +125,7 @@ class Answer:
 def prompt_tokens(
     texts: TokenTexts, prompt: Sequence[int], result: Generation
 ) -> list[ScoredToken]:
-    """Return the tokens of a prompt with the scores that were computed."""
+    """Return the tokens of a prompt with the scores of a result."""
     log_probs: list[float | None] = [None, *result.prompt_log_probs]
     top: list[Top] = [(), *(result.prompt_top or [()] * (len(prompt) - 1))]
     stream, offset, found = TextStream(texts.tokenizer), 0, []

@@ -1,7 +1,7 @@
 """``PUT /api``: Megatron's interface, with its fields and their limits.
 
-Each field has an effect or is refused: what a value cannot mean here (``length_penalty``
-without beam search) gets a status of 400, as does everything out of range.
+A field without effect (``length_penalty`` without beam search) or out of range is refused with
+status 400.
 """
 
 from collections.abc import Sequence
@@ -9,16 +9,22 @@ from typing import Any
 
 from mcore_infer.config import SamplingConfig
 from mcore_infer.server.answer import Answer, AnswerPiece
-from mcore_infer.server.job import Job, ServedModel, checked, encode, num_tokens_for, seed_of
+from mcore_infer.server.job import (
+    Job,
+    ServedModel,
+    build_sampling,
+    encode,
+    num_tokens_for,
+    seed_or_random,
+)
 from mcore_infer.server.schemas import ApiBody, RequestError
 from mcore_infer.server.worker import TextRequest
-from mcore_infer.streaming import TextStream
-from mcore_infer.vocabulary import with_drawn
-from mcore_infer.writing import NewToken, ScoreRequest, TokenRules
+from mcore_infer.writing.sequence import NewToken, ScoreRequest, TokenRules
+from mcore_infer.writing.token_text import TextStream, with_drawn
 
 
 def read_api(body: ApiBody, served: ServedModel) -> Job:
-    """Turn a body into a job.
+    """Return the job of a request body.
 
     Raises:
         RequestError: with status 400, for fields that exclude each other.
@@ -31,7 +37,7 @@ def read_api(body: ApiBody, served: ServedModel) -> Job:
     if (body.stop_token or 0) >= served.vocab_size:
         message = f"stop_token: token ids are from 0 to {served.vocab_size - 1}."
         raise RequestError(400, message, "stop_token")
-    sampling, seed = _sampling(body), seed_of(body.random_seed)
+    sampling, seed = _sampling(body), seed_or_random(body.random_seed)
     end = served.tokenizer.eod if body.stop_token is None else body.stop_token
     stop = ("\n\n",) if body.stop_on_double_eol else ()
     if body.stop_on_eol:
@@ -72,7 +78,7 @@ def read_api(body: ApiBody, served: ServedModel) -> Job:
 
 
 class ApiReply:
-    """The whole answer; this interface has no streams."""
+    """Builds the answer of ``/api``, which has no streams."""
 
     def __init__(
         self,
@@ -81,7 +87,7 @@ class ApiReply:
         requests: Sequence[TextRequest],
         answers: Sequence[Answer],
     ) -> None:
-        """Remember what was sent."""
+        """Store the requests and their answers."""
         self.served, self.prompts = served, prompts
         self.requests, self.answers = requests, answers
 
@@ -98,7 +104,7 @@ class ApiReply:
         return ()
 
     def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
-        """Return texts, tokens and segments, prompts included, and scores where wanted."""
+        """Return texts, tokens and segments, prompts included, and requested scores."""
         if self.requests[0].sampling.beam_width:
             return self._beams()
         texts = [
@@ -125,7 +131,7 @@ class ApiReply:
         return reply
 
     def _beams(self) -> dict[str, Any]:
-        """Return the same of every beam, best first, and their scores."""
+        """Return text, tokens, segments and score of every beam, best first."""
         (request,), (answer,) = self.requests, self.answers
         assert answer.result is not None
         beams, decode = answer.result.beams, self.served.tokenizer.decode
@@ -161,7 +167,7 @@ class ApiReply:
 def _sampling(body: ApiBody) -> SamplingConfig:
     if body.top_p and body.top_k:
         raise RequestError(400, "cannot set both top-k and top-p samplings.", "top_p")
-    return checked(
+    return build_sampling(
         lambda: SamplingConfig(
             temperature=body.temperature,
             top_k=body.top_k,

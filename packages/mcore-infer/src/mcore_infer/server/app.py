@@ -1,4 +1,4 @@
-"""The routes of the server, and who may use them."""
+"""Routes of the server, access control, and error responses."""
 
 import asyncio
 import gc
@@ -18,22 +18,27 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mcore_infer.server.answering import JobResponse, Patience, as_json, openai_error
 from mcore_infer.server.description import INTERFACES, Interface, openapi
-from mcore_infer.server.front import Front
 from mcore_infer.server.job import Job, ServedModel
 from mcore_infer.server.metrics import Metrics
+from mcore_infer.server.responses import (
+    EngineClient,
+    JobResponse,
+    Timeouts,
+    as_json,
+    openai_error,
+)
 from mcore_infer.server.schemas import RequestError
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/v1/health", "/", "/openapi.json")
-"""What needs no key."""
+"""Paths that need no API key."""
 _FORM = "application/x-www-form-urlencoded"
 _LONG_BYTES = 1 << 14
 _SWITCH_S = 0.0005
-"""How long a thread of Python runs while the engine's waits for the interpreter, which it does
-after every kernel; 0.005 would hold its steps up by as much a kernel."""
+"""Switch interval of Python's threads. The engine's thread waits for the interpreter after
+every kernel launch; the default of 0.005 would delay its steps by as much at each launch."""
 _GAUGES = {
     "requests_running": "Requests that hold pages.",
     "requests_waiting": "Requests that hold none.",
@@ -43,7 +48,7 @@ _GAUGES = {
     "speculative_drafted": "Tokens that were proposed.",
     "speculative_accepted": "Of these, right.",
 }
-"""What ``/metrics`` says of all replicas' engines."""
+"""Gauges of ``/metrics``, summed over the engines of all replicas."""
 _PATHS = (
     *OPEN_PATHS,
     *(path for one in INTERFACES for path in one.paths),
@@ -53,31 +58,31 @@ _PATHS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Who may use a server, and how much of it."""
+    """Access control and limits of a server."""
 
     api_key: str = ""
-    """Bearer token that is needed; empty: none."""
+    """Required bearer token; empty: none."""
     max_body_bytes: int = 4 << 20
     origins: tuple[str, ...] = ()
     """Origins of web pages that browsers let read answers (CORS); ``*``: all."""
     hosts: tuple[str, ...] = ()
-    """Names in the Host header that are served; empty: all. A web page that has its own name
-    point to the loopback address is kept out by it."""
-    patience: Patience = field(default_factory=Patience)
+    """Accepted names in the Host header; empty: all. Protects a loopback server against DNS
+    rebinding by web pages."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
 
 class Server:
-    """Everything behind the routes.
+    """Handlers of all routes.
 
     Attributes:
         served: the model.
         front: of the engine.
-        limits: who may use it.
-        metrics: what was done.
+        limits: access control and limits.
+        metrics: counters of this server.
     """
 
-    def __init__(self, served: ServedModel, front: Front, limits: Limits) -> None:
-        """Prepare; the engine's thread starts with the application's lifespan."""
+    def __init__(self, served: ServedModel, front: EngineClient, limits: Limits) -> None:
+        """Store the arguments; the engine's thread starts with the application's lifespan."""
         self.served, self.front, self.limits = served, front, limits
         self.metrics = Metrics()
 
@@ -110,7 +115,7 @@ class Server:
         gate = _Gate(app, self)
         if not self.limits.origins:
             return gate
-        # Around the gate: a browser asks without a key whether it may send one.
+        # Around the gate: a browser's preflight request carries no key.
         return CORSMiddleware(
             gate,
             allow_origins=self.limits.origins,
@@ -122,7 +127,8 @@ class Server:
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
-        # A search for cycles among a million objects of libraries stops every thread for 0.2 s.
+        # A full garbage collection over a million objects of libraries stops all threads for
+        # 0.2 s: exclude the objects that exist now.
         gc.collect()
         gc.freeze()
         self.front.start()
@@ -136,17 +142,17 @@ class Server:
     def _writer(self, interface: Interface) -> Callable[..., Any]:
         async def write(request: Request) -> Any:
             raw = await self._body(request)
-            if len(raw) > _LONG_BYTES:  # others go on while it is cut into tokens
+            if len(raw) > _LONG_BYTES:  # tokenize in a thread, so that others are served
                 job = await asyncio.to_thread(interface.job, raw, self.served)
             else:
                 job = interface.job(raw, self.served)
             await self._prepare(job)
-            return JobResponse(job, self.front, self.metrics, self.limits.patience)
+            return JobResponse(job, self.front, self.metrics, self.limits.timeouts)
 
         return write
 
     async def _prepare(self, job: Job) -> None:
-        answer_s = self.limits.patience.answer_s
+        answer_s = self.limits.timeouts.answer_s
         try:
             async with asyncio.timeout(answer_s):
                 await self.front.prepare(job.structures)
@@ -155,24 +161,25 @@ class Server:
             raise RequestError(504, message) from None
 
     async def _body(self, request: Request) -> bytes:
-        """Read a body of JSON, in time and no longer than allowed."""
+        """Read a JSON body within the limits of time and size."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # curl -d names a form unless told otherwise. Browsers ask before they PUT, so a page of
-        # another site cannot send such a body.
+        # curl -d sends the content type of a form by default. Accepting it for PUT is safe: a
+        # browser sends a preflight request before PUT, so that other sites cannot send such a
+        # body.
         is_plain_put = request.method == "PUT" and kind in ("", _FORM)
         if kind != "application/json" and not is_plain_put:
             raise RequestError(415, "the content-type must be application/json.")
         most, parts, size = self.limits.max_body_bytes, [], 0
-        patience = self.limits.patience.client_s
+        timeouts = self.limits.timeouts.client_s
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeouts):
                 async for part in request.stream():
                     parts.append(part)
                     size += len(part)
                     if size > most:
                         raise RequestError(413, f"the body is longer than {most} bytes.")
         except TimeoutError:
-            raise RequestError(408, f"no body within {patience:g} seconds.") from None
+            raise RequestError(408, f"no body within {timeouts:g} seconds.") from None
         return b"".join(parts)
 
     async def models(self, request: Request) -> Response:
@@ -197,22 +204,22 @@ class Server:
         return _json(status, 200 if is_ready else 503)
 
     async def measures(self, _request: Request) -> Response:
-        """Return what was done, for Prometheus."""
+        """Return counters and gauges in Prometheus' format."""
         counts = self.front.worker.requests.counts
         text = self.metrics.text({name: (_GAUGES[name], counts[name]) for name in _GAUGES})
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def description(self, _request: Request) -> Response:
-        """Return the OpenAPI description, for programs that write requests."""
+        """Return the OpenAPI description."""
         return _json(openapi(has_key=bool(self.limits.api_key)))
 
     async def page(self, _request: Request) -> Response:
-        """Return a page to try the model."""
+        """Return a web page to try the model."""
         return HTMLResponse(files("mcore_infer.server").joinpath("page.html").read_text())
 
 
 class _Gate:
-    """Lets in who may; counts responses."""
+    """Middleware: checks host and API key, and counts responses."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self.app, self.server = app, server
@@ -238,7 +245,7 @@ class _Gate:
             return
         try:
             await self.app(scope, receive, counted)
-        except ClientDisconnect:  # before its request was there
+        except ClientDisconnect:  # before the whole request arrived
             self.server.metrics.cancelled += 1
 
     def _refusal(self, path: str, headers: Mapping[bytes, str]) -> RequestError | None:
@@ -263,7 +270,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    # Megatron's interface says what is wrong in a plain string.
+    # Megatron's interface returns errors as plain strings.
     is_plain = request.url.path == "/api"
     body = error.message if is_plain else openai_error(error)
     response = _json(body, error.status)

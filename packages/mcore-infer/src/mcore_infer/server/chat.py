@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions`` as OpenAI's clients know it."""
+"""``POST /v1/chat/completions`` in OpenAI's format: bodies to jobs, results to replies."""
 
 import json
 import secrets
@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_infer.chat_format import ChatFormat
-from mcore_infer.grammars import Structure
 from mcore_infer.server.answer import Answer, AnswerPiece, ScoredToken
 from mcore_infer.server.completions import usage
 from mcore_infer.server.job import (
@@ -32,13 +30,15 @@ from mcore_infer.server.tool_calls import (
     marks_of,
     tool_format,
 )
-from mcore_infer.writing import ScoreRequest
+from mcore_infer.writing.chat_format import ChatFormat
+from mcore_infer.writing.grammars import Structure
+from mcore_infer.writing.sequence import ScoreRequest
 
 _RESERVED = ("messages", "add_generation_prompt", "tools")
 
 
 def read_chat(body: ChatBody, served: ServedModel) -> Job:
-    """Turn a body into a job.
+    """Return the job of a request body.
 
     Raises:
         RequestError: for fields that exclude each other, or messages that are too long or that
@@ -87,7 +87,7 @@ def read_chat(body: ChatBody, served: ServedModel) -> Job:
 
 
 def _chosen_tools(body: ChatBody) -> tuple[list[Tool], bool]:
-    """Return the tools that the model sees, and whether it must call one."""
+    """Return the tools of the prompt, and whether the model must call one."""
     choice = body.tool_choice
     if choice == "none":
         return [], False
@@ -113,7 +113,7 @@ def _structure(
     is_forced: bool,
     reasons: bool,
 ) -> Structure | None:
-    """Return what the answer is held to: a call, a format, either, or nothing."""
+    """Return the structure of the answer: a call, a response format, either, or None."""
     answer = response_structure(body)
     thinking_end = chat.reasoning[1] if reasons and chat.reasoning else ""
     if is_forced or (answer is not None and form is not None):
@@ -142,7 +142,7 @@ def _structure(
 def _rendered(
     body: ChatBody, served: ServedModel, chat: ChatFormat, tools: Sequence[Tool]
 ) -> str:
-    """Return the prompt, unless its parts alone are too long for the context."""
+    """Return the rendered prompt; refuses messages that cannot fit before rendering them."""
     messages = [_for_template(message) for message in body.messages]
     texts = [str(message["content"]) for message in messages]
     size = sum(map(len, texts)) if served.texts.longest else 0
@@ -182,7 +182,10 @@ def _rendered(
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message with one text, and earlier calls with arguments as objects."""
+    """Return a message for the template.
+
+    Content as one string, arguments of calls as objects.
+    """
     if message.content is None and not message.tool_calls:
         raise RequestError(400, "messages: each must have content.", "messages")
     found = message.model_dump(exclude_none=True)
@@ -202,7 +205,7 @@ def _for_template(message: Message) -> dict[str, Any]:
 
 
 class ChatReply:
-    """Messages in OpenAI's form."""
+    """Builds chat answers and stream events in OpenAI's format."""
 
     def __init__(
         self,
@@ -213,7 +216,7 @@ class ChatReply:
         readers: Sequence[AnswerReader],
         form: ToolFormat | None,
     ) -> None:
-        """Give the reply its id."""
+        """Create the id and the fields that all events share."""
         self.body, self.served, self.prompt_tokens = body, served, prompt_tokens
         self.answers, self.readers, self.form = answers, readers, form
         self.head = {
@@ -224,12 +227,12 @@ class ChatReply:
         }
 
     def begin(self) -> Sequence[Any]:
-        """Return the role of every text."""
+        """Return one event with the role for every choice."""
         delta = {"role": "assistant", "content": ""}
         return [self._event(index, delta, None, None) for index in range(len(self.answers))]
 
     def event(self, index: int, piece: AnswerPiece) -> Any:
-        """Return one choice with what is new."""
+        """Return the event of a new piece; None if it adds nothing."""
         reason, reader = self.answers[index].finish_reason, self.readers[index]
         num_calls = reader.num_calls
         found = reader.add(piece.text, is_last=reason is not None)
@@ -248,13 +251,13 @@ class ChatReply:
         return self._event(index, delta, self._scores(piece.tokens), self._reason(index))
 
     def end(self) -> Sequence[Any]:
-        """Return the counts where they are wanted."""
+        """Return the event of token counts, if requested."""
         if not self.body.stream_options.include_usage:
             return ()
         return [{**self.head, "choices": [], "usage": self._usage()}]
 
     def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
-        """Return all messages and the counts."""
+        """Return all messages and the token counts."""
         choices = []
         for index, of_one in enumerate(pieces):
             text = "".join(piece.text for piece in of_one)
@@ -283,7 +286,7 @@ class ChatReply:
     def _calls(self, delta: AnswerDelta) -> list[dict[str, Any]]:
         return [
             {
-                # Mistral's templates take nothing but nine letters and digits.
+                # Mistral's templates require nine letters and digits.
                 "id": secrets.token_hex(5)[:9],
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},

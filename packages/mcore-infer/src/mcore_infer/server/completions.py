@@ -1,4 +1,4 @@
-"""``POST /v1/completions`` as OpenAI's clients know it."""
+"""``POST /v1/completions`` in OpenAI's format: bodies to jobs, results to replies."""
 
 import secrets
 import time
@@ -17,11 +17,11 @@ from mcore_infer.server.job import (
 )
 from mcore_infer.server.schemas import CompletionBody, RequestError
 from mcore_infer.server.worker import TextRequest
-from mcore_infer.writing import ScoreRequest
+from mcore_infer.writing.sequence import ScoreRequest
 
 
 def read_completion(body: CompletionBody, served: ServedModel) -> Job:
-    """Turn a body into a job.
+    """Return the job of a request body.
 
     Raises:
         RequestError: for fields that exclude each other, or a prompt that is too long.
@@ -73,7 +73,7 @@ def _prompts(body: CompletionBody, served: ServedModel) -> list[tuple[str, Seque
 
 
 class CompletionReply:
-    """Choices in OpenAI's form."""
+    """Builds completions and stream events in OpenAI's format."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class CompletionReply:
         requests: Sequence[TextRequest],
         answers: Sequence[Answer],
     ) -> None:
-        """Give the reply its id."""
+        """Create the id and the fields that all events share."""
         self.body, self.served, self.prompts = body, served, prompts
         self.requests, self.answers = requests, answers
         self.head = {
@@ -94,7 +94,7 @@ class CompletionReply:
         }
 
     def begin(self) -> Sequence[Any]:
-        """Return the prompts where they are echoed."""
+        """Return one event with the prompt for every choice, if echoed."""
         if not self.body.echo:
             return ()
         return [
@@ -103,18 +103,18 @@ class CompletionReply:
         ]
 
     def event(self, index: int, piece: AnswerPiece) -> Any:
-        """Return one choice with what is new."""
+        """Return the event of a new piece."""
         scores = None if self.body.logprobs is None else self._scores(piece.tokens)
         return self._event(index, piece.text, scores, self.answers[index].finish_reason)
 
     def end(self) -> Sequence[Any]:
-        """Return the counts where they are wanted."""
+        """Return the event of token counts, if requested."""
         if not self.body.stream_options.include_usage:
             return ()
         return [{**self.head, "choices": [], "usage": self._usage()}]
 
     def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
-        """Return all choices and the counts."""
+        """Return all choices and the token counts."""
         choices = []
         for index, of_one in enumerate(pieces):
             text = "".join(piece.text for piece in of_one)
@@ -159,7 +159,7 @@ def _choice(index: int, text: str, scores: Any, finish_reason: str | None) -> di
 
 
 def usage(prompt_tokens: int, answers: Sequence[Answer]) -> dict[str, int]:
-    """Return OpenAI's counts; a prompt with several texts counts once."""
+    """Return OpenAI's token counts; a prompt with several texts counts once."""
     written = sum(len(answer.ids) for answer in answers)
     return {
         "prompt_tokens": prompt_tokens,

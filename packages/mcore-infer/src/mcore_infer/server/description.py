@@ -1,4 +1,4 @@
-"""The interfaces of the server, and the OpenAPI description that ``/openapi.json`` gives."""
+"""The interfaces of the server, and the OpenAPI description of ``/openapi.json``."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,25 +26,25 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interface:
-    """One way to request texts."""
+    """One interface: its paths, its body, and the schemas of its answers."""
 
     summary: str
     paths: tuple[str, ...]
-    """The first is described; the others are short for it."""
+    """The first is in the description; the others are aliases."""
     methods: tuple[str, ...]
     body: type[Body]
     read: Callable[[Any, ServedModel], Job]
     answer: Mapping[str, Schema]
-    """What a whole answer always holds."""
+    """Required fields of a whole answer."""
     event: Mapping[str, Schema] = field(default_factory=dict)
-    """What each event of a stream always holds; empty: there are no streams."""
+    """Required fields of each stream event; empty: the interface has no streams."""
     has_plain_errors: bool = False
 
     def job(self, raw: bytes, served: ServedModel) -> Job:
-        """Turn the bytes of a body into a job.
+        """Return the job of a raw request body.
 
         Raises:
-            RequestError: for what is wrong in it.
+            RequestError: if the body is invalid.
         """
         max_ids = MAX_TEXTS * served.max_tokens
         return self.read(read_body(raw, self.body, max_ids), served)
@@ -80,7 +80,10 @@ _CHAT_ENDS = (*_ENDS, "tool_calls")
 def _head(
     kind: str, choice: Mapping[str, Schema], ends: Sequence[str | None]
 ) -> dict[str, Schema]:
-    """What OpenAI's answers hold; a choice has an index and how its text ended besides."""
+    """Return the fields of OpenAI's answers.
+
+    ``choice`` are those of a choice besides the common.
+    """
     end: Schema = {"enum": list(ends)}
     return {
         "id": _TEXT,
@@ -209,9 +212,9 @@ def openapi(*, has_key: bool) -> dict[str, Any]:
 
 def _path(one: Interface, body: Schema) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": _object(one.answer)}}
-    # Who is not let in gets the same error everywhere.
+    # Access errors have the same format on all paths.
     error = {"$ref": "#/components/schemas/Error"}
-    if one.event:  # the schema is that of each event but the last, which is [DONE]
+    if one.event:  # the schema of each event; the last one is [DONE]
         event = _object({**one.event, "usage": _USAGE}, needed=one.event)
         content["text/event-stream"] = {"schema": {"anyOf": [event, error]}}
     plain = {"anyOf": [_TEXT, error]} if one.has_plain_errors else error

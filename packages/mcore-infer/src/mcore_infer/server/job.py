@@ -1,4 +1,4 @@
-"""What a request to the server becomes: texts to write, and how their reply looks."""
+"""A request after validation: the texts for the engine, and the reply that they form."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -9,14 +9,14 @@ from json import dumps
 from typing import Any, Protocol, runtime_checkable
 
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.chat_format import ChatFormat
 from mcore_infer.config import MAX_SEED, SamplingConfig
-from mcore_infer.grammars import Structure
 from mcore_infer.server.answer import Answer, AnswerPiece
 from mcore_infer.server.schemas import MAX_TEXTS, RequestError, TextBody
 from mcore_infer.server.worker import TextRequest
-from mcore_infer.vocabulary import TokenTexts
-from mcore_infer.writing import ScoreRequest, TokenRules
+from mcore_infer.writing.chat_format import ChatFormat
+from mcore_infer.writing.grammars import Structure
+from mcore_infer.writing.sequence import ScoreRequest, TokenRules
+from mcore_infer.writing.token_text import TokenTexts
 
 _FALLBACKS = {
     "temperature": 1.0,
@@ -25,25 +25,24 @@ _FALLBACKS = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Of OpenAI's interfaces, where neither the request nor the model names a value."""
+"""Sampling of OpenAI's interfaces if neither the request nor the model sets a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """The model that a server runs, as its interfaces know it."""
+    """What the interfaces need of the served model."""
 
     name: str
     tokenizer: Tokenizer
     vocab_size: int
     max_tokens: int
-    """Of a prompt and its text together."""
+    """Most tokens of a prompt and its text together."""
     ends: tuple[int, ...] = ()
     """Tokens besides the tokenizer's end of document that end a text."""
     chat: ChatFormat | None = None
-    """How chats are written and read; None: jinja2 is missing."""
+    """Chat template; None: jinja2 is missing."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling of OpenAI's interfaces that the model names, see
-    ``LoadedModel.sampling_defaults``."""
+    """Default sampling of OpenAI's interfaces, see ``LoadedModel.sampling_defaults``."""
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -53,16 +52,16 @@ class ServedModel:
 
 @runtime_checkable
 class Reply(Protocol):
-    """How an interface writes its answers: whole, or event by event."""
+    """Builds the answer of an interface, whole or event by event."""
 
     def begin(self) -> Sequence[Any]:
         """Return the events before any text."""
 
     def event(self, index: int, piece: AnswerPiece) -> Any:
-        """Return the event of a new piece of text ``index``; None: nothing is certain yet."""
+        """Return the event of a new piece of text ``index``; None: no event."""
 
     def end(self) -> Sequence[Any]:
-        """Return the events behind all texts."""
+        """Return the events after all texts."""
 
     def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> Any:
         """Return the answer from the pieces of each text."""
@@ -70,16 +69,16 @@ class Reply(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One request: what the engine writes, what becomes of it, and how it is answered."""
+    """One HTTP request: its texts for the engine, their answers, and the reply."""
 
     requests: list[TextRequest]
     answers: list[Answer]
     reply: Reply
     is_stream: bool = False
     needs_result: bool = False
-    """Whether scores of prompts are wanted, which come with the end of a text."""
+    """Whether the reply needs prompt scores, which arrive with the engine's result."""
     has_plain_errors: bool = False
-    """Whether errors are plain strings, as Megatron's clients expect them."""
+    """Whether errors are plain strings, as in Megatron's interface."""
 
     @property
     def num_written(self) -> int:
@@ -88,12 +87,12 @@ class Job:
 
     @property
     def structures(self) -> set[Structure]:
-        """What its texts are held to."""
+        """Structures of its texts."""
         return {request.structure for request in self.requests if request.structure}
 
 
 def check_model(body: TextBody, served: ServedModel) -> None:
-    """Refuse a model that is not the one that is served; left out, it is."""
+    """Raise RequestError if the body names another model."""
     if body.model not in (None, served.name):
         name = str(body.model)[:100]
         message = f"no model {name} here: {served.name} is served."
@@ -117,9 +116,9 @@ def text_requests(
     Args:
         body: how texts are sampled and where they stop.
         served: the model.
-        prompts: token ids, and how many are written behind them.
+        prompts: token ids, and the number of tokens to write after them.
         scores: log probabilities.
-        structure: what texts are held to; None: nothing.
+        structure: grammar of the texts; None: any text.
         end_texts: strings that end a text besides the body's.
         end_ids: tokens that end a text besides the model's.
         offsets: lengths of the texts before the answers, by prompt; empty: 0.
@@ -145,7 +144,7 @@ def text_requests(
     rules = TokenRules(bias=_bias(body, served.vocab_size))
     if body.min_tokens:
         rules = TokenRules(bias=rules.bias, min_tokens=body.min_tokens, ends=tuple(ends))
-    sampling, seed = _sampling(body, served), seed_of(body.seed)
+    sampling, seed = _sampling(body, served), seed_or_random(body.seed)
     requests, answers = [], []
     for number, (ids, num_tokens) in enumerate(prompts):
         for _ in range(body.n):
@@ -177,7 +176,7 @@ def text_requests(
 
 
 def response_structure(body: TextBody) -> Structure | None:
-    """Return what ``response_format`` holds a text to; None: nothing."""
+    """Return the structure of ``response_format``; None: any text."""
     wanted = body.response_format
     if wanted.type == "text":
         return None
@@ -189,19 +188,19 @@ def response_structure(body: TextBody) -> Structure | None:
 
 
 def check_can_hold(field: str) -> None:
-    """Refuse a field that needs llguidance where it is not installed."""
+    """Raise RequestError for a field that needs llguidance if it is not installed."""
     if find_spec("llguidance") is None:
         message = f"{field} needs a server with pip install 'mcore-infer[structured]'."
         raise RequestError(400, message, field)
 
 
-def seed_of(given: int | None) -> int:
+def seed_or_random(given: int | None) -> int:
     """Return the seed, or a random one."""
     return secrets.randbelow(MAX_SEED) if given is None else given
 
 
-def checked(build: Callable[[], SamplingConfig]) -> SamplingConfig:
-    """Build a config; what it refuses is the client's fault."""
+def build_sampling(build: Callable[[], SamplingConfig]) -> SamplingConfig:
+    """Call ``build``; its ValueError becomes a RequestError."""
     try:
         return build()
     except ValueError as error:
@@ -209,10 +208,10 @@ def checked(build: Callable[[], SamplingConfig]) -> SamplingConfig:
 
 
 def num_tokens_for(served: ServedModel, prompt: Sequence[int], wanted: int | None) -> int:
-    """Return how many tokens a text gets: what is wanted, within the context.
+    """Return the number of tokens to write, limited by the context.
 
     Args:
-        served: says how long texts are.
+        served: has the limit of the context.
         prompt: token ids.
         wanted: tokens to write; None: as many as fit.
     """
@@ -225,16 +224,16 @@ def num_tokens_for(served: ServedModel, prompt: Sequence[int], wanted: int | Non
 def encode(
     served: ServedModel, text: str, field: str = "prompt", *, is_rendered: bool = False
 ) -> list[int]:
-    """Turn a prompt into tokens, which may be none where a template rendered it.
+    """Return the tokens of a prompt.
 
-    An empty one becomes the token that begins a document. One that is too long by its
-    characters is refused before it is cut into tokens.
+    An empty prompt becomes the token that starts a document, unless a template rendered it. A
+    prompt with too many characters for the context is refused before it is tokenized.
     """
     tokenizer = served.tokenizer
     if (fewest := served.texts.fewest(text)) > served.max_tokens:
         raise _too_long(served, f"has {fewest} or more", field)
     try:
-        # Libraries release Python's lock for batches alone.
+        # The tokenizer libraries release the interpreter lock for batches only.
         (ids,) = tokenizer.encode_batch([text], add_special_tokens=not is_rendered)
     except (ValueError, TypeError) as error:
         raise RequestError(400, str(error), field) from None
@@ -264,7 +263,7 @@ def _sampling(body: TextBody, served: ServedModel) -> SamplingConfig:
         values |= {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
     if values["top_p"] == 1:
         values["top_p"] = 0.0
-    return checked(
+    return build_sampling(
         lambda: SamplingConfig(
             **values,
             presence_penalty=body.presence_penalty,
@@ -284,7 +283,10 @@ def _bias(body: TextBody, vocab_size: int) -> tuple[tuple[int, float], ...]:
 def _split_stops(
     stop: str | Sequence[str], tokenizer: Tokenizer
 ) -> tuple[list[str], list[list[int]]]:
-    """Return stop strings, and as tokens those with special tokens, which are not in a text."""
+    """Return stop strings.
+
+    Those with special tokens, which have no text, as token sequences.
+    """
     strings, sequences = [], []
     for text in [stop] if isinstance(stop, str) else stop:
         named = tokenizer.token_id(text)

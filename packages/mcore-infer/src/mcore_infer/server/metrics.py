@@ -29,15 +29,15 @@ class Histogram:
 
 
 class Metrics:
-    """What a server did; one event loop.
+    """Counters and histograms of a server; used by one event loop.
 
     Attributes:
         responses: by path and status.
-        prompt_tokens: read, of requests that were answered or cut off.
+        prompt_tokens: of all requests that ended.
         written_tokens: of all texts.
         first_token: from the arrival of a request to its first tokens.
         between_tokens: from tokens to the next ones of a text.
-        cancelled: requests whose client left.
+        cancelled: requests whose client disconnected.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Metrics:
         """Return all in Prometheus' text format.
 
         Args:
-            gauges: by name, help and value of what is measured now.
+            gauges: help text and current value, by name.
         """
         lines = _head("responses_total", "Responses by path and status.", "counter")
         for (path, status), count in sorted(self.responses.items()):

@@ -1,7 +1,7 @@
-"""Bodies of requests: one pydantic model each, which is validation and OpenAPI schema.
+"""Request bodies as pydantic models, which validate and give the OpenAPI schema.
 
-Every field of OpenAI's interfaces is here: with an effect, described as without, or in a
-model's ``refused`` with the reason. null is as good as left out.
+Every field of OpenAI's interfaces is here: with an effect, described as having none, or in a
+model's ``refused`` with the reason. A field of null counts as left out.
 """
 
 import difflib
@@ -34,12 +34,12 @@ _CONTENT = "a string or a list of parts of text"
 
 
 class RequestError(Exception):
-    """What a client did wrong, or why it gets no answer; the message is for its user.
+    """An error response: a fault of the client, or why the server gives no answer.
 
     Attributes:
         status: HTTP status.
         message: one line.
-        field: of the body that is wrong; empty: none.
+        field: wrong field of the body; empty: none.
         code: for programs; empty: the status.
     """
 
@@ -60,7 +60,7 @@ _JSON = TypeAdapter(Any)
 
 
 def _add_null(schema: dict[str, Any]) -> None:
-    """Let every field that may be left out be null, in the description too."""
+    """Allow null for every optional field in the JSON schema."""
     required = schema.get("required", ())
     for name, part in schema.get("properties", {}).items():
         part.pop("title", None)
@@ -76,7 +76,7 @@ class Body(BaseModel):
         extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_add_null
     )
     refused: ClassVar[Mapping[str, str]] = {}
-    """Fields of the interface that are not served, and why."""
+    """Fields of the interface that are refused, with the reason."""
 
     @model_validator(mode="before")
     @classmethod
@@ -104,7 +104,7 @@ _TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
 
 
 class StreamOptions(Body):
-    """How a stream ends."""
+    """Options of streams."""
 
     include_usage: bool = False
     include_obfuscation: _NoEffect = None
@@ -120,7 +120,7 @@ class SchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """What a text is held to."""
+    """The required form of a text."""
 
     type: Literal["text", "json_object", "json_schema", "regex"] = "text"
     json_schema: SchemaFormat | None = None
@@ -189,7 +189,10 @@ _Prompts = Annotated[list[str | _Ids], Field(min_length=1, max_length=MAX_TEXTS)
 
 
 def _kind_of_prompt(prompt: Any) -> str:
-    """Return what a prompt is by its first part: a union would refuse each id as a text."""
+    """Return the kind of a prompt by its first element.
+
+    A plain union would try every id as text.
+    """
     if isinstance(prompt, list):
         return "ids" if prompt and isinstance(prompt[0], int) else "many"
     return "text"
@@ -304,7 +307,7 @@ class ChatBody(TextBody):
 
 
 def _check_prompts(prompts: Any) -> Any:
-    """Refuse prompts in the words of Megatron's server."""
+    """Check prompts with the messages of Megatron's server."""
     if not isinstance(prompts, list) or not all(isinstance(one, str) for one in prompts):
         raise ValueError("prompts is not a list of strings")
     if not prompts:
@@ -353,7 +356,7 @@ def read_body(raw: bytes, model: type[AnyBody], max_ids: int = MAX_PARTS) -> Any
 
     Args:
         raw: JSON.
-        model: what it is to be.
+        model: of the interface.
         max_ids: most token ids of its prompts.
 
     Raises:

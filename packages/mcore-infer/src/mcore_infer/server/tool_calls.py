@@ -1,7 +1,8 @@
-"""Calls of tools in an answer: how families write them, and grammars that force them.
+"""Tool calls in answers: formats of model families, parsing, and grammars that force calls.
 
-A chat template shows which marks its model puts around calls. What is written there becomes
-OpenAI's ``tool_calls``; text that only looked like a call stays content. Reasoning is apart.
+The marks in a chat template identify the format of its model's calls. Parsed calls become
+OpenAI's ``tool_calls``; text that only resembles a call remains content. Reasoning is returned
+separately.
 """
 
 import json
@@ -11,17 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_infer.grammars import Structure, json_rule
 from mcore_infer.server.schemas import Function
-from mcore_infer.streaming import overlap
+from mcore_infer.writing.grammars import Structure, json_rule
+from mcore_infer.writing.token_text import overlap
 
 _MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
-"""What may be one token."""
+"""Marks that may be one token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolFormat:
-    """How one family writes calls."""
+    """The format of calls of one model family."""
 
     mark: str
     """Begins calls inside an answer; empty: an answer that begins with ``{`` is one."""
@@ -30,16 +31,16 @@ class ToolFormat:
     before: str
     """Before the arguments of a call; NAME is its function."""
     after: str
-    """Behind the arguments."""
+    """After the arguments."""
     between: str | None = None
     """Between two calls; None: an answer has one."""
     end: str = ""
-    """Behind all calls."""
+    """After all calls."""
     named: str = ""
     """Expression for what is before the arguments, its group the function; empty: a call is
     JSON with ``name`` and ``arguments`` (or ``parameters``)."""
     separators: tuple[str, ...] = ()
-    """Marks between calls that have no meaning of their own."""
+    """Marks around calls that the parser skips."""
 
 
 def _json_calls(mark: str, argument_name: str = "arguments", **more: Any) -> ToolFormat:
@@ -107,7 +108,7 @@ _LIST = _json_calls(
     separators=("<|tool_call|>", "<|/tool_call|>"),
 )
 PLAIN = _json_calls("", begin="[", between=", ", end="]")
-"""Calls that are forced where a template shows none of these: a list in JSON."""
+"""Format of forced calls if the template has no known format: a JSON list."""
 _FORMATS = (  # by what a template holds, and does not hold; the first that fits
     (("<tool_call>",), ("<function=", "<arg_key>"), _HERMES),
     (("[TOOL_CALLS]", "[ARGS]"), (), _MISTRAL_ARGS),
@@ -121,7 +122,7 @@ _FORMATS = (  # by what a template holds, and does not hold; the first that fits
 
 
 def tool_format(template: str) -> ToolFormat | None:
-    """Return how the model of a chat template writes calls; None: in no way that is known."""
+    """Return the format of calls of a chat template's model; None: unknown."""
     for held, not_held, found in _FORMATS:
         if all(t in template for t in held) and not any(t in template for t in not_held):
             return found
@@ -129,13 +130,13 @@ def tool_format(template: str) -> ToolFormat | None:
 
 
 def kept_tokens(marks: Sequence[str], tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the special tokens among marks, which are to stay in a text."""
+    """Return the marks that are special tokens, by id; the parser needs them in the text."""
     found = {tokenizer.token_id(mark): mark for mark in marks if mark}
     return {token: mark for token, mark in found.items() if token is not None}
 
 
 def marks_of(form: ToolFormat) -> list[str]:
-    """Return all marks that a format writes or reads."""
+    """Return all marks of a format."""
     texts = (form.mark, form.begin, form.before, form.after, form.end, *form.separators)
     return sorted({mark for text in texts for mark in _MARK.findall(text)})
 
@@ -149,14 +150,14 @@ def calls_structure(
     answer: Structure | None = None,
     thinking_end: str = "",
 ) -> Structure:
-    """Return the grammar of texts that call functions, as their model writes calls.
+    """Return the grammar of texts that call functions in a model's format.
 
     Args:
         form: of the model.
         functions: one or more of them are called.
         tokenizer: whose special tokens are written as such.
         is_parallel: whether several calls may follow each other.
-        answer: what the text may be in place of calls; None: nothing.
+        answer: structure of a text instead of calls; None: calls are required.
         thinking_end: mark that ends the reasoning a text begins with; empty: it has none.
 
     Raises:
@@ -183,7 +184,7 @@ def calls_structure(
 def answer_after_thinking(
     answer: Structure, thinking_end: str, tokenizer: Tokenizer
 ) -> Structure:
-    """Return the grammar of free reasoning and an answer that is held to a structure."""
+    """Return the grammar of free reasoning followed by an answer with a structure."""
     rules = [*_start("answer", thinking_end, tokenizer), f"answer: {_answer_rule(answer)}", ""]
     return Structure("lark", "\n".join(rules))
 
@@ -206,13 +207,13 @@ def _answer_rule(answer: Structure) -> str:
 
 
 def _expression(text: str) -> str:
-    """Return an expression as grammars write it, its slashes escaped."""
+    """Return an expression as a Lark literal, with slashes escaped."""
     escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], text)
     return f"/{escaped}/".replace("\n", "\\n")
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """Return a text as grammars write it, special tokens by their number."""
+    """Return a text as Lark literals, special tokens by number."""
     parts, place = [], 0
     for found in _MARK.finditer(text):
         token = tokenizer.token_id(found[0])
@@ -231,7 +232,7 @@ def _literal(text: str, tokenizer: Tokenizer) -> str:
 
 @dataclass(slots=True)
 class AnswerDelta:
-    """What became certain of an answer."""
+    """New parts of an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -240,7 +241,7 @@ class AnswerDelta:
 
 
 class AnswerReader:
-    """Divides the text of one answer into reasoning, content and calls, as it comes.
+    """Splits the text of one answer into reasoning, content and calls as it arrives.
 
     Attributes:
         num_calls: calls so far.
@@ -258,8 +259,8 @@ class AnswerReader:
         """Begin with no text.
 
         Args:
-            form: how calls are written; None: there are none.
-            reasoning: marks around reasoning; None: there is none.
+            form: format of calls; None: calls are not parsed.
+            reasoning: marks around reasoning; None: it is not separated.
             begins_in_reasoning: whether the prompt has its first mark.
             is_forced: whether the text is calls.
             max_calls: later ones are left out; None: all count.
@@ -275,7 +276,7 @@ class AnswerReader:
             self._state = self._after
 
     def add(self, text: str, *, is_last: bool = False) -> AnswerDelta:
-        """Take a piece of the text; return what became certain."""
+        """Add a piece of text; return the parts that are complete by now."""
         self._text += text
         delta = AnswerDelta()
         state = ""
@@ -318,7 +319,7 @@ class AnswerReader:
         delta.reasoning, self._text = delta.reasoning + self._text[:at], self._text[at:]
 
     def _look_for_call(self, is_last: bool) -> None:
-        """Look whether an answer of a format without a mark begins with a call."""
+        """Decide whether an answer starts with a call, for formats without a mark."""
         assert self._form is not None
         text = self._text.lstrip()
         begins = ("{", "[{", *(mark for mark in self._form.separators if len(mark) > 1))
@@ -354,7 +355,7 @@ class AnswerReader:
 
 
 def calls_in(text: str, form: ToolFormat) -> Iterator[tuple[tuple[str, str], int]]:
-    """Yield the calls that a text begins with, and where each ends; stop at anything else."""
+    """Yield the calls at the start of a text and where each ends; stop at any other text."""
     decoder, place = json.JSONDecoder(), 0
     blank = re.compile("|".join([r"[\s,]", *map(re.escape, form.separators)]))
     named = re.compile(form.named)
@@ -382,7 +383,7 @@ def calls_in(text: str, form: ToolFormat) -> Iterator[tuple[tuple[str, str], int
 
 
 def _text(text: str) -> str:
-    """Return a text in which halves of characters, which JSON may name, are question marks."""
+    """Return a text with unpaired surrogates, which JSON allows, as question marks."""
     return text.encode(errors="replace").decode()
 
 

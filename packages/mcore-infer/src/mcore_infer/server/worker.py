@@ -1,10 +1,10 @@
-"""The thread that runs an engine, and the other ranks that follow it.
+"""The thread that runs an engine on rank 0, and the loop of the ranks that follow it.
 
-Clients hand in groups of requests; a group is taken whole or refused whole. Rank 0 broadcasts
-what came and what was cancelled before every step, so that all ranks hold the same requests in
-the same order. What a step wrote is delivered in one call. Replicas take groups in turn and
-make their steps together, behind which all events go to rank 0, on the host. A rank that fails
-leaves the others in a collective: ``Watch`` ends them, and rank 0 answers its clients before.
+Requests arrive in groups; a group is queued whole or refused whole. Before every step rank 0
+sends new and cancelled groups to all ranks, so that all hold the same requests in the same
+order. The events of a step are delivered in one call. Replicas take groups in turn and step
+together; after a step, rank 0 gathers their events on the host. If a rank fails, the others
+wait in a collective until ``Watch`` ends them; rank 0 answers its clients first.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.engine import Engine
 from mcore_infer.errors import EngineError
-from mcore_infer.grammars import Structure
-from mcore_infer.writing import Beam, Generation, NewToken, ScoreRequest, TokenRules
+from mcore_infer.writing.grammars import Structure
+from mcore_infer.writing.sequence import Beam, Generation, NewToken, ScoreRequest, TokenRules
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-"""An idle rank 0 steps so often, so that no rank waits in a collective until its timeout."""
+"""Seconds between steps of an idle rank 0, so that no rank reaches a collective's timeout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,21 +50,21 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class RefusedGroup:
-    """A group could never run; nothing of it was queued."""
+    """Event: a group could never run, and none of it was queued."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFailure:
-    """The engine failed, and with it every group; why is for the log, not for clients."""
+    """Event: the engine failed, for every group. The cause is logged, not sent to clients."""
 
     message: str = "the engine failed: this server ends."
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a group."""
+    """A token, a result or a failure of a group."""
 
     group: int
     index: int
@@ -73,34 +73,34 @@ class Event:
 
 
 @dataclass(slots=True)
-class Orders:
-    """What rank 0 sends to all ranks before a step."""
+class Commands:
+    """Commands that rank 0 sends to all ranks before a step."""
 
     new: list[tuple[int, list[TextRequest]]] = field(default_factory=list)
-    """Groups by number."""
+    """New groups, with their numbers."""
     cancelled: list[tuple[int, int]] = field(default_factory=list)
     """Group, and index in it; -1: the whole group."""
     structures: list[Structure] = field(default_factory=list)
-    """Whose grammars later groups need."""
+    """Structures to compile for later groups."""
     is_last: bool = False
 
 
-_ORDERS = TypeAdapter(Orders)
+_COMMANDS = TypeAdapter(Commands)
 
 
 class Requests:
-    """The groups that an engine runs; the same calls on every rank.
+    """The groups of requests of an engine; every rank makes the same calls.
 
     Attributes:
         engine: of this rank's replica.
         axis: all ranks that make these calls.
         replicas: those of them with the same part of the model, which share groups.
-        has_work: whether any replica has some.
-        counts: requests, pages and proposals of all replicas behind the last step, by name.
+        has_work: whether any replica has unfinished requests.
+        counts: requests, pages and proposals of all replicas after the last step, by name.
     """
 
     def __init__(self, engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
-        """Begin without any."""
+        """Start without groups."""
         self.engine, self.axis, self.replicas = engine, axis, replicas
         self.has_work, self.counts = False, _counts(engine)
         self._places: dict[int, tuple[int, int]] = {}  # engine's number -> group, index
@@ -108,21 +108,21 @@ class Requests:
 
     @property
     def groups(self) -> list[int]:
-        """Groups that are not over."""
+        """Numbers of unfinished groups."""
         return list(self._groups)
 
-    def step(self, orders: Orders) -> list[Event]:
-        """Follow orders, compute one step and return what happened in all replicas.
+    def step(self, commands: Commands) -> list[Event]:
+        """Apply commands, compute one step, return the events of all replicas.
 
         Communicates as ``Engine.step``; with several replicas it all-gathers over ``axis`` on
-        the host, as ``share_orders`` does.
+        the host, as ``share_commands`` does.
         """
         if self.engine.grammars is not None:
-            for structure in orders.structures:
+            for structure in commands.structures:
                 self.engine.grammars.prepare(structure, is_tried=False)
-        own = [new for new in orders.new if new[0] % self.replicas.size == self.replicas.rank]
+        own = [new for new in commands.new if new[0] % self.replicas.size == self.replicas.rank]
         events = [event for number, group in own for event in self._add(number, group)]
-        for group, index in orders.cancelled:
+        for group, index in commands.cancelled:
             self._cancel(group, index)
         for found in self.engine.step():
             number, what = (found.row, found) if isinstance(found, NewToken) else found
@@ -181,15 +181,15 @@ class Requests:
 
 
 class EngineWorker:
-    """Runs an engine in a thread of its own, on rank 0.
+    """Runs an engine in its own thread on rank 0.
 
     Attributes:
-        requests: what the engine runs; read by others, changed by the thread alone.
-        failure: what an engine raised, here or on another rank, after which nothing runs.
+        requests: groups of the engine; changed by the thread alone.
+        failure: error of an engine on any rank, after which nothing runs; None: it runs.
     """
 
     def __init__(self, engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
-        """Prepare; nothing runs yet.
+        """Store the arguments; ``start`` starts the thread.
 
         Args:
             engine: of rank 0.
@@ -199,7 +199,7 @@ class EngineWorker:
         self.requests, self.axis = Requests(engine, axis, replicas), axis
         self.device = engine.device
         self.failure: EngineError | None = None
-        self._inbox: queue.SimpleQueue[Callable[[Orders], Any]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[Commands], Any]] = queue.SimpleQueue()
         self._num_groups = 0
         self._thread: Thread | None = None
         self._deliver: Callable[[list[Event]], None] = lambda _events: None
@@ -208,50 +208,53 @@ class EngineWorker:
         """Start the thread.
 
         Args:
-            deliver: is called in the thread with what a step brought.
+            deliver: called in the thread with the events of a step.
         """
         self._deliver = deliver
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def submit(self, requests: Sequence[TextRequest]) -> int:
-        """Queue a group from any one thread; return its number."""
+        """Queue a group and return its number; called from one thread."""
         self._num_groups += 1
         number, group = self._num_groups, list(requests)
-        self._inbox.put(lambda orders: orders.new.append((number, group)))
+        self._inbox.put(lambda commands: commands.new.append((number, group)))
         return number
 
     async def prepare(self, structure: Structure) -> None:
-        """Compile a structure beside the steps: here within limits, then on the other ranks.
+        """Compile a structure while steps continue, here within limits, then on other ranks.
 
         Raises:
-            ValueError: if no text may be held to it.
+            ValueError: if the structure is refused.
         """
         grammars = self.requests.engine.grammars
         if grammars is None:
             raise ValueError("structured output needs an engine with a tokenizer.")
         compiled = await asyncio.shield(asyncio.wrap_future(grammars.prepare(structure)))
         if self.axis.size > 1:
-            self._inbox.put(lambda orders: orders.structures.append(structure))
-            # The others take as long; where one takes longer, a step waits for it.
+            self._inbox.put(lambda commands: commands.structures.append(structure))
+            # The other ranks need about as long; if one needs longer, a step waits for it.
             await asyncio.sleep(2 * compiled.seconds)
 
     def cancel(self, group: int, index: int = -1) -> None:
-        """End one request of a group, or all; one that is over is none."""
-        self._inbox.put(lambda orders: orders.cancelled.append((group, index)))
+        """Cancel one request of a group, or all; no effect on finished ones."""
+        self._inbox.put(lambda commands: commands.cancelled.append((group, index)))
 
     def stop(self) -> None:
         """End the thread and the other ranks after the step that runs; not after a failure."""
 
-        def end(orders: Orders) -> None:
-            orders.is_last = True
+        def end(commands: Commands) -> None:
+            commands.is_last = True
 
         self._inbox.put(end)
         if self._thread and self.failure is None:
             self._thread.join()
 
     def fail(self, message: str) -> None:
-        """End every request, from any thread: an engine has failed; the first time counts."""
+        """End every request after an engine has failed; later calls have no effect.
+
+        Any thread.
+        """
         if self.failure is None:
             self.failure = EngineError(f"the engine failed: {message}")
             self._deliver([Event(-1, 0, EngineFailure())])
@@ -260,60 +263,60 @@ class EngineWorker:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
         try:
-            while not (orders := share_orders(self._orders(), self.axis)).is_last:
-                events = self.requests.step(orders)
+            while not (commands := share_commands(self._collect_commands(), self.axis)).is_last:
+                events = self.requests.step(commands)
                 if events:
                     self._deliver(events)
         except Exception as error:
             log.exception("the engine failed: every request ends")
             self.fail(f"{type(error).__name__}: {error}")
 
-    def _orders(self) -> Orders:
-        """Collect what came in; wait for it where there is nothing to do."""
-        orders = Orders()
+    def _collect_commands(self) -> Commands:
+        """Return the commands that have arrived; wait for one if the engine is idle."""
+        commands = Commands()
         timeout = HEARTBEAT_S if self.axis.size > 1 else None
         try:
             if not self.requests.has_work:
-                self._inbox.get(timeout=timeout)(orders)
+                self._inbox.get(timeout=timeout)(commands)
             while True:
-                self._inbox.get_nowait()(orders)
+                self._inbox.get_nowait()(commands)
         except queue.Empty:
-            return orders
+            return commands
 
 
 def follow(engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
-    """Run the same steps as rank 0 until its worker stops; for all other ranks.
+    """Run the steps of rank 0 on another rank until the worker stops.
 
     Raises:
         EngineError: if the engine fails here.
     """
     requests = Requests(engine, axis, replicas)
     try:
-        while not (orders := share_orders(Orders(), axis)).is_last:
-            requests.step(orders)
+        while not (commands := share_commands(Commands(), axis)).is_last:
+            requests.step(commands)
     except Exception as error:
         log.exception("the engine failed")
         raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
 
 
-def share_orders(orders: Orders, axis: Axis) -> Orders:
-    """Return rank 0's orders on every rank.
+def share_commands(commands: Commands, axis: Axis) -> Commands:
+    """Return rank 0's commands on every rank.
 
-    All-reduces their length, then their bytes, on the host: a step that the device runs goes on
-    meanwhile, and the next may be started behind it.
+    All-reduces their length, then their bytes, on the host, so that a step on the device
+    continues meanwhile.
     """
     if axis.size == 1:
-        return orders
+        return commands
     text = b""
-    if axis.rank == 0 and orders != Orders():
-        text = _ORDERS.dump_json(orders)
+    if axis.rank == 0 and commands != Commands():
+        text = _COMMANDS.dump_json(commands)
     length = int(all_reduce(torch.tensor(len(text)), axis).item())
     if not length:
-        return orders
+        return commands
     written = torch.zeros(length, dtype=torch.uint8)
     if text:
         written = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return _ORDERS.validate_json(bytes(all_reduce(written, axis).tolist()))
+    return _COMMANDS.validate_json(bytes(all_reduce(written, axis).tolist()))
 
 
 def _counts(engine: Engine) -> dict[str, int]:

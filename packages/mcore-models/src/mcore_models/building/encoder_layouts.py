@@ -31,7 +31,7 @@ def encoder_layout_problems(
     moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> list[str]:
-    """Say what keeps a model with an encoder from being split; see ``layout_problems``."""
+    """Return what keeps a model with an encoder from being split; see ``layout_problems``."""
     problems = layout_problems(config, parallel, moe, seq_length)
     if moe.num_experts:
         problems.append("--num-experts: models with an encoder have none here; leave it out.")
@@ -61,6 +61,6 @@ def t5_layout_problems(
     moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> list[str]:
-    """Say what keeps a T5 from being split; see ``layout_problems``."""
+    """Return what keeps a T5 from being split; see ``layout_problems``."""
     stacked = replace(config, num_layers=num_stack_layers(config))
     return encoder_layout_problems(stacked, parallel, moe, seq_length)

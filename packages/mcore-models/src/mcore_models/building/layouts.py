@@ -41,7 +41,7 @@ def layout_problems(
     moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> list[str]:
-    """Say what keeps a model from being split; an empty list: nothing.
+    """Return what keeps a model from being split; an empty list: nothing.
 
     Args:
         config: of the model.
@@ -274,7 +274,7 @@ def too_long(seq_length: int, limit: int, flag: str = "--seq-length") -> str:
 
 
 def cp_comm_type(config: TransformerConfig, parallel: ParallelConfig, layer: int) -> str:
-    """Say how a layer (counted from 0) reaches other context ranks' keys, see the flag."""
+    """Return how a layer (counted from 0) reaches other context ranks' keys, see the flag."""
     if parallel.cp_comm_type:
         return parallel.cp_comm_type
     return "all_gather" if cannot_be_cut(config, layer) else "p2p"

@@ -22,7 +22,7 @@ _DIGITS = {torch.bfloat16: (1, 256, 65536), torch.float16: (1, 2048)}
 _LIFT = {torch.bfloat16: 1, torch.float16: 16}
 """What the key carries of an upper digit's worth: float16 holds no large slope times 2048."""
 _NARROW_CHANNELS = 8
-"""Channels in 16 bits: kernels want heads of a multiple of 8."""
+"""Channels in 16 bits: kernels take heads of a multiple of 8."""
 
 
 def alibi_slopes(num_heads: int, device: torch.device | None = None) -> Float[Tensor, " N"]:
@@ -65,10 +65,14 @@ def with_distances(
     if dtype not in _DIGITS:
         of_heads, of_keys = factors[:, None].to(dtype), places[:, None].to(dtype)
     else:
+        # slope * place = sum over digits and slope parts of (part * worth) * digit: a slope is
+        # a rounded part and the rest, a place its digits in base 256 or 2048. Each product of
+        # two channels is exact in the accumulator, though neither factor holds the whole.
         digits, lift = _DIGITS[dtype], _LIFT[dtype]
         lifts = (1, *(lift for _ in digits[1:]))
         coarse = factors.to(dtype)
         parts = coarse, (factors - coarse).to(dtype)
+        # A lifted digit carries a part of its worth, so that no factor leaves float16's range.
         worths = [worth / up for worth, up in zip(digits, lifts, strict=True)]
         of_heads = torch.stack([part * worth for part in parts for worth in worths], -1)
         bounds = (*digits[1:], 2**62)

@@ -1,4 +1,4 @@
-"""``attend``: causal attention over grouped heads, one function with backends behind it.
+"""``attend``: causal attention over grouped heads, one function, several backends.
 
 Tensors come sequence first and are handed on as strided views. On a GPU flash-attn-4 is used
 where it is installed, works and takes the shapes; else torch's scaled_dot_product_attention
@@ -41,7 +41,7 @@ _TORCH_BACKENDS: dict[str, list[SDPBackend]] = {
     "unfused": [SDPBackend.MATH],
 }
 _NO_KERNEL = ("No viable backend", "No available kernel")
-"""How torch begins to say so: on a CPU, on a GPU."""
+"""Beginnings of torch's message that no kernel takes the shapes, on a CPU and on a GPU."""
 
 
 def attend(
@@ -92,7 +92,7 @@ def attend(
         ValueError: if there are more queries than keys, a window or documents without
             causality, documents of another batch, or ``flash4`` or flash-attn cannot be used
             for these tensors, or a fused backend is named for caps, sinks or windows that it
-            does not know, or another one for shapes or a device that it does not take.
+            does not have, or another one for shapes or a device that it does not take.
     """
     if slopes is not None:
         scale, width = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1]
@@ -154,7 +154,7 @@ def _mask(
     documents: Documents | None,
     is_plain: bool,
 ) -> Tensor | None:
-    """Say which keys each query sees, where a kernel's own causal rule does not."""
+    """Return which keys each query sees, where a kernel's own causal rule does not."""
     sizes = q.shape[0], k.shape[0]
     if documents is not None:
         seen = visible_keys(*sizes, window, q.device)
@@ -258,7 +258,7 @@ def visible_keys(
     device: torch.device | None = None,
     chunk: int = 0,
 ) -> Bool[Tensor, "S Z"]:
-    """Say which keys each query sees; the last query stands at the last key.
+    """Return which keys each query sees; the last query has the place of the last key.
 
     Args:
         num_queries: S.
@@ -310,11 +310,11 @@ def _plain(
 def same_document(
     documents: Documents, num_queries: int, num_keys: int, device: torch.device | None = None
 ) -> Bool[Tensor, "B 1 S Z"]:
-    """Say which of the keys before a query belong to its document, for masks.
+    """Return which of the keys before a query belong to its document, for masks.
 
     Args:
         documents: of whole rows.
-        num_queries: S; the last query stands at the last key.
+        num_queries: S; the last query has the place of the last key.
         num_keys: Z, the first tokens of the rows.
         device: of the result.
     """

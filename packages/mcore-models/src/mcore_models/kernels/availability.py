@@ -21,16 +21,16 @@ def is_installed(package: str) -> bool:
 
 
 def refusal(x: Tensor, particular: Iterable[tuple[bool, str]], package: str, extra: str) -> str:
-    """Say why kernels for 16-bit tensors on Hopper cannot be used; empty: they can.
+    """Return why kernels for 16-bit tensors on Hopper cannot be used; empty if they can.
 
     What is installed is checked last, and so never by a call that is being compiled: torch's
     compiler cannot trace the question.
 
     Args:
         x: one of the tensors that they would read.
-        particular: what else excludes them: whether it does, and how to say it.
-        package: that brings the kernels.
-        extra: says how to install it.
+        particular: further reasons: whether each applies, and its text.
+        package: provides the kernels.
+        extra: the message if the package is not installed.
     """
     reasons = (
         (torch.compiler.is_compiling(), "the call is being compiled"),
@@ -51,7 +51,7 @@ def refusal(x: Tensor, particular: Iterable[tuple[bool, str]], package: str, ext
 
 @contextmanager
 def without_compiler_noise() -> Iterator[None]:
-    """Hide what packages of the CuTe compiler, and it itself, say of their code at first."""
+    """Hide warnings that the CuTe compiler, and packages of it, give about their own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)

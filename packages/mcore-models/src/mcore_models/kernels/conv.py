@@ -179,6 +179,8 @@ class _Convolution(OnceDifferentiable):
         taps = weight.shape[-1]
         dy = dy.contiguous()
         dmixed, dx = torch.empty_like(dy), torch.empty_like(dy)
+        # Of each tile: the gradients of its W taps, then of the bias; summed below in a fixed
+        # order, so that every run gives the same bits.
         parts = dy.new_empty((ctx.grid[0], batch, taps + 1, width), dtype=torch.float32)
         strided, sizes = (x, x.stride(0), x.stride(1)), (length, batch, width)
         has_bias = bias is not None
@@ -265,6 +267,7 @@ def conv_silu(
     before: Float[Tensor, "w B F"] | None = None,  # noqa: ARG001 - the reference continues
 ) -> Float[Tensor, "S B F"]:
     """Apply SiLU to ``causal_conv``, whose arguments these are; on a GPU in one kernel."""
+    # Numbers of documents: two tokens see each other if theirs are equal.
     docs = None if starts is None else starts.cumsum(0, dtype=torch.int32)
     x = x if x.stride(2) == 1 else x.contiguous()
     return _Convolution.apply(x, weight.contiguous(), bias, docs)

@@ -47,9 +47,9 @@ from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton,
 CHUNK = 64
 """Tokens of a chunk, Q; memory grows with S x Q, the sequential steps with S / Q."""
 RAN_ON_GPU = ((128, 128),)
-"""Channels of keys and values that the kernels are right with on an H200, least first: 16 x 16
-gave NaN and 64 x 32 errors of 1, so others are not tried. Narrower keys and values get zeros
-behind; wider values are cut into several heads, which are independent."""
+"""Channels of keys and values with which the kernels are right on an H200, least first: 16 x 16
+gave NaN and 64 x 32 errors of 1, so others are not tried. Narrower keys and values are padded
+with zeros; wider values are cut into several heads, which are independent."""
 _SYSTEM = {"num_warps": 4, "num_stages": 1}
 _STATES = {"num_warps": 4, "num_stages": 3}
 _OUTPUTS = {"num_warps": 4, "num_stages": 1}
@@ -405,7 +405,7 @@ def delta_rule_plain(
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """Cut ``[S, b, N, X]`` into ``[b, N, c, Q, X]``; zeros behind leave the state as it is."""
+    """Cut ``[S, b, N, X]`` into ``[b, N, c, Q, X]``; zeros change no state."""
     padded = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -x.shape[0] % size))
     return padded.permute(1, 2, 0, 3).unflatten(2, (-1, size))
 
@@ -498,8 +498,8 @@ def in_widths(
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
     """Compute ``gated_delta_rule`` by a rule for keys and values of other widths.
 
-    Zeros behind a key or a value change nothing. The columns of a state are independent: a
-    value that is wider is cut into several heads that share decay, share and key.
+    Padding a key or a value with zeros changes nothing. The columns of a state are
+    independent: a wider value is cut into several heads that share decay, share and key.
     """
     numbers, channels, heads = k.shape[-1], v.shape[-1], v.shape[2]
     width = widths[1]

@@ -27,6 +27,7 @@ def _widen(
     at = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     inside = at < num_bytes
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+    # 64 columns share a scale, and two of them a byte.
     scale = tl.load(scales + at // 32, mask=inside, other=0.0)
     even = tl.load(levels + (code & 15)) * scale
     odd = tl.load(levels + (code >> 4)) * scale

@@ -39,7 +39,7 @@ def is_installed() -> bool:
 
 
 def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
-    """Say why these tensors need another backend; empty: they do not.
+    """Return why these tensors need another backend; empty: they do not.
 
     The kernels are tried the first time that nothing else excludes them.
     """
@@ -48,7 +48,7 @@ def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
 
 
 def misfit(q: Tensor, v: Tensor, dropout_prob: float) -> str:
-    """Say why the kernels are not made for these tensors or this device; tries nothing."""
+    """Return why the kernels are not made for these tensors or this device; tries nothing."""
     particular = (
         (
             q.shape[-1] not in _SIZES or v.shape[-1] != q.shape[-1],
@@ -114,7 +114,7 @@ def flash4_attention(
     scale: float | None,
     window: int,
 ) -> Float[Tensor, "S B N H"]:
-    """Attend as ``attention_backends.attend`` does; see there.
+    """Attend by flash-attn-4; the arguments are those of ``attention_backends.attend``.
 
     The gradient is the same in every run if torch's deterministic algorithms are on.
     """
@@ -207,6 +207,6 @@ def forward_block(
 def backward_block(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make the gradients of ``forward_block``; see there."""
+    """Return the gradients of ``forward_block`` with respect to q, k and v."""
     lse = lse.permute(1, 2, 0).contiguous()  # [S, B, N] -> [B, N, S]
     return _backward(grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, causal)

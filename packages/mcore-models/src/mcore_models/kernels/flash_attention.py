@@ -28,7 +28,7 @@ def is_installed() -> bool:
 
 
 def misfit(q: Float[Tensor, "S B N H"], v: Float[Tensor, "Z B G J"]) -> str:
-    """Say why the kernels do not take these tensors; empty: they do."""
+    """Return why the kernels do not take these tensors; empty: they do."""
     widths = q.shape[-1], v.shape[-1]
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype} is not a format of 16 bits"
@@ -49,7 +49,7 @@ def flash_attention(
     dropout_prob: float,
     documents: Documents | None = None,
 ) -> Float[Tensor, "S B N J"]:
-    """Attend as ``attention_backends.attend`` does; see there.
+    """Attend by flash-attn 2; the arguments are those of ``attention_backends.attend``.
 
     The gradient is the same in every run if torch's deterministic algorithms are on.
     """

@@ -1,6 +1,6 @@
 """A norm and a gate by groups of channels: Triton kernels and reference.
 
-``norm(y * silu(z)) * weight``, or with the gate behind: ``norm(y) * weight * silu(z)``.
+``norm(y * silu(z)) * weight``, or with the gate last: ``norm(y) * weight * silu(z)``.
 A row is read once in forward and once in backward. A program of backward walks over many rows
 of a group and keeps its part of the weight's gradient in registers; the parts are summed in a
 fixed order.
@@ -72,6 +72,7 @@ def _backward(
         gate = tl.load(z + row * z_row + channel, mask=inside, other=0.0).to(tl.float32)
         value = tl.load(y + row * width + channel, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(dout + row * width + channel, mask=inside, other=0.0).to(tl.float32)
+        # silu(z) = z * sigmoid(z), whose slope is sigmoid(z) * (1 + z * (1 - sigmoid(z))).
         share = tl.sigmoid(gate)
         scale = tl.load(scales + row * tl.num_programs(1) + group)
         slope = share * (1 + gate * (1 - share))
@@ -84,6 +85,7 @@ def _backward(
             grad *= gate
         dweight += grad * normed
         grad *= factor
+        # Of n = v * rsqrt(mean(v^2) + epsilon): dv = (dn - n * mean(dn * n)) * scale.
         grad = (grad - normed * (tl.sum(grad * normed, 0) / size)) * scale
         if GATES_FIRST:
             dgate = grad * value

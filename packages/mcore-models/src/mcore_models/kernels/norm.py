@@ -109,6 +109,7 @@ def _backward(
         normed = value * scale
         dweight += grad * normed
         grad_normed = tl.where(inside, grad * factor, 0.0)
+        # dx = scale * (dn - n * mean(dn * n)), for a LayerNorm also less mean(dn).
         result = grad_normed - normed * (tl.sum(grad_normed * normed, 0) / width)
         if CENTERED:
             dbias += grad

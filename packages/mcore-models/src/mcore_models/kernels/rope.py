@@ -76,6 +76,8 @@ def _rotate(
     at_q = q + (token * n + head) * size + lane
     at_k = k + (token * g + head - n) * size + lane
     at_v = v + (token * g + head - n - g) * size + lane
+    # Values have no angle: cosine 1 and sine 0 below. Each head is in one of three outputs, so
+    # that of the three masked loads in backward two give zeros and the sum is the third.
     c = tl.load(cos + position * half + lane, mask=lane < half, other=1.0)
     s = tl.load(sin + position * half + lane, mask=lane < half, other=0.0)
     kind = packed.dtype.element_ty

@@ -336,7 +336,7 @@ def ssd_plain(
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """Cut along dimension 0; zeros behind the last token leave the state as it is."""
+    """Cut along dimension 0; zeros after the last token leave the state as it is."""
     padding = -x.shape[0] % size
     return F.pad(x, [0, 0] * (x.dim() - 1) + [0, padding]).unflatten(0, (-1, size))
 

@@ -2,7 +2,7 @@
 
 Queries, keys and values are one GEMM. Where there are fewer key/value heads than tensor
 ranks, neighbouring ranks hold the same ones and each sees its own queries' share of their
-gradient. Under context parallelism the keys of other ranks come as ``--cp-comm-type`` says.
+gradient. Under context parallelism ``--cp-comm-type`` decides how the keys of other ranks come.
 """
 
 from collections.abc import Callable

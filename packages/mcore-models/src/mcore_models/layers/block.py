@@ -32,7 +32,7 @@ class TransformerBlock(ResidualBlock):
     """Transformer layer: attention, then a dense MLP or experts.
 
     ``x = x + dropout(attention(attention_norm(x)))``, and the same with ``mlp`` or ``moe``
-    behind ``mlp_norm``. Layers of hybrid stacks have other mixers, or another number of them.
+    after ``mlp_norm``. Layers of hybrid stacks have other mixers, or another number of them.
     With ``--norm-placement`` sandwich or output, the outputs have norms of their own:
     ``attention_post_norm``, ``mlp_post_norm``.
 
@@ -50,7 +50,7 @@ class TransformerBlock(ResidualBlock):
             setup: what the layer is built from.
             mixers: of this layer; empty: those of the config.
             parts: functions of the setup that build modules in place of mixers, by the
-                mixer's name, beside the setup's own. The module is called as the mixer that
+                mixer's name; added to the setup's own. A module is called as the mixer that
                 it replaces: attention with the normed stream and its inputs, mlp with the
                 stream alone.
 
@@ -163,11 +163,11 @@ class ParallelBlock(TransformerBlock):
 
     @property
     def stops_at_experts(self) -> bool:
-        """False: experts run beside attention."""
+        """False: experts and attention read one input."""
         return False
 
 
 def build_block(setup: LayerSetup, mixers: tuple[str, ...] = ()) -> TransformerBlock:
-    """Build the layer that the config asks for; see ``TransformerBlock``."""
+    """Build a ``ParallelBlock`` or a ``TransformerBlock``, by ``--parallel-residual``."""
     is_parallel = setup.config.parallel_residual != "off"
     return (ParallelBlock if is_parallel else TransformerBlock)(setup, mixers)

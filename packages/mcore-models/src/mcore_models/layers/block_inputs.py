@@ -1,4 +1,4 @@
-"""What all blocks of a model are given beside the residual stream."""
+"""Inputs of all blocks of a model other than the residual stream."""
 
 from dataclasses import dataclass
 

@@ -28,7 +28,7 @@ from mcore_parallel.autograd.recomputing import recompute
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedInputs:
-    """What all blocks of a stack are given beside the residual stream."""
+    """Inputs of all blocks of a stack other than the residual stream."""
 
     mask: Tensor | None = None
     """Of attention among the stack's own tokens, see ``MaskedAttention``."""
@@ -128,7 +128,7 @@ class MaskedBlock(ResidualBlock):
 
 
 def _build_mlp(setup: LayerSetup) -> Any:
-    """Build the feed-forward layer: of a T5 as ``--feed-forward-proj`` says."""
+    """Build the feed-forward layer: of a T5 by ``--feed-forward-proj``."""
     config = setup.config
     if not isinstance(config, T5Config):
         return MIXERS["mlp"].build(setup)

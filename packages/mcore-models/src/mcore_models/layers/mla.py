@@ -69,9 +69,9 @@ class LatentAttention(nn.Module):
     def __init__(self, setup: LayerSetup) -> None:
         """Allocate this rank's heads; weights are zero until the model fills them.
 
-        Projections down to latent vectors multiply in the model's dtype, those of heads as
-        ``setup.gemms`` says. ``core_attn`` computes everything behind the projections up
-        again in backward, ``mla_up_proj`` these too.
+        Projections down to latent vectors multiply in the model's dtype, those of heads by
+        ``setup.gemms``. With ``core_attn`` backward computes again everything after the
+        projections up, with ``mla_up_proj`` these too.
         """
         super().__init__()
         config, ctx, self.layer = setup.config, setup.ctx, setup.layer
@@ -245,7 +245,7 @@ class LatentAttention(nn.Module):
 
 
 def _score_factor(config: TransformerConfig) -> float:
-    """Factor on all scores beside that of their width: muP's, and YaRN's."""
+    """Return the factor on all scores besides that of their width: muP's times YaRN's."""
     width = config.qk_head_dim + config.qk_pos_emb_head_dim
     factor = score_scale(config, width) * math.sqrt(width) if config.use_mup else 1.0
     if config.rope_type != "yarn":

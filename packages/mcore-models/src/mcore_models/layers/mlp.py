@@ -1,7 +1,7 @@
 """The dense feed-forward layer: widen, activate, narrow.
 
-A gated layer multiplies an activated projection (gate) with a plain one (up); both stand in
-one weight, gate first, so that they are one GEMM.
+A gated layer multiplies an activated projection (gate) with a plain one (up); one weight
+holds both, gate first, so that they are one GEMM.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers behind the model that predict tokens further ahead.
+"""Multi-token prediction: layers after the model that predict tokens further ahead.
 
 Depth k joins the hidden state of depth k-1 with the embedding of the token k places on, runs
 one more layer over both, and its output predicts the token k+1 places on. Embedding and
@@ -6,7 +6,7 @@ output head are the model's own. Causality holds at every depth: place i sees to
 i + k when it predicts token i + k + 1.
 
 DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437, section 2.2. As in its release, and unlike
-its equation 21, depth 1 gets the model's hidden state behind the final norm.
+its equation 21, depth 1 gets the model's hidden state after the final norm.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class PredictionLayer(nn.Module):
 
         Args:
             hidden: of the depth before, normed.
-            embedded: tokens that stand one place further than those of the depth before.
+            embedded: tokens one place further than those of the depth before.
             run: calls the block on the start of a stream, with the inputs of all blocks.
         """
         both = torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1)

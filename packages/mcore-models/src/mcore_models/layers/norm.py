@@ -2,7 +2,7 @@
 
 A norm's weight is whole on every tensor rank. Its gradient is whole too when all ranks see
 the same tokens and channels; when they see different tokens (sequence parallelism) or
-different heads (norms of queries and keys) it is a part of a sum, and the layout says so.
+different heads (norms of queries and keys) it is a part of a sum, which the layout declares.
 
 Norms of the residual stream come after an addition: ``add_and_norm`` makes both, on a GPU in
 one kernel (``kernels.norm``).
@@ -112,7 +112,7 @@ class LayerNorm(_Norm):
         self.bias = nn.Parameter(torch.zeros_like(self.weight)) if bias else None
 
     def parameters_of_kernel(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias; zeros where there is none."""
+        """Return weight and bias; zeros for a norm without a bias."""
         return self.weight, torch.zeros_like(self.weight) if self.bias is None else self.bias
 
 

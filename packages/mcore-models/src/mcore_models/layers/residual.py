@@ -88,8 +88,8 @@ def stream_dropout(
 class ResidualBlock(nn.Module):
     """A layer that adds the outputs of its mixers to the residual stream.
 
-    Subclasses put ``mix`` and ``add`` together. Selective recomputation is here, so that
-    mixers and norms need not know of it.
+    Subclasses put ``mix`` and ``add`` together. Selective recomputation is here, and mixers
+    and norms have no part in it.
 
     Attributes:
         dropout: of every mixer's output.

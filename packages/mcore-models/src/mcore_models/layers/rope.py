@@ -72,7 +72,7 @@ def query_temperature(
 def rotary_frequencies(
     config: TransformerConfig, device: torch.device | str | None = None, length: int = 0
 ) -> Float[Tensor, " h"]:
-    """Angle per position of each pair of channels, float64, stretched as the config says."""
+    """Angle per position of each pair of channels, float64, stretched by the config."""
     base = config.rotary_base
     if config.rope_type == "dynamic":
         base = _grown_base(config, length)

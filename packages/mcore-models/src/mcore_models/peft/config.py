@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from mcore_base.field_checks import check_above_zero, check_at_least
+from mcore_base.options import Because, Options, Rule, option
 
 ALL_LINEAR = "all-linear"
 """Every linear of the layers but routed experts."""
@@ -45,39 +45,71 @@ _NO_LINEARS = (".router.weight", ".conv1d.weight", ".token_gate.weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PeftConfig:
+class PeftConfig(Options):
     """Adapters that are trained in place of the model, whose weights stay as they are."""
 
-    peft: Literal["none", "lora", "dora"] = "none"
+    peft: Literal["none", "lora", "dora"] = option(
+        "none",
+        excludes={
+            "save_hf": Because(
+                "which writes whole models",
+                instead="convert a checkpoint (mcore-ckpt convert)",
+            )
+        },
+    )
     """Train adapters beside a frozen model: a matrix of low rank (lora), and a magnitude of
     each output (dora). none: train the model itself."""
 
-    lora_target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    lora_target_modules: tuple[str, ...] = option(
+        (ALL_LINEAR,), part_of={"peft": ("lora", "dora")}
+    )
     """Linears that get one: patterns of words in their names, such as q v, attention.proj,
     mlp, experts or q_proj; all-linear: every linear of the layers but routed experts."""
 
-    lora_dim: int = 32
+    lora_dim: int = option(32, minimum=1, part_of={"peft": ("lora", "dora")})
     """Rank of the adapters, 1 or more."""
 
-    lora_alpha: float = 32.0
+    lora_alpha: float = option(32.0, above=0, part_of={"peft": ("lora", "dora")})
     """Adapters are multiplied by this over their rank; above 0."""
 
-    lora_dropout: float = 0.0
+    lora_dropout: float = option(
+        0.0, minimum=0, below=1, part_of={"peft": ("lora", "dora")}, shrinks_to=0.0
+    )
     """Probability of dropping an element of what an adapter reads, 0 to below 1."""
 
-    peft_base_bits: int = 0
+    peft_base_bits: int = option(
+        0,
+        part_of={"peft": ("lora", "dora")},
+        excludes={
+            "fp8_format": Because("as no weights could be kept cast", "e4m3", "hybrid"),
+            "cuda_graph_impl": Because(
+                "which does not follow weights that move in memory", "full_iteration", "local"
+            ),
+            "sample_interval": Because("as there are no weights that it could copy"),
+        },
+        shrinks_to=0,
+    )
     """Bits of the frozen weights of linears with adapters, and of routed experts: 8 or 4
     (QLoRA) keep them rounded, and widen each while it multiplies; 0: as they are."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "lora_dim")
-        check_above_zero(self, "lora_alpha")
-        if not 0.0 <= self.lora_dropout < 1.0:
-            raise ValueError(f"--lora-dropout {self.lora_dropout} must be at least 0, below 1.")
-        if self.peft_base_bits not in (0, 4, 8):
-            raise ValueError(f"--peft-base-bits {self.peft_base_bits} must be 4, 8 or 0.")
-        if not self.lora_target_modules:
-            raise ValueError("--lora-target-modules names no linear: give at least one.")
+    rules = (
+        Rule(
+            ("peft_base_bits",),
+            lambda v: v.peft_base_bits not in (0, 4, 8),
+            "--peft-base-bits {peft_base_bits} must be 4, 8 or 0.",
+        ),
+        Rule(
+            ("lora_target_modules",),
+            lambda v: not v.lora_target_modules,
+            "--lora-target-modules names no linear: give at least one.",
+        ),
+        Rule(
+            ("peft_base_bits", "is_fully_sharded"),
+            lambda v: v.peft_base_bits and v.is_fully_sharded,
+            "--peft-base-bits {peft_base_bits} leaves no rows to gather by layers: use "
+            "--use-distributed-optimizer.",
+        ),
+    )
 
     @property
     def scale(self) -> float:

@@ -2,25 +2,47 @@
 
 from dataclasses import dataclass
 
+from mcore_base.options import ON, Because, Options, Rule, option
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QKClipConfig:
+class QKClipConfig(Options):
     """How queries and keys are scaled after a step whose attention scores grew too large."""
 
-    qk_clip: bool = False
+    qk_clip: bool = option(
+        False,
+        excludes={
+            "attn_logit_softcapping": Because("as both bound scores"),
+            "peft": Because("which freezes what is scaled", "lora", "dora"),
+        },
+    )
     """After each step, scale queries and keys of heads whose largest attention score was above
     --qk-clip-threshold, so that it comes down to it."""
-    qk_clip_alpha: float = 0.5
+    qk_clip_alpha: float = option(0.5, minimum=0, maximum=1, needs={"qk_clip": ON})
     """Share of the scaling's power that queries take, 0 to 1; keys take the rest."""
-    qk_clip_threshold: float = 100.0
+    qk_clip_threshold: float = option(100.0, above=0, needs={"qk_clip": ON})
     """Largest attention score that stays as it is, above 0."""
 
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.qk_clip_alpha <= 1.0:
-            raise ValueError(f"--qk-clip-alpha {self.qk_clip_alpha} must be from 0 to 1.")
-        if not self.qk_clip_threshold > 0:
-            raise ValueError(f"--qk-clip-threshold {self.qk_clip_threshold} must be above 0.")
-        for name, default in (("qk_clip_alpha", 0.5), ("qk_clip_threshold", 100.0)):
-            if not self.qk_clip and getattr(self, name) != default:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} has no effect without --qk-clip: leave it out.")
+    rules = (
+        Rule(
+            ("qk_clip", "qk_layernorm", "qk_l2_norm"),
+            lambda v: (
+                v.qk_clip
+                and ((v.qk_layernorm and not v.multi_latent_attention) or v.qk_l2_norm)
+            ),
+            "--qk-clip scales what --qk-layernorm or --qk-l2-norm norms again, without effect: "
+            "leave it out.",
+        ),
+        Rule(
+            ("qk_clip", "is_causal"),
+            lambda v: v.qk_clip and not v.is_causal,
+            "--qk-clip scales causal models alone, not BERT or T5: leave it out.",
+        ),
+        Rule(
+            ("qk_clip", "hybrid_override_pattern"),
+            lambda v: (
+                v.qk_clip and v.hybrid_override_pattern and "*" not in v.hybrid_override_pattern
+            ),
+            "--qk-clip has no effect without attention layers: leave it out.",
+        ),
+    )

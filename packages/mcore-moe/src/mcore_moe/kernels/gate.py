@@ -33,9 +33,12 @@ _MOST_ROWS = 1024  # programs in the grid's first dimension if only the device h
 def activate(gate, KIND: tl.constexpr):
     """Return the activation and its slope."""
     if KIND == 0:
+        # silu(g) = g * sigmoid(g)
         sigmoid = tl.sigmoid(gate)
         slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
     else:
+        # gelu(g) = g / 2 * (1 + tanh(i)) = g * sigmoid(2 i),
+        # with i = sqrt(2 / pi) * (g + 0.044715 g^3)
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         sigmoid = tl.sigmoid(2.0 * inner)
         rise = 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)

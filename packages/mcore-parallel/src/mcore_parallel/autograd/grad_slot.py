@@ -42,7 +42,7 @@ class GradSlot:
 
     Attributes:
         main: the main gradient, of the parameter's shape; None: autograd has the gradient.
-        overwrites: whether all direct additions heed ``take_stale``.
+        overwrites: whether all direct additions call ``take_stale`` first.
         is_stale: whether the next addition is written over ``main`` instead of being added.
         queue: takes the weight's gradient later (zero-bubble schedules); None: at once.
         on_ready: called when operations have added all gradients that a queue put off.
@@ -130,11 +130,11 @@ class GradSlot:
             self._add_parts(self.main, parts, overwrite=self.take_stale())
 
     def drop_parts(self) -> None:
-        """Forget what is kept of a step that was not finished."""
+        """Drop the kept parts of a step that was not finished."""
         self._parts, self._num_ended = [], 0
 
     def ready(self) -> None:
-        """Say that an operation has added its gradient, the last one if none is put off."""
+        """Count an operation's gradient; calls ``on_ready`` if no gradient is deferred."""
         self._num_put_off = max(0, self._num_put_off - 1)
         if self.on_ready is not None and not self._num_put_off:
             self.on_ready()
@@ -145,7 +145,7 @@ class GradSlot:
         self.main.zero_()
 
     def release(self) -> None:
-        """Forget the main gradient: gradients are autograd's again."""
+        """Drop the main gradient: autograd accumulates gradients again."""
         self.main = self.on_ready = None
         self.is_stale = False
         self._num_put_off = 0
@@ -172,7 +172,7 @@ def slot_of(parameter: Any) -> GradSlot | None:
 
 
 def overwrites(parameter: nn.Parameter) -> nn.Parameter:
-    """Declare that all direct additions to the main gradient heed ``take_stale``."""
+    """Declare that all direct additions to the main gradient call ``take_stale`` first."""
     grad_slot(parameter).overwrites = True
     return parameter
 

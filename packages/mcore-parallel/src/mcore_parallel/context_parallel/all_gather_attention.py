@@ -92,6 +92,8 @@ class _GatheredAttention(OnceDifferentiable):
             ctx.blocks,
             ctx.attention,
         )
+        # Every rank has gradients for all keys, in natural order: in zigzag order each rank's
+        # share is one range, which the reduce-scatter leaves there.
         sums = [start_reduce_scatter(zigzag_order(x, axis), axis) for x in (grad_k, grad_v)]
         grad_k, grad_v = (wait(x).to(k.dtype) for x in sums)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
@@ -108,6 +110,7 @@ def gathered_blocks(length: int, axis: Axis, documents: Documents | None = None)
     """List the blocks of one rank: for both its chunks a causal square and a rectangle."""
     chunk, blocks = length // 2, []
     for i, index in enumerate(own_chunks(axis.rank, axis.size)):
+        # Queries are counted on this rank, keys over the whole sequence.
         own, begin = slice(i * chunk, (i + 1) * chunk), index * chunk
         square = slice(begin, begin + chunk)
         if documents is None:
@@ -120,6 +123,7 @@ def gathered_blocks(length: int, axis: Axis, documents: Documents | None = None)
             here = slice(row, row + 1)
             pieces = documents.within(row, [queries])
             blocks.append(Block(own, square, causal=True, rows=here, pieces=pieces))
+            # The one document, if any, that began before this chunk and goes on in it.
             shared = documents.shared(row, queries, range(begin))
             if shared is not None:
                 seeing, seen = shared

@@ -1,12 +1,12 @@
-"""Ring attention: keys and values travel round the context ranks, queries stay.
+"""Ring attention: context ranks pass keys and values round a ring and keep their queries.
 
-Each rank holds two chunks of the sequence in zigzag order (``zigzag``), so that
-every step of the ring is the same amount of work for all, and each message travels while
-the blocks before it are computed. In backward keys and values travel again, and their
-gradients with them, home after a full turn.
+Each rank holds two chunks of the sequence in zigzag order (``zigzag``), so that every step of
+the ring is the same amount of work for all. A step sends the keys and values of the next one
+while its own blocks are computed. Backward passes keys and values round again, together with
+their gradients, which are back on the rank of their keys after a full turn.
 
 A step sends all its tensors as one message: which blocks a rank computes depends on the rank,
-so a compiler may order several messages differently on each, and they would not match.
+so a compiler may order several messages differently on each rank, and they would not match.
 
 Liu et al. 2023, Ring Attention, arXiv:2310.01889.
 """
@@ -116,8 +116,10 @@ class _RingAttention(OnceDifferentiable):
         documents: Documents | None,
     ) -> Tensor:
         softmax = OnlineSoftmax.empty(q, v)
-        held: Sequence[Tensor] = (k, v)
+        held: Sequence[Tensor] = (k, v)  # of rank r - step
         for step in range(axis.size):
+            # The next step's keys and values are on their way while this step's blocks are
+            # computed. After the last step nothing is sent.
             leaving = held if step < axis.size - 1 else ()
             coming = _pass_on(leaving, axis)
             softmax.add(
@@ -134,10 +136,12 @@ class _RingAttention(OnceDifferentiable):
         q, k, v, out, lse = ctx.saved_tensors
         axis, wide = ctx.axis, lse.dtype
         grad_q = torch.zeros_like(q, dtype=wide)
-        # Gradients of the keys and values now held, from the ranks that held them before.
+        # Gradients of the keys and values now held, summed over the ranks that had them.
         totals: list[Tensor] = []
         held: Sequence[Tensor] = (k, v)
         for step in range(axis.size):
+            # Sent together: the sums for the keys of the step before, which the next rank holds
+            # now, and this step's keys and values, which it needs next.
             leaving = [*totals, *(held if step < axis.size - 1 else ())]
             coming = _pass_on(leaving, axis)
             blocks = ring_blocks(q.shape[0], axis, step, ctx.documents)
@@ -152,9 +156,12 @@ class _RingAttention(OnceDifferentiable):
                 blocks,
                 ctx.attention,
             )
+            # The message's first two tensors are sums for the keys held here in this step; at
+            # step 0 there are none. Its last two are the keys and values of the next step.
             received = _received(coming, leaving)
             totals = [a + b for a, b in zip(received, own, strict=False)] if step else own
             held = received[-2:]
+        # The keys held last are those of the next rank: one more shift brings each sum home.
         grad_k, grad_v = (x.to(k.dtype) for x in _received(_pass_on(totals, axis), totals))
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
@@ -163,7 +170,7 @@ def _pass_on(tensors: Sequence[Tensor], axis: Axis) -> Tensor | None:
     """Start to send tensors to the next rank as one; the widest dtype first, for alignment."""
     if not tensors:
         return None
-    flat = [x.contiguous().view(-1).view(torch.uint8) for x in tensors]
+    flat = [x.contiguous().view(-1).view(torch.uint8) for x in tensors]  # [...] -> bytes
     return start_shift(torch.cat(flat), axis)
 
 
@@ -209,6 +216,9 @@ def _packed_blocks(length: int, axis: Axis, source: int, documents: Documents) -
             )
             for row in rows
         ]
+    # Keys of another rank: a pair of an own chunk and an earlier one of its chunks shares at
+    # most one document, which gives one rectangle. Places in the sequence become places in
+    # the two ranks' own chunks by a shift.
     chunk, blocks = length // 2, []
     for row in rows:
         for i, query_chunk in enumerate(own_chunks(axis.rank, axis.size)):

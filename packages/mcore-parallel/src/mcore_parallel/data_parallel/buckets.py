@@ -64,7 +64,7 @@ def plan_buckets(
     end = 0
     for index, size in enumerate(sizes):
         members.append(index)
-        starts.append(_round_up(end, ALIGNMENT))
+        starts.append(_round_up(end, ALIGNMENT))  # the gap before it stays zero
         end = starts[-1] + size
         if (bucket_size and end >= bucket_size) or index == len(sizes) - 1:
             plans.append(
@@ -99,7 +99,7 @@ class Slot:
 
 
 class Bucket:
-    """Weights and main gradients that travel together.
+    """Weights and main gradients that are communicated together.
 
     Attributes:
         slots: parameters in memory order.
@@ -138,6 +138,8 @@ class Bucket:
         self._work: dist.Work | None = None
         for slot in self.slots:
             parameter = slot.named.parameter
+            # The parameter object stays, its memory becomes the bucket's: an all-gather into
+            # the bucket updates all parameters, and a GEMM adds straight into ``grads``.
             view = self.params[slot.start : slot.stop].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
@@ -188,6 +190,8 @@ class Bucket:
         start, stop = self.ranges[self.shard.rank]
         found = []
         for slot in self.slots:
+            # Overlap of the parameter and the own range, in the bucket's elements; then counted
+            # from the parameter's begin, and from the own range's.
             first, last = max(start, slot.start), min(stop, slot.stop)
             if first < last:
                 found.append(
@@ -204,6 +208,7 @@ class Bucket:
         self.is_reducing = True
         if self.shard.size > 1:
             agree(self.shard.agreement, "reduce_scatter of gradients", self.grads)
+            # Output and input share memory: the sum of the own range is written over it.
             self._work = dist.reduce_scatter_tensor(
                 self.owned(self.grads), self.grads, group=self.shard.group, async_op=True
             )
@@ -216,6 +221,7 @@ class Bucket:
         if self._work is not None:
             self._work.wait()
             self._work = None
+        # Hybrid sharding: the own range is summed over the ranks that own the same one.
         if self.shard.size > 1 and self.replica.size > 1:
             agree(self.replica.agreement, "all_reduce of gradients", self.owned(self.grads))
             dist.all_reduce(self.owned(self.grads), group=self.replica.group)
@@ -265,13 +271,15 @@ class Fp8Gather:
         own, ranges = bucket.own_weights(), bucket.owned_ranges()
         places = {slot.named.parameter: i for i, slot in enumerate(bucket.slots)}
         wide = torch.promote_types(own.dtype, torch.float32)
+        # One largest magnitude for each parameter. Ranks that own no part of a parameter give
+        # 0, so that the maximum over ``axis`` is that of the whole logical tensor.
         amax = torch.zeros(len(places), dtype=wide, device=own.device)
         for owned in ranges:
             place = places[owned.named.parameter]
             amax[place : place + 1] = largest_magnitude(owned.view(own)[None])
         self._amax = all_reduce(amax, axis, "max")
         self._wire = torch.zeros(bucket.size, dtype=torch.uint8, device=own.device)
-        own_wire = bucket.owned(self._wire)
+        own_wire = bucket.owned(self._wire)  # a view: the gather sends it in place
         for owned in ranges:
             amax = self._of(places[owned.named.parameter])
             cast_flat(owned.view(own), amax, owned.view(own_wire).view(FORWARD_DTYPE))

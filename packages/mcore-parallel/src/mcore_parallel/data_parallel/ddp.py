@@ -236,7 +236,7 @@ class DataParallel(GradientSync):
             self._gathering.wait()
 
     def gather_in_full(self) -> None:
-        """Gather weights that travel in fp8 in their own dtype; see ``refresh_in_full``."""
+        """Gather in their own dtype the weights that are gathered in fp8 else."""
         for bucket in self.update_order:
             if bucket.is_narrow:
                 bucket.gather_params(in_full=True)
@@ -278,7 +278,7 @@ class DataParallel(GradientSync):
             self._missing[bucket] = set(range(len(bucket.slots)))
 
     def _check_taken(self) -> None:
-        """Refuse gradients that came past the hooks, which leave no ``.grad`` behind."""
+        """Raise if a parameter has a ``.grad``: the hooks, which take gradients, missed it."""
         slots = [slot.named for bucket in self.buckets for slot in bucket.slots]
         names = [named.name for named in slots if named.parameter.grad is not None]
         if names:
@@ -417,7 +417,7 @@ class _GradientHook:
 
 
 def check_declared(chunks: Sequence[nn.Module], tp: Axis) -> None:
-    """Refuse parameters of which nothing says how tensor ranks share them."""
+    """Raise if tensor ranks share a parameter without a layout."""
     names = [name for chunk in chunks for name in undeclared_parameters(chunk)]
     if tp.size > 1 and names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -89,7 +89,7 @@ class DistributedOptimizer:
                 and decay (muP): Adam's step has no scale, so this divides its epsilon, and a
                 step's decay stays.
             host_share: of the state that is kept in host memory, the first in the order of
-                updates: main weights, if they are kept beside the weights, and moments.
+                updates: main weights, if they are apart from the weights, and moments.
             host_folder: where that state is in a file instead, see ``allocate_state_file``.
             has_main: keep 16-bit weights in float32 too; else bfloat16 weights are rounded
                 stochastically after an update in float32.

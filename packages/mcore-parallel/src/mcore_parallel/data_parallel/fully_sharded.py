@@ -52,8 +52,8 @@ from mcore_parallel.sharding import (
 class FullyShardedDataParallel(GradientSync):
     """Weights, gradients and optimizer sharded over the data ranks.
 
-    Parameters become DTensors of this rank's rows; while a unit computes they are whole. Calls
-    of a chunk's methods beside ``forward`` see whole weights only right after ``forward``.
+    Parameters become DTensors of this rank's rows; while a unit computes they are whole. Other
+    methods of a chunk than ``forward`` have whole weights only right after ``forward``.
     """
 
     keeps_weights = False
@@ -68,7 +68,7 @@ class FullyShardedDataParallel(GradientSync):
                 (``layer_stacks``) are units of their own. Weights on the meta device become
                 zeros on that of ``ctx``.
             ctx: the rank grid.
-            config: says whether weights are given back after forward.
+            config: its ``sharding`` decides whether forward frees whole weights.
 
         Raises:
             ValueError: if nothing is trainable, or, with tensor ranks, a module does not say

@@ -1,7 +1,7 @@
 """``GradientSync``: who owns the weights and gradients of model chunks on the data ranks.
 
-An engine wraps the chunks, sums their gradients over ranks, and says in ``units`` what of the
-weights this rank updates. The optimizer, checkpoints and checks of replicas know engines by
+An engine wraps the chunks, sums their gradients over ranks, and lists in ``units`` the weights
+that this rank updates. The optimizer, checkpoints and checks of replicas use engines through
 this class alone; ``engines.ENGINES`` has one entry for each.
 """
 

@@ -92,7 +92,7 @@ def grad_norm(
     for dtype, same in _by_dtype(views).items():
         wide = torch.promote_types(dtype, torch.float32)
         norms = torch.stack(torch._foreach_norm(same, 2.0, dtype=wide))
-        squares += norms.double().square().sum()
+        squares += norms.double().square().sum()  # a norm for each view -> one sum
     if world.size > 1:
         agree(world.agreement, "all_reduce (sum)", squares)
         dist.all_reduce(squares, group=world.group)
@@ -119,6 +119,8 @@ def _box(tensor: Tensor, part: Part) -> Tensor:
 
 
 def _sum_coalesced(views: list[tuple[Axis, Tensor]]) -> None:
+    # One all-reduce for each axis and dtype, sorted by their names: the same order on all
+    # ranks, whatever the order of their parameters.
     groups: dict[tuple[str, str], tuple[Axis, list[Tensor]]] = {}
     for axis, view in views:
         groups.setdefault((axis.name, str(view.dtype)), (axis, []))[1].append(view)

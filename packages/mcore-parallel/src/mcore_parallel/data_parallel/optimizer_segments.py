@@ -30,9 +30,9 @@ class Segment:
     main: Tensor
     moments: dict[str, Tensor]
     weights: Tensor
-    """What becomes ``main`` in its own dtype; ``main`` itself where nothing is kept beside."""
+    """Written from ``main``, cast to its own dtype; of equal dtype: ``main`` itself."""
     on_host: bool
-    """Whether moments, and main weights that are kept beside, are in host memory."""
+    """Whether moments, and main weights apart from the weights, are in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class SegmentRun:
     moments: dict[str, Tensor]
     weights: Tensor
     owned: list[OwnedRange]
-    """What it holds of which parameter."""
+    """The ranges of parameters in this run."""
     decays: bool
     width: float
     on_host: bool
 
     def state(self) -> list[Tensor]:
-        """List what is kept beside the weights."""
+        """List the tensors of the state; see ``_kept``."""
         return _kept(self)
 
     def with_state(self, state: Sequence[Tensor]) -> "SegmentRun":
@@ -65,7 +65,7 @@ class SegmentRun:
 
 
 def _kept(part: Segment | SegmentRun) -> list[Tensor]:
-    """List what is kept beside weights: ``main``, unless it is the weights, and moments."""
+    """List the state: ``main``, unless it is the weights themselves, and the moments."""
     moments = list(part.moments.values())
     is_apart = part.main.data_ptr() != part.weights.data_ptr()
     return [part.main, *moments] if is_apart else moments
@@ -85,6 +85,8 @@ def share_out(
     units: Sequence[OwnedUnit], host_share: float
 ) -> Iterator[tuple[OwnedUnit, list[tuple[int, int, bool]]]]:
     """Cut each unit into what the host takes, the first elements of all, and the rest."""
+    # The host takes units from the first on until its share is used up; a cut inside a unit is
+    # rounded up to a multiple, which keeps both parts aligned.
     sizes = [unit.own_grads().numel() for unit in units]
     left = round(host_share * sum(sizes))
     for unit, size in zip(units, sizes, strict=True):
@@ -148,7 +150,7 @@ def new_segment(
         has_main: whether 16-bit weights have main weights.
         host_zeros: makes a tensor of the host's parts, as ``torch.zeros`` does.
         begin: first element.
-        stop: behind the last one.
+        stop: one past the last element.
         on_host: whether it is the host's.
     """
     weights = _updated(unit)[begin:stop]
@@ -170,7 +172,7 @@ def _updated(unit: OwnedUnit) -> Tensor:
 
 
 def _kept_dtypes(unit: OwnedUnit, rule: UpdateRule, has_main: bool) -> dict[str, torch.dtype]:
-    """Return the dtypes of what is kept beside weights: moments, and ``main`` if it is."""
+    """Return the dtypes of the state: of the moments, and of ``main`` if it is apart."""
     narrow = _updated(unit).dtype
     wide = torch.promote_types(narrow, torch.float32)
     kept = {"main": wide} if has_main and wide != narrow else {}
@@ -183,12 +185,13 @@ def build_runs(
 ) -> list[SegmentRun]:
     """Merge neighbouring parameters with equal rates into as few runs as possible.
 
-    Runs whose state is in host memory are no longer than a piece that travels at once.
+    Runs whose state is in host memory are no longer than a piece that is copied at once.
     """
     stop = segment.begin + segment.main.numel()
     ends: list[tuple[int, int, tuple[bool, float]]] = []
     ranges = list(clipped(segment.unit.owned_ranges(), segment.begin, stop))
     for owned in ranges:
+        # Padding between two parameters joins the run: it begins where the one before began.
         rates = has_weight_decay(owned.named), step_width(owned.named)
         begin, end = owned.offset, owned.offset + owned.stop - owned.first
         if ends and ends[-1][2] == rates:
@@ -216,7 +219,7 @@ def build_runs(
 
 
 def _longest_run(segment: Segment) -> int:
-    """Return how many weights are updated at once: all, or those of a piece that travels."""
+    """Return how many weights are updated at once: all, or those of a piece that is copied."""
     if not segment.on_host:
         return max(1, segment.main.numel())
     width = sum(tensor.itemsize for tensor in _kept(segment))

@@ -76,7 +76,7 @@ def check_weights(units: Sequence[OwnedUnit], ctx: ParallelContext) -> None:
     """
     faults = [
         f"{copies} do not have the same weights any more{who}: a processor, its memory or a "
-        "link works wrongly, or something beside the optimizer changed them."
+        "link works wrongly, or code other than the optimizer changed them."
         for copies, who in _unequal_weights(units, only_equal=True)
     ]
     if _any_rank(bool(faults), ctx):
@@ -135,7 +135,7 @@ def _unequal_gradients(units: Sequence[OwnedUnit]) -> Iterator[str]:
         low, high = low[:, :BINS], high[:, :BINS]
         scale = torch.maximum(low.abs(), high.abs()).amax(1)
         allowed = TOLERANCE * torch.maximum(scale, FLOOR * scale.amax())
-        differs = (high - low).amax(1) > allowed  # False for NaN, which says nothing
+        differs = (high - low).amax(1) > allowed  # False for NaN, which proves nothing
         wrong = (differs & is_same_range).tolist()
         for (name, _), is_wrong in zip(found, wrong, strict=True):
             if is_wrong:

@@ -16,7 +16,7 @@ class SGD:
     """The update rule."""
 
     def __init__(self, config: SGDConfig) -> None:
-        """Take the momentum; 0.0 keeps nothing beside the weights."""
+        """Take the momentum; with 0.0 there is no state."""
         self.momentum = config.sgd_momentum
 
     @property

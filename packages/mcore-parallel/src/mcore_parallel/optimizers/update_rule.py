@@ -21,7 +21,7 @@ class UpdateRule(Protocol):
 
     @property
     def moments(self) -> Mapping[str, MomentDtype]:
-        """Names of what the rule keeps beside each weight, as a checkpoint has them."""
+        """Names of the state of each weight, as in a checkpoint."""
 
     def update(
         self,

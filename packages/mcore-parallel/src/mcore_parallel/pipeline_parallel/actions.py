@@ -1,10 +1,9 @@
-"""What pipeline schedules are made of: actions, and the messages between them.
+"""Actions of a pipeline schedule: computations of a rank, and messages between ranks.
 
-``with_messages`` adds sends and receives to each rank's order of computation. Messages that
-stand next to one another are posted together, so that ranks that exchange both ways do not
-wait in a circle.
+``with_messages`` adds sends and receives to each rank's order of computation. Consecutive
+messages are posted together, so that ranks that exchange both ways do not wait in a circle.
 
-``stages.stage_at`` says which stage a chunk of a rank is.
+``stages.stage_at`` maps a chunk of a rank to its stage.
 """
 
 import heapq
@@ -44,7 +43,8 @@ class Action:
     chunk: int = 0
     """Which of the rank's own stages."""
     is_paired: bool = field(default=False, compare=False)
-    """Of a forward: the backward that comes next runs beside it (``Turns``)."""
+    """Of a forward: it and the next action, a backward, run as a pair
+    (``ForwardBackwardOverlap``)."""
 
     def __str__(self) -> str:
         chunk = f".{self.chunk}" if self.chunk else ""
@@ -64,7 +64,7 @@ DURATIONS = {
 
 
 def action_units(actions: Iterable[Action]) -> Iterator[tuple[Action, ...]]:
-    """Yield what is done at one time: an action, or a forward and the backward beside it."""
+    """Yield what runs at one time: an action, or a forward and its interleaved backward."""
     left = iter(actions)
     for action in left:
         yield (action, next(left)) if action.is_paired else (action,)

@@ -1,42 +1,118 @@
 """How layers become pipeline stages and in which order these work: plain frozen data."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from mcore_base.options import Because, Options, Rule, When, option
+from mcore_parallel.config import fully_sharded
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev")
 """Names of pipeline schedules."""
 V_SHAPED = ("zb-v", "dualpipev")
 """Those with two stages on a rank, in a V."""
+SPLIT_BACKWARD = ("zb-h1", *V_SHAPED)
+"""Those that compute weight gradients apart from those of inputs."""
+_SPREAD_EXPERTS = "experts that --expert-model-parallel-size 2 or more spreads"
+
+
+def _wrong_num_stages(values: Any) -> str:
+    """Return why a schedule cannot run the stages of a rank; empty: it can."""
+    schedule, stages = values.pipeline_schedule, values.num_virtual_stages_per_pipeline_rank
+    name = "--num-virtual-stages-per-pipeline-rank"
+    if schedule in V_SHAPED and stages > 2:
+        return (
+            f"--pipeline-schedule {schedule} runs two stages on a rank, but {name} is "
+            f"{stages}: leave that out."
+        )
+    if schedule == "auto" and stages > 1:
+        return (
+            f"--pipeline-schedule auto chooses the stages of a rank too: leave {name} out, or "
+            "use interleaved."
+        )
+    if schedule in ("1f1b", "zb-h1") and stages > 1:
+        return (
+            f"--pipeline-schedule {schedule} runs one stage on a rank, but {name} is {stages}: "
+            "use interleaved."
+        )
+    return ""
+
+
+def _two_ways_of_splitting(values: Any) -> str:
+    """Return that two options say how layers are split; empty: one does, or none."""
+    ways = {
+        "--pipeline-model-parallel-layout": bool(values.pipeline_model_parallel_layout),
+        "--decoder-first/last-pipeline-num-layers": bool(
+            values.decoder_first_pipeline_num_layers or values.decoder_last_pipeline_num_layers
+        ),
+        "--account-for-embedding/loss-in-pipeline-split": (
+            values.account_for_embedding_in_pipeline_split
+            or values.account_for_loss_in_pipeline_split
+        ),
+    }
+    chosen = [name for name, is_set in ways.items() if is_set]
+    both = f"{' and '.join(chosen)} contradict: split layers in one way."
+    return both if len(chosen) > 1 else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineConfig:
+class PipelineConfig(Options):
     """How layers are given to pipeline stages, and in which order stages work."""
 
-    pipeline_schedule: str = ""
+    pipeline_schedule: str = option("", selects_path="pipeline.{pipeline_schedule}")
     """Order of forwards and backwards: 1f1b, interleaved, zb-h1, and with two stages on each
     rank in a V, the first rank at both ends of the model, zb-v and dualpipev; auto: the fastest
     that fits, by simulation. Empty: interleaved when ranks hold several stages, else 1f1b."""
 
-    pipeline_memory_cap: str = ""
+    pipeline_memory_cap: str = option("", needs={"pipeline_schedule": "auto"})
     """Memory of a rank that --pipeline-schedule auto may plan with: GiB, or a GPU's name, such
     as h200, for nine tenths of its memory. Empty: any."""
 
-    num_virtual_stages_per_pipeline_rank: int = 1
+    num_virtual_stages_per_pipeline_rank: int = option(1, minimum=1)
     """Stages (model chunks) that each pipeline rank holds; above 1 the schedule interleaves."""
 
-    microbatch_group_size_per_virtual_pipeline_stage: int = 0
+    microbatch_group_size_per_virtual_pipeline_stage: int = option(
+        0,
+        minimum=0,
+        zero="derive",
+        idle_with={"num_virtual_stages_per_pipeline_rank": 1},
+    )
     """Micro-batches that run through one chunk before the next chunk's turn; 0: the
     pipeline-parallel size."""
 
-    overlap_p2p_communication: bool = True
+    overlap_p2p_communication: bool = option(
+        True, idle_with={"pipeline_model_parallel_size": 1}
+    )
     """Let messages between stages travel under computation; off: wait for each where it is
     posted."""
 
-    batch_p2p_communication: bool = True
+    batch_p2p_communication: bool = option(True, idle_with={"pipeline_model_parallel_size": 1})
     """Post messages between stages that stand together as one operation; off: one by one, so
     that a stage waits for its own input alone."""
 
-    overlap_moe_expert_parallel_comm: bool = False
+    overlap_moe_expert_parallel_comm: bool = option(
+        False,
+        needs=(
+            When("num_experts", bool, _SPREAD_EXPERTS),
+            When("expert_model_parallel_size", lambda ranks: ranks > 1, _SPREAD_EXPERTS),
+        ),
+        idle_with={
+            "hierarchical_expert_parallel_size": Because("whose two steps give no turn away"),
+            "moe_token_dispatcher_type": Because(
+                "which gives no turn away",
+                *("deepep", "symmetric"),
+                instead="use alltoall or allgather",
+            ),
+        },
+        excludes={
+            "is_fully_sharded": fully_sharded(
+                "since a layer's forward and backward run at one time, and the strategy "
+                "gathers its weights for one of them"
+            ),
+            "cpu_offloading": Because(
+                "since there is no order in which --cpu-offloading could fetch"
+            ),
+        },
+    )
     """Run each forward beside the backward of another micro-batch, so that the exchanges of
     experts travel under the computation of the other. More micro-batches are held: 2 on one
     pipeline rank, up to twice as many in 1f1b, one chunk more in interleaved."""
@@ -45,10 +121,10 @@ class PipelineConfig:
     """Stages spelled out, such as ``Et*3|(tt|)*2,L``: E embedding, t layer, m
     multi-token-prediction layer, L loss, | next stage, x*n and (..)*n repeat."""
 
-    decoder_first_pipeline_num_layers: int = 0
+    decoder_first_pipeline_num_layers: int = option(0, minimum=0, zero="derive")
     """Layers on the first pipeline rank; 0: as many as on the others."""
 
-    decoder_last_pipeline_num_layers: int = 0
+    decoder_last_pipeline_num_layers: int = option(0, minimum=0, zero="derive")
     """Layers on the last pipeline rank; 0: as many as on the others."""
 
     account_for_embedding_in_pipeline_split: bool = False
@@ -57,59 +133,60 @@ class PipelineConfig:
     account_for_loss_in_pipeline_split: bool = False
     """Count the head and loss as one layer when layers are shared out."""
 
-    def __post_init__(self) -> None:
-        if self.pipeline_schedule not in ("", "auto", *SCHEDULES):
-            raise ValueError(
-                f"--pipeline-schedule {self.pipeline_schedule} is not known: "
-                f"use {', '.join(SCHEDULES)} or auto."
-            )
-        if self.pipeline_memory_cap and self.pipeline_schedule != "auto":
-            raise ValueError(
-                "--pipeline-memory-cap has no effect without --pipeline-schedule auto: leave "
-                "it out."
-            )
-        if self.overlap_moe_expert_parallel_comm and (
-            self.pipeline_schedule not in ("", "1f1b", "interleaved", "dualpipev")
-        ):
-            raise ValueError(
-                "--overlap-moe-expert-parallel-comm pairs forwards with whole backwards, and "
-                f"--pipeline-schedule {self.pipeline_schedule} has none: use 1f1b, interleaved "
-                "or dualpipev."
-            )
-        num_chunks = self.num_virtual_stages_per_pipeline_rank
-        if num_chunks < 1:
-            raise ValueError(
-                f"--num-virtual-stages-per-pipeline-rank {num_chunks} must be 1 or more."
-            )
-        if self.v_shaped and num_chunks > 2:
-            raise ValueError(
-                f"--pipeline-schedule {self.pipeline_schedule} runs two stages on a rank, but "
-                f"--num-virtual-stages-per-pipeline-rank is {num_chunks}: leave that out."
-            )
-        if num_chunks > 1 and self.pipeline_schedule == "auto":
-            raise ValueError(
-                "--pipeline-schedule auto chooses the stages of a rank too: leave "
-                "--num-virtual-stages-per-pipeline-rank out, or use interleaved."
-            )
-        if num_chunks > 1 and self.pipeline_schedule in ("1f1b", "zb-h1"):
-            raise ValueError(
-                f"--pipeline-schedule {self.pipeline_schedule} runs one stage on a rank, but "
-                f"--num-virtual-stages-per-pipeline-rank is {num_chunks}: use interleaved."
-            )
-        if num_chunks == 1 and self.microbatch_group_size_per_virtual_pipeline_stage:
-            raise ValueError(
-                "--microbatch-group-size-per-virtual-pipeline-stage has no effect with one "
-                "stage on a rank: leave it out or raise --num-virtual-stages-per-pipeline-rank."
-            )
-        for name in (
-            "microbatch_group_size_per_virtual_pipeline_stage",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-        ):
-            if getattr(self, name) < 0:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be 0 (derive) or more.")
-        self._check_one_way_of_splitting()
+    rules = (
+        Rule(
+            ("pipeline_schedule",),
+            lambda v: v.pipeline_schedule not in ("", "auto", *SCHEDULES),
+            "--pipeline-schedule {pipeline_schedule} is not known: use "
+            f"{', '.join(SCHEDULES)} or auto.",
+        ),
+        Rule(
+            ("overlap_moe_expert_parallel_comm", "pipeline_schedule"),
+            lambda v: (
+                v.overlap_moe_expert_parallel_comm
+                and v.pipeline_schedule not in ("", "1f1b", "interleaved", "dualpipev")
+            ),
+            "--overlap-moe-expert-parallel-comm pairs forwards with whole backwards, and "
+            "--pipeline-schedule {pipeline_schedule} has none: use 1f1b, interleaved or "
+            "dualpipev.",
+        ),
+        Rule(
+            ("pipeline_schedule", "num_virtual_stages_per_pipeline_rank"),
+            _wrong_num_stages,
+        ),
+        Rule(
+            ("overlap_moe_expert_parallel_comm", "moe_expert_rows_limit"),
+            lambda v: (
+                v.overlap_moe_expert_parallel_comm
+                and v.moe_token_dispatcher_type == "alltoall"
+                and v.moe_expert_rows_limit
+            ),
+            "--overlap-moe-expert-parallel-comm takes as many turns on all ranks, and "
+            "--moe-expert-rows-limit cuts exchanges by routing: leave one out, or use "
+            "--moe-token-dispatcher-type allgather.",
+        ),
+        Rule(
+            ("pipeline_schedule", "recompute_granularity"),
+            lambda v: v.splits_backward and v.recompute_granularity == "full",
+            "--recompute-granularity full avoids keeping what --pipeline-schedule "
+            "{pipeline_schedule} keeps until weight gradients are computed: use 1f1b, or "
+            "selective recomputation.",
+        ),
+        Rule(
+            ("pipeline_schedule", "pipeline_model_parallel_size"),
+            lambda v: v.pipeline_schedule == "auto" and v.pipeline_model_parallel_size == 1,
+            "--pipeline-schedule auto has no effect with --pipeline-model-parallel-size 1: "
+            "leave it out.",
+        ),
+        Rule(
+            (
+                *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
+                *("decoder_last_pipeline_num_layers", "account_for_loss_in_pipeline_split"),
+                "account_for_embedding_in_pipeline_split",
+            ),
+            _two_ways_of_splitting,
+        ),
+    )
 
     @property
     def v_shaped(self) -> bool:
@@ -124,19 +201,4 @@ class PipelineConfig:
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed apart from those of inputs."""
-        return self.pipeline_schedule in ("zb-h1", *V_SHAPED)
-
-    def _check_one_way_of_splitting(self) -> None:
-        ways = {
-            "--pipeline-model-parallel-layout": bool(self.pipeline_model_parallel_layout),
-            "--decoder-first/last-pipeline-num-layers": bool(
-                self.decoder_first_pipeline_num_layers or self.decoder_last_pipeline_num_layers
-            ),
-            "--account-for-embedding/loss-in-pipeline-split": (
-                self.account_for_embedding_in_pipeline_split
-                or self.account_for_loss_in_pipeline_split
-            ),
-        }
-        chosen = [flag for flag, is_set in ways.items() if is_set]
-        if len(chosen) > 1:
-            raise ValueError(f"{' and '.join(chosen)} contradict: split layers in one way.")
+        return self.pipeline_schedule in SPLIT_BACKWARD

@@ -70,7 +70,7 @@ def post_by_way(
 
     Args:
         messages: in an order that suits ``post_each``, unless ``batched``.
-        axis: ranks that take part; no other operation uses its group meanwhile.
+        axis: ranks that take part; no other operation may use its group before the end.
         back: the same ranks over another group, or ``axis``.
         batched: post what goes one way by ``post``, else by ``post_each``.
 
@@ -91,9 +91,8 @@ def post_each(messages: Sequence[Message], axis: Axis) -> list[PendingMessages]:
     """Start to send and receive messages one by one, in their order.
 
     Args:
-        messages: in the order that the peers use: a send here stands where the receive
-            stands there.
-        axis: ranks that take part; no other operation uses its group meanwhile.
+        messages: in the peers' order: a send has the place that its receive has on the peer.
+        axis: ranks that take part; no other operation may use its group before the end.
     """
     pending = []
     for message in messages:
@@ -110,7 +109,7 @@ def post(messages: Sequence[Message], axis: Axis) -> PendingMessages:
 
     Args:
         messages: at least one; ranks that exchange both ways must do so in one batch.
-        axis: ranks that take part; no other operation uses its group meanwhile.
+        axis: ranks that take part; no other operation may use its group before the end.
     """
     checks = _announced(messages, axis)
     operations = [

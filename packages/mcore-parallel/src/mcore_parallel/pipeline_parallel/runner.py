@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mcore_parallel.mesh import SINGLE, Axis
 from mcore_parallel.pipeline_parallel.actions import Action, Kind, action_units, message_peer
-from mcore_parallel.pipeline_parallel.forward_backward_overlap import Turns
+from mcore_parallel.pipeline_parallel.forward_backward_overlap import ForwardBackwardOverlap
 from mcore_parallel.pipeline_parallel.p2p import Message, PendingMessages, post_by_way
 from mcore_parallel.pipeline_parallel.stages import Placement
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue, Work, make_weights
@@ -67,7 +67,7 @@ def run_schedule(
     before_last_backward: Callable[[int], None] | None = None,
     before_last_weights: Callable[[int], None] | None = None,
     weight_queue: WeightQueue | None = None,
-    turns: Turns | None = None,
+    pair_overlap: ForwardBackwardOverlap | None = None,
     v_shaped: bool = False,
     rendezvous: bool = False,
     overlap: bool = True,
@@ -94,15 +94,16 @@ def run_schedule(
             off, such as ``DataParallel.start_weight_sync``.
         weight_queue: needed by schedules that split backward: what the linears fill. Under
             other schedules it is emptied after each backward.
-        turns: by which layers let pairs take turns; None: one runs after the other.
+        pair_overlap: runs a forward and a backward that the schedule pairs alternately; None:
+            one after the other.
         v_shaped: whether chunks lie in a V, see ``stages.stage_at``; those that follow one
             another on a rank hand tensors over without a message.
         rendezvous: let the host wait for each batch of messages before it goes on. Needed
             the first time that stages run on CUDA: loading a kernel waits for the device,
             and a device that already waits for a neighbour's message makes a circle. Waiting
             for each cannot deadlock. Connections are opened first. No effect on CPU.
-        overlap: let messages travel under computation; else wait for each where it is posted.
-        batched: post messages that stand together as one; else one by one, so that a stage
+        overlap: send messages under computation; else wait for each after it is posted.
+        batched: post consecutive messages as one operation; else one by one, so that a stage
             waits for its own input alone. Schedules of ``with_messages`` allow either.
 
     Raises:
@@ -131,8 +132,8 @@ def run_schedule(
                 if call is not None and action is last.get(action.chunk):
                     call(action.chunk)
             computations = [partial(runner.compute, action) for action in unit]
-            if turns is not None and len(unit) == 2:
-                turns.run(computations[1], computations[0], device)
+            if pair_overlap is not None and len(unit) == 2:
+                pair_overlap.run(computations[1], computations[0], device)
                 continue
             for compute in computations:
                 compute()
@@ -185,7 +186,7 @@ class _Runner:
         torch.cuda.synchronize(self.device)
 
     def exchange(self, actions: Sequence[Action]) -> None:
-        """Post messages that stand together, and let go of old ones."""
+        """Post consecutive messages, after waiting for the oldest beyond ``MAX_POSTED``."""
         while len(self.pending) >= MAX_POSTED:
             _wait(self.pending.popleft())
         messages: list[Message] = []

@@ -2,7 +2,7 @@
 
 A schedule is one list of ``Action`` a rank. The order of computation is a few lines per
 schedule, as in the paper's figure; ``with_messages`` adds sends and receives. ``simulator``
-checks any schedule, ``runner`` executes it. Schedules in a V place stages as ``stages`` says.
+checks any schedule, ``runner`` executes it. ``stages`` places the stages of schedules in a V.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from mcore_parallel.pipeline_parallel.config import PipelineConfig
 def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Schedule:
     """Return the schedule that the config names; empty: by the number of stages on a rank.
 
-    What auto stands for, ``search_schedules`` says.
+    ``search_schedules`` resolves ``auto`` before.
 
     Args:
         config: schedule, stages on a rank and size of groups.
@@ -82,16 +82,16 @@ def interleaved(
     Micro-batches go in groups: a group passes the first chunk, then the second, and so on,
     before the next group starts. Backward takes the chunks in reverse.
 
-    In pairs, each forward runs beside a backward (see ``Turns``), so one needs nothing of the
-    other: each rank warms up one forward more. One stage a rank then warms up like several, and
-    its first rank holds 2 PP micro-batches; one rank alone holds 2.
+    In pairs, each forward runs beside a backward (``ForwardBackwardOverlap``), so neither may
+    need a result of the other: each rank warms up one forward more. With one stage a rank, the
+    first rank then holds 2 PP micro-batches; one rank alone holds 2.
 
     Args:
         pp: pipeline ranks, 2 or more when ``vpp`` is.
         num_microbatches: of one step; a last, smaller group must still fill the pipeline.
         vpp: stages on each rank.
         group: micro-batches in a group, PP or more; 0 means PP.
-        paired: whether forwards run beside backwards.
+        paired: whether forwards are interleaved with backwards.
 
     Raises:
         ValueError: if micro-batches and group do not fit the pipeline.
@@ -124,8 +124,8 @@ def interleaved(
 def zero_bubble_h1(pp: int, num_microbatches: int) -> Schedule:
     """1F1B with backward in two halves: weight halves fill the bubble, memory as in 1F1B.
 
-    Rank ``r`` runs the weight half ``r`` micro-batches behind the input half, so that
-    input gradients go upstream at once, and every rank holds at most PP micro-batches.
+    Rank ``r`` runs the weight half ``r`` micro-batches after the input half, so that input
+    gradients go upstream at once, and every rank holds at most PP micro-batches.
 
     Reference:
         Qi et al. 2023, arXiv:2401.10241, section 2.3 and figure 2 (ZB-H1).
@@ -177,11 +177,11 @@ def zero_bubble_v(pp: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipe_v(pp: int, num_microbatches: int, *, paired: bool = False) -> Schedule:
-    """DualPipe's half, in a V: each forward of one chunk stands beside a backward of the other.
+    """DualPipe's half, in a V: a forward of one chunk next to a backward of the other.
 
-    In the middle of a step backward is whole and next to a forward whose messages it hides, or
-    in pairs beside it (see ``Turns``); at both ends it is in halves. Every rank holds at most
-    2 PP + 1 chunks of a micro-batch.
+    In the middle of a step backward is whole and follows a forward whose messages it hides, or
+    runs in pairs with it (``ForwardBackwardOverlap``); at both ends it is in halves. Every rank
+    holds at most 2 PP + 1 chunks of a micro-batch.
 
     Raises:
         ValueError: on one pipeline rank, or with fewer than 2 PP micro-batches.
@@ -232,7 +232,7 @@ class _Lane:
         self._put_off: list[Action] = []
 
     def add(self, times: int, words: str, paired: bool = False) -> None:
-        """Append words so many times over; forwards beside backwards where they are paired."""
+        """Append words ``times`` times; if paired, forwards interleaved with backwards."""
         for word in words.split() * times:
             kind = Kind(word[0])
             if kind is Kind.BACKWARD_WEIGHT:

@@ -72,7 +72,7 @@ def search_schedules(
         costs: of layers, loss and messages.
         memory_of: bytes of the fullest rank.
         cap_bytes: that a rank may take.
-        problem_of: what else keeps a schedule from being used; empty: nothing.
+        problem_of: any other reason against a schedule; empty: none.
 
     Returns:
         Candidates that can be used, fastest first, then the others.
@@ -81,7 +81,7 @@ def search_schedules(
     for pipeline in _pipelines(given):
         try:
             problem = problem_of(pipeline)
-            time, bubble = _times(pipeline, num_layers, pp, num_microbatches, costs)
+            time, bubble = step_times(pipeline, num_layers, pp, num_microbatches, costs)
             memory = memory_of(pipeline)
         except ValueError as error:
             found.append(Candidate(pipeline=pipeline, problem=str(error)))
@@ -134,7 +134,7 @@ def _pipelines(given: PipelineConfig) -> list[PipelineConfig]:
     return found
 
 
-def _times(
+def step_times(
     pipeline: PipelineConfig, num_layers: int, pp: int, num_microbatches: int, costs: Costs
 ) -> tuple[float, float]:
     """Return time and bubble of a step; of a long one a part is simulated."""

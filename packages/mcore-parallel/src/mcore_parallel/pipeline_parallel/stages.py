@@ -26,11 +26,11 @@ class Stage:
     has_embedding: bool
     has_loss: bool
     num_mtp_layers: int = 0
-    """Multi-token-prediction layers that a pipeline layout places behind ``layers`` here."""
+    """Multi-token-prediction layers that a pipeline layout puts after ``layers`` here."""
     mtp_stage: int = -1
     """Index of the stage where a layout places them; -1: it places none."""
     rank: int = -1
-    """Pipeline rank that holds the stage; -1: not said."""
+    """Pipeline rank that holds the stage; -1: not decided."""
 
     @property
     def has_mtp(self) -> bool:
@@ -39,7 +39,7 @@ class Stage:
 
 
 def build_stages(config: PipelineConfig, num_layers: int, pp: int) -> list[Stage]:
-    """Split ``num_layers`` over ``pp`` ranks as the config says; see ``split_layers``."""
+    """Split ``num_layers`` over ``pp`` ranks by the config; see ``split_layers``."""
     return split_layers(
         num_layers,
         pp,

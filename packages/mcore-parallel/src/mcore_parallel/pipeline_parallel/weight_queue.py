@@ -12,7 +12,7 @@ from mcore_parallel.autograd.grad_slot import grad_slot
 class WeightQueue:
     """Weight-gradient work that linears put off until ``BACKWARD_WEIGHT``.
 
-    A linear whose weight has the queue (``serve``) computes only the input's gradient in
+    A linear whose weight has the queue (``attach``) computes only the input's gradient in
     backward, returns None for its weight, and puts a function here that adds to
     the weight's main gradient. What is not put off (norms, biases, embedding, head) is done at
     once, and the sums are the same, in the same order.
@@ -26,7 +26,7 @@ class WeightQueue:
         """Whether nothing waits to be done."""
         return not self._work
 
-    def serve(self, *modules: nn.Module) -> None:
+    def attach(self, *modules: nn.Module) -> None:
         """Become the queue of all weights whose layers can put work off.
 
         Comes before ``DataParallel``, which learns so when these weights' gradients are
@@ -48,7 +48,7 @@ class WeightQueue:
         if any(slot.main is not None for slot in slots):
             raise ValueError(
                 "DataParallel would count these weights' gradients as made before they are: "
-                "call serve() first, then wrap the model."
+                "call attach() first, then wrap the model."
             )
         for slot in slots:
             slot.queue = self

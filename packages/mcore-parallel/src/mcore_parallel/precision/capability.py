@@ -23,7 +23,7 @@ def best_format(capability: Capability | None) -> Literal["bf16", "fp16", "fp32"
 
 
 def bf16_problem(capability: Capability, device_name: str) -> str:
-    """Say why a GPU should not train in bf16, with what to use; empty: it may."""
+    """Return why a GPU should not train in bf16, with what to use; empty: it may."""
     if capability >= _BF16:
         return ""
     return (
@@ -33,7 +33,7 @@ def bf16_problem(capability: Capability, device_name: str) -> str:
 
 
 def fp8_problem(config: Fp8Config, capability: Capability, device_name: str) -> str:
-    """Say why a GPU cannot multiply as the config wants, with what to use; empty: it can."""
+    """Return why a GPU cannot multiply as the config wants, with what to use; empty: it can."""
     if config.fp8_recipe == "blockwise" and capability[0] != 9:
         return (
             f"--fp8-recipe blockwise runs on Hopper only, and this is {device_name}: use "

@@ -202,7 +202,7 @@ class Fp8Gemm:
         return None
 
     def fits(self, x: Float[Tensor, "S *B D"]) -> bool:
-        """Say whether a matrix has as many rows as tensor cores take; else torch multiplies."""
+        """Return whether tensor cores take a matrix of so many rows; else torch multiplies."""
         return x.shape[:-1].numel() % self.recipe.multiple == 0
 
     def takes_deferred(self, x: Float[Tensor, "S *B D"]) -> bool:

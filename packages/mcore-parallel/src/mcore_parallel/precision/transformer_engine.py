@@ -27,7 +27,7 @@ _TESTED = "2.20."
 
 
 def refusal() -> str:
-    """Say why Transformer Engine cannot be used here; empty: it can. Imports nothing."""
+    """Return why Transformer Engine cannot be used here; empty: it can. Imports nothing."""
     try:
         found = version("transformer-engine")
         version("transformer-engine-torch")

@@ -1,1 +1,1 @@
-"""Layers whose weights are split over tensor ranks, and the losses behind them."""
+"""Layers whose weights are split over tensor ranks, and the losses over a split vocabulary."""

@@ -38,7 +38,7 @@ def vocab_parallel_cross_entropy(
             for backward instead of the softmax.
         labels: token ids, whole and equal on all ranks.
         vocab_size: K, without padding.
-        padded_vocab_size: columns over all ranks, as the head's attribute says; 0: the next
+        padded_vocab_size: columns over all ranks, the head's attribute; 0: the next
             multiple of ``axis.size``.
         axis: ranks that share the columns, each an equal run in order.
         label_smoothing: s, ``0 <= s < 1``.

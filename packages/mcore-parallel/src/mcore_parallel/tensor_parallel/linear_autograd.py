@@ -242,7 +242,15 @@ class _WeightGradient:
         kept: Operands,
         axis: Axis | None,
     ) -> None:
-        """Hold the factors; an axis says that the input is cut over it."""
+        """Hold the factors.
+
+        Args:
+            gemm: multiplies them.
+            slot: of the weight; None: the gradient is returned.
+            grad: of the output, as ``gemm.prepare`` returns it.
+            kept: the input, as ``gemm.keep`` returns it, or this rank's cut of the input.
+            axis: ranks over which the input is cut; None: it is whole.
+        """
         self.gemm, self.slot, self.grad, self.kept, self.axis = gemm, slot, grad, kept, axis
 
     def gather(self) -> None:

@@ -1,7 +1,7 @@
-"""The model that adapters stand beside: where it comes from, and what of a run is saved.
+"""Loads the base model of adapters, and selects the weights that a run saves.
 
-A run with ``--peft`` saves its adapters and the path of their base, which stays where it is. A
-run whose base came from no checkpoint (random weights) saves everything.
+A run with ``--peft`` saves its adapters and the path of their base, which is not copied. A run
+whose base came from no checkpoint (random weights) saves all weights.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_base.field_checks import flag
+from mcore_base.options import flag, idle_options
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.storage.index import ADAPTER
@@ -22,12 +22,11 @@ from mcore_models.peft.quantized_base import quantize_base
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Origin, Run
 from mcore_train.checkpoints.origin import checkpoint_extra, find_checkpoint
-from mcore_train.composition import TrainConfig
-from mcore_train.options.idle_options import SWITCHES
+from mcore_train.composition import TrainConfig, flat, parts
 from mcore_train.resolution import Plan
 
 _FREE = ("lora_dropout", "peft_base_bits")
-"""What of its adapters a continued run may change."""
+"""Options of adapters that a continued run may change."""
 
 FREE = frozenset(
     (
@@ -55,7 +54,7 @@ def model_shards(run: Run) -> dict[str, Shard]:
 
 
 def saved_weights(run: Run) -> dict[str, Shard]:
-    """Describe the weights that a checkpoint of the run holds: not those of its base."""
+    """Describe the weights that a checkpoint of the run holds: without those of its base."""
     shards = model_shards(run)
     return (
         {n: s for n, s in shards.items() if is_adapter(n)}
@@ -89,7 +88,7 @@ def load_base(run: Run, folder: Path | None) -> Origin:
     extra = checkpoint_extra(base)
     if ADAPTER in extra:
         raise ValueError(
-            f"{base} holds an adapter: give the model that it stands beside as "
+            f"{base} holds an adapter: give the model that it adapts as "
             "--pretrained-checkpoint."
         )
     check_model(extra["model"], run.plan, base)
@@ -105,12 +104,12 @@ def load_base(run: Run, folder: Path | None) -> Origin:
 
 
 def load_weights(run: Run, folder: Path, shards: Mapping[str, Shard]) -> None:
-    """Fill weights from a checkpoint in whatever dtype they were saved."""
+    """Fill weights from a checkpoint, cast from the dtype in which they were saved."""
     load(folder, shards, ignore=("optimizer.", "rng.", "fp8."), cast=True, **load_options(run))
 
 
 def load_options(run: Run) -> dict[str, Any]:
-    """List the arguments that all loads of a run share."""
+    """Return the arguments that all loads of a run share."""
     config = run.plan.config
     return {
         "world": run.ctx.world,
@@ -135,7 +134,7 @@ def describe_adapter(run: Run) -> dict[str, Any]:
 
 
 def check_adapter(extra: Mapping[str, Any], plan: Plan, folder: Path) -> None:
-    """Compare a checkpoint's adapters with the run's."""
+    """Raise if a checkpoint holds other adapters than the run has."""
     saved, here = extra.get(ADAPTER), config_to_dict(plan.config.peft)
     if saved is None or plan.config.peft.peft == "none":
         if saved is not None:
@@ -157,7 +156,7 @@ def check_adapter(extra: Mapping[str, Any], plan: Plan, folder: Path) -> None:
 
 
 def _base_folder(config: TrainConfig, folder: Path | None) -> Path | None:
-    """Find what the weights come from that the run does not save."""
+    """Find the folder of the weights that the run does not save; None: it saves all."""
     named = config.loading.pretrained_checkpoint
     has_adapters = config.peft.peft != "none"
     if folder is not None:
@@ -179,7 +178,7 @@ def _base_folder(config: TrainConfig, folder: Path | None) -> Path | None:
 
 
 def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
-    """Compare what decides shapes and numbers; report every difference at once."""
+    """Raise with every option in which a checkpoint's model differs from the run's."""
     here = model_description(plan)
     if (family := saved.get("family", "gpt")) != here["family"]:
         raise ValueError(
@@ -193,11 +192,11 @@ def check_model(saved: dict[str, Any], plan: Plan, folder: Path) -> None:
             "--num-experts out."
         )
     # Fields of a part that is off change nothing, whatever was saved of them.
-    idle = {n for s in SWITCHES if not s.is_on(plan.config) for n in s.options}
+    idle = idle_options(flat(plan.config), map(type, parts(plan.config)))
     different = []
     has_same_depth = saved["config"].get("num_layers") == plan.config.model.num_layers
     for part, owner in (("config", plan.config.model), ("moe", plan.config.experts)):
-        # What a description leaves out has its default, of which data knows lists alone.
+        # A description leaves defaults out, and JSON has lists in the place of tuples.
         defaults = {f.name: f.default for f in fields(owner)}
         for name, value in here[part].items():
             default = defaults[name]

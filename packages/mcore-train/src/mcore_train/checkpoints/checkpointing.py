@@ -1,8 +1,8 @@
-"""The run folder while a run trains: held against other jobs, saved to, kept small.
+"""Saves of a run into its folder, which is locked against other jobs while the run trains.
 
 ``Checkpoints`` hides from the loop whether a save is written at once or in the background.
 A save in the background is logged when it is requested and when it is durable; if one fails,
-the error is logged and training goes on. Only the last step must reach the disk: if the
+the error is logged and training goes on. Only the last step must reach the disk: if its
 background save fails, it is written in the foreground, and an error there ends the run.
 """
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Saves of one run; a context manager that holds the run folder. All ranks use it alike.
+    """Saves of one run; a context manager that locks the run folder. All ranks call it alike.
 
     Steps between those that last go to local disks. Does nothing for a run without ``--save``.
 
@@ -45,7 +45,7 @@ class Checkpoints:
     """
 
     def __init__(self, run: Run, reporter: Reporter) -> None:
-        """Take nothing yet.
+        """Lock nothing yet.
 
         Args:
             run: what is saved.
@@ -81,7 +81,7 @@ class Checkpoints:
         self.longest_save_s = 0.0
 
     def __enter__(self) -> Self:
-        """Take the run folder.
+        """Lock the run folder.
 
         Raises:
             RuntimeError: on all ranks, if another job writes to it.
@@ -184,7 +184,7 @@ class Checkpoints:
         self._note(self._saver.poll())
 
     def finish(self) -> None:
-        """Make the step that the run stands at durable, if it is not.
+        """Save the run's current step, unless it is durable already.
 
         Raises:
             RuntimeError: if it cannot be written.

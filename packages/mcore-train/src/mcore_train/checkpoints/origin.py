@@ -8,7 +8,7 @@ import dataclasses
 import json
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -24,10 +24,12 @@ from mcore_ckpt.storage.paths import (
 )
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_data.tracing.data_plan import PLAN_FILE, Stretch, parse_plan
 from mcore_models.layer_patterns import without_stage_marks
 from mcore_train.composition import TrainConfig
 from mcore_train.config import LoadConfig
 from mcore_train.options.recipe import Value
+from mcore_train.resolution import Plan
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ def find_checkpoint(load: str, step: int = 0) -> Path | None:
 
 
 def checkpoint_extra(folder: Path) -> Mapping[str, Any]:
-    """Return what a checkpoint says beside its tensors: the model, and how far a run was.
+    """Return the numbers of a checkpoint: its model, and the progress of its run.
 
     Args:
         folder: from ``find_checkpoint``; of a Hugging Face folder, the model alone is known.
@@ -74,7 +76,7 @@ def carried_files(config: TrainConfig, tokenizer: Tokenizer | None) -> dict[str,
         tokenizer: the run's; None where it has none.
 
     Returns:
-        ``generation_config.json``, which says by numbers of tokens how texts end; nothing if
+        ``generation_config.json``, which holds the ids of tokens that end a text; nothing if
         there is none, or if it is of another tokenizer.
     """
     from mcore_ckpt.formats.hf_folder import GENERATION  # imports torch
@@ -191,25 +193,25 @@ def _has_balancing_loss(folder: Path) -> bool:
     return bool(json.loads((folder / "config.json").read_text()).get("output_router_logits"))
 
 
-def describe_balancing_loss(config: TrainConfig, words: Sequence[str], source: str) -> str:
+def describe_balancing_loss(config: TrainConfig, given: Collection[str], source: str) -> str:
     """Describe which balancing loss a loaded mixture trains with, and where it comes from.
 
     Args:
         config: of the run.
-        words: of its command line and recipes.
+        given: options of its command line and recipes, by name.
         source: folder that brings the model.
     """
     experts, option = config.experts, "--moe-aux-loss-coeff"
     kind, weight = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
     if weight and kind not in ("none", "sinkhorn"):
-        origin = "the command line" if option in words else source
+        origin = "the command line" if "moe_aux_loss_coeff" in given else source
         return f"balancing loss of experts: {kind} x {weight:g}, from {origin}"
     folder = find_checkpoint(source)
     coefficient = 0.0
     if folder is not None and is_hf_folder(folder):
         moe = checkpoint_extra(folder)["model"].get("moe", {})
         coefficient = moe.get("moe_aux_loss_coeff", 0.0)
-    if not coefficient or option in words:
+    if not coefficient or "moe_aux_loss_coeff" in given:
         return "balancing loss of experts: none"
     return (
         f"balancing loss of experts: none, as in transformers, which adds that of {source} "
@@ -235,3 +237,32 @@ def model_fields(
                 table[field.name] = value
     table["vocab_size"] = description["vocab_size"]
     return table
+
+
+def continue_plan(plan: Plan) -> Plan:
+    """Count a plan's lengths by the batch sizes of the run that it continues, if any.
+
+    Reads the checkpoint's index.
+    """
+    options = starting_point(plan.config)
+    folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
+    if folder is None or options.finetune or is_hf_folder(folder):
+        return plan
+    extra, file = checkpoint_extra(folder), folder / PLAN_FILE
+    is_base = plan.config.peft.peft != "none" and ADAPTER not in extra
+    if is_base or "iteration" not in extra:  # its steps are not counted on
+        return plan
+    text = file.read_text("utf-8") if file.is_file() else ""
+    return plan.continue_after(batch_sizes(extra, text), extra["iteration"])
+
+
+def batch_sizes(extra: Mapping[str, Any], data_plan_text: str) -> list[Stretch]:
+    """Return the batch sizes that the run of a checkpoint has had.
+
+    Args:
+        extra: the checkpoint's numbers.
+        data_plan_text: its data plan, which has them too; empty where it has none.
+    """
+    if "stretches" in extra:
+        return [Stretch(*numbers) for numbers in extra["stretches"]]
+    return list(parse_plan(data_plan_text).stretches) if data_plan_text else []

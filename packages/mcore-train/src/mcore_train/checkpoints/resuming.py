@@ -33,7 +33,8 @@ from mcore_data.tracing.data_plan import (
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.sharding import Shard
 from mcore_train.assembly import Run
-from mcore_train.batch_ramp import BatchRamp
+from mcore_train.batches.batch_ramp import BatchRamp
+from mcore_train.batches.datasets import num_samples
 from mcore_train.checkpoints.adapter_bases import (
     check_adapter,
     check_model,
@@ -46,12 +47,12 @@ from mcore_train.checkpoints.adapter_bases import (
     saved_weights,
 )
 from mcore_train.checkpoints.origin import (
+    batch_sizes,
     carried_files,
     checkpoint_extra,
     find_checkpoint,
     starting_point,
 )
-from mcore_train.checkpoints.past import batch_sizes
 from mcore_train.checkpoints.side_state import (
     fp8_shards,
     hf_words,
@@ -63,10 +64,14 @@ from mcore_train.checkpoints.side_state import (
     wanted_fp8_shards,
 )
 from mcore_train.config import RunConfig
-from mcore_train.datasets import num_samples
-from mcore_train.lr_schedule import LRSchedule, learning_rate, parse_schedule, reconcile
 from mcore_train.options.recipe import changed_options, write_recipe
 from mcore_train.resolution import Plan
+from mcore_train.updating.lr_schedule import (
+    LRSchedule,
+    learning_rate,
+    parse_schedule,
+    reconcile,
+)
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +80,7 @@ _MAIN = "optimizer.main."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """What a checkpoint of a run holds at this moment; tensors are views, not copies."""
+    """Contents of a checkpoint of a run at one step; tensors are views, not copies."""
 
     shards: dict[str, Shard]
     extra: dict[str, Any]
@@ -86,14 +91,14 @@ class Snapshot:
 def take_snapshot(
     run: Run, tokenizer_folder: Path | None = None, state: Mapping[str, Shard] | None = None
 ) -> Snapshot:
-    """Describe everything that a checkpoint of this step holds.
+    """Describe the contents of a checkpoint of this step.
 
-    Weights that travel in fp8 are gathered in full first, over the data ranks.
+    Weights that are gathered in fp8 are first gathered in full, over the data ranks.
 
     Args:
         run: weights are read once gathers on their way are done.
-        tokenizer_folder: holds the run's tokenizer; None on ranks that need not bring it.
-        state: the result of ``state_shards``, which takes long; None: computed here.
+        tokenizer_folder: holds the run's tokenizer; None on ranks other than 0.
+        state: the result of ``state_shards``, which is slow; None: computed here.
     """
     run.optimizer.refresh_in_full()
     return Snapshot(
@@ -105,7 +110,7 @@ def take_snapshot(
 
 
 def state_shards(run: Run) -> dict[str, Shard]:
-    """Describe weights and, if it is saved, optimizer state: views that stay good."""
+    """Describe weights and, if it is saved, optimizer state: views of the run's memory."""
     optimizer = optimizer_shards(run) if run.plan.config.saving.save_optim else {}
     return saved_weights(run) | optimizer | fp8_shards(run)
 
@@ -224,7 +229,7 @@ def _load_local(run: Run, folder: Path | None) -> Run | None:
 
 
 def _plan_from(extra: Mapping[str, Any], plan: Plan, data_plan_text: str) -> Plan:
-    """Count lengths by the run's batch sizes, and choose between two schedules."""
+    """Return the plan with a checkpoint's batch sizes, and its schedule or the flags'."""
     plan = plan.continue_after(batch_sizes(extra, data_plan_text), extra["iteration"])
     saved, samples = extra["schedule"], extra["schedule_samples"]
     schedule = reconcile(saved, plan.schedule, plan.config.schedule, samples)
@@ -254,7 +259,7 @@ def _continue_after(run: Run, plan: Plan, extra: Mapping[str, Any], data_plan_te
 
 
 def _warn_of_changed_rate(run: Run, saved: LRSchedule) -> None:
-    """Warn where another batch size or schedule changes the learning rate from here on."""
+    """Warn if another batch size or schedule changes the learning rate from this step on."""
     plan, samples = run.plan, run.progress.schedule_samples
     size = plan.ramp.size_at(run.progress.consumed_train_samples)
     before = (
@@ -286,7 +291,7 @@ def _warn_of_changed_seed(run: Run, then: int) -> None:
 
 
 def data_plan(run: Run) -> DataPlan:
-    """Describe which tokens the run's steps read."""
+    """Describe the tokens that each step of the run reads."""
     config = run.plan.config
     data = config.data
     if data.mock_data:
@@ -319,7 +324,7 @@ def _files(run: Run) -> dict[str, bytes]:
 
 
 def _check_data(run: Run, plan_of_then: str, ramp_of_data: BatchRamp) -> None:
-    """Warn if the data have changed.
+    """Compare the training data with those of the checkpoint; warn if they differ.
 
     Raises:
         ValueError: if a changed mixture would repeat or lose samples, or counts in steps of
@@ -350,11 +355,11 @@ def _check_data(run: Run, plan_of_then: str, ramp_of_data: BatchRamp) -> None:
 
 
 def _load_state(run: Run, folder: Path, extra: Mapping[str, Any]) -> None:
-    """Take weights, optimizer and, under the same layout, random streams."""
+    """Load weights, optimizer state and, under the same layout, random streams."""
     with_optimizer = run.plan.config.loading.load_optim and "num_steps" in extra
     state = optimizer_shards(run) if with_optimizer else {}
     if not any(name.startswith(_MAIN) for name in read_index(folder).tensors):
-        # A run without main weights saved it: they are made of the weights.
+        # The run that saved it had no main weights: they are copied from the weights.
         state = {name: shard for name, shard in state.items() if not name.startswith(_MAIN)}
     shards = saved_weights(run) | state
     rng = rng_shards(run) if _streams_fit(run, extra) else {}
@@ -405,7 +410,7 @@ def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:
     if not options.load_rng:
         return False
     here = {"world_size": plan.world_size, **asdict(plan.config.parallelism)}
-    # A checkpoint knows lists alone, and nothing of options that came after it.
+    # JSON has lists in the place of tuples, and a checkpoint lacks newer options.
     before = asdict(ParallelConfig()) | extra["parallel"]
     fits = json.dumps(before, sort_keys=True) == json.dumps(here, sort_keys=True)
     model, experts = plan.config.model, plan.config.experts
@@ -423,7 +428,7 @@ def _streams_fit(run: Run, extra: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _tokenizer_folder(run: Run) -> Iterator[Path | None]:
-    """Write the tokenizer where the checkpoint copies it from; on one rank only."""
+    """Write the tokenizer into a temporary folder, on rank 0 alone; None elsewhere."""
     if run.tokenizer is None or run.ctx.global_rank != 0:
         yield None
         return

@@ -1,4 +1,4 @@
-"""What a run remembers beside weights and optimizer: random streams, scales, histories.
+"""State of a run other than weights and optimizer: random streams, loss and fp8 scales.
 
 Streams are each rank's own (``rng.<stream>.<rank>``), histories logical tensors
 (``fp8.<linear>.history``), which any layout loads.
@@ -25,19 +25,20 @@ def rng_shards(run: Run) -> dict[str, Shard]:
 
 
 def take_streams(run: Run, rng: Mapping[str, Shard]) -> None:
-    """Draw on from where loaded streams stand."""
+    """Set the run's random streams to loaded ones."""
     states = {name.split(".")[1]: shard.pieces[0].data for name, shard in rng.items()}
     run.streams.set_state(states)
 
 
 def fp8_shards(run: Run) -> dict[str, Shard]:
-    """Describe the histories of a run's linears; none without ``--fp8-recipe delayed``."""
-    found = {} if run.precision.fp8_scales is None else run.precision.fp8_scales.shards()
-    return {f"fp8.{name}": shard for name, shard in found.items()}
+    """Describe the fp8 histories of linears; none without ``--fp8-recipe delayed``."""
+    scales = run.precision.fp8_scales
+    shards = {} if scales is None else scales.shards()
+    return {f"fp8.{name}": shard for name, shard in shards.items()}
 
 
 def fp8_kind(run: Run) -> list[Any]:
-    """Say of what kind the histories are: a run has no use for others than its own."""
+    """Return recipe and length of the fp8 histories: only equal ones are loaded."""
     fp8 = run.plan.config.fp8
     return (
         [] if run.precision.fp8_scales is None else [fp8.fp8_recipe, fp8.fp8_amax_history_len]
@@ -45,26 +46,26 @@ def fp8_kind(run: Run) -> list[Any]:
 
 
 def wanted_fp8_shards(run: Run, extra: Mapping[str, Any]) -> dict[str, Shard]:
-    """Describe the histories that a run takes from a checkpoint; none of another kind."""
+    """Describe the histories that a run loads from a checkpoint; none of another kind."""
     return fp8_shards(run) if extra.get("fp8_kind") == fp8_kind(run) else {}
 
 
 def take_fp8_histories(run: Run) -> None:
-    """Scale by the histories that were loaded."""
+    """Compute fp8 scales from the histories that were loaded."""
     if run.precision.fp8_scales is not None:
         run.precision.fp8_scales.restored()
 
 
 def side_numbers(run: Run) -> dict[str, Any]:
-    """Return what a checkpoint's index keeps of these: plain data."""
+    """Return the plain numbers of this state, for a checkpoint's index."""
     scale = {} if run.precision.loss_scaler is None else run.precision.loss_scaler.state()
     return {"fp8_kind": fp8_kind(run), "loss_scale": scale}
 
 
 def hf_words(run: Run) -> dict[str, Any]:
-    """Return fields of a config.json that no model has: where a T5's decoder begins.
+    """Return fields of a config.json that no model config has: a T5's first decoder token.
 
-    transformers shifts labels and writes from there, and has no default for it.
+    transformers shifts labels by it and writes from it, and has no default for it.
     """
     data, begin = run.plan.config.data, None
     if run.plan.family.dataset != "t5":
@@ -77,6 +78,6 @@ def hf_words(run: Run) -> dict[str, Any]:
 
 
 def take_loss_scale(run: Run, extra: Mapping[str, Any]) -> None:
-    """Scale on from where a checkpoint's loss scale stands, if it had one."""
+    """Set the loss scale to a checkpoint's, if it had one."""
     if run.precision.loss_scaler is not None and extra.get("loss_scale"):
         run.precision.loss_scaler.set_state(extra["loss_scale"])

@@ -27,16 +27,18 @@ _SIZES = {
 }
 _UNITS = {"Ki": 2**-20, "Mi": 2**-10, "Gi": 1.0, "Ti": 2**10}
 _PHASES = {
-    "loss": r"in (?:cross_entropy|losses|compute_loss|loss_\w+)\b",
-    "save": r"in (?:save\w*|state_dict)\b",
-    "load": r"in load\w*\b",
-    "validation": r"in (?:evaluate|validate)\b",
-    "optimizer": r"optimizers?\b.* in step\b|optim\w*/.*|in optimizer_step\b",
-    "backward": r"in (?:backward|_engine_run_backward|run_backward)\b",
-    "setup": r"in (?:assemble|_build\w*|build\w*)\b",
-    "forward": r"in (?:forward|run_stage)\b",
+    "optimizer": r"optim\w*[./]|^optimizer_step$",
+    "loss": r":(?:cross_entropy\w*|losses|loss_\w+)$",
+    "save": r":save\w*$",
+    "load": r":load\w*$",
+    "validation": r":(?:evaluate|validate)$",
+    "forward": r":(?:forward|run_stage)$",
+    "setup": r":(?:assemble|_?build\w*)$",
+    "backward": r":\w*backward$",
 }
-"""Phase by the functions on the stack, the first that matches."""
+"""Phase by file and function on the stack."""
+_BACKWARD = re.compile(r":(?:_engine_run_backward|run_backward)$", re.M)
+_FRAME = re.compile(r'File "([^"]*)", line \d+, in (\S+)')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +94,15 @@ class MemoryRecord:
             lines.append(f"  GiB by class: {parts}")
         return lines
 
+    @classmethod
+    def of_message(cls, message: str, **known: Any) -> "MemoryRecord":
+        """Add the sizes in torch's message to what is known of a rank."""
+        sizes: dict[str, Any] = {}
+        for name, pattern in _SIZES.items():
+            if found := re.search(pattern, message):
+                sizes[name] = round(float(found[1]) * _UNITS[found[2]], 3)
+        return cls(**known, **sizes)
+
     def to_line(self) -> str:
         """Write the record as the line that ``memory_record`` reads."""
         return RECORD + json.dumps(asdict(self))
@@ -119,17 +130,22 @@ def memory_record(
         except (ValueError, TypeError):  # the line was cut
             pass
     stack = text[: text.find("Tried to allocate")]
-    stack = stack[max(0, stack.rfind("Traceback")) :]
-    phase = next((name for name, pattern in _PHASES.items() if re.search(pattern, stack)), "")
-    sizes: dict[str, Any] = {}
-    for name, pattern in _SIZES.items():
-        if found := re.search(pattern, message):
-            sizes[name] = round(float(found[1]) * _UNITS[found[2]], 3)
-    header = _header(logs)
+    phase = phase_of(stack[max(0, stack.rfind("Traceback")) :])
     steps = [log.last_step for log in logs if log.last_step is not None]
-    return MemoryRecord(
-        rank=rank, phase=phase, step=max(steps, default=None), **header, **sizes
-    )
+    step = max(steps, default=None)
+    return MemoryRecord.of_message(message, rank=rank, phase=phase, step=step, **_header(logs))
+
+
+def phase_of(stack: str) -> str:
+    """Return the part of a step in which a traceback ends; empty: not known."""
+    frames = [f"{file}:{function}" for file, function in _FRAME.findall(stack)]
+    if _BACKWARD.search("\n".join(frames)):
+        return "backward"  # also where it computes a forward again
+    for frame in reversed(frames):
+        for name, pattern in _PHASES.items():
+            if re.search(pattern, frame):
+                return name
+    return ""
 
 
 def _header(logs: Sequence[LogFile]) -> dict[str, Any]:

@@ -157,7 +157,7 @@ RULES: tuple[Rule, ...] = (
     _outside(
         "host out of memory",
         "host_memory",
-        r"Detected \d+ oom[-_]kill event|oom-kill:constraint|"
+        r"task \d+: Out Of Memory|Detected \d+ oom[-_]kill event|oom-kill:constraint|"
         r"Out of memory: Killed process|Memory cgroup out of memory|OOMKilled|"
         r"Some of (?:your processes|"
         r"the step tasks) (?:may )?have been (?:killed by the cgroup|OOM Killed)",
@@ -179,6 +179,13 @@ RULES: tuple[Rule, ...] = (
         r"port error|local catastrophic|"
         r"ibv_\w+ failed|link (?:is )?down\b|NETDEV WATCHDOG|mlx5_core.*(?:failed|error)",
         "Start again; leave a host out that is named twice, and look at its ibstat and cable.",
+    ),
+    _root(
+        "no device",
+        "hardware",
+        r"No CUDA GPUs are available|no CUDA-capable device is detected|CUDA unknown error|"
+        r"device\(s\) is/are busy or unavailable|CUDA driver initialization failed",
+        "Look at nvidia-smi on this host: its driver shows no usable GPU. Leave the host out.",
     ),
     # -- Ranks that did not find each other.
     _root(
@@ -233,7 +240,8 @@ RULES: tuple[Rule, ...] = (
     # -- The end of the job.
     _teardown(
         "ended by the launcher",
-        r"closing signal SIG|SignalException|Received \d+ death signal|forcing job termination|"
+        r"closing signal SIG|[Rr]eceived SIGTERM|SignalException|"
+        r"Received \d+ death signal|forcing job termination|"
         r"Job step aborted|STEP \S+ ON \S+ CANCELLED AT \S+ \*|Fatal Python error: Aborted|"
         r"terminate called after|destroy_process_group\(\) was not called|ChildFailedError|"
         r"task \d+: (?:Terminated|Exited with exit code 143)|leaked semaphore|"
@@ -279,7 +287,8 @@ RULES: tuple[Rule, ...] = (
     _root(
         "GPU memory",
         "out_of_memory",
-        r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|"
+        r"OutOfMemoryError|Cuda failure \d* ?'out of memory'|CUDA out of memory|"
+        r"CUDA error: out of memory|"
         r"CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Failed to CUDA calloc",
     ),
     _root(
@@ -303,7 +312,8 @@ RULES: tuple[Rule, ...] = (
         "no permission",
         "permission",
         r"Permission denied|PermissionError|Operation not permitted|Read-only file system|"
-        r"AccessDenied|403 Forbidden|may not be written|cannot be written",
+        r"AccessDenied|403 Forbidden|40[13] Client Error|gated repo|may not be written|"
+        r"cannot be written",
         "Give the job's user the right on the path that the line names.",
     ),
     # -- Numbers.
@@ -374,7 +384,8 @@ RULES: tuple[Rule, ...] = (
         r"not divisible|"
         r"must divide|shapes? cannot be multiplied|is invalid for input of size|"
         r"[Ss]izes of tensors must match|size of tensor a \(|shape mismatch|Shape mismatch|"
-        r"mat1 and mat2|doesn't match the broadcast|must match the (?:existing )?size|"
+        r"mat1 and mat2|to match target batch_size|doesn't match the broadcast|"
+        r"must match the (?:existing )?size|"
         r"Expected size \d+ but got|got \d+ elements|Dimension out of range|"
         r"Given groups=|Expected \w+ to have \w+ \d+|layers? .{0,60}over .{0,20}stages",
         "Change one of the sizes that the line names.",
@@ -395,7 +406,8 @@ RULES: tuple[Rule, ...] = (
         "killed",
         r"rank (?P<rank>\d+) was ended by SIGKILL|"
         r"failed \(exitcode: -9\) local_rank: (?P<local>\d+)|Signal 9 \(SIGKILL\)|"
-        r"task (?P<task>\d+): Killed|exited due to signal 9|died with <Signals.SIGKILL",
+        r"task (?P<task>\d+): Killed|^Killed\b|exited due to signal 9|"
+        r"died with <Signals.SIGKILL",
         "dmesg of its host tells whether memory was full; else somebody ended the process.",
     ),
     _root(
@@ -414,7 +426,8 @@ RULES: tuple[Rule, ...] = (
         r"Segmentation fault|illegal memory access|misaligned address|"
         r"unspecified launch failure|"
         r"CUDA error: (?:unknown error|an illegal instruction|launch failed|invalid pc)|"
-        r"CUBLAS_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR)|CUDNN_STATUS_\w+|"
+        r"Bus error \(core|CUBLAS_STATUS_(?:NOT_INITIALIZED|EXECUTION_FAILED|"
+        r"INTERNAL_ERROR)|CUDNN_STATUS_\w+|"
         r"NVRM: Xid \([^)]*\): (?:13|31|43|45|68|69),|device-side assert|"
         r"Floating point exception|"
         r"\(exitcode: -(?:11|6|4|8)\) local_rank: (?P<local>\d+)|"
@@ -431,7 +444,7 @@ RULES: tuple[Rule, ...] = (
     _root(
         "no such device",
         "config",
-        r"invalid device ordinal|this host shows \d+\. Start|No CUDA GPUs are available",
+        r"invalid device ordinal|this host shows \d+\. Start",
         "Start as many ranks on each host as nvidia-smi -L lists there.",
     ),
     # -- Refused options, and what no row before recognized.
@@ -444,7 +457,7 @@ RULES: tuple[Rule, ...] = (
     _root(
         "exception",
         "program",
-        rf"{_EXCEPTION}(?:[A-Z]\w*(?:Error|Exception|Exit|Warning))\b(?::|$)",
+        rf"{_EXCEPTION}(?:[A-Z]\w*(?:Error|Exception|Exit))\b(?::|$)",
     ),
     _root(
         "exit code",

@@ -1,4 +1,4 @@
-"""Which part of a layer is recorded as a graph, and which is launched singly behind it."""
+"""Splits a layer into the head that a CUDA graph records and the tail launched singly."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,26 +15,26 @@ from mcore_parallel.rng import RngStreams
 
 @dataclass(frozen=True)
 class LayerParts:
-    """A layer as it is launched: ``tail(*head(stream, inputs))`` is ``forward``."""
+    """A layer as two functions: ``tail(*head(stream, inputs))`` equals ``forward``."""
 
     forward: Callable[[Residual, BlockInputs], Residual]
-    """All of it, singly."""
+    """The whole layer, launched singly."""
     head: Callable[[Residual, BlockInputs], tuple[Residual, Any]]
-    """What is recorded, of which no size depends on routing."""
+    """The recorded part, in which no size depends on routing."""
     tail: Callable[[Residual, Any], Residual]
-    """What follows singly, of the stream and what the head returns beside it."""
+    """The rest, a function of both results of the head."""
     parameters: list[nn.Parameter]
-    """Of the head."""
+    """Parameters of the head."""
 
 
 def layer_parts(
     layer: Any, streams: RngStreams, is_recomputed: bool, records_experts: bool
 ) -> LayerParts:
-    """Take a layer apart.
+    """Split a layer into head and tail.
 
     Args:
         layer: a ``TransformerBlock``.
-        streams: that it draws from.
+        streams: random streams of its dropout.
         is_recomputed: whether backward computes all of it again.
         records_experts: whether experts are recorded too; else they are the tail.
     """
@@ -66,7 +66,7 @@ def _recomputed(function: Callable[..., Any], streams: RngStreams) -> Callable[.
         def again(x: Tensor, aux: Tensor) -> Any:
             return function(Residual(x, None, aux), inputs)
 
-        # The sum, so that one tensor is kept, not two.
+        # The sum of the stream and its deferred add: one tensor is kept, not two.
         return recompute(again, stream.total(), stream.aux, streams=streams)
 
     return run

@@ -2,15 +2,15 @@
 
 Between layers the host stays in charge: it waits for messages of the pipeline, runs any
 schedule, and starts the sums of gradients. A layer of experts whose sizes follow from routing
-is recorded as far as its tokens know their experts (``TransformerBlock.to_experts``); what
-comes after is launched singly. A layer has two graphs for each micro-batch that is in flight
-at once, since what its forward keeps must last until its backward. They are recorded when a
-micro-batch first needs them; micro-batches take the first that are free, so that each step
-takes them in the same order. A layer reads its input where the one before has written it, and
-all backwards write gradients of the stream to one place.
+is recorded up to its routing (``TransformerBlock.to_experts``); dispatch and experts are
+launched singly. A layer has a forward and a backward graph for each micro-batch in flight,
+since the activations of a forward must last until its backward. Graphs are recorded when a
+micro-batch first needs them; each micro-batch takes the first free ones, so that all steps
+take them in the same order. A layer reads its input from the memory that the layer before
+wrote, and all backwards write gradients of the stream to the same memory.
 
-Kernels, their order and their random numbers are those of layers launched singly, so the bits
-are too, but for the sign of zeros: gradients are always added to zeros.
+Kernels, their order and their random numbers are those of layers launched singly. Results are
+the same bits, apart from the sign of zeros: gradients are always added to zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,27 +42,28 @@ _NUM_STREAM = len(Residual._fields)
 
 @dataclass(eq=False)
 class _Recording:
-    """The head of a layer for one micro-batch in flight."""
+    """The graphs of a layer's head for one micro-batch in flight."""
 
     begin: Tensors
-    """What it reads: the stream, as leaves."""
+    """Inputs of the forward: the stream, as leaves of autograd."""
     outputs: Tensors = ()
-    """The stream, then what its tail is given."""
+    """Results of the forward: the stream, then the other inputs of the tail."""
     live: Tensors = ()
-    """The same with autograd's graph, which backward keeps."""
+    """``outputs`` with their autograd graph, which the backward needs."""
     spec: TreeSpec | None = None
-    """What they and ``constants`` are leaves of."""
+    """Tree whose leaves are ``outputs`` and ``constants``."""
     constants: tuple[Any, ...] = ()
     grad_outputs: Tensors = ()
     grads: Tensors = ()
-    """Of what it reads, then of its parameters; None: added to main gradients, or none."""
+    """Gradients of ``begin``, then of the parameters; None: added to main gradients already,
+    or no gradient."""
     forward: Callable[[], None] | None = None
     backward: Callable[[], None] | None = None
 
 
 @dataclass(eq=False)
 class _Slot:
-    """What one micro-batch in flight writes to."""
+    """Memory of one micro-batch in flight: its graphs in all layers."""
 
     number: int
     inputs: BlockInputs
@@ -94,7 +95,7 @@ class LayerGraphs:
 
     def begin_step(self, recorder: Recorder) -> None:
         """Launch layers as graphs until ``end_step``; weights must have been gathered."""
-        self._free = list(self._slots)  # whatever a step left open
+        self._free = list(self._slots)  # also those that a failed step did not give back
         self._recorder = recorder
 
     def end_step(self) -> None:
@@ -102,7 +103,7 @@ class LayerGraphs:
         self._recorder = None
 
     def forget(self) -> None:
-        """Let go of the memory of graphs, which the recorder has forgotten."""
+        """Free the memory of graphs that the recorder has freed."""
         self._slots, self._free, self._current = [], [], None
         self._held, self._grads = [], {}
 
@@ -119,6 +120,7 @@ class LayerGraphs:
             slot.layers[place] = self._record(place, stream, slot, self._recorder)
         made = slot.layers[place]
         found = _Replay.apply(self, slot, place, *stream, *layer.parameters)
+        # Put tensors from the replay and recorded constants back into the head's two results.
         both = zip(found, made.constants, strict=True)
         assert made.spec is not None
         left, given = tree_unflatten([c if x is None else x for x, c in both], made.spec)
@@ -127,12 +129,14 @@ class LayerGraphs:
     def _take(self, inputs: BlockInputs) -> _Slot:
         """Take the first free slot for a micro-batch, or make one."""
         tables = _tables(inputs)
+        # Graphs add to main gradients: those of the last step are zeroed before the first use.
         for parameter in chain.from_iterable(layer.parameters for layer in self.layers):
             if (gradient := slot_of(parameter)) is not None and gradient.take_stale():
                 gradient.zero()
         if self._free:
             slot = min(self._free, key=lambda slot: slot.number)
             self._free.remove(slot)
+            # The slot's graphs read rotary tables where they were when recorded.
             _copy(tree_flatten(_tables(slot.inputs))[0], tree_flatten(tables)[0])
             return slot
         kept = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tables)
@@ -144,6 +148,8 @@ class LayerGraphs:
     def _record(
         self, place: int, stream: Residual, slot: _Slot, recorder: Recorder
     ) -> _Recording:
+        # Leaves alias what the layer before wrote: then no copy is needed before a replay.
+        # Tensors from elsewhere (the first layer's input) get memory of their own.
         before = slot.layers[place - 1].outputs if place else ()
         own = {x.data_ptr() for x in before if x is not None}
         begin: Any = tuple(
@@ -163,7 +169,8 @@ class LayerGraphs:
             made.constants = tuple(None if isinstance(x, Tensor) else x for x in leaves)
             return tuple(x if x is None else x.detach() for x in made.live)
 
-        # One slot's forward must not write over what another keeps for its backward.
+        # Each slot has a pool of its own: a replay must not overwrite the activations that
+        # another micro-batch keeps for its backward.
         memory = id(self), slot.number
         made.outputs, made.forward = recorder.record(run_forward, memory)
         self._held.append(self._casts.held())
@@ -194,13 +201,14 @@ class LayerGraphs:
             own = _written(into, grads[:_NUM_STREAM])
             return *own, *grads[_NUM_STREAM:]
 
-        # Backwards run one after the other, and what they return is used at once; but a cast
-        # that another read would have been written over.
+        # All backwards share one pool: they run one after the other, and their results are
+        # used at once. Casts of weights must not come from it, since later replays would
+        # overwrite them.
         with self._casts.forgetting():
             made.grads, made.backward = recorder.record(run_backward, "backward")
 
     def _gradients(self, tensors: Tensors) -> Tensors:
-        """Return where gradients of tensors lie, which all backwards of the stack share."""
+        """Return memory for gradients of tensors, which all backwards of the stack share."""
         found: list[Tensor | None] = []
         for number, x in enumerate(tensors):
             if x is None or not x.requires_grad:
@@ -223,6 +231,7 @@ class LayerGraphs:
     def run_backward(self, slot: _Slot, place: int, grads: Tensors) -> Tensors:
         """Launch the backward of a head; return the gradients of stream and parameters."""
         made = slot.layers[place]
+        # No gradient arrived for a result that the recorded backward reads: it is zero.
         for own, grad in zip(made.grad_outputs, grads, strict=True):
             if own is not None and grad is None:
                 own.zero_()
@@ -232,7 +241,8 @@ class LayerGraphs:
         if place:
             return made.grads
         self._free.append(slot)
-        return tuple(x if x is None else x.clone() for x in made.grads)  # may be sent
+        # The pipeline may still be sending them when the next backward overwrites the memory.
+        return tuple(x if x is None else x.clone() for x in made.grads)
 
 
 class LayerRecorder:
@@ -321,7 +331,7 @@ class LayerRecorder:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of all graphs and their memory."""
+        """Free all graphs and their memory."""
         self._recorder.forget()
         for stack in self.stacks:
             stack.forget()
@@ -335,7 +345,8 @@ class _Replay(OnceDifferentiable):
         ctx.graphs, ctx.slot, ctx.place = graphs, slot, place
         ctx.set_materialize_grads(False)
         made = graphs.run_forward(slot, place, tensors[:_NUM_STREAM])
-        is_last = place == len(graphs.layers) - 1  # what follows may keep it, or send it
+        # The last layer's stream is copied: the model's head or a message keeps it for longer.
+        is_last = place == len(graphs.layers) - 1
         found = tuple(
             x if x is None else x.clone() if is_last and n < _NUM_STREAM else x.detach()
             for n, x in enumerate(made.outputs)
@@ -355,9 +366,10 @@ class _Replay(OnceDifferentiable):
 
 
 def _written(to: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> Tensors:
-    """Write gradients to their places; return the places, or None for what has none."""
+    """Copy gradients into ``to``; return their copies, None where there is no gradient."""
     places = {x.data_ptr() for x in to if x is not None}
-    apart = []  # from what is written first
+    # A gradient that lies in the memory of another target is moved out before any is written.
+    apart = []
     for own, g in zip(to, grads, strict=True):
         is_elsewhere = own is None or g is None or g.data_ptr() not in places - {own.data_ptr()}
         apart.append(g if is_elsewhere else g.clone())
@@ -370,7 +382,7 @@ def _tables(inputs: BlockInputs) -> tuple[Any, Any, Tensor | None]:
 
 
 def _copy(to: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> None:
-    """Copy tensors to where graphs read them, where they are not there already."""
+    """Copy tensors into the memory that graphs read, unless they are there already."""
     with torch.no_grad():
         for own, x in zip(to, new, strict=True):
             if own is not None and x is not None and own.data_ptr() != x.data_ptr():

@@ -1,4 +1,4 @@
-"""What records functions on the device as CUDA graphs, and where their memory lies."""
+"""Records functions on the device as CUDA graphs, in pools of memory."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -12,21 +12,22 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class Recorder(Protocol):
-    """Makes of a function what does the same again on the same memory."""
+    """Turns a function into a replay of it on the same memory."""
 
     def record(
         self, function: Callable[[], Tensors], memory: Hashable
     ) -> tuple[Tensors, Callable[[], None]]:
-        """Return what it returns, to be written by each call of what is returned beside it.
+        """Return the function's results, and a function that computes them again in place.
 
         Args:
             function: recorded.
-            memory: names the memory that it shares. What a function lets go of is given to
-                those recorded after it there: calling it again overwrites what they keep.
+            memory: key of the pool that the recording allocates from. Memory that one
+                function frees is given to those recorded after it from the pool: a replay of
+                the first overwrites what the later ones keep.
         """
 
     def forget(self) -> None:
-        """Let go of all recordings."""
+        """Free all recordings."""
 
 
 class CudaRecorder:
@@ -47,7 +48,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         for generator in self._streams.generators():
             graph.register_generator_state(generator)
-        # Threads that read data or write checkpoints may go on calling CUDA meanwhile. Not by
+        # Threads that read data or write checkpoints call CUDA during the capture. Not by
         # torch.cuda.graph, which empties the allocator's cache before each of many graphs.
         graph.capture_begin(pool=self._pools[memory], capture_error_mode="thread_local")
         try:

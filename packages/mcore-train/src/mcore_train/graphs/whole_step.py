@@ -1,11 +1,11 @@
 """Forward and backward of a whole step as one CUDA graph: recorded once, launched at once.
 
-A small model's kernels are shorter than the host needs to launch them, so the GPU waits. A
-graph takes one launch for all. Kernels, their order and their random numbers are those of
-the step without it, so the results are the same bits.
+The kernels of a small model are shorter than the time in which the host launches them, so the
+GPU waits. A graph takes one launch for all. Kernels, their order and their random numbers are
+those of the step without it, so the results are the same bits.
 
-What a graph cannot hold is refused where the flags are read (``resolution``): shapes that
-depend on data, and hosts that wait.
+Options that a graph cannot hold are refused where flags are read (``options``): shapes that
+depend on data, and operations for which the host waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,7 +102,7 @@ class BackwardRecorder:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the graph and its memory, and count warm-up steps anew."""
+        """Free the graph and its memory, and begin to count warm-up steps again."""
         if self._graph is not None:
             self._graph.reset()
         self._graph, self._inputs, self._outputs = None, [], None
@@ -119,7 +119,7 @@ class BackwardRecorder:
         graph = torch.cuda.CUDAGraph()
         for generator in self._streams.generators():
             graph.register_generator_state(generator)
-        # Threads that read data or write checkpoints may go on calling CUDA meanwhile.
+        # Threads that read data or write checkpoints call CUDA during the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._outputs = compute(self._inputs)
         self._graph = graph

@@ -1,4 +1,4 @@
-"""When a run must save and end by itself: after some minutes, or before its batch job ends."""
+"""Computes when a run must save and end: after some minutes, or before its job ends."""
 
 import os
 import time

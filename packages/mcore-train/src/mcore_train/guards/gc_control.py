@@ -1,16 +1,16 @@
-"""When Python's garbage collector runs: on all ranks after the same steps.
+"""Runs Python's garbage collector on all ranks after the same steps.
 
 The collector runs when it has counted enough new objects, at another moment on each rank,
 and stops launches for tens of milliseconds: the other ranks wait in the next collective.
-Here all ranks collect after the same steps, and what is alive at the start (modules,
-imported code) is set aside and never looked at again.
+Here all ranks collect after the same steps, and objects that are alive at the start (modules,
+imported code) are frozen: the collector skips them.
 """
 
 import gc
 
 
 class GCControl:
-    """Inside, only ``after_step`` collects; leaving it restores Python's own collector."""
+    """Context in which only ``after_step`` collects; restores Python's collector on exit."""
 
     def __init__(self, interval: int) -> None:
         """Change nothing yet.

@@ -1,8 +1,13 @@
-"""Ending a run whose numbers are not finite any more, before it overwrites what was good.
+"""Ends a run whose gradients are not finite, or whose replicas of weights differ.
 
 Gradients hold nan or infinity as soon as a loss, an activation or a weight does, and their
-norm is the same number on all ranks: all of them end at the same step without talking. The
-norm is read one step after it was computed, so the host never waits for the device.
+norm is the same number on all ranks: all of them end at the same step without communication.
+The norm is read one step after it was computed, so the host never waits for the device.
+
+A GPU that computes wrongly once in a while crashes nothing: its replica of the weights differs
+from then on, and every later gradient mixes both. A comparison at an interval bounds what is
+lost. (With a sharded optimizer every update makes the replicas equal again, so a comparison
+sees what went wrong since the last one.)
 """
 
 import math
@@ -10,6 +15,9 @@ import math
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from mcore_parallel.data_parallel.gradient_sync import GradientSync
+from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 
 
 class NonFiniteError(FloatingPointError):
@@ -46,10 +54,10 @@ class FiniteGradients:
         grad_norm: Float[Tensor, ""],
         is_skipped: bool = False,
     ) -> None:
-        """Look at the norm of the step before, and take this step's.
+        """Check the norm of the step before, and keep this step's.
 
-        Call it before a background save moves on: what was requested after the step before is
-        then given up, and never was a checkpoint.
+        Call it before ``Checkpoints.poll``: a background save of a step with a bad norm is then
+        abandoned before it becomes a checkpoint.
 
         Args:
             iteration: of this step.
@@ -71,7 +79,7 @@ class FiniteGradients:
             self._copied.record()
 
     def check(self) -> None:
-        """Look at the last norm taken, waiting for it: before a save in the foreground.
+        """Check the last norm, waiting for the device: before a save in the foreground.
 
         Raises:
             NonFiniteError: on all ranks, if it is not finite.
@@ -83,3 +91,29 @@ class FiniteGradients:
             self._copied.synchronize()
         if not math.isfinite(found := norm.item()):
             raise NonFiniteError(self._iteration, found)
+
+
+class WeightCopies:
+    """Compares the copies of a run's weights, and records when they were equal last."""
+
+    def __init__(self, data_parallel: GradientSync, iteration: int) -> None:
+        """Begin at a step whose copies are equal; no communication."""
+        self._data_parallel = data_parallel
+        self._equal = iteration
+
+    def check(self, iteration: int) -> None:
+        """Compare after a step; all ranks call it, and wait for their devices.
+
+        Raises:
+            UnlikeWeightsError: on all ranks, if copies differ, with the tensor and the last
+                step at which copies were equal.
+        """
+        try:
+            self._data_parallel.check_weights()
+        except UnlikeWeightsError as error:
+            raise UnlikeWeightsError(
+                f"after iteration {iteration}: {error} The copies were equal after iteration "
+                f"{self._equal}: continue on other hosts from a checkpoint no later than that "
+                "(--ckpt-step)."
+            ) from error
+        self._equal = iteration

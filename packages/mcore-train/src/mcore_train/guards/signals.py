@@ -1,4 +1,4 @@
-"""Ending a run cleanly: signals are remembered, and polled between steps and batches.
+"""Ends a run cleanly: records signals, and polls them between steps and batches.
 
 A signal may reach only some ranks, so whether to stop is agreed on by all of them without
 making the host wait for the device: an answer is read at the poll after the one that started
@@ -22,11 +22,11 @@ REPEATED_S = 1.0
 
 
 class Stopped(Exception):  # noqa: N818, it is no error
-    """All ranks have agreed to stop: what is under way is left, and the run saves and ends."""
+    """Raised on all ranks to abandon a validation or text: the run saves and ends."""
 
 
 class StopRequest:
-    """Whether a run is to stop; a context manager that sets the handlers of signals.
+    """Decides whether a run stops; a context manager that sets handlers of signals.
 
     SIGTERM may come often: a batch system sends it to a process group, and launchers pass it
     on. A second SIGINT, of someone who will not wait, acts as it would have without us.
@@ -89,7 +89,7 @@ class StopRequest:
         return self.is_agreed
 
     def check(self) -> None:
-        """Poll between two parts of something long; as ``poll``.
+        """Poll between two parts of a long operation, and raise to abandon it.
 
         Raises:
             Stopped: on all ranks, once they have agreed to stop.

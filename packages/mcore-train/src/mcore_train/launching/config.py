@@ -132,12 +132,12 @@ class ContainerConfig:
 class SlurmConfig:
     """What sbatch is asked for."""
 
-    partition: str = ""
-    """Slurm partition; empty: the cluster's default."""
-    account: str = ""
-    """Slurm account."""
-    qos: str = ""
-    """Slurm quality of service."""
+    slurm_partition: str = ""
+    """Partition; empty: the cluster's default."""
+    slurm_account: str = ""
+    """Account that pays; empty: the user's default."""
+    slurm_qos: str = ""
+    """Quality of service; empty: the default."""
     time_limit: str = ""
     """Longest time of the job, as sbatch --time: D-HH:MM:SS, HH:MM:SS or minutes; empty: the
     partition's."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from mcore_base.command_line import FaultCollector, OptionsError
+from mcore_base.command_line import FaultCollector, OptionsError, canonical
 from mcore_base.stores import as_path, is_store
 from mcore_train.composition import FAMILY_COMMANDS, TrainConfig
 from mcore_train.launching.config import ContainerConfig, JobConfig, RestartConfig
@@ -82,7 +82,8 @@ def build_job(
         )
         return None
     hidden = () if sees_files else container.targets
-    checked = _check_command(name, flags, config.world_size, hidden, faults)
+    decides = {"--auto-resume", "--no-auto-resume"} & {canonical(word) for word in flags}
+    checked = _check_command(name, flags, config.world_size, hidden, bool(decides), faults)
     if checked is None:
         return None
     train, plan = checked
@@ -101,7 +102,7 @@ def build_job(
         )
         restarts = replace(restarts, max_restarts=0)
     command = [name, *flags]
-    if save and not train.loading.auto_resume:
+    if save and not decides:
         command.append("--auto-resume")
         log.info("--auto-resume is added: a restarted job continues from the newest saved step")
     if train.saving.overwrite:
@@ -132,6 +133,7 @@ def _check_command(
     flags: Sequence[str],
     world_size: int,
     hidden: Sequence[str],
+    decides_resuming: bool,
     faults: FaultCollector,
 ) -> tuple[TrainConfig, Plan | None] | None:
     """Parse a training command and plan it for a world; add all faults.
@@ -141,12 +143,16 @@ def _check_command(
         flags: of the command.
         world_size: ranks of the job.
         hidden: folders that only the job's hosts have; faults of files in them are dropped.
+        decides_resuming: whether the flags have ``--auto-resume`` or its opposite; else a run
+            that saves resumes.
         faults: takes the others.
     """
     command = FAMILY_COMMANDS[name]
     own, plans = FaultCollector(), []
 
     def check(config: TrainConfig) -> None:
+        if config.saving.save and not decides_resuming:
+            config = replace(config, loading=replace(config.loading, auto_resume=True))
         plans.append(build_checked_plan(_for_gpus(config), world_size, command.family))
 
     config = own.attempt(

@@ -1,4 +1,4 @@
-"""What a layout is held to, and how far it was off: errors, tolerances, a table, JSON.
+"""The result of a verification: errors and tolerances by quantity, as a table and as JSON.
 
 The error of a tensor is that of ``mcore_parallel.testing.layout_comparison``, for logits,
 gradients and weight updates alike. A weight whose true gradient is zero (the bias of keys where
@@ -25,10 +25,10 @@ BANDS: dict[torch.dtype, float] = {
     torch.bfloat16: 1.6e-2,
     torch.float16: 2e-3,
 }
-"""The formats that people train in, beside float64. Where one rank's own worst tensor is
+"""Tolerances of the formats of training. Where one rank's own worst tensor is
 further off than half of that, twice its distance: rounding sets it, not the layout."""
 MEAN_ROOM, SCALE_ROOM = 1.25, 2.0
-"""What a layout's means over tensors may be of one rank's, where GEMMs are in few bits.
+"""Largest ratio of a layout's means over tensors to one rank's, with GEMMs in few bits.
 
 Those of right layouts of tensor, context, pipeline, data and expert ranks in float32 were at
 most 1.0 of it, in a pipeline, which rounds what one rank rounds.
@@ -39,17 +39,17 @@ VANISHING = 1e-12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One thing that was compared."""
+    """One comparison of a quantity, for one class of tensors."""
 
     what: str
     """Quantity: ``gradient``, ``weights after steps``, ``loss``, ..."""
     tensor: str
     """Class of tensors, ``blocks.*.mlp.fc1.gate.weight``; empty for a single number."""
     worst: str
-    """The one that is furthest off."""
+    """Tensor of the class with the largest error."""
     error: float
     tolerance: float
-    """0: to the last bit."""
+    """Largest error that passes; 0: equal to the last bit."""
 
     @property
     def passed(self) -> bool:
@@ -59,7 +59,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """All that was compared, under which layout, and what was not."""
+    """All comparisons of a layout, and what was not compared."""
 
     layout: str
     dtype: str
@@ -67,13 +67,13 @@ class Certificate:
     unchecked: tuple[str, ...]
     seconds: float
     shared: str = ""
-    """What the one rank computes by the same options as the layout."""
+    """Options by which the one rank computes as the layout does."""
     stopped: str = ""
-    """Why the comparison did not come to its end; empty if it did."""
+    """Why the comparison stopped early; empty if it did not."""
 
     @property
     def passed(self) -> bool:
-        """Whether it came to its end, every line passed, and there are any."""
+        """Whether the comparison ended, has lines, and all of them passed."""
         return not self.stopped and bool(self.lines) and all(line.passed for line in self.lines)
 
     def to_json(self) -> str:
@@ -83,7 +83,7 @@ class Certificate:
 
 
 def compare(trial: Trial, oracle: Trial, tolerance: float = EXACT) -> list[Line]:
-    """Hold a trial to one rank's in float64: every quantity and every tensor."""
+    """Compare a trial in float64 with one rank's: every quantity and every tensor."""
     lines = [
         *_initial_lines(trial, oracle, tolerance),
         *_tensor_lines("logits", trial.logits, oracle.logits, tolerance),
@@ -110,7 +110,7 @@ def compare(trial: Trial, oracle: Trial, tolerance: float = EXACT) -> list[Line]
 def compare_rounded(
     trial: Trial, alone: Sequence[Trial], oracle: Trial, band: float, *, few_bits: bool = False
 ) -> list[Line]:
-    """Hold a trial in the run's own format to one rank's in float64.
+    """Compare a trial in the run's own format with one rank's in float64.
 
     GEMMs in few bits differ by more: a last bit of the run's format sends a number near the
     middle of two to either of them, and so the numbers of later layers. The widest error of a
@@ -156,7 +156,7 @@ def _rounded(trial: Trial, oracle: Trial, band: float) -> list[Line]:
 
 
 def vanishing(gradients: Mapping[str, Tensor]) -> frozenset[str]:
-    """Name the tensors whose gradients are rounding alone."""
+    """Return the names of tensors whose gradients are rounding errors alone."""
     sizes = {name: float(g.abs().max()) for name, g in gradients.items() if g.numel()}
     bound = VANISHING * max(sizes.values(), default=0.0)
     return frozenset(name for name, size in sizes.items() if size <= bound)
@@ -168,7 +168,7 @@ def tensor_class(name: str) -> str:
 
 
 def _initial_lines(trial: Trial, oracle: Trial, tolerance: float) -> list[Line]:
-    """Compare the bits of initial weights, but of the lengths of rows, which are sums."""
+    """Compare initial weights bit by bit; DoRA magnitudes, which are sums, by tolerance."""
     sums = {n: w for n, w in oracle.initial.items() if n.endswith(MAGNITUDE_NAME)}
     exact = {n: w for n, w in oracle.initial.items() if n not in sums}
     lines = [_bitwise("initial weights", _different(trial.initial, exact))]

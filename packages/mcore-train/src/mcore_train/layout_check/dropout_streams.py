@@ -1,4 +1,4 @@
-"""Which ranks share random numbers: dropout masks and streams of a layout, held to the rule.
+"""Checks which ranks share random numbers: dropout masks and streams of a layout.
 
 Tensor ranks that hold the same activations drop the same elements; every other pair of ranks
 draws other numbers. Masks differ between layouts by design, so this rule is what can be
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_parallel.rng import RngStreams, StreamDropout
 from mcore_train.assembly import Run
-from mcore_train.batches import train_batches
+from mcore_train.batches.micro_batches import train_batches
 from mcore_train.evaluation import forward_pass
 
 NUM_DRAWS = 64

@@ -1,4 +1,4 @@
-"""Where the shards of a distributed optimizer (ZeRO-1) end: inside of which rows and vectors.
+"""Chooses buckets so that shards of a ZeRO-1 optimizer end inside rows and vectors.
 
 A rank updates a flat range of each bucket. A range that ends inside a row of a matrix, or
 inside a vector, takes another way through the code than one that ends between two rows. The
@@ -65,7 +65,7 @@ def _is_scaled(name: str) -> bool:
 
 
 def _cuts(buckets: Sequence[Bucket]) -> Cuts:
-    """Say for each class of sharded tensors whether this rank's ranges cut a row of one."""
+    """Return for each class of sharded tensors whether this rank's ranges cut a row of one."""
     cuts: Cuts = {"rows": {}, "vectors": {}}
     for bucket in buckets:
         if bucket.shard.size == 1:

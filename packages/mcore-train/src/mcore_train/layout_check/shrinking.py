@@ -1,15 +1,16 @@
 """Options of a small run: sizes that the layout divides as it divides the real ones.
 
-Most sizes are constants: a number of ``SHRINKS_TO``, or so many channels for each rank. The
-others are the smallest with the same ``relations`` as the real ones. No torch.
+Options that no layout divides have their small value in their metadata (``shrinks_to``). Of the
+others most are so many channels for each rank, and the rest the smallest sizes with the same
+``relations`` as the real ones. No torch.
 """
 
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import lcm
 from tempfile import gettempdir
 from typing import Any
 
+from mcore_base.options import rules_of
 from mcore_ckpt.config import LocalConfig, RetentionConfig
 from mcore_data.config import DataConfig, TokenizerConfig
 from mcore_models.config import TransformerConfig, is_local, is_rotated
@@ -18,11 +19,13 @@ from mcore_models.layer_patterns import further_letters, join_layers, pattern_la
 from mcore_models.logical_tensors import mamba_sizes, moe_layers, num_kv_heads
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.pipeline_parallel.stages import Stage
+from mcore_train.composition import flat, parts
 from mcore_train.config import (
     EvalConfig,
     LaunchConfig,
     LoadConfig,
     LogConfig,
+    MemoryConfig,
     SampleConfig,
     SaveConfig,
     ScheduleConfig,
@@ -49,34 +52,9 @@ MOST_GAIN = 0.8
 MOST_LOSS_SCALE = 1024.0
 """With which the gradients of a small run fit float16; a real run's scale sinks there."""
 
-SHRINKS_TO: Mapping[str, Any] = {
-    # Noise, which layouts by design do not draw alike; ``_noise`` puts it back.
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "lora_dropout": 0.0,
-    "moe_input_jitter_eps": 0.0,
-    "moe_expert_capacity_factor": 0.0,
-    "moe_pad_expert_input_to_capacity": False,
-    # Sizes that no layout divides.
-    "mamba_head_dim": 4,
-    "mamba_state_dim": 6,
-    "mamba_chunk_size": 4,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 6,
-    "moe_latent_size": 12,
-    "mup_base_hidden_size": 4,
-    "peft_base_bits": 0,
-    # So that weights move in three steps, and gradients and scores are clipped.
-    "lr": 1e-2,
-    "weight_decay": 0.1,
-    "clip_grad": 0.05,
-    "cuda_graph_warmup_steps": 1,  # so that a graph is recorded, and launched again
-}
-"""Values of options that are on in the real run."""
-
 _AT_DEFAULTS = (
     *(ScheduleConfig, TokenizerConfig, DataConfig, EvalConfig, SampleConfig, SaveConfig),
-    *(RetentionConfig, LocalConfig, LoadConfig, LogConfig, LaunchConfig),
+    *(RetentionConfig, LocalConfig, LoadConfig, LogConfig, MemoryConfig, LaunchConfig),
 )
 """Parts of a small run that are at their defaults: no files, schedule, reports or texts."""
 
@@ -103,6 +81,16 @@ class Shrinking:
         self.heads, self.groups = self._fewest_heads()
         self.channels = self._head_channels()
         self.seq_length = self._shortest_sequence()
+
+    def constants(self) -> dict[str, Any]:
+        """Options that are on, at the values of their metadata."""
+        real = flat(self.config)
+        return {
+            name: own.shrinks_to
+            for part in parts(self.config)
+            for name, own in rules_of(type(part)).items()
+            if own.shrinks_to is not ... and real[name]
+        }
 
     def layers(self) -> dict[str, Any]:
         """Kinds of the layers that stay, written layer by layer."""

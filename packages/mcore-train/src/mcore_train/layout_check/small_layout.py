@@ -1,4 +1,4 @@
-"""Degrees of a small run: fewer ranks; every axis that splits goes on splitting. No torch."""
+"""Degrees of a small run: fewer ranks, at least two on each axis that is split. No torch."""
 
 from dataclasses import replace
 from math import gcd, lcm
@@ -28,7 +28,7 @@ def smallest_world(config: TrainConfig) -> int:
 def shrink_layout(
     parallel: ParallelConfig, world_size: int, max_ranks: int
 ) -> tuple[ParallelConfig, int]:
-    """Halve degrees, data ranks first, until the world fits; what splits goes on splitting.
+    """Halve degrees, data ranks first, until the world fits; none of them becomes 1.
 
     Raises:
         ValueError: if the layout needs more ranks than that with all its axes split.
@@ -123,7 +123,7 @@ def _shrink_experts(
 
 
 def _node_of(before: ParallelConfig, ep: int) -> int:
-    """Return the ranks of one of several nodes; 0: experts travel in one step."""
+    """Return the expert ranks of a node for hierarchical dispatch; 0: one all-to-all."""
     size = ep // _least_factor(ep) if before.hierarchical_expert_parallel_size else 0
     return size if size > 1 else 0
 

@@ -1,4 +1,4 @@
-"""A small run that stands for the real one: other sizes, the same branches of the code.
+"""A small run in the place of the real one: other sizes, the same branches of the code.
 
 What the run does not use stays off, and a switch stays as it is; sizes shrink as ``shrinking``
 has it. Eight ranks then train the run on two CPU cores in seconds. Whatever differs in a
@@ -12,16 +12,15 @@ from typing import Any, Literal
 from mcore_base.field_checks import flag
 from mcore_models.families import Family
 from mcore_train.checkpoints.origin import start_kind
-from mcore_train.composition import TrainConfig, compose, flat
+from mcore_train.composition import TrainConfig, compose, flat, without_idle_options
 from mcore_train.config import (
     LoadConfig,
 )
 from mcore_train.layout_check.relations import (
     compare_relations,
 )
-from mcore_train.layout_check.shrinking import SHRINKS_TO, Shrinking
+from mcore_train.layout_check.shrinking import Shrinking
 from mcore_train.layout_check.small_layout import describe_layout, shrink_layout
-from mcore_train.options.idle_options import without_idle_options
 from mcore_train.resolution import Plan, resolve
 
 
@@ -60,11 +59,12 @@ def build_small_run(plan: Plan, max_ranks: int) -> SmallRun:
     config, real = plan.config, flat(plan.config)
     layout, world_size = shrink_layout(config.parallelism, plan.world_size, max_ranks)
     small = Shrinking(plan, layout, world_size)
-    # What ``compare_relations`` compares: these options say the same in other words.
+    # ``compare_relations`` compares what these options amount to.
     related = {f.name: getattr(layout, f.name) for f in fields(layout)}
     related |= small.layers() | small.stages() | small.vocabulary()
-    sizes = {name: value for name, value in SHRINKS_TO.items() if real[name]}
-    sizes |= small.heads_and_widths() | small.recurrent_heads() | small.experts()
+    sizes = (
+        small.constants() | small.heads_and_widths() | small.recurrent_heads() | small.experts()
+    )
     sizes |= small.batch() | small.buckets() | small.shares_of_layers() | small.thresholds()
     chosen = small.data_and_rates() | related | sizes
     # Sizes of parts that this model does not have go back to their defaults.
@@ -120,7 +120,7 @@ BY_DESIGN = {
     "by design",
     "--moe-input-jitter-eps": "router jitter: its numbers, as they are random on each rank",
     "--moe-router-load-balancing-type": "the global balancing loss: what it has seen of a step "
-    "before a micro-batch depends on the data ranks by design, so aux_loss stands in",
+    "before a micro-batch depends on the data ranks by design, so aux_loss is used instead",
 }
 """Differences that a small run cannot do without, and why."""
 

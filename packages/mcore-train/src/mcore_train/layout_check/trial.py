@@ -16,21 +16,22 @@ from torch import Tensor
 
 from mcore_models.peft.config import PeftConfig, is_adapter
 from mcore_models.peft.lora import MAGNITUDE_NAME
-from mcore_models.protocol import MicroBatch
+from mcore_models.protocol import MicroBatch, TrainableModel
 from mcore_parallel.collectives import all_gather
+from mcore_parallel.context_parallel.zigzag import zigzag_positions
 from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.pipeline_parallel.runner import Payload
 from mcore_parallel.rng import fill_normal_
-from mcore_parallel.sharding import Shard
+from mcore_parallel.sharding import Piece, Shard
 from mcore_parallel.testing.ranks import gather_logical
 from mcore_train.assembly import Run, Tables, assemble
-from mcore_train.batches import train_batches, valid_batches
+from mcore_train.batches.datasets import Datasets
+from mcore_train.batches.micro_batches import train_batches, valid_batches
 from mcore_train.checkpoints.adapter_bases import model_shards
 from mcore_train.checkpoints.resuming import load_run, optimizer_shards, save_run
 from mcore_train.checkpoints.side_state import fp8_shards, rng_shards
 from mcore_train.config import LoadConfig, SaveConfig
-from mcore_train.datasets import Datasets
-from mcore_train.evaluation import evaluate
-from mcore_train.layout_check.logits import logit_shards
+from mcore_train.evaluation import evaluate, forward_pass
 from mcore_train.layout_check.rows import AnyRows
 from mcore_train.loop import one_step
 from mcore_train.reporting.interval import Interval
@@ -38,40 +39,40 @@ from mcore_train.resolution import Plan
 from mcore_train.step import StepResult, backward
 
 VECTOR_STD = 0.2
-"""Spread of what is added to biases and norm weights, whose initial values hide faults."""
+"""Standard deviation of noise on biases and norm weights: zeros and ones hide faults."""
 
 LEAST_NUDGE = 2.0**-16
-"""Of a weight. A last bit of float32 sends hardly any number to another one of fp8, so that
+"""Relative change of a weight. A last bit of float32 moves hardly any number of fp8, so that
 runs which differ by it may all have none of the few that a right layout has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What one layout computed; tensors are logical and whole."""
+    """Everything that one layout computed; tensors are logical and whole."""
 
     losses: list[float]
     """Mean token loss of every step."""
     aux_loss: float
-    """What experts add to the loss, in the first step."""
+    """Auxiliary loss of experts in the first step."""
     grad_norm: float
-    """Of the first step, before clipping."""
+    """Gradient norm of the first step, before clipping."""
     logits: dict[str, Tensor]
-    """Of the first step's rows, before it."""
+    """Logits of the first step's rows, with the initial weights."""
     gradients: dict[str, Tensor]
-    """Of the first step, finished, before clipping."""
+    """Gradients of the first step, summed over ranks, before clipping."""
     updates: dict[str, Tensor]
     """Weights after the step that is saved minus weights before."""
     initial: dict[str, Tensor]
     reported: dict[str, float] = field(default_factory=dict)
-    """What the log says of all steps, by name."""
+    """Numbers of the report over all steps, by name."""
     validation: dict[str, float] = field(default_factory=dict)
     """Loss and tokens after the last step; empty where the run does not validate."""
     saved: str = ""
-    """Fingerprint of what any layout loads, as saved; empty where nothing was."""
+    """Fingerprint of the saved state that any layout loads; empty: nothing was saved."""
     final: str = ""
     """Fingerprint of all state after all steps in one go."""
     resumed: str = ""
-    """Fingerprint of all state after all steps, stopped and continued on the way."""
+    """Fingerprint of all state after all steps, with a stop and a resume between them."""
 
 
 def build_run(
@@ -83,7 +84,7 @@ def build_run(
     tables: Tables | None = None,
     nudge_seed: int = 0,
 ) -> Run:
-    """Assemble a run on this rank, with nothing at a value that would hide a fault.
+    """Assemble a run on this rank, with weights that hide no fault.
 
     Args:
         plan: of a small run.
@@ -220,7 +221,7 @@ def _observe(run: Run, folder: Path | None, saved_step: int) -> Trial:
 
 
 def is_continued(run: Run, rows: AnyRows, folder: Path) -> bool:
-    """Train a step, save, train another; whether one that begins at the save has every bit.
+    """Return whether a run resumed after one step ends with the same bits after the second.
 
     All ranks call it together.
 
@@ -243,7 +244,7 @@ def is_continued(run: Run, rows: AnyRows, folder: Path) -> bool:
 def _continue(
     plan: Plan, ctx: ParallelContext, rows: AnyRows, dtype: torch.dtype, folder: Path
 ) -> str:
-    """Begin anew with other weights, load, train to the end; return the fingerprint."""
+    """Load into a run of another seed, train to the end; return the fingerprint."""
     other = replace(plan.config.run, seed=plan.config.run.seed + 7)
     run = build_run(
         replace(plan, config=replace(plan.config, run=other)), ctx, rows, dtype=dtype
@@ -297,7 +298,7 @@ def whole_weights(run: Run) -> dict[str, Tensor]:
 
 
 def fingerprint(run: Run, *, with_streams: bool = False, with_loss_scale: bool = True) -> str:
-    """Hash every bit of what a run continues with, equal under any layout; all ranks call it.
+    """Hash all state that a run continues with; equal under any layout. All ranks call it.
 
     Weights, main weights and moments, fp8 histories, the loss scale, and the counts of steps,
     samples and updates.
@@ -329,7 +330,7 @@ def fingerprint(run: Run, *, with_streams: bool = False, with_loss_scale: bool =
 def save_start(
     plan: Plan, ctx: ParallelContext, rows: AnyRows, dtype: torch.dtype, folder: Path, kind: str
 ) -> LoadConfig:
-    """Save what a small run begins with, by a run of other seeds, and say how to load it.
+    """Save a checkpoint of a run with another seed; return the options that load it.
 
     Args:
         plan: of a small run.
@@ -371,3 +372,48 @@ def load_start(run: Run, start: LoadConfig) -> Run:
     if not run.origin.checkpoint:
         raise RuntimeError(f"{start.load or start.pretrained_checkpoint} holds no checkpoint")
     return run
+
+
+def logit_shards(run: Run, batches: Sequence[MicroBatch]) -> dict[str, Shard]:
+    """Compute this rank's part of a step's logits: ``rows.<n>.logits``, each ``[S, V]``.
+
+    All ranks call it together; those without the last stage hold none of it.
+    """
+    ctx, V = run.ctx, run.plan.vocab_size
+    shards: dict[str, Shard] = {}
+
+    def keep(model: TrainableModel, output: Payload, microbatch: int) -> None:
+        logits = model.stage_logits(output)
+        v = logits.shape[-1]
+        begin, width = ctx.tp.rank * v, max(0, min(v, V - ctx.tp.rank * v))
+        num_tokens, num_rows = logits.shape[:2]
+        places = zigzag_positions(num_tokens * ctx.cp.size, ctx.cp).tolist()
+        first_row = (microbatch * ctx.dp.size + ctx.dp.rank) * num_rows
+        for row in range(num_rows):
+            pieces, at = [], 0
+            for start, length in _runs_of(places):
+                part = logits[at : at + length, row, :width].clone()
+                pieces.append(Piece((start, begin), (length, width), part))
+                at += length
+            shape = (num_tokens * ctx.cp.size, V)
+            held = tuple(pieces) if width else ()
+            shards[f"rows.{first_row + row}.logits"] = Shard(shape, run.dtype, held)
+
+    for chunk in run.chunks:
+        chunk.eval()
+    with torch.no_grad():
+        forward_pass(run, batches, keep)
+    for chunk in run.chunks:
+        chunk.train()
+    return shards
+
+
+def _runs_of(places: list[int]) -> list[tuple[int, int]]:
+    """Group ascending positions into contiguous ranges: first position and length of each."""
+    runs: list[tuple[int, int]] = []
+    for number in places:
+        if runs and number == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((number, 1))
+    return runs

@@ -1,4 +1,4 @@
-"""``mcore-train verify``: does this layout compute what one rank computes?
+"""``mcore-train verify``: compares what a layout computes with what one rank computes.
 
 A small run of the run trains under its layout and on one rank: in float64, where nothing
 but the order of sums may differ, and in the run's own format. Ranks are processes of this
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mcore_base.destinations import check_file
-from mcore_base.field_checks import flag
+from mcore_base.options import flag
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_models.config import RecomputeConfig
 from mcore_models.families import Family
@@ -62,15 +62,15 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 600.0
 """After which the ranks of a verification are ended."""
 NUM_NUDGED = 3
-"""Runs of one rank with weights a last bit off, or 2**-16 in float32, which say what rounding
-in few bits costs."""
+"""Runs of one rank with weights a last bit off, or 2**-16 in float32, which measure the error
+of rounding in few bits."""
 
 
 def run_verification(config: Verified, command: Command = FAMILY_COMMANDS["gpt"]) -> int:
     """Verify what a command line describes; print the table and write the certificate.
 
-    From the start until the end the certificate says that it did not come to its end, and
-    after an error which one.
+    Until the end the certificate file holds that the comparison was stopped, and after an error
+    its message.
 
     Returns:
         0 if everything agrees, 1 if not.
@@ -117,7 +117,7 @@ def _certify(config: Verified, command: Command) -> Certificate | None:
 
 
 def check_verified(config: Verified, command: Command) -> None:
-    """Raise all that contradicts itself in the options of a verification; starts nothing."""
+    """Raise every conflict in the options of a verification, before any rank starts."""
     world = launcher.read_environment()
     world_size = config.launch.nproc or smallest_world(config)
     _plan(config, world.world_size if world.is_launched else world_size, command.family)
@@ -148,7 +148,7 @@ def _stopped(why: str) -> Certificate:
 
 
 def _plan(config: TrainConfig, world_size: int, family: Family) -> Plan:
-    """Resolve the real run; a run needs a length and a rate, its verification does not."""
+    """Resolve the real run, with one step and a rate of 1 where flags give neither."""
     batch, optimizer = config.batch, config.optimizer
     if not batch.train_iters and not batch.train_samples:
         config = replace(config, batch=replace(batch, train_iters=1))
@@ -330,7 +330,7 @@ def _compare(
 def _try_noise(
     small: SmallRun, ctx: ParallelContext, rows: AnyRows, folder: Path
 ) -> list[Line]:
-    """Check what noise promises under any layout: who shares it, and that it is continued."""
+    """Check which ranks share random numbers, and that a resumed run draws the same ones."""
     if small.noisy is None:
         return []
     plan = _in_float64(resolve(small.noisy, small.world_size, family=small.family))
@@ -347,7 +347,7 @@ def _try_noise(
 def _try_fp8_gathers(
     plan: Plan, ctx: ParallelContext, rows: AnyRows, dtype: torch.dtype
 ) -> list[Line]:
-    """Check that weights which travel in fp8 change no bit of a loss."""
+    """Check that gathering weights in fp8 changes no bit of a loss."""
     if not plan.config.data_parallelism.fp8_param_gather:
         return []
     wide = _with_wide_gathers(plan)
@@ -374,7 +374,7 @@ def _save_start(
     dtype: torch.dtype,
     folder: Path,
 ) -> LoadConfig | None:
-    """Save on one rank what the run begins with; None: it begins from nothing."""
+    """Save on one rank the checkpoint that the run begins from; None: from its seed."""
     if not small.start:
         return None
     start = None
@@ -408,7 +408,7 @@ def _with_cut_rows(
 
 
 def _in_float64(plan: Plan) -> Plan:
-    """Let all compute in float64 with the rest, whatever format they are given."""
+    """Return the plan with no part in a format of its own: all computes in float64."""
     plan = _with_wide_gathers(_with_any_kernels(plan))
     experts = replace(plan.config.experts, moe_router_dtype="")
     return replace(plan, config=replace(plan.config, experts=experts))
@@ -420,7 +420,7 @@ def _by_plain_torch(plan: Plan) -> Plan:
 
 
 def _with_any_kernels(plan: Plan) -> Plan:
-    """Name no backend: those that have a name take neither float64 nor a CPU's tensors."""
+    """Return the plan with any attention backend: named ones take no float64 and no CPU."""
     kernels = replace(plan.config.kernels, attention_backend="auto")
     return replace(plan, config=replace(plan.config, kernels=kernels))
 
@@ -428,7 +428,7 @@ def _with_any_kernels(plan: Plan) -> Plan:
 def _reread(
     trial: Trial, plan: Plan, single: ParallelContext, folder: Path, dtype: torch.dtype
 ) -> Line:
-    """Load the layout's checkpoint on one rank: every bit that any layout continues with."""
+    """Compare the layout's checkpoint, loaded on one rank, with the saved state, bit by bit."""
     run = load_folder(build_run(plan, single, build_rows(plan), dtype=dtype), folder)
     return _exact_line(
         "checkpoint on one rank", fingerprint(run, with_loss_scale=False) != trial.saved

@@ -200,7 +200,7 @@ NOTES: dict[str, str] = {
     ): "it is not reported here",
     (
         "--profile --profile-* --use-pytorch-profiler --pytorch-profiler-* "
-        "--record-memory-history --memory-snapshot-path --record-shapes --nvtx-ranges "
+        "--record-shapes --nvtx-ranges "
         "--run-workload-inspector-server --gpu-sniff-test-interval --onnx-safe"
     ): "nothing is profiled; use nsys or py-spy around the command",
     "--straggler-* --disable-straggler-*": "slow ranks are not looked for",

@@ -6,23 +6,25 @@ has the spellings that differ.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, get_type_hints
+from types import MappingProxyType
+from typing import Any, TypeVar, get_type_hints
 
 from mcore_base.command_line import (
     HELP_FLAGS,
     FaultCollector,
     OptionsError,
+    build_options,
     is_flag,
     list_options,
-    read_options,
+    read_table,
     read_words,
 )
 from mcore_base.command_line import parse as parse_options
 from mcore_base.entry_point import is_first_rank
-from mcore_base.field_checks import flag
+from mcore_base.options import idle_options
 from mcore_base.stores import as_path
 from mcore_models.config import sizes_of_pattern, stages_of_pattern
 from mcore_models.families import FAMILIES
@@ -33,11 +35,14 @@ from mcore_train.checkpoints.origin import (
     describe_balancing_loss,
     find_checkpoint,
 )
-from mcore_train.composition import TrainConfig, field_types, flag_names
-from mcore_train.options.idle_options import without_idle_options
+from mcore_train.composition import (
+    TrainConfig,
+    field_types,
+    flag_names,
+)
 from mcore_train.options.megatron_defaults import defaults_not_taken, describe
 from mcore_train.options.megatron_flags import check_translation, translate
-from mcore_train.options.recipe import Value, read_recipe, to_flags
+from mcore_train.options.recipe import Value, read_recipe
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +75,8 @@ USUAL = (
 _PLACEHOLDERS = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16}
 """Sizes with which the other options are checked where these are missing or faulty."""
 
-_HISTORY, _AMAX = "--fp8-amax-history-len", "--fp8-amax-compute-algo"
+_HISTORY, _AMAX = "fp8_amax_history_len", "fp8_amax_compute_algo"
+_NOTHING: Mapping[str, Value] = MappingProxyType({})
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -79,7 +85,7 @@ def parse(
     argv: Sequence[str],
     program: str = "mcore-train gpt",
     config_type: type[Config] = TrainConfig,
-    beginning: Sequence[str] = (),
+    beginning: Mapping[str, Value] = _NOTHING,
     *,
     needs: str = "",
     is_megatron_script: bool = False,
@@ -91,7 +97,7 @@ def parse(
         argv: the words after the command.
         program: the command, as help and errors call it.
         config_type: of the result: a command may have options beside a run's.
-        beginning: flags that the command begins from where no preset or checkpoint gives the
+        beginning: options that the command begins from where no preset or checkpoint gives the
             model; all others win over them.
         needs: as in ``Command``.
         is_megatron_script: whether one of Megatron's entry scripts was called, whose defaults
@@ -108,57 +114,58 @@ def parse(
     if set(argv) & set(HELP_FLAGS):
         return parse_options(config_type, program, argv, usual=USUAL)
     faults = FaultCollector()
+    options = list_options(config_type)
     line = translate(argv, {*flag_names(config_type), LAYERS_PER_STAGE}, faults)
     for note in line.notes if is_first_rank() else ():
         log.info("%s", note)
     words, recipes = take_all(list(line.words), "--recipe", faults)
     words, layers_per_stage = take_all(words, LAYERS_PER_STAGE, faults)
-    sources = _read_sources(words, recipes, config_type, faults)
+    typed = read_words(options, words, faults)
+    sources = _read_sources(typed, recipes, config_type, faults)
+    given = {**sources.fields, **typed}
+    faults.unsettled -= {option.flag for option in options if option.name in given}
     saved = sources.saved
-    given = [*to_flags(sources.fields), *words]
     # Fields that a saved model leaves out have their defaults.
-    beginning = [*line.defaults, *(() if saved else beginning)]
-    takes_theirs = _is_on(words, "--megatron-defaults", sources.fields)
+    before = {**({} if saved else beginning), **read_words(options, line.defaults, faults)}
+    takes_theirs = given.get("megatron_defaults", False)
     if takes_theirs and sources.preset:
         faults.add(
             f"--megatron-defaults has no effect on --model {sources.preset}, which is a whole "
             "model: leave one of them out.",
         )
     if not saved:
-        values = read_words(list_options(config_type), [*beginning, *given], FaultCollector())
-        missing = defaults_not_taken(values, line.foreign, config_type)
+        missing = defaults_not_taken({**before, **given}, line.foreign, config_type)
         if takes_theirs:
-            beginning = [*to_flags(missing), *beginning]
+            before = {**read_table(options, missing, faults), **before}
         elif missing and (line.foreign or is_megatron_script) and is_first_rank():
             log.info("%s", describe(missing))
-    args = [*beginning, *to_flags(saved), *given]
+    values = {**before, **saved, **given}
     required = _required_flags(config_type)
-    faults.attempt(_check_model_source, sources.folders, args, required, unsettles=required)
+    faults.attempt(_check_model_source, sources.folders, values, unsettles=required)
+    pattern = values.get("hybrid_override_pattern", "")
+    derived = faults.attempt(_follows_from_pattern, values, unsettles=(PATTERN, "--num-layers"))
     # What follows from a pattern wins over the model that the pattern changes.
-    derived = faults.attempt(_pattern_flags, args, unsettles=(PATTERN, "--num-layers")) or []
-    before = [*derived, *beginning, *to_flags(saved), *(derived if PATTERN in given else ())]
+    over = derived if "hybrid_override_pattern" in given else {}
+    values = {**(derived or {}), **before, **saved, **(over or {}), **given}
+    if pattern:  # its | are layout, and a model is the same without
+        values["hybrid_override_pattern"] = without_stage_marks(str(pattern))
     if layers_per_stage:
-        stages = faults.attempt(virtual_stages, args, layers_per_stage[-1])
-        given += ["--num-virtual-stages-per-pipeline-rank", stages] if stages else []
-    if "--fp8-recipe" not in args and {_HISTORY, _AMAX} & set(given):
-        given += ["--fp8-recipe", "delayed"]  # the recipe that alone has a history
+        stages = faults.attempt(virtual_stages, values, layers_per_stage[-1])
+        values |= {"num_virtual_stages_per_pipeline_rank": stages} if stages else {}
+    if "fp8_recipe" not in values and {_HISTORY, _AMAX} & given.keys():
+        values["fp8_recipe"] = "delayed"  # the recipe that alone has a history
     if recipes:
-        given += ["--recipe", *recipes]
-    build = read_options(
-        config_type,
-        program,
-        _without_marks([*before, *given]),
-        faults,
-        placeholders=_PLACEHOLDERS,
-    )
+        values["recipe"] = tuple(recipes)
+    # What a saved model or preset has of a feature that options turn off has no effect.
+    idle = idle_options(values, get_type_hints(config_type).values())
+    values = {
+        n: value for n, value in values.items() if n in given or n not in idle & saved.keys()
+    }
+    build = build_options(config_type, program, values, faults, placeholders=_PLACEHOLDERS)
     if build is None:
         faults.raise_all()
     assert build is not None
     config = build()
-    # What a saved model or preset has of a part that options turn off has no effect.
-    options = set(field_types(config_type))
-    kept = {name for name in options if {flag(name), flag(f"no_{name}")} & set(given)}
-    config = without_idle_options(config, kept | (options - set(saved)))
     if needs and not getattr(config.model, needs.partition(",")[0][2:].replace("-", "_")):
         faults.add(f"{program} needs {needs}: see {program} --help.")
     faults.attempt(check_translation, config, line.foreign)
@@ -181,9 +188,9 @@ def parse(
 class _Sources:
     """What files, presets and checkpoints give to a command line."""
 
-    fields: dict[str, Value]
+    fields: dict[str, Any]
     """Of recipes."""
-    saved: dict[str, Value]
+    saved: dict[str, Any]
     """Of a preset or checkpoint: the model."""
     preset: str
     """Name of the preset; empty: none."""
@@ -192,64 +199,60 @@ class _Sources:
 
 
 def _read_sources(
-    words: list[str], recipes: list[str], config_type: type[TrainConfig], faults: FaultCollector
+    typed: Mapping[str, Any],
+    recipes: list[str],
+    config_type: type[TrainConfig],
+    faults: FaultCollector,
 ) -> _Sources:
     """Read recipes, the preset and the checkpoint that a command line names."""
-    required = _required_flags(config_type)
-    fields: dict[str, Value] = {}
+    required, options = _required_flags(config_type), list_options(config_type)
+    fields: dict[str, Any] = {}
     for recipe in recipes:
         fields |= faults.attempt(_checked_recipe, recipe, config_type, unsettles=required) or {}
-    name = _last_value(words, "--model") or str(fields.get("model", ""))
-    found = name and faults.attempt(_preset_fields, name, config_type, unsettles=required)
-    preset = found or {}
-    load = _last_value(words, "--load") or str(fields.get("load", ""))
-    step = _last_value(words, "--ckpt-step") or str(fields.get("ckpt_step", 0))
-    step = step if step.isdecimal() else "0"  # its type is checked with all others
-    save = _last_value(words, "--save") or str(fields.get("save", ""))
-    resumes = save and _is_on(words, "--auto-resume", fields)
+    given = {**fields, **typed}
+    name, load, save = (given.get(key, "") for key in ("model", "load", "save"))
+    preset = name and faults.attempt(_preset_fields, name, config_type, unsettles=required)
+    step = given.get("ckpt_step", 0)
+    resumes = save and given.get("auto_resume", False)
     if resumes and faults.attempt(find_checkpoint, save) is not None:
-        load, step = save, "0"
-    base = _last_value(words, "--pretrained-checkpoint")
-    base = base or str(fields.get("pretrained_checkpoint", ""))
-    saved: dict[str, Value] = {}
-    for folder, number in ((base, 0), (load, int(step))):
+        load, step = save, 0
+    base = given.get("pretrained_checkpoint", "")
+    saved: dict[str, Any] = {}
+    for folder, number in ((base, 0), (load, step)):
         if folder:
-            saved |= (
-                faults.attempt(
-                    checkpoint_fields, folder, number, config_type, unsettles=required
-                )
-                or {}
+            table = faults.attempt(
+                checkpoint_fields, folder, number, config_type, unsettles=required
             )
-    folders = {"--load": load, "--pretrained-checkpoint": base}
-    return _Sources(fields, saved | preset, name, folders)
+            saved |= table or {}
+    saved = read_table(options, {**saved, **(preset or {})}, faults)
+    return _Sources(fields, saved, name, {"--load": load, "--pretrained-checkpoint": base})
 
 
 def _required_flags(config_type: type[TrainConfig]) -> set[str]:
     return {option.flag for option in list_options(config_type) if option.is_required}
 
 
-def virtual_stages(args: list[str], layers_per_stage: str) -> str:
-    """Return the stages on a rank that have so many layers each."""
-    if _last_value(args, "--num-virtual-stages-per-pipeline-rank"):
+def virtual_stages(values: Mapping[str, Any], layers_per_stage: str) -> int:
+    """Return the stages on a rank that have so many layers each; ``values``: of the options."""
+    if values.get("num_virtual_stages_per_pipeline_rank"):
         raise ValueError(
             f"{LAYERS_PER_STAGE} and --num-virtual-stages-per-pipeline-rank say the same: "
             "leave one of the two out."
         )
-    layers = _last_value(args, "--num-layers")
-    ranks = _last_value(args, "--pipeline-model-parallel-size") or "1"
-    if not (layers.isdecimal() and ranks.isdecimal() and layers_per_stage.isdecimal()):
+    layers, ranks = values.get("num_layers"), values.get("pipeline_model_parallel_size", 1)
+    if layers is None or not layers_per_stage.isdecimal():
         raise ValueError(
             f"{LAYERS_PER_STAGE} {layers_per_stage} needs numbers: itself, --num-layers and "
             "--pipeline-model-parallel-size."
         )
-    together = int(ranks) * int(layers_per_stage)
-    if together < 1 or int(layers) % together:
+    together = ranks * int(layers_per_stage)
+    if together < 1 or layers % together:
         raise ValueError(
             f"--num-layers {layers} are not whole stages of {LAYERS_PER_STAGE} "
             f"{layers_per_stage} on each of --pipeline-model-parallel-size {ranks} ranks: make "
             f"the layers a multiple of {max(1, together)}."
         )
-    return str(int(layers) // together)
+    return layers // together
 
 
 def take_all(
@@ -285,11 +288,9 @@ def _preset_fields(name: str, config_type: type[TrainConfig]) -> dict[str, Value
     return preset.flags
 
 
-def _check_model_source(
-    sources: Mapping[str, str], args: Sequence[str], required: Collection[str]
-) -> None:
+def _check_model_source(sources: Mapping[str, str], values: Mapping[str, Any]) -> None:
     """Refuse a folder that a run would take its model from and that holds no checkpoint."""
-    if set(required) <= set(args):
+    if values.keys() >= _PLACEHOLDERS.keys():
         return
     for name, folder in sources.items():
         if folder and find_checkpoint(folder) is None:
@@ -300,43 +301,18 @@ def _check_model_source(
             )
 
 
-def _pattern_flags(args: list[str]) -> list[str]:
-    """Return what follows from a hybrid pattern; flags further right win over it."""
-    pattern = _last_value(args, PATTERN)
-    found = to_flags(sizes_of_pattern(pattern))
-    if _last_value(args, "--pipeline-model-parallel-size") not in ("", "1"):
-        found += to_flags(stages_of_pattern(pattern))
-    return found
+def _follows_from_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that follow from a hybrid pattern."""
+    pattern = values.get("hybrid_override_pattern", "")
+    is_cut = values.get("pipeline_model_parallel_size", 1) != 1
+    return {**sizes_of_pattern(pattern), **(stages_of_pattern(pattern) if is_cut else {})}
 
 
-def _without_marks(args: list[str]) -> list[str]:
-    """Take the | out of hybrid patterns: they are layout, and a model is the same without."""
-    before = ["", *args]
-    return [
-        without_stage_marks(word) if flag == PATTERN else word
-        for flag, word in zip(before, args, strict=False)
-    ]
-
-
-def _checked_recipe(recipe: str, config_type: type[TrainConfig]) -> dict[str, Value]:
+def _checked_recipe(recipe: str, config_type: type[TrainConfig]) -> dict[str, Any]:
     """Read a recipe; a value of the wrong type is named with its file."""
     fields = read_recipe(Path(recipe), field_types(config_type))
     faults = FaultCollector()
-    read_words(list_options(config_type), to_flags(fields), faults)
+    values = read_table(list_options(config_type), fields, faults)
     if faults.lines:
         raise OptionsError([f"{recipe}: {line}" for line in faults.lines])
-    return fields
-
-
-def _last_value(words: list[str], flag: str) -> str:
-    """Return the value of a flag where it is given last; "" if it is not given, or has none."""
-    places = [i for i, word in enumerate(words[:-1]) if word == flag]
-    value = words[places[-1] + 1] if places else ""
-    return "" if is_flag(value) else value
-
-
-def _is_on(words: list[str], switch: str, fields: Mapping[str, Value]) -> bool:
-    both = [word for word in words if word in (switch, switch.replace("--", "--no-", 1))]
-    if both:
-        return both[-1] == switch
-    return bool(fields.get(switch[2:].replace("-", "_"), False))
+    return values

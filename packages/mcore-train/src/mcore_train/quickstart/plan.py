@@ -1,4 +1,4 @@
-"""What ``mcore-train quickstart`` trains: its options as those of ``mcore-train gpt``."""
+"""The run of ``mcore-train gpt`` that ``mcore-train quickstart`` trains."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -22,8 +22,12 @@ from mcore_ckpt.conversion.conversion import mcore_to_hf
 from mcore_data.datasets.gpt import GPTDataset
 from mcore_data.indexed.reader import IndexedDataset
 from mcore_data.loading.loader import build_loader
+from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.config import SamplingConfig
+from mcore_infer.generation import generate
 from mcore_infer.loading import load_model
 from mcore_models.flops import num_parameters
+from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
@@ -34,9 +38,12 @@ from mcore_train.config import LoadConfig, SaveConfig
 from mcore_train.evaluation import Score, evaluate
 from mcore_train.loop import train
 from mcore_train.quickstart.book import Book, prepare, read_book, token_files
-from mcore_train.quickstart.options import QuickstartConfig
-from mcore_train.quickstart.plan import SEQ_LENGTH, VOCAB_SIZE, build_tour_plan
-from mcore_train.quickstart.writing import write_text
+from mcore_train.quickstart.plan import (
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    QuickstartConfig,
+    build_tour_plan,
+)
 from mcore_train.reporting.log import Reporter, StepReport, set_up
 from mcore_train.resolution import Plan
 from mcore_train.running import build_reporter, joined_world
@@ -292,3 +299,46 @@ def _clear(output: Path) -> None:
 def _meet(ctx: ParallelContext) -> None:
     """Wait until every rank is here."""
     all_reduce(torch.zeros((), device=ctx.device), ctx.world).item()
+
+
+def write_text(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    *,
+    num_words: int,
+    context_tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """Sample a text of ``num_words`` words, longer than the model's context if need be.
+
+    Written in stretches of half a context, each after the half before it. Ends of documents
+    become line breaks.
+
+    Args:
+        model: whole, in eval mode.
+        tokenizer: has an end-of-document token, which begins the text.
+        num_words: length of the text, after which it is cut.
+        context_tokens: tokens that the model was trained to see.
+        temperature: scores are divided by it; below 1 the likely becomes likelier.
+        seed: of the draws.
+    """
+    eod, half = tokenizer.eod, context_tokens // 2
+    assert eod is not None
+    sampling = SamplingConfig(num_tokens=half, temperature=temperature, ignore_eod=True)
+    tokens, text = [eod], ""
+    while len(text.split()) <= num_words:
+        (more,) = generate(model, [tokens[-half:]], sampling, seed=seed + len(tokens))
+        tokens += more.ids
+        text = _decode(tokens, tokenizer)
+    return " ".join(text.split()[:num_words])
+
+
+def _decode(tokens: list[int], tokenizer: Tokenizer) -> str:
+    parts: list[list[int]] = [[]]
+    for token in tokens:
+        if token == tokenizer.eod:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return "\n".join(tokenizer.decode(part) for part in parts if part)

@@ -1,4 +1,4 @@
-"""What a run is, written once at its start: model, layout, devices, versions, data, saves."""
+"""Describes a run at its start: model, layout, devices, versions, data, saves."""
 
 import platform
 from collections import Counter
@@ -21,10 +21,10 @@ from mcore_train.resolution import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShare:
-    """What a run reads of one stored dataset."""
+    """Documents and tokens of one stored dataset, and how often a run reads them."""
 
     prefix: str
-    """Of its files; empty for data that are made up."""
+    """Prefix of its files; empty for mock data."""
     documents: int
     """In the training split."""
     tokens: int
@@ -39,7 +39,7 @@ def build_header(run: Run) -> Header:
     devices = Counter(gather_json(_device_name(run.ctx.device), run.ctx.world))
     model = config.model, plan.vocab_size, config.experts, plan.family.tensor_shapes
     size, active = num_parameters(*model), num_active_parameters(*model)
-    layout, versions = _layout(plan), _versions()
+    layout, versions = layout_degrees(plan), _versions()
     shares = list(read_shares(run))
     first = run.progress.iteration + 1
     sizes = f"{plan.global_batch_size} x {config.batch.seq_length}"
@@ -76,7 +76,7 @@ def build_header(run: Run) -> Header:
 
 
 def pace_line(run: Run, step_ms: float) -> str:
-    """Say how long a step takes, and from it the time between saves and to the end.
+    """Describe the time of a step, and from it the time between saves and to the end.
 
     Args:
         run: at the step that it has come to.
@@ -91,7 +91,7 @@ def pace_line(run: Run, step_ms: float) -> str:
 
 
 def read_shares(run: Run) -> Iterator[SourceShare]:
-    """Yield what the whole run reads of each stored dataset; nothing for a caller's batches."""
+    """Yield the share of each stored dataset; nothing for batches of the caller."""
     if not run.datasets.sources:
         return
     yield from _shares(
@@ -131,7 +131,8 @@ def _duration(time_ms: float) -> str:
     return f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
 
 
-def _layout(plan: Plan) -> dict[str, int]:
+def layout_degrees(plan: Plan) -> dict[str, int]:
+    """Return the degree of each axis by its name in the header."""
     parallel = plan.config.parallelism
     layout = {
         "tensor": parallel.tensor_model_parallel_size,

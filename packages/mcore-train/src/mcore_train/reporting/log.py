@@ -1,4 +1,4 @@
-"""What a run reports: a line for people and log files, the same numbers as JSON lines.
+"""Reports of a run: lines of text, and the same numbers as JSON lines and for TensorBoard.
 
 Only the rank that reports opens files; the others log warnings alone. Lines follow
 Megatron's form, so that tools which read those read these. On a terminal a progress bar
@@ -99,7 +99,7 @@ class StepReport:
     loss: float
     """Nats per token."""
     aux_loss: float
-    """What experts add to the loss: the sum of theirs times coefficients; 0 without experts."""
+    """Auxiliary losses of experts times their coefficients; 0 without experts."""
     grad_norm: float
     """Of the last step, before clipping."""
     peak_gib: float
@@ -116,9 +116,9 @@ class StepReport:
     z_loss: float = 0.0
     """Of the routers: mean over the layers of experts, without coefficient."""
     other_losses: Mapping[str, float] = field(default_factory=dict)
-    """Means of the model's losses beside the main one, by name, coefficients left out."""
+    """Means of the model's other losses, by name, without coefficients."""
     experts: Mapping[str, float] = field(default_factory=dict)
-    """By layer of experts, such as ``imbalance/layer_3``: what ``mcore_moe.SUMMARY`` names."""
+    """Router statistics (``mcore_moe.SUMMARY``) by layer, such as ``imbalance/layer_3``."""
 
     def line(self) -> str:
         """Write the report as one line in Megatron's form."""
@@ -147,7 +147,7 @@ class StepReport:
         return " " + " | ".join(part for part in parts if part) + " |"
 
     def numbers(self) -> dict[str, float | int]:
-        """Return the report as a flat table with stable keys, without what is by layer."""
+        """Return the report as a flat table with stable keys, without numbers by layer."""
         apart = ("experts", "other_losses")
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
         return found | {n.replace(" ", "_"): value for n, value in self.other_losses.items()}
@@ -155,7 +155,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a run is: lines for people, and the same as a row of ``metrics.jsonl``."""
+    """Description of a run: lines of text, and the same as a row of ``metrics.jsonl``."""
 
     lines: tuple[str, ...]
     row: Mapping[str, Any]
@@ -265,7 +265,7 @@ class Reporter:
             self._health.checkpoint(iteration)
 
     def report_header(self, iteration: int, header: Header) -> None:
-        """Write what the run is: lines, one JSON line and a text for TensorBoard."""
+        """Write the description of a run: lines, one JSON line and a text for TensorBoard."""
         if self.with_lines:
             for line in header.lines:
                 log.info("%s", line)

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 from mcore_base.command_line import FaultCollector, canonical, is_flag
 from mcore_base.destinations import check_file
+from mcore_base.options import Options, option
 from mcore_parallel.pipeline_parallel.actions import DURATIONS, Action
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import build_schedule
@@ -33,24 +35,18 @@ SPLITTING = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ViewConfig:
+class ViewConfig(Options):
     """What to draw, and where to."""
 
-    ranks: int = 4
+    ranks: int = option(4, minimum=1)
     """Pipeline ranks, as --pipeline-model-parallel-size in training."""
-    microbatches: int = 8
+    microbatches: int = option(8, minimum=1)
     """Micro-batches of one step."""
-    layers: int = 0
+    layers: int = option(0, minimum=0, zero="leave out")
     """Layers of the model, as --num-layers in training: a stage then takes as long as it has
     layers; 0: all stages take the same time."""
     output: str = ""
     """SVG file to write, which ends in .svg; empty: only the text."""
-
-    def __post_init__(self) -> None:
-        if self.ranks < 1 or self.microbatches < 1:
-            raise ValueError("--ranks and --microbatches must be 1 or more.")
-        if self.layers < 0:
-            raise ValueError(f"--layers {self.layers} must be 0 (leave out) or more.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +65,14 @@ def view_words(words: Sequence[str]) -> list[str]:
     found, per_stage = take_all(found, LAYERS_PER_STAGE, faults)
     faults.raise_all()
     if per_stage:
-        ranks = ["--pipeline-model-parallel-size", str(ViewConfig().ranks)]
-        names = {ours: theirs for theirs, ours in MEGATRONS.items()}
-        run = [*ranks, *(names.get(word, word) for word in found)]
-        found += ["--num-virtual-stages-per-pipeline-rank", virtual_stages(run, per_stage[-1])]
+        given = {MEGATRONS.get(name, name): value for name, value in pairwise(found)}
+        layers, ranks = given.get("--layers", ""), given.get("--ranks", str(ViewConfig().ranks))
+        sizes = {
+            "num_layers": int(layers) if layers.isdecimal() else None,
+            "pipeline_model_parallel_size": int(ranks) if ranks.isdecimal() else 1,
+        }
+        stages = virtual_stages(sizes, per_stage[-1])
+        found += ["--num-virtual-stages-per-pipeline-rank", str(stages)]
     return [MEGATRONS.get(word, word) for word in found]
 
 

@@ -1,1 +1,1 @@
-"""Triton kernels of decoding: attention to pages, and GEMMs of few rows."""
+"""Triton kernels of decoding: paged attention, and GEMMs with few rows."""

@@ -1,9 +1,9 @@
-"""Triton functions that turn codes of eight and four bits into numbers, in registers.
+"""Triton functions that decode 8-bit and 4-bit codes in registers.
 
-For bfloat16 four codes of a 32-bit register become two registers of two numbers by integer
-instructions, two an element; casts of fp8 have a fraction of their throughput, and plain
-Triton works on every element by itself. ``IS_PACKED`` chooses that way; the other one is for
-other dtypes and for Triton's interpreter. Imported only where tensors are on a GPU.
+With ``IS_PACKED``, integer instructions turn the four codes of a 32-bit register into two
+registers of two bfloat16 numbers: two instructions an element. The hardware's fp8 casts have a
+fraction of that throughput. Without it, plain Triton decodes each element, for other dtypes and
+for Triton's interpreter. Imported only if tensors are on a GPU.
 """
 
 from typing import no_type_check
@@ -13,8 +13,8 @@ import triton.language as tl
 
 E4M3_FACTOR = tl.constexpr(2.0**120)
 
-# Bytes go to the upper halves of 16-bit lanes; sign, exponent and fraction stand in both
-# formats in the same order.
+# e4m3 -> bfloat16. prmt moves two bytes to the upper halves of 16-bit lanes. Both formats order
+# sign, exponent and fraction alike: shifting by 4 aligns the fields, and lop3 adds the sign.
 _E4M3 = tl.constexpr("""{
 .reg .b32 a, b, c, d;
 prmt.b32 a, $2, 0, 0x1404;
@@ -27,7 +27,8 @@ lop3.b32 $0, a, 0x80008000, c, 0xea;
 lop3.b32 $1, b, 0x80008000, d, 0xea;
 }""")
 
-# 128 plus the low seven bits, minus 128, or minus 256 where the sign bit is set.
+# int8 -> bfloat16: 128 + the low seven bits (0x4300 is 128), minus 128, or 256 if the sign bit
+# is set; one fused multiply-add subtracts.
 _INT8 = tl.constexpr("""{
 .reg .b32 a, b, c, d, e, f, g;
 prmt.b32 a, $2, 0, 0x4140;
@@ -41,7 +42,8 @@ fma.rn.bf16x2 $0, e, g, c;
 fma.rn.bf16x2 $1, f, g, d;
 }""")
 
-# 136 plus a code from -8 to 7, minus 136: low nibbles, then high ones.
+# int4 -> bfloat16: 136 + a code from -8 to 7 (0x4308 is 136), minus 136; low nibbles, then
+# high.
 _INT4 = tl.constexpr("""{
 .reg .b32 a, b, c, d, e, f;
 prmt.b32 a, $4, 0, 0x4140;
@@ -65,7 +67,8 @@ fma.rn.bf16x2 $3, d, f, e;
 @no_type_check
 def small_e4m3(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
     """Return numbers of e4m3 over ``e4m3_factor``."""
-    # Exponents count from 7 in e4m3 and from 127 in wider floats: 2 ** -120.
+    # The exponent bias is 7 in e4m3 and 127 in wide floats: the bits read as numbers * 2 **
+    # -120.
     if IS_PACKED:
         small = tl.inline_asm_elementwise(
             _E4M3, "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4
@@ -86,9 +89,9 @@ def small_e4m3(byte, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
 @triton.jit
 @no_type_check
 def small_e4m3_words(word, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
-    """Return numbers of e4m3 over ``e4m3_factor``, the four of each integer side by side.
+    """Return numbers of e4m3 over ``e4m3_factor`` from integers of four codes.
 
-    Bytes that come as integers are not taken apart and put together again.
+    The packed code reads whole integers, which saves taking them apart into bytes.
     """
     if IS_PACKED:
         low, high = tl.inline_asm_elementwise(

@@ -1,9 +1,9 @@
-"""Triton kernel of decoding with latent attention: one key, whose first channels are values.
+"""Triton kernel of decoding with multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) keeps one vector a token, the latent
-one and a rotated key, that all heads read. It is loaded once for a block of heads: as a key of
-two parts and, of its first part, as a value. Splits are as in ``paged_attention``, and their
-grid does not depend on lengths either. Imported only where tensors are on a GPU.
+The cache holds one vector a token, a latent part and a rotated key, which all heads read. It is
+loaded once for a block of heads and serves as a key (both parts) and as a value (the latent
+part). Splits are those of ``paged_attention``; the grid does not depend on lengths. Imported
+only if tensors are on a GPU.
 """
 
 from typing import no_type_check
@@ -26,7 +26,7 @@ from mcore_infer.engine.kernels.paged_attention import (
 from mcore_parallel.optional_kernels import OptionalKernel, wave
 
 _MOST_HEADS = 32
-"""That one program computes: its accumulators fill the registers."""
+"""Most heads of one program: their accumulators fill the registers."""
 
 
 @triton.jit
@@ -75,9 +75,10 @@ def latent_decode(
     lengths: Int[Tensor, " R"],
     value_dim: int,
 ) -> Float[Tensor, "R N J"]:
-    """Let one query of each request attend to all it has, its last key included.
+    """Attend with one query of each request to all its keys, the last one included.
 
-    Waits for nothing and takes shapes alone, so a CUDA graph may hold it.
+    Never waits for the device, and the launch depends on shapes alone: a CUDA graph may hold
+    it.
 
     Args:
         q: queries; R requests. Scores are scaled by 1/sqrt(H).
@@ -127,7 +128,7 @@ def latent_decode(
 def _trial(
     device: torch.device, dtype: torch.dtype, num_heads: int, width: int, value_dim: int
 ) -> list[tuple[Tensor, Tensor]]:
-    from mcore_infer.engine.paged_cache import reference_decode
+    from mcore_infer.engine.plain_attention import reference_decode
 
     q = wave(3, num_heads, width, device=device, dtype=dtype)
     keys = wave(9, 32, 1, width, device=device, dtype=dtype)

@@ -1,9 +1,9 @@
-"""Triton kernel of decoding: one query a request attends to keys and values in pages.
+"""Triton kernel of paged decoding: one query of each request attends to keys in pages.
 
-It writes the new key and value to their place first. The keys of a request are cut into splits
-that are read at the same time, each with its own maximum and sum; a second kernel joins them
-(flash decoding, Dao et al. 2023). The grid does not depend on lengths, so a CUDA graph can hold
-it. Imported only where tensors are on a GPU.
+The kernel first writes the new key and value to their page. The keys of a request are cut into
+splits that are read in parallel, each with its own running maximum and sum; a second kernel
+joins the splits (flash decoding, Dao et al. 2023). The grid does not depend on lengths, so that
+a CUDA graph can hold the launch. Imported only if tensors are on a GPU.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ _KEYS = 64
 _PROGRAMS = 264  # twice the multiprocessors of an H100 or H200
 _MOST_SPLITS = 32
 _MANY_PROGRAMS, _MANY_PROGRAMS_OF_CODES = 256, 512
-"""Fewest requests times groups of heads at which ``decode_many`` was timed, and faster."""
+"""Fewest requests times groups of heads for which ``decode_many`` was measured to be faster."""
 _MEMORY = "keys", "values", "tables", "lengths"
 _ALL = 2**30
-"""More keys than a text has."""
+"""More keys than any text has."""
 
 
 @triton.jit
 @no_type_check
 def _first_seen(length, window, chunk):
-    # Of the keys of a request, by its last token.
+    # Position of the first key that the last token of a request attends to.
     return tl.maximum(tl.maximum(0, length - 1 - window), (length - 1) // chunk * chunk)
 
 
@@ -48,14 +48,14 @@ def _keys_of_split(length, seen, split, KEYS: tl.constexpr, SPLITS: tl.constexpr
 @triton.jit
 @no_type_check
 def _place(table, position, Z: tl.constexpr):
-    # Of a request's token in the memory of all pages.
+    # Row of a request's token in the cache, counted over all pages.
     return tl.load(table + position // Z).to(tl.int64) * Z + position % Z
 
 
 @triton.jit
 @no_type_check
 def _places(table, start, end, Z: tl.constexpr, KEYS: tl.constexpr):
-    # Of keys one after the other, which lie in one page where pages are multiples of them.
+    # Rows of KEYS consecutive tokens. If a page holds a multiple of KEYS, they are in one page.
     key = tl.arange(0, KEYS)
     if Z % KEYS == 0:
         found = _place(table, start, Z) + key
@@ -87,7 +87,7 @@ def _loaded(
     memory, at, is_seen, dtype: tl.constexpr, H: tl.constexpr, LANES: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):  # fmt: skip
-    # Keys or values of some tokens; of codes the numbers over ``e4m3_factor``.
+    # Keys or values of some tokens; fp8 codes become numbers over ``e4m3_factor``.
     if IS_FP8:  # four codes at a time
         memory = memory.to(tl.pointer_type(tl.int32), bitcast=True)
     count: tl.constexpr = 4 if IS_FP8 else 1
@@ -104,7 +104,7 @@ def _loaded(
 @triton.jit
 @no_type_check
 def _scaled(x, scale, dtype: tl.constexpr, IS_FP8: tl.constexpr):
-    # Scales a GEMM with numbers of ``_loaded`` to what the codes stand for.
+    # Undoes the factor of ``_loaded`` and applies the scale of the codes.
     if IS_FP8:
         x = x * e4m3_factor(dtype) * scale
     return x
@@ -123,8 +123,8 @@ def _nothing(
     sinks, head, is_head, split, HEADS: tl.constexpr, LANES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    # The maximum, the sum of weights and the weighted values before any key: a sink's alone,
-    # which the first split counts.
+    # Running maximum, sum of weights and weighted values before any key. A sink counts as a key
+    # without a value, in the first split only.
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     if HAS_SINKS:
@@ -137,7 +137,7 @@ def _nothing(
 @triton.jit
 @no_type_check
 def _store_part(parts, sums, at, is_head, lane, mixed, top, total, H: tl.constexpr):
-    # What the heads have of one split, and the logarithm of its weights' sum.
+    # Store the normalized values of one split, and the logarithm of its sum of weights.
     some = tl.where(total > 0.0, total, 1.0)
     places = parts + at[None, :] * H + lane[:, None]
     tl.store(places, mixed / some[None, :], mask=is_head[None, :] & (lane[:, None] < H))
@@ -148,9 +148,9 @@ def _store_part(parts, sums, at, is_head, lane, mixed, top, total, H: tl.constex
 @triton.jit
 @no_type_check
 def _mix(score, value, top, total, mixed, PRECISION: tl.constexpr):
-    # Add keys to the running maximum, the sum of weights and the weighted values.
+    # Online softmax: rescale the sums to the new maximum, then add the keys of this tile.
     new_top = tl.maximum(top, tl.max(score, 0))
-    safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing is seen yet
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key so far: avoids inf - inf
     weight = tl.exp(score - safe[None, :])
     shrink = tl.exp(top - safe)
     total = total * shrink + tl.sum(weight, 0)
@@ -169,13 +169,14 @@ def _attend(
     PRECISION: tl.constexpr, IS_FP8: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    # One program: the heads of one group of one request, over one split of its keys. Keys and
-    # channels fill the taller side of the tensor cores' tiles.
+    # One program: the query heads of one group of one request, over one split of its keys. The
+    # heads are few, so that keys and channels fill the taller side of the tensor cores' tiles.
     request, group, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
     first_seen = _first_seen(length, window, chunk)
     begin, end = _keys_of_split(length, first_seen, split, KEYS, SPLITS)
     row, lane = tl.arange(0, HEADS), tl.arange(0, LANES)
+    # Only the split that ends with the last key writes the new key and value.
     if (begin < length) & (length <= end):
         last = (_place(tables + request * table_size, length - 1, Z) * G + group) * H
         new_key = new_keys + request * new_key_stride + group * H
@@ -193,10 +194,10 @@ def _attend(
         is_key = place < end
         at = _places(tables + request * table_size, start, end, Z, KEYS) * G + group
         is_seen = is_key & (place >= first_seen)
-        # Pages out of the window may be another request's: nothing of them is read.
+        # Pages behind the window may belong to another request and are not read.
         key = _loaded(keys, at, is_seen, query.dtype, H, LANES, IS_FP8)
         score = _scores(query, key, scale, key_scale, PRECISION, IS_FP8)
-        if HAS_CAP:  # tanh by its sigmoid
+        if HAS_CAP:  # tanh(x) = 2 * sigmoid(2 x) - 1
             score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
         score = tl.where(is_seen[:, None], score, float("-inf"))
         value = _loaded(values, at, is_seen, query.dtype, H, LANES, IS_FP8)
@@ -214,7 +215,7 @@ def _attend(
 @triton.jit
 @no_type_check
 def _join(parts, sums, out, H: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr):
-    # One program: one head of one request.
+    # One program: one head of one request. Splits are weighted by exp(log_sum).
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     lane = tl.arange(0, LANES)
@@ -243,9 +244,10 @@ def paged_decode(
     scale: float | None = None,
     kv_scales: tuple[float, float] | None = None,
 ) -> Float[Tensor, "R N H"]:
-    """Write a new key and value of each request; let its one query attend to all it has.
+    """Write a new key and value of each request; attend with its one query to all its keys.
 
-    Waits for nothing and takes shapes alone, so a CUDA graph may hold it.
+    Never waits for the device, and the launch depends on shapes alone: a CUDA graph may hold
+    it.
 
     Args:
         q: queries; R requests.
@@ -292,7 +294,7 @@ def paged_decode(
 
 
 def num_splits(num_programs: int) -> int:
-    """Return in how many parts, a power of two, the keys of each program are read."""
+    """Return the number of splits of the keys, a power of two."""
     splits = max(1, min(_MOST_SPLITS, _PROGRAMS // num_programs))
     return 1 << (splits.bit_length() - 1)
 
@@ -303,7 +305,7 @@ def launch_arguments(
     scale: float | None,
     kv_scales: tuple[float, float] | None,
 ) -> dict[str, Any]:
-    """Return what this kernel and ``decode_many``'s take, by name; see ``paged_decode``."""
+    """Return the arguments that this kernel and ``decode_many``'s share, by name."""
     q, k, v, keys, _, tables, _ = tensors
     (_, N, H), (_, Z, G, _) = q.shape, keys.shape
     k, v = (new if new.stride()[1:] == (H, 1) else new.contiguous() for new in (k, v))
@@ -338,9 +340,9 @@ def takes_many(
     in_fp8: bool,
     rules: tuple[str, ...],
 ) -> bool:
-    """Whether ``decode_many`` suits so many requests times groups: sizes that a GPU ran.
+    """Whether ``decode_many`` supports the sizes and was measured to be faster for them.
 
-    The others are ``DECODE_KERNEL``'s kind, and tokens of a page.
+    The arguments after ``page_tokens`` are those of ``DECODE_KERNEL``.
     """
     is_plain = dtype == torch.bfloat16 and not set(rules) - {"scale"}
     is_whole = page_tokens % 32 == 0 and group <= 8
@@ -358,7 +360,7 @@ def _trial(
     decode: Callable[..., Tensor] = paged_decode,
 ) -> list[tuple[Tensor, Tensor]]:
     from mcore_infer.engine.fp8_cache import to_codes
-    from mcore_infer.engine.paged_cache import reference_decode, write_to_pages
+    from mcore_infer.engine.plain_attention import reference_decode, write_to_pages
 
     q = wave(3, 2 * group, head_dim, device=device, dtype=dtype)
     k, v = wave(2, 3, 2, head_dim, device=device, dtype=dtype)
@@ -392,8 +394,8 @@ def _trial_of_many(*kind: Any) -> list[tuple[Tensor, Tensor]]:
 
 DECODE_KERNEL = OptionalKernel("the paged decoding kernel", ("triton",), _trial)
 """Kind: dtype, channels of a head, query heads of a group, whether the cache is in fp8, and
-names of the rules that make scores other than plain ones."""
+names of the options of ``attend`` that the model sets."""
 DECODE_MANY_KERNEL = OptionalKernel(
     "the decoding kernel for many requests", ("triton",), _trial_of_many
 )
-"""Kind: as of ``DECODE_KERNEL``; of the rules it knows ``scale``."""
+"""Kind: as of ``DECODE_KERNEL``; the only supported option is ``scale``."""

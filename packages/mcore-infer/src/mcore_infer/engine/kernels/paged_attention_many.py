@@ -1,11 +1,12 @@
-"""Kernel of decoding for many requests: one warp reads all keys of a group of heads.
+"""Gluon kernel of paged decoding for many requests: one warp reads all keys of a head group.
 
-With hundreds of programs none has to be split, and what limits them is how many bytes
-are on their way and how few instructions each takes. So this is written in Gluon, Triton's
-language of explicit layouts: tiles of keys and values come by asynchronous copies, some ahead,
-and go from shared memory to the tensor cores' operands without a barrier between warps. Codes
-of fp8 are loaded in pairs, whose two halves become two operands of bfloat16 in registers.
-Imported where ``kernels.DECODE_MANY_KERNEL`` is tried: Triton may come without Gluon.
+With hundreds of programs the keys need no splits. The limits are then the bytes in flight and
+the instructions for each byte, so that the kernel is written in Gluon, Triton's language of
+explicit
+layouts: asynchronous copies load tiles of keys and values ahead of their use, and one warp
+moves them from shared memory to tensor core operands without a barrier between warps. fp8 codes
+are loaded in pairs; the two bytes become two bfloat16 operands in registers. Imported by the
+trial of ``DECODE_MANY_KERNEL``, since Triton may come without Gluon.
 """
 
 from typing import no_type_check
@@ -41,7 +42,7 @@ lop3.b32 $0, $1, 0x80008000, b, 0xea;
 @gluon.jit
 @no_type_check
 def _halves(pair):
-    # The numbers of both bytes, over E4M3_FACTOR.
+    # The numbers of the low and of the high bytes, over E4M3_FACTOR.
     low = gl.inline_asm_elementwise(
         _LOW, "=r,r", [pair], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -53,14 +54,14 @@ def _halves(pair):
 
 @gluon.constexpr_function
 def _shared(C):
-    # Rows of C numbers of 16 bits, without conflicts of banks.
+    # Shared memory of rows of C 16-bit numbers, swizzled against bank conflicts.
     phase = 8 // min(C // 8, 8)
     return gl.SwizzledSharedLayout(8, phase, 8 // phase, order=[1, 0])
 
 
 @gluon.constexpr_function
 def _copied(C):
-    # 16 bytes a thread.
+    # Layout of a copy: each thread copies 16 bytes.
     threads = min(C // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // threads, threads], [1, 1], [1, 0])
 
@@ -86,7 +87,8 @@ def _copy_tile(
     keys, values, held_keys, held_values, stage, page, start, length, group,
     G: gl.constexpr, Z: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    # What is behind the end becomes 0: other texts' numbers may not be finite.
+    # Copies one tile of keys and values. Rows behind the end become 0: the memory there may
+    # hold another request's NaN.
     row = gl.arange(0, KEYS, gl.SliceLayout(1, _copied(C)))
     column = gl.arange(0, C, gl.SliceLayout(0, _copied(C)))
     at = group * HELD + row[:, None] * (G * HELD) + column[None, :]
@@ -106,7 +108,7 @@ def _queries(
     q, num_heads, C: gl.constexpr, HELD: gl.constexpr, H: gl.constexpr, HEADS: gl.constexpr,
     STEP: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    # Channels by heads; of pairs the first and the second ones.
+    # Queries as [channels, heads]; for fp8, even and odd channels apart.
     flat: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 1], [0, 1])
     channel = gl.arange(0, C, gl.SliceLayout(1, flat))
     head = gl.arange(0, HEADS, gl.SliceLayout(0, flat))
@@ -125,7 +127,7 @@ def _tile(
     key, value, queries, is_seen, scale, top, weights, mixed, odd_mixed,
     narrow: gl.constexpr, IS_FP8: gl.constexpr,
 ):  # fmt: skip
-    # Add keys to the running maximum, to the weights (powers of 2) and to the weighted values.
+    # Online softmax in base 2 over one tile of keys.
     query, odd_query = queries
     nothing = gl.zeros_like(weights)
     if IS_FP8:
@@ -153,8 +155,8 @@ def _attend_many(
     N: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Z: gl.constexpr, LANES: gl.constexpr,
     HEADS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, IS_FP8: gl.constexpr,
 ):  # fmt: skip
-    # One program of one warp: the heads of one group of one request. Groups of a request are
-    # neighbours in memory and in the grid.
+    # One program of one warp: the heads of one group of one request. Groups of one request are
+    # adjacent in memory and in the grid.
     group, request = gl.program_id(0), gl.program_id(1).to(gl.int64)
     last = gl.load(lengths + request).to(gl.int32) - 1
     table = tables + request * table_size
@@ -163,7 +165,7 @@ def _attend_many(
     new_values += request * new_value_stride + group * H
     _write_row(new_keys, keys + place, key_scale, H, LANES, IS_FP8)
     _write_row(new_values, values + place, value_scale, H, LANES, IS_FP8)
-    gl.thread_barrier()  # the copies read them
+    gl.thread_barrier()  # the copies below read the new key and value
     first_head = request * N + group * (N // G)
     mixed, odd_mixed, total = _attended(
         q + first_head * H, keys, values, table, last, group, scale, window, key_scale,
@@ -189,8 +191,8 @@ def _attended(
     NUM: gl.constexpr, G: gl.constexpr, H: gl.constexpr, Z: gl.constexpr, LANES: gl.constexpr,
     HEADS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, IS_FP8: gl.constexpr,
 ):  # fmt: skip
-    # Weighted values of channels by heads (in fp8 of the first and the second of each pair),
-    # and the sums of weights. Lanes are 16 bits wide.
+    # Returns weighted values [channels, heads] (for fp8, of even and of odd channels) and the
+    # sums of weights. Lanes are 16 bits wide.
     STEP: gl.constexpr = 2 if IS_FP8 else 1
     HELD: gl.constexpr = H // STEP
     C: gl.constexpr = LANES // STEP
@@ -206,6 +208,7 @@ def _attended(
     held_values = gl.allocate_shared_memory(held, [STAGES, KEYS, C], _shared(C))
     seen = gl.maximum(0, last - window)
     begin = seen // KEYS * KEYS
+    # Fill all stages of the pipeline but one.
     for i in gl.static_range(STAGES - 1):
         ahead = begin + i * KEYS
         page = gl.load(table + gl.minimum(ahead, last) // Z)
@@ -218,6 +221,7 @@ def _attended(
     top = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(0, mma))
     page = gl.load(table + gl.minimum(begin + (STAGES - 1) * KEYS, last) // Z)
     for i in range(gl.cdiv(last + 1 - begin, KEYS)):
+        # Wait for this tile, then start the copy that takes the place of the previous tile.
         async_copy.wait_group(STAGES - 2)
         gl.thread_barrier()
         stage, ahead = (i + STAGES - 1) % STAGES, begin + (i + STAGES - 1) * KEYS
@@ -249,7 +253,7 @@ def decode_many(
     scale: float | None = None,
     kv_scales: tuple[float, float] | None = None,
 ) -> Float[Tensor, "R N H"]:
-    """As ``paged_attention.paged_decode``, in bfloat16, of what ``takes_many`` allows."""
+    """Compute ``paged_attention.paged_decode`` in bfloat16 for sizes of ``takes_many``."""
     R, G, is_fp8 = q.shape[0], keys.shape[2], kv_scales is not None
     tensors = q, k, v, keys, values, tables, lengths
     given = launch_arguments(tensors, window, scale, kv_scales)

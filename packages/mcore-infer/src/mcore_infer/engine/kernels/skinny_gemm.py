@@ -1,11 +1,10 @@
-"""Triton GEMM of few rows: a weight read once, as fast as memory gives it.
+"""Triton GEMM with few rows, limited by reading the weight once.
 
-While text is written a GEMM has one row a request, and its time is that of reading the weight:
-in 16 bits, or as codes of eight and four bits that are widened in registers. Each program
-multiplies some rows of the weight with all rows of the input, so that outputs fill the taller
-side of the tensor cores' tiles; where programs are few, several share a row of the weight and
-the last one to end adds their sums, always in the same order. Imported only where tensors are
-on a GPU.
+In decoding a GEMM has one row for each request, and its time is that of reading the weight: in
+16 bits, or as 8-bit and 4-bit codes that are decoded in registers. Each program multiplies some
+rows of the weight with all rows of the input, so that outputs fill the taller side of the
+tensor cores' tiles. If programs are few, several share a row of the weight (splits); the last
+one to finish adds their sums, always in the same order. Imported only if tensors are on a GPU.
 """
 
 from collections.abc import Iterator
@@ -33,7 +32,8 @@ from mcore_parallel.optional_kernels import OptionalKernel, wave
 @triton.jit
 @no_type_check
 def _scale(scales, row, column, S, TALL: tl.constexpr, WIDE: tl.constexpr):
-    # Of outputs ``row`` and inputs ``column``, which broadcast; 0: one for all of them.
+    # Scales of outputs ``row`` and inputs ``column``, which broadcast. TALL or WIDE 0: one
+    # scale for all outputs or inputs.
     place = column * 0 + row * 0
     if TALL > 0:
         place += row // TALL * S
@@ -68,7 +68,7 @@ def _dot_e2m1(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # Even inputs plus odd ones; both of a byte lie in one group.
+    # Product with even inputs plus product with odd ones; both codes of a byte share a group.
     scale = _scale(scales, row, column, S, TALL, WIDE)
     low = (wide_e2m1(byte.to(tl.int32) & 15) * scale).to(even.dtype)
     high = (wide_e2m1(byte.to(tl.int32) >> 4) * scale).to(even.dtype)
@@ -84,8 +84,9 @@ def _sums(
     OUTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     IS_PACKED: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    # Of rows of the weight's memory, W elements each, from ``begin`` to ``end``; of int4 those
-    # of even outputs and those of odd ones. Scales of whole rows are left out.
+    # Sums over the elements ``begin`` to ``end`` of OUTS rows of the weight's memory. int4
+    # packs two outputs into a row, whose sums are returned apart. Scales of whole rows are
+    # applied by the caller.
     m, k = tl.arange(0, ROWS), tl.arange(0, STEP)
     is_row = (m < M)[:, None]
     apart: tl.constexpr = 2 if CODE == "e2m1" else 1
@@ -113,7 +114,7 @@ def _sums(
             first += _dot_e2m1(
                 part, row[:, None], at, given, odd, scales, S, TALL, WIDE, PRECISION
             )
-        elif CODE == "int4":  # a step lies within one group of inputs
+        elif CODE == "int4":  # STEP divides a group of inputs: one scale for each output
             low, high = wide_int4(part, given.dtype, IS_PACKED)
             one = _scale(scales, 2 * row, start, S, TALL, WIDE)[:, None]
             two = _scale(scales, 2 * row + 1, start, S, TALL, WIDE)[:, None]
@@ -140,7 +141,7 @@ def _few_rows(
     OUTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     PRECISION: tl.constexpr, IS_PACKED: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    # One program: OUTS of the N rows of the weight's memory, a part of their elements.
+    # One program: OUTS of the N rows of the weight's memory, and one split of their elements.
     program, split = tl.program_id(0), tl.program_id(1)
     n = program * OUTS + tl.arange(0, OUTS)
     row = tl.where(n < N, n, 0)
@@ -157,7 +158,7 @@ def _few_rows(
         first = first * _scale(scales, row, 0, S, TALL, WIDE)[:, None]
     outputs: tl.constexpr = 2 * OUTS if CODE == "int4" else OUTS
     width = 2 * N if CODE == "int4" else N
-    if CODE == "int4":  # of a byte's two rows one comes after the other
+    if CODE == "int4":  # interleave even and odd outputs
         both = tl.permute(tl.join(first, second), 0, 2, 1)
         first = tl.reshape(both, [outputs, ROWS])
     output = program * outputs + tl.arange(0, outputs)
@@ -168,6 +169,8 @@ def _few_rows(
     if SPLITS == 1:
         tl.store(out + place, first.to(dtype), mask=mask)
     else:
+        # The counter of this program's outputs finds the last split, which adds all parts and
+        # resets the counter. The barrier orders the stores before the atomic of one thread.
         tl.store(parts + split * (M * width) + place, first, mask=mask)
         tl.debug_barrier()
         if tl.atomic_add(counters + program, 1, sem="acq_rel") == SPLITS - 1:
@@ -191,17 +194,17 @@ def few_rows_linear(
 ) -> Float[Tensor, "*B F"]:
     """Multiply at most ``MOST_ROWS`` rows with a weight's transpose; sums in float32.
 
-    Takes shapes alone, so a CUDA graph may hold it.
+    The launch depends on shapes alone: a CUDA graph may hold it.
 
     Args:
         x: bfloat16, float16 or float32.
         weight: of the same dtype, or codes (see ``mcore_ckpt.mapping.low_bits.pack``).
         scales: of codes, float32, one for each group; None: the weight has none.
-        code: format of the codes; empty: the weight is no codes.
+        code: format of the codes; empty: the weight has the dtype of ``x``.
         group: outputs and inputs that share a scale; 0: all.
         tile: None: the first of ``tiles_for``.
-        counters: ``NUM_COUNTERS`` zeros, which stay zeros, for tiles with splits; nothing else
-            may use them meanwhile. None: such tiles get their own.
+        counters: ``NUM_COUNTERS`` zeros for tiles with splits, zero again afterwards; not to be
+            shared with a concurrent call. None: allocated here.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     num_rows, D = rows.shape
@@ -275,7 +278,7 @@ def _trial(
 def in_codes(
     weight: Tensor, code: str, group: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes of a weight, what multiplies them, and what they stand for."""
+    """Quantize a weight; return its codes, their scales, and the decoded numbers."""
     layout = next(one for one in LAYOUTS.values() if one.code == code)
     layout = QuantLayout(algo="", code=layout.code, group=group)
     scales = layout.scales(weight)

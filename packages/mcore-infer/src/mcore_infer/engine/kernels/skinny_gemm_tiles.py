@@ -1,4 +1,4 @@
-"""Tiles of the GEMM of few rows: what one program takes, by measurement on an H200."""
+"""Tile sizes of ``few_rows_linear``, measured on an H200; imports without Triton."""
 
 from typing import NamedTuple
 
@@ -7,24 +7,24 @@ MOST_ROWS = 64
 SHARED_BYTES = 227 * 2**10
 """Shared memory of a program on an H100 or H200."""
 NUM_COUNTERS = 4096
-"""Programs with a sum of their own that ``few_rows_linear`` may need."""
+"""Most programs of a launch with splits; each has a counter."""
 
 
 class Tile(NamedTuple):
-    """What one program takes."""
+    """Tile sizes of one program."""
 
     outs: int
     """Rows of the weight's memory at once."""
     step: int
     """Elements of such a row at once."""
     stages: int
-    """Steps that are on their way from memory."""
+    """Steps in flight from memory."""
     warps: int
     splits: int = 1
     """Programs that share a row."""
 
     def shared_bytes(self, num_rows: int, code: str, itemsize: int) -> int:
-        """Shared memory that the steps on their way take; inputs have ``itemsize`` bytes."""
+        """Return the shared memory of the steps in flight; inputs have ``itemsize`` bytes."""
         rows = max(8, 1 << (num_rows - 1).bit_length())
         held = self.outs if code else self.outs * itemsize
         given = 3 * rows if code == "e2m1" else rows  # even and odd ones, and one to mix them
@@ -59,17 +59,15 @@ _TILES = {
     ("int4", 16): [Tile(32, 128, 4, 2, 2), Tile(64, 128, 4, 2), Tile(32, 128, 4, 2, 4)],
     ("int4", 32): [Tile(64, 128, 4, 4, 2), Tile(64, 128, 3, 4), Tile(64, 128, 4, 4, 4)],
 }
-"""By format (int8 as e4m3, e2m1 as int4) and rows at most; the last for all."""
+"""By format (int8 as e4m3, e2m1 as int4) and most rows, best first; 32 also for more rows."""
 _SMALL = Tile(32, 64, 3, 4)
-"""Fits where no other does."""
+"""Fits into shared memory if no other tile does."""
 
 
 def tiles_for(
     num_rows: int, code: str, shape: tuple[int, int], itemsize: int = 2
 ) -> list[Tile]:
-    """List tiles that are fast somewhere, the best first; by measurement on an H200.
-
-    With other groups or formats they work too.
+    """Return tiles that fit, the best on average first; each was the fastest for some shape.
 
     Args:
         num_rows: of the input.

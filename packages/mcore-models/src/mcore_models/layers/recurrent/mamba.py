@@ -161,6 +161,7 @@ class Mamba(nn.Module):
         def mix(
             known: tuple[Tensor, Tensor] | None, xBC: Tensor, dt: Tensor
         ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            # The state keeps the convolution's inputs batch first: [B, w, F] -> [w, B, F].
             before, state = (known[0].transpose(0, 1), known[1]) if known else (None, None)
             y, state = self._scan(xBC, dt, before=before, state=state)
             return y, (self.conv1d.recent(xBC, before).transpose(0, 1), state)
@@ -171,6 +172,8 @@ class Mamba(nn.Module):
         self, xBC: Tensor, dt: Tensor, documents: Documents | None
     ) -> Float[Tensor, "s B N H"]:
         """Exchange tokens for heads, run over whole sequences, and exchange back."""
+        # All tokens of some heads instead of some tokens of all heads. B and C of a group are
+        # copied first where several context ranks get heads of one group.
         share = _Share(self, self.cp.rank, self.cp.size)
         parts = xBC.split(self.conv1d.sizes, dim=-1)
         widths = (self.config.mamba_head_dim, *(self.config.mamba_state_dim,) * 2)
@@ -189,7 +192,7 @@ class Mamba(nn.Module):
 class GatedNorm(nn.Module):
     """``norm(y * silu(z)) * weight``: RMSNorm of the gated output, group by group.
 
-    Or ``norm(y) * weight * silu(z)``, as ``--mamba-norm`` says.
+    Or ``norm(y) * weight * silu(z)``, by ``--mamba-norm``.
 
     Statistics are float32 or wider, the weight is applied in the input's dtype.
     """

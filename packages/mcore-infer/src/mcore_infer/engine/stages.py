@@ -1,0 +1,94 @@
+"""Forwards through the stages of ``--pipeline-model-parallel-size``.
+
+All ranks of a pipeline make the same calls. The hidden state goes from stage to stage, and the
+last stage sends its tokens and scores to all ranks. Each stage holds the keys and values of its
+own layers: the stages split the memory, and a step takes as long as on one rank.
+"""
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from mcore_models.protocol import LanguageModel, ModelState
+from mcore_parallel.collectives import all_gather, all_reduce
+from mcore_parallel.mesh import Axis
+from mcore_parallel.pipeline_parallel.p2p import Message, post
+from mcore_parallel.pipeline_parallel.stages import Stage
+
+
+def own_stage(num_layers: int, pp: Axis) -> Stage | None:
+    """Return this rank's stage, layers divided evenly; None without pipeline parallelism.
+
+    Raises:
+        ValueError: if there are fewer layers than ranks.
+    """
+    if pp.size == 1:
+        return None
+    if num_layers < pp.size:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {pp.size} exceeds the {num_layers} layers of the "
+            "model: use fewer stages."
+        )
+    begin, end = (num_layers * rank // pp.size for rank in (pp.rank, pp.rank + 1))
+    is_last = pp.rank == pp.size - 1
+    return Stage(pp.rank, range(begin, end), pp.rank == 0, is_last, rank=pp.rank)
+
+
+def run_stages(
+    model: LanguageModel,
+    tokens: Int[Tensor, "B S"],
+    positions: Int[Tensor, "*B S"] | None = None,
+    state: ModelState | None = None,
+) -> Float[Tensor, "S B D"]:
+    """Run this rank's stage on tokens; all ranks of ``pp`` call it together.
+
+    Receives the hidden state from the stage before and sends its own to the next one.
+
+    Args:
+        model: whole or a stage, in eval mode.
+        tokens: the same on all stages.
+        positions: of the tokens; None: counted.
+        state: cache of this stage's layers; the tokens are appended.
+
+    Returns:
+        The hidden state after this stage's layers, for ``last_stage_logits``.
+    """
+    x: Tensor = tokens
+    pp, (num_rows, length) = model.pp, tokens.shape
+    if pp.rank:
+        shape = length, num_rows, model.config.hidden_size
+        x = torch.empty(shape, dtype=model.dtype, device=tokens.device)
+        post([Message(x, pp.rank - 1, is_send=False)], pp).wait()
+    hidden, _ = model(x, positions, state)
+    if pp.rank < pp.size - 1:
+        post([Message(hidden.contiguous(), pp.rank + 1, is_send=True)], pp).wait()
+    return hidden
+
+
+def last_stage_logits(
+    model: LanguageModel, hidden: Float[Tensor, "R 1 D"]
+) -> Float[Tensor, "R V"]:
+    """Return logits of the whole vocabulary; all-gathers them over ``tp``.
+
+    Stages before the last return zeros. They still choose tokens, so that all ranks consume the
+    same random numbers, and ``from_last_stage`` replaces their choice.
+    """
+    if not model.stage.has_loss:
+        return hidden.new_zeros(()).expand(hidden.shape[0], model.vocab_size)
+    logits = model.logits(hidden)[:, 0]  # [R, 1, V/tp]
+    return all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
+
+
+def from_last_stage(x: Shaped[Tensor, "..."], pp: Axis) -> Shaped[Tensor, "..."]:
+    """Return the last stage's tensor on all stages; all-reduces over ``pp``."""
+    return all_reduce(x if pp.rank == pp.size - 1 else torch.zeros_like(x), pp)
+
+
+def agree_on_tokens(chosen: Int[Tensor, " R"], tp: Axis, pp: Axis) -> Int[Tensor, " R"]:
+    """Return the tokens of the first ``tp`` rank of the last stage on all ranks.
+
+    Ranks whose kernels round differently would otherwise continue with different texts.
+    All-reduces over ``tp``, then over ``pp``.
+    """
+    chosen = all_reduce(chosen if tp.rank == 0 else torch.zeros_like(chosen), tp)
+    return from_last_stage(chosen, pp)

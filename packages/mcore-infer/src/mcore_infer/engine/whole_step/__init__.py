@@ -1,0 +1,1 @@
+"""A decoding step of all layers as one CUDA kernel."""

@@ -1,0 +1,217 @@
+"""RunningSequence of quantized weights as a Hugging Face folder in the unified layout."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_base.atomic_files import write_durably
+from mcore_base.lazy_front import package_version
+from mcore_ckpt.conversion.targets import Watch, hf_small_files, target_model_type
+from mcore_ckpt.families import find_family
+from mcore_ckpt.formats.hf_folder import write_hf_folder
+from mcore_ckpt.formats.quantization import WidenedRows
+from mcore_ckpt.formats.quantized_layouts import (
+    INPUT_SCALE,
+    PRE_QUANT_SCALE,
+    QUANT_CONFIG,
+    WEIGHT_SCALE,
+    WEIGHT_SCALE_2,
+    Scales,
+)
+from mcore_ckpt.formats.quantized_plans import QuantPlan
+from mcore_ckpt.formats.sources import OpenCheckpoint
+from mcore_ckpt.mapping.row_streams import HeldRows, slabs
+from mcore_ckpt.mapping.rules import Link, expand
+from mcore_ckpt.mapping.views import Cast, stacked_items, their_items
+from mcore_ckpt.storage.files import DTYPE_NAMES, Item
+from mcore_parallel.sharding import named_shards
+
+_LEFT_DTYPE = "BF16"
+_WEIGHT = ".weight"
+MAX_FILE_BYTES = 5_000_000_000
+"""Of tensors in one file."""
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """One tensor of the folder in codes, with its scales."""
+
+    packed: Tensor
+    scales: Scales
+    input_scale: Tensor | None
+    pre_quant_scale: Tensor | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what stands in the file, by the last part of the name."""
+        named = {
+            "weight": self.packed,
+            WEIGHT_SCALE: self.scales.weight_scale,
+            WEIGHT_SCALE_2: self.scales.weight_scale_2,
+            INPUT_SCALE: self.input_scale,
+            PRE_QUANT_SCALE: self.pre_quant_scale,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def find_links(source: OpenCheckpoint) -> list[Link]:
+    """Return which tensor of a Hugging Face folder holds which of a checkpoint's.
+
+    Raises:
+        ValueError: if no family can say the model.
+    """
+    return expand(find_family(target_model_type(source)).table(source.description))
+
+
+def write_folder(
+    folder: Path,
+    source: OpenCheckpoint,
+    model: nn.Module,
+    plan: QuantPlan,
+    done: Mapping[str, QuantizedTensor],
+    cache_tops: Mapping[int, Mapping[str, Tensor]],
+) -> int:
+    """Write quantized tensors, all others of the model, and what says so.
+
+    Args:
+        folder: empty.
+        source: where the model came from: its description, tokenizer and small files.
+        model: with the weights that are not quantized.
+        plan: what the folder says of itself.
+        done: by module of the folder.
+        cache_tops: largest keys (``k``) and values (``v``) by layer; empty: none are written.
+
+    Returns:
+        Bytes of all tensors.
+
+    Raises:
+        ValueError: if the family has no place for scales of the cache.
+    """
+    family = find_family(target_model_type(source))
+    links = find_links(source)
+    items: list[Item] = []
+    # One process holds every tensor whole.
+    held = {name: shard.pieces[0].data for name, shard in named_shards(model).items()}
+    rest = Cast(HeldRows(held), _LEFT_DTYPE)
+    for link in links:
+        module = link.theirs.removesuffix(_WEIGHT)
+        if module == link.theirs or module not in done:
+            items += their_items([link], rest)
+            continue
+        items += [
+            _item(f"{module}.{kind}", tensor) for kind, tensor in done[module].tensors().items()
+        ]
+    items = stacked_items(items)
+    items += _cache_items(links, cache_tops)
+    config = {**source.hf.get("config", {}), **family.to_theirs(source.description)}
+    config |= {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
+    write_unified(folder, source, plan, config, items, MAX_FILE_BYTES)
+    return sum(item.num_bytes for item in items)
+
+
+def write_unified(
+    folder: Path,
+    source: OpenCheckpoint,
+    plan: QuantPlan,
+    config: dict[str, Any],
+    items: Sequence[Item],
+    max_shard_bytes: int,
+) -> None:
+    """Write a folder of the unified layout: tensors, both configs, and what goes along."""
+    producer = {"name": "mcore-infer", "version": package_version("mcore-infer")}
+    config = {**config, "quantization_config": plan.quantization_config(producer)}
+    write_hf_folder(folder, config, items, max_shard_bytes)
+    said = json.dumps(plan.hf_quant_config(producer), indent=2).encode() + b"\n"
+    write_durably(folder / QUANT_CONFIG, said)
+    write_tokenizer(folder, source)
+
+
+def write_tokenizer(folder: Path, source: OpenCheckpoint) -> None:
+    """Write the tokenizer and the generation config that go along."""
+    for name, content in hf_small_files(source).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_durably(folder / name, content)
+
+
+def _item(name: str, tensor: Tensor) -> Item:
+    return Item(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), partial(_on_host, tensor))
+
+
+def _on_host(tensor: Tensor) -> Iterable[Tensor]:
+    return [tensor.detach().cpu().contiguous()]
+
+
+def _cache_items(links: Sequence[Link], tops: Mapping[int, Mapping[str, Tensor]]) -> list[Item]:
+    modules = {name: link.theirs.removesuffix(_WEIGHT) for link in links for name in link.ours}
+    items = []
+    for layer, both in sorted(tops.items()):
+        for one, top in both.items():
+            module = modules.get(f"blocks.{layer}.attention.qkv.{one}{_WEIGHT}", "")
+            if not module.endswith(f".{one}_proj"):
+                raise ValueError(
+                    "--kv-cache-dtype fp8: this family has no k_proj and v_proj, beside which "
+                    "scales of the cache stand. Leave it out."
+                )
+            scale = (top / torch.finfo(torch.float8_e4m3fn).max).clamp(min=2.0**-100)
+            items.append(_item(f"{module}.{one}_scale", scale.float()))
+    return items
+
+
+def excluded(modules: Sequence[str]) -> tuple[str, ...]:
+    """Return those modules that a config must name as left: the head always, no embedding."""
+    return tuple(dict.fromkeys(("lm_head", *(m for m in modules if "embed" not in m))))
+
+
+_DTYPE_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def quantized(source: OpenCheckpoint, form: str) -> WidenedRows:
+    """Return the tensors of a quantized source."""
+    if not isinstance(source.theirs, WidenedRows):
+        raise ValueError(
+            f"--format {form} needs quantized weights: mcore-infer quantize makes them. Others "
+            "go as they are: mcore-ckpt convert mcore-to-hf writes their folder."
+        )
+    return source.theirs
+
+
+def write_hf_quant(
+    folder: Path, source: OpenCheckpoint, max_shard_bytes: int, watch: Watch
+) -> str:
+    """Write the unified folder; return its algorithm.
+
+    Args:
+        folder: an empty folder.
+        source: a quantized folder, opened.
+        max_shard_bytes: most bytes of tensors in one file.
+        watch: called once with all tensors.
+
+    Raises:
+        ValueError: if the source is not quantized.
+    """
+    widened = quantized(source, "hf-quant")
+    stored, plan = widened.stored, widened.plan
+    items = [
+        Item(name, stored.entries[name].dtype, entry.shape, partial(slabs, stored, name))
+        for name, entry in stored.entries.items()
+    ]
+    write_unified(folder, source, plan, hf_config(source), watch(items), max_shard_bytes)
+    return plan.algo
+
+
+def hf_config(source: OpenCheckpoint) -> dict[str, Any]:
+    """Return the config.json of a model, without its quantization."""
+    family = find_family(target_model_type(source))
+    carried: Mapping[str, Any] = source.hf.get("config", {})
+    word = _DTYPE_WORDS.get(source.ours.entries["embedding.weight"].dtype, "float32")
+    return {
+        **carried,
+        **family.to_theirs(source.description),
+        "dtype": word,
+        "torch_dtype": word,
+    }

@@ -1,0 +1,1 @@
+"""One text: how its tokens are chosen, constrained, ended and turned into characters."""

@@ -1,0 +1,231 @@
+"""The running sequence of one text: tokens, stop sequences, random numbers, and its result."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from mcore_infer.config import SamplingConfig
+from mcore_infer.writing.structured import Matcher
+
+Top = tuple[tuple[int, float], ...]
+"""The likeliest tokens of one position, best first: ids and log probabilities."""
+
+
+FinishReason = Literal["stop", "length", "error"]
+"""``stop``: an end of document, a stop sequence, or the end of the structure; ``length``: the
+number of tokens; ``error``: no token continues the text within its structure."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A token of a text that no stop sequence can remove any more."""
+
+    row: int
+    """Index of the prompt in a list, or the engine's request number."""
+    id: int
+    log_prob: float | None
+    """Log probability before penalties, temperature and cut-off; None: not requested."""
+    top: Top = ()
+    """The likeliest tokens at its position; empty: not requested."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """One result of beam search."""
+
+    ids: tuple[int, ...]
+    score: float
+    """Sum of log probabilities over its length to the power of the length penalty."""
+    has_end: bool
+    """Whether the last token is an end token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The result of one request."""
+
+    ids: tuple[int, ...]
+    """Token ids without prompt and stop sequence; an end of document is included."""
+    log_probs: tuple[float, ...]
+    """Of each id, before penalties, temperature and cut-off; empty: not requested."""
+    finish_reason: FinishReason
+    """Why the text ended."""
+    top: tuple[Top, ...] = ()
+    """The likeliest tokens at each position; empty: not requested."""
+    prompt_log_probs: tuple[float, ...] = ()
+    """Of the prompt's tokens after the first; empty: not requested."""
+    prompt_top: tuple[Top, ...] = ()
+    """The likeliest tokens at those positions; empty: not requested."""
+    beams: tuple[Beam, ...] = ()
+    """Results of beam search, best first; ``ids`` is the first of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRules:
+    """Changes to the logits of single tokens."""
+
+    bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, and the numbers added to their logits after penalties."""
+
+    never_after: tuple[int, int] | None = None
+    """A token, and the token that must not follow it."""
+
+    min_tokens: int = 0
+    """Tokens to write before any of ``ends`` is allowed."""
+
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text; used with ``min_tokens``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreRequest:
+    """Which log probabilities a request returns; others are not computed."""
+
+    log_probs: bool = True
+    """Of each written token."""
+
+    num_top: int = 0
+    """Likeliest tokens to return at each position."""
+
+    prompt: bool = False
+    """Also for the tokens of the prompt, which is then not read from shared pages."""
+
+
+class RunningSequence:
+    """One text while it is written.
+
+    Attributes:
+        prompt: token ids.
+        sampling: how tokens are chosen.
+        rules: changes to single tokens' scores.
+        matcher: state of the structure; None: any text.
+        changes_scores: whether penalties or rules change the logits.
+        needs_last_token: whether sampling itself, and not only the model, needs the previous
+            token.
+        ids: tokens so far, without stop sequences.
+        finish_reason: None while the text is being written.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        num_tokens: int,
+        seed: int,
+        eod: int | None = None,
+        stop: Sequence[Sequence[int]] = (),
+        rules: TokenRules | None = None,
+        matcher: Matcher | None = None,
+    ) -> None:
+        """Start an empty text.
+
+        Args:
+            prompt: token ids.
+            sampling: how tokens are chosen; its ``num_tokens`` is not read.
+            num_tokens: most tokens; 0: end once the prompt is read.
+            seed: of the draws.
+            eod: id that ends the text; None: no id does.
+            stop: token sequences that end the text and are cut off.
+            rules: changes to single tokens' scores.
+            matcher: state at the start of the structure; None: any text.
+        """
+        self.matcher = matcher
+        self.prompt, self.sampling = list(prompt), sampling
+        self.rules = rules or TokenRules()
+        self.changes_scores = sampling.has_penalties or self.rules != TokenRules()
+        is_held = matcher is not None
+        self.needs_last_token = self.changes_scores or is_held or bool(sampling.top_p_decay)
+        self.num_tokens, self.eod = num_tokens, eod
+        self.stop = [list(s) for s in stop if s]
+        self.random = torch.Generator().manual_seed(seed)
+        self._draws: list[float] = []  # drawn ahead, not consumed
+        # Lists of numbers: one object a token would make Python's garbage collector scan
+        # millions of objects while the device waits.
+        self.ids: list[int] = []
+        self._log_probs: list[float | None] = []
+        self._tops: list[Top] = []
+        self.num_released = 0
+        self.finish_reason: FinishReason | None = None
+        self._cut = sampling.cut
+
+    @property
+    def cut(self) -> SamplingConfig:
+        """Temperature and cut-off of the next token; all other fields have their defaults."""
+        decay = self.sampling.top_p_decay
+        if not decay:
+            return self._cut
+        top_p = self.sampling.top_p * decay ** len(self.ids)
+        return replace(self._cut, top_p=max(top_p, self.sampling.top_p_bound))
+
+    def draw(self) -> float:
+        """Return the next random number, uniform in [0, 1)."""
+        number = self.draw_ahead(0)
+        self.forget_draws(1)
+        return number
+
+    def draw_ahead(self, place: int) -> float:
+        """Return the number that ``draw`` returns after ``place`` others."""
+        while len(self._draws) <= place:
+            number = torch.rand((), generator=self.random, dtype=torch.float64)
+            self._draws.append(number.item())
+        return self._draws[place]
+
+    def forget_draws(self, count: int) -> None:
+        """Consume numbers that ``draw_ahead`` returned."""
+        del self._draws[:count]
+
+    def add(self, token: NewToken) -> list[NewToken]:
+        """Append a token; return the tokens that no stop sequence can remove any more."""
+        if not self.num_tokens:
+            self.finish_reason = "length"
+            return []
+        self.ids.append(token.id)
+        self._log_probs.append(token.log_prob)
+        self._tops.append(token.top)
+        for sequence in self.stop:
+            if self._ends_with(sequence):
+                self._drop(len(sequence))
+                self.finish_reason = "stop"
+                break
+        else:
+            held = self.matcher
+            if held is not None and not held.take(token.id):
+                self._drop(1)
+                self.finish_reason = "error"
+            elif token.id == self.eod or (held is not None and held.is_over):
+                self.finish_reason = "stop"
+            elif len(self.ids) == self.num_tokens:
+                self.finish_reason = "length"
+        if not self.stop and self.matcher is None:
+            return [token]
+        held = 0 if self.finish_reason else self._undecided()
+        new = slice(self.num_released, len(self.ids) - held)
+        self.num_released = max(new.start, new.stop)
+        parts = zip(self.ids[new], self._log_probs[new], self._tops[new], strict=True)
+        return [NewToken(token.row, *part) for part in parts]
+
+    def _drop(self, count: int) -> None:
+        for kept in (self.ids, self._log_probs, self._tops):
+            del kept[-count:]
+
+    def _ends_with(self, sequence: Sequence[int]) -> bool:
+        return self.ids[-len(sequence) :] == sequence
+
+    def _undecided(self) -> int:
+        """Return how many last tokens may be the start of a stop sequence."""
+        longest = 0
+        for sequence in self.stop:
+            for length in range(1, min(len(sequence), len(self.ids) + 1)):
+                if self._ends_with(sequence[:length]):
+                    longest = max(longest, length)
+        return longest
+
+    def result(self) -> Generation:
+        """Return the result of a finished text."""
+        assert self.finish_reason is not None
+        log_probs = tuple(number for number in self._log_probs if number is not None)
+        top = tuple(self._tops) if any(self._tops) else ()
+        return Generation(tuple(self.ids), log_probs, self.finish_reason, top)

@@ -1,0 +1,157 @@
+"""Structured output: restricts texts to a JSON schema, a regular expression or a grammar.
+
+llguidance (extra ``structured``) finds the allowed next tokens on the host, with a parser and
+the trie of all tokens, while the device computes logits. The logits of all other tokens are
+masked on the device. A grammar may take from a millisecond to forever to compile. A server
+therefore calls ``Grammars.prepare``: a thread compiles each structure once, after a process
+with limits on time and memory has tried it (``grammar_trial``).
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from threading import Lock
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.writing.grammar_trial import GrammarTrial
+from mcore_infer.writing.grammars import Structure, Vocabulary, build_grammar, open_vocabulary
+
+log = logging.getLogger(__name__)
+
+_NUM_KEPT = 64
+"""Size of the cache of compiled structures, least recently used first out."""
+
+
+@runtime_checkable
+class Matcher(Protocol):
+    """The position of one text within its structure."""
+
+    def allowed(self) -> Int[Tensor, " W"]:
+        """Return a bit mask of the allowed next tokens, 32 to a number, lowest bit first."""
+
+    def take(self, token: int) -> bool:
+        """Advance by a token.
+
+        Return False if no token may follow and the text is incomplete.
+        """
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no token may follow."""
+
+
+class Grammars:
+    """Compiles structures for one tokenizer, each once, and returns matchers for texts.
+
+    Attributes:
+        tokenizer: of the model.
+        vocab_size: of the model, which may have more tokens.
+        ends: tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()) -> None:
+        """Store the arguments; the tokenizer is read when the first structure is compiled.
+
+        Args:
+            tokenizer: of the model.
+            vocab_size: of the model.
+            ends: tokens besides the tokenizer's end of document that end a text.
+        """
+        own = () if tokenizer.eod is None else (tokenizer.eod,)
+        self.tokenizer, self.vocab_size, self.ends = tokenizer, vocab_size, (*own, *ends)
+        self._lock = Lock()
+        self._compiled: OrderedDict[Structure, Future[_Compiled]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._trial = GrammarTrial(tokenizer, vocab_size, self.ends)
+
+    def prepare(self, structure: Structure, *, is_tried: bool = True) -> "Future[_Compiled]":
+        """Start to compile a structure in the background; may be called from any thread.
+
+        Args:
+            structure: grammar of texts.
+            is_tried: whether a process with limits compiles it first. False on ranks that
+                follow rank 0, which did that.
+
+        Returns:
+            A future that is done once ``matcher`` returns immediately. Raises ``ValueError`` if
+            llguidance is missing, no text matches the structure, or compiling takes too long.
+        """
+        with self._lock:
+            if structure not in self._compiled:
+                job = self._thread.submit(self._compile, structure, is_tried)
+                self._compiled[structure] = job
+                if len(self._compiled) > _NUM_KEPT:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(structure)
+            return self._compiled[structure]
+
+    def matcher(self, structure: Structure) -> "Matcher":
+        """Return a matcher at the start of a text; waits until the structure is compiled.
+
+        Raises:
+            ValueError: if llguidance is missing or rejects the structure, or no text matches
+                it.
+        """
+        return _LLMatcher(self.prepare(structure, is_tried=False).result().matcher.deep_copy())
+
+    def _compile(self, structure: Structure, is_tried: bool) -> "_Compiled":
+        vocabulary = self._vocabulary
+        grammar = build_grammar(structure)
+        if is_tried:
+            self._trial.check(structure)
+        begin = time.monotonic()
+        matcher = vocabulary.compile(grammar, structure.kind)
+        return _Compiled(matcher, time.monotonic() - begin)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return open_vocabulary(self.tokenizer, self.vocab_size, self.ends)
+
+
+class _Compiled(NamedTuple):
+    """A matcher of llguidance at the start of a text, which each text copies."""
+
+    matcher: Any
+    seconds: float
+    """Seconds of compiling."""
+
+
+class _LLMatcher:
+    """A ``Matcher`` of llguidance."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def allowed(self) -> Int[Tensor, " W"]:
+        return torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
+
+    def take(self, token: int) -> bool:
+        is_taken = self._matcher.consume_token(token) and not self._matcher.is_error()
+        if not is_taken:  # no token of the vocabulary may follow, or a limit was reached
+            error = self._matcher.get_error().partition("\n")[0]
+            log.warning("a text cannot keep to its structure: %s", error)
+        return is_taken
+
+    @property
+    def is_over(self) -> bool:
+        return self._matcher.is_stopped()
+
+
+def allowed_tokens(
+    matchers: Sequence[Matcher], vocab_size: int, device: torch.device
+) -> Bool[Tensor, "R V"]:
+    """Return the allowed next tokens of each text on the device; the host does not wait."""
+    words = torch.stack([matcher.allowed() for matcher in matchers])
+    if device.type == "cuda":
+        words = words.pin_memory()
+    words = words.to(device, non_blocking=True)
+    bits = words[:, :, None] >> torch.arange(32, device=device, dtype=torch.int32)
+    return (bits & 1).flatten(1)[:, :vocab_size].bool()

@@ -1,0 +1,197 @@
+"""Micro-batches of one rank: those that it trains on next, and those that it is scored on.
+
+Map-style datasets are read by the sampler of ``--dataloader-type``. With ``external`` the
+caller gives the batches: as an iterable, or as a function from a position in the data, with
+which a run also continues at the exact sample, and on another number of ranks.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mcore_base.options import flag
+from mcore_data.loading.loader import build_loader
+from mcore_data.preprocessing.workers import most_workers
+from mcore_models.protocol import MicroBatch
+from mcore_parallel.launch.launcher import num_cores
+from mcore_train.assembly import Run
+from mcore_train.batches.datasets import Dataset
+from mcore_train.losses import place
+
+log = logging.getLogger(__name__)
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPlace:
+    """Position of a rank's next micro-batches, for a function that returns them."""
+
+    consumed_samples: int
+    """Sequences that all ranks together have had; 0 for validation."""
+    micro_batch_size: int
+    """Rows of a micro-batch."""
+    seq_length: int
+    """Tokens of a row."""
+    dp_rank: int
+    """This rank along the data axis."""
+    dp_size: int
+    """Ranks that read different sequences."""
+
+
+BatchSource = Iterable[Batch] | Callable[[BatchPlace], Iterable[Batch]]
+"""What ``Datasets`` hold with ``--dataloader-type external``."""
+
+
+def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
+    """Yield this rank's micro-batches, step after step, from the run's progress on.
+
+    Raises:
+        ValueError: if external batches cannot continue there, or are not of the run's shape.
+        RuntimeError: if the data end before the run does.
+    """
+    wanted, cores = run.plan.config.data.num_workers, num_cores()
+    if wanted > (most := most_workers(cores)):
+        log.warning("--num-workers %d: %d start, the most on %d cores", wanted, most, cores)
+    source = iter(_open(run, run.datasets.train, run.progress.consumed_train_samples))
+    while True:
+        yield [
+            place_for(run, _next(source, run))
+            for _ in range(run.plan.num_microbatches_at(run.progress.consumed_train_samples))
+        ]
+
+
+def place_for(run: Run, batch: Batch) -> MicroBatch:
+    """Move the entries of a batch that this rank reads to its device; no communication."""
+    own = run.plan.config.data.reset_position_ids
+    model = run.chunks[0]
+    return place(
+        model.prepare(batch),
+        run.ctx,
+        has_own_positions=own,
+        entries=model.entries,
+        read=run.read_entries,
+    )
+
+
+def valid_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
+    """Return the micro-batches that a dataset is scored on, from its start, and how many."""
+    if run.plan.config.data.full_validation:
+        return _all_batches(run, dataset)
+    num_batches = run.plan.config.evaluation.eval_iters * run.plan.num_microbatches
+    batches = _open(run, dataset, 0)
+    if isinstance(batches, Iterator):
+        raise ValueError(
+            "--dataloader-type external: the validation batches can be read only once, and "
+            "every validation reads them: give a list, or a function that starts anew."
+        )
+    return batches, num_batches
+
+
+def final_batches(run: Run) -> tuple[Iterable[Batch], int]:
+    """Return the micro-batches that a run is scored on at its end, and how many.
+
+    As many as in a validation; where the test data are fewer, all of them.
+    """
+    plan, dataset = run.plan, run.datasets.test
+    eval_iters = plan.config.evaluation.eval_iters
+    is_external = plan.config.data.dataloader_type == "external"
+    if not is_external and len(dataset) < eval_iters * plan.global_batch_size:
+        return _all_batches(run, dataset)
+    return _open(run, dataset, 0), eval_iters * plan.num_microbatches
+
+
+def _all_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
+    loader = build_loader(dataset, dataloader_type="full", **_share(run))
+    return loader, len(loader)  # pyrefly: ignore[bad-argument-type]
+
+
+def _open(run: Run, dataset: Dataset, consumed_samples: int) -> Iterable[Batch]:
+    config = run.plan.config
+    if config.data.dataloader_type == "external":
+        return _open_external(run, dataset, consumed_samples)
+    return build_loader(
+        dataset,
+        consumed_samples=consumed_samples,
+        dataloader_type=config.data.dataloader_type,
+        seed=config.run.seed,
+        **_share(run),
+    )
+
+
+def _share(run: Run) -> dict[str, Any]:
+    """Return the arguments of ``build_loader`` that select and read this rank's samples."""
+    config, data = run.plan.config, run.plan.config.data
+    is_packed = data.reset_attention_mask or data.dataloader_inter_document_masking or data.sft
+    entries = run.chunks[0].entries
+    # Of entries that this rank does not read, the first of each length is still loaded: its
+    # shape tells how long rows are.
+    firsts = {entry.length: name for name, entry in reversed(list(entries.items()))}
+    read = {*firsts.values()} | run.read_entries
+    if data.reset_position_ids or is_packed or not run.datasets.sources:
+        read |= {"position_ids"}
+    return {
+        "without": {*entries, "position_ids"} - read,
+        "micro_batch_size": config.batch.micro_batch_size,
+        "dp_rank": run.ctx.dp.rank,
+        "dp_size": run.ctx.dp.size,
+        "num_workers": min(data.num_workers, most_workers(num_cores())),
+        "pin_memory": run.ctx.device.type == "cuda",
+    }
+
+
+def _open_external(run: Run, source: BatchSource, consumed_samples: int) -> Iterable[Batch]:
+    batch = run.plan.config.batch
+    if callable(source):
+        return source(
+            BatchPlace(
+                consumed_samples=consumed_samples,
+                micro_batch_size=batch.micro_batch_size,
+                seq_length=batch.seq_length,
+                dp_rank=run.ctx.dp.rank,
+                dp_size=run.ctx.dp.size,
+            )
+        )
+    if consumed_samples:
+        raise ValueError(
+            f"--dataloader-type external: the run continues after {consumed_samples} samples, "
+            "and an iterable has no position. Give a function of BatchPlace, which "
+            "returns the batches from there on."
+        )
+    return source
+
+
+def _next(source: Iterator[Batch], run: Run) -> Batch:
+    batch = next(source, None)
+    if batch is None:
+        progress = run.progress
+        raise RuntimeError(
+            f"the training data end within step {progress.iteration + 1} of "
+            f"{run.plan.train_iters}, after {progress.consumed_train_samples} samples."
+        )
+    if run.plan.config.data.dataloader_type == "external":
+        _check(batch, run)
+    return batch
+
+
+def _check(batch: Batch, run: Run) -> None:
+    """Raise if a batch of the caller has other shapes than the run was planned with."""
+    options = run.plan.config.batch
+    entries = run.chunks[0].entries
+    needed = {n: entry.length for n, entry in entries.items() if not entry.is_derived}
+    if run.plan.config.data.reset_position_ids or "cu_seqlens" in batch:
+        needed["position_ids"] = "seq_length"
+    for name, length in needed.items():
+        row = (getattr(options, length),) if length else ()
+        expected = (options.micro_batch_size, *row)
+        shape = tuple(batch[name].shape) if name in batch else None
+        if shape != expected:
+            found = f"of shape {shape}" if shape else "missing"
+            flags = ["--micro-batch-size", *([flag(length)] if length else [])]
+            raise ValueError(
+                f"--dataloader-type external: {name} is {found}, and every micro-batch needs "
+                f"it as {expected} ({', '.join(flags)})."
+            )

@@ -1,0 +1,967 @@
+"""``mcore-train doctor``: is this cluster healthy, before a run starts on it?
+
+Every rank measures (``probes``); the facts of all ranks meet on each of them as JSON, and
+``CHECKS``, a table, judges them: what is measured, what is expected, what to do otherwise. A
+check without its facts, such as that of NVLink on a CPU, is skipped and reported so.
+"""
+
+import json
+import os
+import re
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from mcore_base.field_checks import check_at_least
+from mcore_ckpt.save_load.rank_agreement import gather_json
+from mcore_parallel.config import DataParallelConfig, ParallelConfig
+from mcore_parallel.launch import launcher
+from mcore_parallel.mesh import ParallelContext
+from mcore_parallel.pipeline_parallel.config import PipelineConfig
+from mcore_train.diagnosis import probes
+from mcore_train.reporting.hardware import peak_flops
+
+Facts = dict[str, Any]
+"""What one rank measured."""
+
+GEMM_SHARE = 0.55
+"""Least share of the data sheet's bf16 rate that a GEMM of 8 192 reaches on a healthy GPU."""
+NVLINK_GBS = {
+    "H100": 450,
+    "H200": 450,
+    "H800": 200,
+    "H20": 450,
+    "GH200": 450,
+    "A100": 300,
+    "A800": 200,
+    "B200": 900,
+    "B300": 900,
+}
+"""NVLink of a GPU in one direction, GB/s, from the data sheets (SXM)."""
+LINK_SHARE = 0.4
+"""Least share of a link's rate that a collective of 256 MiB reaches."""
+OUTLIER_SHARE = 0.1
+"""A rank this much below the median, and beyond the spread of the others, is an outlier."""
+MAD_SCALE = 1.4826
+"""Turns a median absolute deviation into a standard deviation of normal values."""
+WRITE_MBS, FSYNC_MS = 100.0, 100.0
+"""Least rate and largest time of a sync on a shared folder."""
+SHM_GIB = 1.0
+"""Shared memory that a rank's data workers and NCCL need, at least."""
+CLOCK_S = 2.0
+"""Largest difference of hosts' clocks; logs of hosts further apart cannot be ordered."""
+IDLE_GIB = 2.0
+"""Memory of a GPU that is taken before the run starts, by another process if it is more."""
+LOCAL_KINDS = ("tmpfs", "overlay", "ext4", "xfs", "btrfs", "ramfs", "zfs")
+"""File systems of one host."""
+_THROTTLES = {
+    0x8: "power brake",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power",
+}
+"""Reasons of NVML for a lower clock that mean a fault of power or cooling."""
+_FATAL_XIDS = {48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
+
+_NVRX = "nvidia-resiliency-ext"
+BAD_PAIRS = (
+    ("torch", "<2.11", "", "", "mcore needs torch 2.11 or newer: uv sync --locked."),
+    ("cuda", ">=13", "driver", "<580", "CUDA 13 needs driver 580: update the driver."),
+    (
+        "cuda",
+        ">=12,<13",
+        "driver",
+        "<525.60",
+        "CUDA 12 needs driver 525.60: update the driver.",
+    ),
+    ("nccl", ">=2.28.3,<2.28.9", _NVRX, ">=0.4", "In-process restart needs NCCL 2.28.9."),
+    (_NVRX, ">=0.7", "python", "<3.12", f"Use {_NVRX} 0.6.0, or Python 3.12."),
+    (_NVRX, ">=0.5", "glibc", "<2.39", f"Use {_NVRX} 0.4.1, or an image with glibc 2.39."),
+    ("megatron-core", ">=0.17", "python", "<3.12", "Use megatron-core 0.16.1, or Python 3.12."),
+    ("vllm", ">=0.27", "torch", "<2.14", "Use vllm 0.26.0 with torch 2.11."),
+)
+"""Package and versions, another and its versions, and what to do where both are there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorOptions:
+    """What the run to come needs of the cluster."""
+
+    save: str = ""
+    """Folder of the run, which all hosts must share; empty: no folder is measured."""
+    log_dir: str = ""
+    """Folder of the ranks' logs, which all hosts must share."""
+    checkpoint_gib: float = 0.0
+    """Bytes of one checkpoint; --save must have room for two."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to measure; auto: CUDA where present."""
+    timeout_minutes: float = 2.0
+    """After which a rank that does not come ends the check."""
+    nproc: int = 0
+    """Ranks to start on this host; 0: this process alone, or what torchrun or Slurm started."""
+    json: bool = False
+    """Print one JSON object instead of the page."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "checkpoint_gib", "nproc")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorConfig:
+    """Check hosts, GPUs, links and folders before a run; over torchrun or Slurm all of them."""
+
+    options: DoctorOptions = field(default_factory=DoctorOptions)
+    parallelism: ParallelConfig = field(default_factory=ParallelConfig)
+    data_parallelism: DataParallelConfig = field(default_factory=DataParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One expectation that is not met."""
+
+    where: str
+    """Hosts, ranks or GPUs."""
+    value: str
+    """What was measured there."""
+    advice: str = ""
+    """Instead of the check's, where it depends on what was found."""
+
+
+Judge = Callable[[Sequence[Facts], DoctorConfig], Iterable[Problem] | None]
+"""Returns problems; None: the facts that it needs are missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row of the table of checks."""
+
+    name: str
+    measured: str
+    expected: str
+    advice: str
+    judge: Judge
+    is_warning: bool = False
+    """Whether a run works in spite of it."""
+
+
+# -- Judging. Each function gets the facts of all ranks and yields what is wrong.
+
+
+def _by_host(facts: Sequence[Facts]) -> Mapping[str, list[Facts]]:
+    hosts: dict[str, list[Facts]] = defaultdict(list)
+    for one in facts:
+        hosts[one["names"]["host"]].append(one)
+    return hosts
+
+
+def _at(one: Facts) -> str:
+    return f"rank {one['rank']} on {one['names']['host']}"
+
+
+def satisfies(version: str, ranges: str) -> bool:
+    """Whether a version, such as 2.28.3+cu13, is within ranges such as ``>=2.28.3,<2.28.9``."""
+    if not version:
+        return False
+
+    def numbers(text: str) -> list[int]:
+        found = re.match(r"[\d.]+", text)
+        parts = [int(part) for part in found[0].split(".") if part] if found else []
+        return parts + [0] * (4 - len(parts))
+
+    for part in filter(None, ranges.split(",")):
+        operator, limit = (">=", part[2:]) if part.startswith(">=") else ("<", part[1:])
+        if (numbers(version) >= numbers(limit)) != (operator == ">="):
+            return False
+    return True
+
+
+def _bad_pairs(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    for host, ranks in _by_host(facts).items():
+        found = {**ranks[0]["versions"], **_only(ranks[0].get("gpu", {}), "driver")}
+        for name, spec, other, other_spec, advice in BAD_PAIRS:
+            pairs = [(name, spec)] + ([(other, other_spec)] if other else [])
+            if all(satisfies(found.get(n, ""), ranges) for n, ranges in pairs):
+                value = " with ".join(f"{n} {found[n]}" for n, _ in pairs)
+                yield Problem(host, value, advice)
+
+
+def _only(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
+
+
+def _unlike_versions(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    names = sorted({name for one in facts for name in one["versions"]})
+    for name in names:
+        values = {_at(one): one["versions"].get(name, "none") for one in facts}
+        yield from _unlike(name, values)
+
+
+def _unlike(what: str, values: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield ranks whose value is not that of most."""
+    usual = Counter(values.values()).most_common(1)[0][0]
+    odd: dict[str, list[str]] = defaultdict(list)
+    for where, value in values.items():
+        if value != usual:
+            odd[value].append(where)
+    for value, ranks in odd.items():
+        yield Problem(_shown(ranks), f"{what} {value}, elsewhere {usual}")
+
+
+def _shown(names: Sequence[str], most: int = 4) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def _unsynced(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
+    if not any(one["locked"] for one in facts):
+        return None
+    return (
+        Problem(host, f"{name} {has}, uv.lock has {version}")
+        for host, ranks in _by_host(facts).items()
+        for name, version in ranks[0]["locked"].items()
+        if (has := ranks[0]["versions"].get(name))
+        and has.split("+")[0] != version.split("+")[0]
+    )
+
+
+def _replaced_torch(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
+    if not any("NVIDIA_PYTORCH_VERSION" in one["environment"] for one in facts):
+        return None
+    return (
+        Problem(
+            host,
+            f"torch {torch_version} in a container of NVIDIA's "
+            f"{ranks[0]['environment'].get('NVIDIA_PYTORCH_VERSION')}",
+        )
+        for host, ranks in _by_host(facts).items()
+        if "nv" not in (torch_version := ranks[0]["versions"].get("torch", ""))
+    )
+
+
+def _missing_gpus(facts: Sequence[Facts], config: DoctorConfig) -> Iterator[Problem]:
+    for host, ranks in _by_host(facts).items():
+        if ranks[0]["device"] == "cuda" and len(ranks) != ranks[0]["num_gpus"]:
+            yield Problem(host, f"{len(ranks)} ranks and {ranks[0]['num_gpus']} GPUs")
+    if config.options.device == "auto" and len({one["device"] for one in facts}) > 1:
+        without = [_at(one) for one in facts if one["device"] == "cpu"]
+        yield Problem(_shown(without), "no GPU, other ranks have one")
+
+
+def _with_gpus(facts: Sequence[Facts], name: str) -> list[Facts] | None:
+    """Return the ranks whose GPU answered a question; None: no rank's did."""
+    return [one for one in facts if name in one.get("gpu", {})] or None
+
+
+def _gpu_check(name: str, problem: Callable[[Facts], str]) -> Judge:
+    """Judge one number of NVML on each rank; ``problem`` returns "" where it is fine."""
+
+    def judge(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
+        having = _with_gpus(facts, name)
+        if having is None:
+            return None
+        return (
+            Problem(f"{_at(one)}, GPU {one['gpu'].get('bus', one['local_rank'])}", value)
+            for one in having
+            if (value := problem(one["gpu"]))
+        )
+
+    return judge
+
+
+def _throttled(gpu: Facts) -> str:
+    reasons = [name for bit, name in _THROTTLES.items() if gpu["throttle"] & bit]
+    return f"clock lowered: {', '.join(reasons)}" if reasons else ""
+
+
+def _remapped(gpu: Facts) -> str:
+    _, uncorrectable, is_pending, has_failed, *_ = [*gpu["remapped_rows"], 0, 0, 0, 0]
+    if has_failed:
+        return "a memory row could not be replaced"
+    return f"{uncorrectable} memory rows wait for a reset" if is_pending else ""
+
+
+def _xids(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
+    if not any("xids" in one for one in facts):
+        return None
+    return (
+        Problem(host, f"Xid {number} of GPU {bus}")
+        for host, ranks in _by_host(facts).items()
+        for bus, number in dict.fromkeys(map(tuple, ranks[0].get("xids", ())))
+        if number in _FATAL_XIDS
+    )
+
+
+def _slow_gemm(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
+    having = [(one, peak_flops(one["gpu_name"]) / 1e12) for one in facts if "gpu_name" in one]
+    having = [(one, peak) for one, peak in having if peak]
+    if not having:
+        return None
+    return (
+        Problem(_at(one), f"{one['gemm_tflops']:.0f} of {peak:.0f} TFLOP/s")
+        for one, peak in having
+        if one["gemm_tflops"] < GEMM_SHARE * peak
+    )
+
+
+def outliers(values: Mapping[str, float]) -> list[str]:
+    """Return the names whose value is far below the median of all.
+
+    Far: five standard deviations, estimated by the median absolute deviation, and a tenth of
+    the median. Fewer than four values have no outlier.
+    """
+    if len(values) < 4:
+        return []
+    middle = statistics.median(values.values())
+    spread = MAD_SCALE * statistics.median(abs(v - middle) for v in values.values())
+    limit = middle - max(5 * spread, OUTLIER_SHARE * middle)
+    return [name for name, value in values.items() if value < limit]
+
+
+def _outlier_check(name: str, unit: str) -> Judge:
+    def judge(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
+        values = {_at(one): one[name] for one in facts if one.get(name) is not None}
+        if len(values) < 4:
+            return None
+        middle = statistics.median(values.values())
+        return (
+            Problem(where, f"{values[where]:.3g} {unit}, the median is {middle:.3g}")
+            for where in outliers(values)
+        )
+
+    return judge
+
+
+def link_gbs(facts: Sequence[Facts], ranks: Iterable[int]) -> float | None:
+    """Return the rate that ranks can expect of their links, in GB/s; None: not known.
+
+    Within a host that is NVLink, between hosts a GPU's share of the InfiniBand ports.
+    """
+    chosen = [one for one in facts if one["rank"] in set(ranks)]
+    hosts = {one["names"]["host"] for one in chosen}
+    if len(hosts) == 1:
+        words = chosen[0].get("gpu_name", "").replace("-", " ").split()
+        return next((float(NVLINK_GBS[word]) for word in words if word in NVLINK_GBS), None)
+    shares = []
+    for host in hosts:
+        here = _by_host(facts)[host]
+        ports = sum(p["gbps"] for p in here[0].get("infiniband", ()) if p["is_active"])
+        shares.append(ports / 8 / len(here))
+    return min(shares) if shares and min(shares) else None
+
+
+def _slow_axes(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
+    found = []
+    for one in facts:
+        for axis, (rate, ranks) in one.get("bus_gbs", {}).items():
+            if one["rank"] == ranks[0] and (link := link_gbs(facts, ranks)) is not None:
+                found.append((axis, rate, ranks, link))
+    if not found:
+        return None
+    return (
+        Problem(
+            f"{axis} (ranks {', '.join(map(str, ranks[:8]))})",
+            f"{rate:.0f} GB/s of {link:.0f}",
+        )
+        for axis, rate, ranks, link in found
+        if rate < LINK_SHARE * link
+    )
+
+
+def _ports_down(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
+    hosts = {host: ranks[0]["infiniband"] for host, ranks in _by_host(facts).items()}
+    if not any(hosts.values()):
+        return None
+    usual = statistics.median(len(ports) for ports in hosts.values())
+    problems = [
+        Problem(host, f"port {port['port']} is down")
+        for host, ports in hosts.items()
+        for port in ports
+        if not (port["is_active"] and port["is_up"])
+    ]
+    rates = Counter(p["gbps"] for ports in hosts.values() for p in ports if p["is_active"])
+    fast = rates.most_common(1)[0][0] if rates else 0.0
+    problems += [
+        Problem(
+            host, f"port {port['port']} runs at {port['gbps']:.0f} Gb/s, others at {fast:.0f}"
+        )
+        for host, ports in hosts.items()
+        for port in ports
+        if port["is_active"] and port["gbps"] < fast
+    ]
+    problems += [
+        Problem(host, f"{len(ports)} ports, others have {usual:.0f}")
+        for host, ports in hosts.items()
+        if len(ports) < usual
+    ]
+    return iter(problems)
+
+
+def _folder_check(problem: Callable[[Facts, DoctorConfig], str]) -> Judge:
+    """Judge each measured folder of each host; ``problem`` returns "" where it is fine."""
+
+    def judge(facts: Sequence[Facts], config: DoctorConfig) -> Iterator[Problem] | None:
+        if not any(one["folders"] for one in facts):
+            return None
+        return (
+            Problem(f"{host}: {measured['path']}", value)
+            for host, ranks in _by_host(facts).items()
+            for one in ranks[:1]
+            for measured in one["folders"]
+            if (value := problem(measured, config))
+        )
+
+    return judge
+
+
+def _unshared(measured: Facts, _: DoctorConfig) -> str:
+    return "" if measured.get("is_shared", True) else "rank 0's file is not here"
+
+
+def _slow_folder(measured: Facts, _: DoctorConfig) -> str:
+    slow = []
+    if measured.get("write_mbs", WRITE_MBS) < WRITE_MBS:
+        slow.append(f"writes {measured['write_mbs']:.0f} MB/s")
+    if measured.get("fsync_ms", 0.0) > FSYNC_MS:
+        slow.append(f"a sync takes {measured['fsync_ms']:.0f} ms")
+    return ", ".join(slow)
+
+
+def _no_room(measured: Facts, config: DoctorConfig) -> str:
+    needed = 2 * config.options.checkpoint_gib
+    if measured["path"] != config.options.save or measured.get("free_gib", needed) >= needed:
+        return ""
+    return f"{measured['free_gib']:.1f} GiB free, two checkpoints need {needed:.1f}"
+
+
+def _local_logs(facts: Sequence[Facts], config: DoctorConfig) -> Iterator[Problem] | None:
+    if not config.options.log_dir or len(_by_host(facts)) < 2:
+        return None
+    return (
+        Problem(f"{host}: {measured['path']}", f"is on {measured['kind']}, of one host")
+        for host, ranks in _by_host(facts).items()
+        for measured in ranks[0]["folders"]
+        if measured["path"] == config.options.log_dir and measured.get("kind") in LOCAL_KINDS
+    )
+
+
+def _small_shm(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    for host, ranks in _by_host(facts).items():
+        free = ranks[0]["shm"]["free_gib"]
+        if free < SHM_GIB * len(ranks):
+            yield Problem(host, f"{free:.2f} GiB free for {len(ranks)} ranks")
+
+
+def _no_port(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    for host, ranks in _by_host(facts).items():
+        if ranks[0]["listen_error"]:
+            yield Problem(host, ranks[0]["listen_error"])
+
+
+def _bad_names(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    hosts = _by_host(facts)
+    for host, ranks in hosts.items():
+        names = ranks[0]["names"]
+        for key in ("own_address", "master_address"):
+            if str(names.get(key, "")).startswith("error"):
+                yield Problem(host, f"{key.replace('_', ' ')}: {names[key]}")
+        master = str(names.get("master_address", ""))
+        if len(hosts) > 1 and (master.startswith("127.") or master == "::1"):
+            yield Problem(host, f"MASTER_ADDR is {master}, this host itself")
+
+
+def _clocks(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem] | None:
+    if len(_by_host(facts)) < 2:
+        return None
+    return (
+        Problem(host, f"{ranks[0]['clock_offset_s']:+.1f} s against rank 0")
+        for host, ranks in _by_host(facts).items()
+        if abs(ranks[0]["clock_offset_s"]) > CLOCK_S
+    )
+
+
+def expected_connections(config: DoctorConfig, capability: tuple[int, int] | None) -> str:
+    """Return what CUDA_DEVICE_MAX_CONNECTIONS must be for a layout.
+
+    Args:
+        config: the layout.
+        capability: of the GPU, (9, 0) for Hopper; None: no GPU.
+
+    Returns:
+        ``1``, ``32``, ``not 1``, or "" where it has no effect.
+    """
+    layout = config.parallelism
+    if capability is None:
+        return ""
+    if config.pipeline.overlap_moe_expert_parallel_comm:
+        return "32"
+    if config.data_parallelism.sharding == "optim_grads_params":
+        return "not 1"
+    splits = max(layout.tensor_model_parallel_size, layout.context_parallel_size)
+    return "1" if capability < (10, 0) and splits > 1 else ""
+
+
+def _connections(facts: Sequence[Facts], config: DoctorConfig) -> Iterator[Problem] | None:
+    having = [one for one in facts if one.get("capability")]
+    if not having:
+        return None
+    return (
+        Problem(host, f"{value or 'unset'}, this layout needs {needed}", advice)
+        for host, ranks in _by_host(having).items()
+        if (needed := expected_connections(config, tuple(ranks[0]["capability"])))
+        for value in [ranks[0]["environment"].get("CUDA_DEVICE_MAX_CONNECTIONS", "")]
+        if (value == "1" if needed == "not 1" else value != needed)
+        for advice in [
+            "Unset CUDA_DEVICE_MAX_CONNECTIONS."
+            if needed == "not 1"
+            else f"export CUDA_DEVICE_MAX_CONNECTIONS={needed}"
+        ]
+    )
+
+
+def _unlike_programs(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    yield from _unlike("program", {_at(one): one["program"] for one in facts})
+
+
+def _bad_nodes(facts: Sequence[Facts], config: DoctorConfig) -> Iterator[Problem]:
+    counts = {host: str(len(ranks)) for host, ranks in _by_host(facts).items()}
+    yield from _unlike("ranks", counts)
+    tp = config.parallelism.tensor_model_parallel_size
+    smallest = min(map(int, counts.values()))
+    if len(counts) > 1 and tp > smallest:
+        yield Problem("all hosts", f"--tensor-model-parallel-size {tp} crosses hosts")
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "version pairs",
+        "packages, CUDA, NCCL, driver, Python",
+        "no known bad pair",
+        "",
+        _bad_pairs,
+    ),
+    Check(
+        "same versions",
+        "packages of every rank",
+        "the same on all",
+        "uv sync --locked on the hosts named, or one image for all.",
+        _unlike_versions,
+    ),
+    Check(
+        "uv sync",
+        "installed packages against uv.lock",
+        "as locked",
+        "uv sync --locked",
+        _unsynced,
+        is_warning=True,
+    ),
+    Check(
+        "container torch",
+        "torch inside a container of NVIDIA's",
+        "the container's own",
+        "Install mcore with the container's constraints: pip install --no-deps, or "
+        "-c /etc/pip/constraint.txt.",
+        _replaced_torch,
+    ),
+    Check(
+        "same program",
+        "path of the Python",
+        "the same on all",
+        "Start all hosts from one shared path.",
+        _unlike_programs,
+    ),
+    Check(
+        "ranks of a host",
+        "ranks on each host",
+        "the same, and tensor ranks within one",
+        "One worker group with --nproc-per-node equal on all hosts; a smaller "
+        "--tensor-model-parallel-size.",
+        _bad_nodes,
+    ),
+    Check(
+        "GPUs of a host",
+        "GPUs and ranks",
+        "one rank a GPU",
+        "--nproc-per-node as nvidia-smi -L lists.",
+        _missing_gpus,
+    ),
+    Check(
+        "ECC",
+        "uncorrected memory errors since the start",
+        "0",
+        "Reset the GPU, or leave the host out.",
+        _gpu_check(
+            "ecc_errors", lambda g: f"{g['ecc_errors']} errors" if g["ecc_errors"] else ""
+        ),
+    ),
+    Check(
+        "memory rows",
+        "remapped rows",
+        "none pending or failed",
+        "Reset the GPU (nvidia-smi -r); replace it if a row failed.",
+        _gpu_check("remapped_rows", _remapped),
+    ),
+    Check(
+        "Xid",
+        "the kernel's log",
+        "no Xid of broken hardware",
+        "Leave the host out and let the GPU be checked (dcgmi diag -r 3).",
+        _xids,
+    ),
+    Check(
+        "throttling",
+        "reasons of lowered clocks",
+        "none of power or heat",
+        "Look at power supply and cooling of the host.",
+        _gpu_check("throttle", _throttled),
+    ),
+    Check(
+        "power limit",
+        "limit against the default",
+        "not lowered",
+        "nvidia-smi -pl DEFAULT",
+        _gpu_check(
+            "power_limit_w",
+            lambda g: (
+                f"{g['power_limit_w']:.0f} W of {g['default_power_w']:.0f}"
+                if g["power_limit_w"] < 0.98 * g.get("default_power_w", 0)
+                else ""
+            ),
+        ),
+        is_warning=True,
+    ),
+    Check(
+        "clocks",
+        "application clock limit",
+        "at least 90 % of the highest",
+        "nvidia-smi -rgc",
+        _gpu_check(
+            "sm_mhz",
+            lambda g: (
+                f"{g['sm_mhz']} of {g['max_sm_mhz']} MHz under load"
+                if g["sm_mhz"] < 0.6 * g.get("max_sm_mhz", 0)
+                else ""
+            ),
+        ),
+        is_warning=True,
+    ),
+    Check(
+        "free GPU",
+        "memory in use before the run",
+        f"below {IDLE_GIB:.0f} GiB",
+        "End the process that holds it (nvidia-smi).",
+        _gpu_check(
+            "used_gib",
+            lambda g: f"{g['used_gib']:.1f} GiB in use" if g["used_gib"] > IDLE_GIB else "",
+        ),
+    ),
+    Check(
+        "NVLink",
+        "links of each GPU",
+        "all up",
+        "Leave the host out; nvidia-smi nvlink -s names the link.",
+        _gpu_check(
+            "nvlinks",
+            lambda g: (
+                f"{g['nvlinks'].count(False)} of {len(g['nvlinks'])} down"
+                if not all(g["nvlinks"]) and any(g["nvlinks"])
+                else ""
+            ),
+        ),
+    ),
+    Check(
+        "GEMM rate",
+        "bf16 GEMM of 8 192",
+        f"{100 * GEMM_SHARE:.0f} % of the data sheet",
+        "Look at clocks, power limit and heat of this GPU.",
+        _slow_gemm,
+    ),
+    Check(
+        "GEMM outliers",
+        "GEMM rate over ranks",
+        "none far below the median",
+        "Leave the host out, or look at its GPU's clocks.",
+        _outlier_check("gemm_tflops", "TFLOP/s"),
+    ),
+    Check(
+        "bandwidth of axes",
+        "all-reduce over each axis",
+        f"{100 * LINK_SHARE:.0f} % of its links",
+        "NCCL_DEBUG=INFO shows the path taken: P2P and NVLink within a host, IB between them.",
+        _slow_axes,
+    ),
+    Check(
+        "neighbours",
+        "messages between ranks of a host",
+        "none far below the median",
+        "Look at NVLink or PCIe of the two ranks.",
+        _outlier_check("near_gbs", "GB/s"),
+    ),
+    Check(
+        "hosts in pairs",
+        "messages between hosts",
+        "none far below the median",
+        "Look at the cable and port of the host.",
+        _outlier_check("far_gbs", "GB/s"),
+    ),
+    Check(
+        "InfiniBand",
+        "ports of each host",
+        "all up, at one rate",
+        "ibstat; replace the cable or port.",
+        _ports_down,
+    ),
+    Check(
+        "folder",
+        "rights and locks on shared folders",
+        "all hosts may write",
+        "Give the job's user the right, or another folder.",
+        _folder_check(lambda f, _: f.get("error", "")),
+    ),
+    Check(
+        "shared folder",
+        "rank 0's file on all hosts",
+        "seen by all",
+        "Give a folder on a file system that all hosts mount at one path.",
+        _folder_check(_unshared),
+    ),
+    Check(
+        "rate of the folder",
+        "write and sync",
+        f"{WRITE_MBS:.0f} MB/s, {FSYNC_MS:.0f} ms",
+        "Another file system for --save, or --async-save with local checkpoints.",
+        _folder_check(_slow_folder),
+        is_warning=True,
+    ),
+    Check(
+        "room for checkpoints",
+        "free space for two",
+        "enough",
+        "Free space, or --save-retain-last.",
+        _folder_check(_no_room),
+    ),
+    Check(
+        "log folder",
+        "file system of --log-dir",
+        "not of one host",
+        "Give --log-dir on the shared file system.",
+        _local_logs,
+        is_warning=True,
+    ),
+    Check(
+        "/dev/shm",
+        "free shared memory",
+        f"{SHM_GIB:.0f} GiB a rank",
+        "docker run --shm-size=64g or --ipc=host.",
+        _small_shm,
+    ),
+    Check(
+        "ports",
+        "a TCP port to listen on",
+        "one is free",
+        "Look at firewall and limits of the host.",
+        _no_port,
+    ),
+    Check(
+        "names",
+        "own name and MASTER_ADDR",
+        "resolve, not to a loopback over several hosts",
+        "Mend /etc/hosts or DNS; MASTER_ADDR is the first host's name.",
+        _bad_names,
+    ),
+    Check(
+        "time",
+        "clocks of hosts",
+        f"within {CLOCK_S:.0f} s",
+        "Start chrony or ntpd on the host.",
+        _clocks,
+        is_warning=True,
+    ),
+    Check(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "the variable against layout and GPU",
+        "1 before Blackwell with tp or cp, 32 with expert overlap, not 1 with FSDP",
+        "",
+        _connections,
+    ),
+)
+"""All checks, in the order of the page."""
+
+
+# -- Measuring and reporting.
+
+
+def measure(config: DoctorConfig, ctx: ParallelContext) -> Facts:
+    """Measure this rank; all ranks call it together."""
+    env, device = launcher.read_environment(), ctx.device
+    facts: Facts = {
+        "rank": ctx.world.rank,
+        "local_rank": env.local_rank,
+        "device": device.type,
+        "program": os.path.abspath(sys.executable),
+        "versions": probes.versions(),
+        "environment": probes.environment(),
+        "locked": probes.locked_versions(Path.cwd()) if env.local_rank == 0 else {},
+        "names": probes.names(os.environ.get("MASTER_ADDR", "")),
+        "listen_error": probes.can_listen(),
+        "shm": probes.shared_memory(),
+        "infiniband": probes.infiniband(),
+        "num_gpus": torch.cuda.device_count(),
+        "folders": _measure_folders(config, ctx, is_first=env.local_rank == 0),
+        "clock_offset_s": probes.clock_offset_s(ctx),
+    }
+    if device.type == "cuda":
+        facts["gpu_name"] = torch.cuda.get_device_name(device)
+        facts["capability"] = list(torch.cuda.get_device_capability(device))
+        facts["gpu"] = ask_nvml(env.local_rank)
+        facts["xids"] = probes.xids(probes.kernel_log())
+    facts["gemm_tflops"] = probes.gemm_tflops(device)
+    if device.type == "cuda" and facts["gpu"]:
+        facts["gpu"] |= _only(ask_nvml(env.local_rank), "sm_mhz", "throttle")  # under load
+    axes = {"world": ctx.world, "tp": ctx.tp, "cp": ctx.cp, "pp": ctx.pp, "dp": ctx.dp}
+    facts["bus_gbs"] = {
+        name: (probes.bus_gbs(axis, device), list(axis.ranks))
+        for name, axis in axes.items()
+        if axis.size > 1
+    }
+    if ctx.world.size > 1:
+        facts["near_gbs"] = probes.pair_gbs(ctx, 1)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ctx.world.size))
+        if ranks < ctx.world.size:
+            facts["far_gbs"] = probes.pair_gbs(ctx, ranks)
+    return facts
+
+
+def ask_nvml(index: int) -> Facts:
+    """Ask NVML about a GPU; nothing where the extra ``doctor`` or the driver is missing."""
+    try:
+        pynvml = import_module("pynvml")
+    except ImportError:
+        return {}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        return probes.gpu(index, pynvml)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _measure_folders(
+    config: DoctorConfig, ctx: ParallelContext, *, is_first: bool
+) -> list[Facts]:
+    """Measure the folders that must be shared, on the first rank of each host."""
+    token = f"doctor-{gather_json(os.getpid(), ctx.world)[0]}"
+    paths = list(dict.fromkeys(filter(None, (config.options.save, config.options.log_dir))))
+    is_writer = ctx.world.rank == 0
+    found = []
+    if is_first:
+        found = [probes.folder(path, token, is_writer=is_writer) for path in paths]
+    gather_json(None, ctx.world)  # rank 0's files are there
+    for measured in found:
+        measured["is_shared"] = probes.sees_token(measured["path"], token)
+    gather_json(None, ctx.world)  # all have looked
+    for measured in found if is_writer else ():
+        for name in (token, f"{token}.lock"):
+            (Path(measured["path"]) / name).unlink(missing_ok=True)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One check's outcome."""
+
+    check: Check
+    problems: tuple[Problem, ...]
+    is_skipped: bool
+
+    @property
+    def word(self) -> str:
+        """Outcome in one word."""
+        if self.is_skipped:
+            return "skipped"
+        if not self.problems:
+            return "ok"
+        return "warning" if self.check.is_warning else "FAULT"
+
+
+def judge(facts: Sequence[Facts], config: DoctorConfig) -> list[Result]:
+    """Compare the facts of all ranks with every row of ``CHECKS``."""
+    results = []
+    for check in CHECKS:
+        problems = check.judge(facts, config)
+        found = () if problems is None else tuple(problems)
+        results.append(Result(check, found, problems is None))
+    return results
+
+
+def page(facts: Sequence[Facts], results: Sequence[Result]) -> str:
+    """Write one page: what was measured, then every check."""
+    hosts = _by_host(facts)
+    devices = Counter(one.get("gpu_name", one["device"]) for one in facts)
+    rates = [one["gemm_tflops"] for one in facts]
+    lines = [
+        f"hosts: {len(hosts)} ({_shown(list(hosts))}); ranks: {len(facts)}; devices: "
+        + ", ".join(f"{count} x {name}" for name, count in devices.items()),
+        f"GEMM: {min(rates):.3g} to {max(rates):.3g} TFLOP/s",
+    ]
+    for name, (rate, ranks) in facts[0].get("bus_gbs", {}).items():
+        lines.append(f"all-reduce over {name}: {rate:.3g} GB/s bus ({len(ranks)} ranks)")
+    for measured in facts[0]["folders"]:
+        if "write_mbs" in measured:
+            lines.append(
+                f"{measured['path']}: {measured['kind']}, {measured['free_gib']:.1f} GiB free, "
+                f"writes {measured['write_mbs']:.0f} MB/s, a sync {measured['fsync_ms']:.1f} ms"
+            )
+    width = max(len(result.check.name) for result in results)
+    for result in results:
+        lines.append(f"{result.word:<8} {result.check.name:<{width}}  {result.check.expected}")
+        for problem in result.problems[:8]:
+            lines.append(f"         - {problem.where}: {problem.value}")
+        if len(result.problems) > 8:
+            lines.append(f"         - and {len(result.problems) - 8} more")
+        advice = {p.advice or result.check.advice for p in result.problems} - {""}
+        lines += [f"         do: {text}" for text in sorted(advice)]
+    faults = sum(result.word == "FAULT" for result in results)
+    warnings = sum(result.word == "warning" for result in results)
+    skipped = sum(result.is_skipped for result in results)
+    lines.append(
+        f"{faults} faults, {warnings} warnings, {skipped} of {len(results)} checks skipped"
+    )
+    return "\n".join(lines)
+
+
+def to_json(facts: Sequence[Facts], results: Sequence[Result]) -> str:
+    """Write facts and checks for programs."""
+    checks = [
+        {
+            "name": result.check.name,
+            "outcome": result.word,
+            "problems": [
+                {"where": p.where, "value": p.value, "advice": p.advice or result.check.advice}
+                for p in result.problems
+            ],
+        }
+        for result in results
+    ]
+    return json.dumps({"checks": checks, "facts": list(facts)})
+
+
+def examine(config: DoctorConfig) -> tuple[list[Facts], list[Result]]:
+    """Join the launcher's world, measure every rank, and judge; the same on all ranks."""
+    device = launcher.initialize(config.options.device, config.options.timeout_minutes)
+    try:
+        ctx = ParallelContext.build(config.parallelism, device)
+        facts = gather_json(measure(config, ctx), ctx.world)
+        ctx.destroy()
+    finally:
+        launcher.shut_down()
+    return facts, judge(facts, config)

@@ -1,0 +1,313 @@
+"""GPU memory of a rank by tensor classes: torch's snapshot, printed beside the plan.
+
+Out of memory, ``MemoryHistory`` logs a record that ``triage`` reads. With
+``--record-memory-history`` it writes torch's snapshot, which pytorch.org/memory_viz opens, and
+a file with the addresses of weights, gradients and optimizer state and the plan's estimate.
+``read_snapshot`` sorts the blocks of such a snapshot into classes: by address where the run
+wrote them down, else by the line that allocated the block.
+"""
+
+import json
+import logging
+import re
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from mcore_ckpt.formats.safe_pickle import load_inert
+from mcore_models.flops import rank_bytes
+from mcore_train.assembly import Run
+from mcore_train.config import MemoryConfig
+from mcore_train.diagnosis.memory_mends import MemoryRecord, phase_of
+from mcore_train.reporting.header import layout_degrees
+from mcore_train.resolution import Plan
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+TRACED = 100_000
+"""Allocations that a snapshot's history holds."""
+PLANNED = ("weights", "gradients", "optimizer", "activations")
+"""Classes that the plan estimates; buffers, workspace and what is free come on top."""
+_LINES = {
+    "workspace": r"cublas|cudnn|workspace|triton/|flash_attn|transformer_engine",
+    "optimizer": r"mcore_parallel/optimizers/|torch/optim/|"
+    r"/(?:distributed_optimizer|optimizer_segments)\.py",
+    "gradients": r"/data_parallel/(?:buckets|ddp|grads|fully_sharded|sharded_parameter)\.py",
+    "buffers": r"torch/distributed/|"
+    r"/(?:collectives|p2p|dispatch\w*)\.py",
+    "activations": r"mcore_models/|mcore_moe/|mcore_parallel/|torch/nn/|torch/autograd/|"
+    r"mcore_train/(?:step|losses)\.py",
+}
+"""Class of a block by the lines that allocated it: the first row that matches any of them."""
+_MODULE = re.compile(r"(?:mcore_models|mcore_moe)/(?:.*/)?(\w+)\.py|mcore_train/(losses)\.py")
+
+
+@dataclass(kw_only=True, slots=True)
+class MemoryTable:
+    """Bytes of one rank by class."""
+
+    classes: Counter[str] = field(default_factory=Counter)
+    modules: Counter[str] = field(default_factory=Counter)
+    """Of the activations, by the module that keeps them."""
+    planned: Mapping[str, int] = field(default_factory=dict)
+    free: int = 0
+    """Reserved by torch and not in use."""
+    largest_free: int = 0
+    """Its largest piece."""
+    largest: list[tuple[int, str]] = field(default_factory=list)
+    """The largest blocks in use, and the lines that allocated them."""
+
+    def to_json(self) -> str:
+        """Write the table for programs, in bytes."""
+        return json.dumps({f.name: getattr(self, f.name) for f in fields(self)})
+
+    def page(self) -> str:
+        """Write the table for a person, in GiB."""
+        lines = [f"{'class':<12} {'GiB':>9} {'planned':>9}"]
+        names = [*PLANNED, *sorted(set(self.classes) - set(PLANNED))]
+        for name in names:
+            planned = (
+                f"{self.planned[name] / GIB:9.3f}" if name in self.planned else f"{'-':>9}"
+            )
+            lines.append(f"{name:<12} {self.classes[name] / GIB:9.3f} {planned}")
+        total = sum(self.classes.values())
+        lines.append(
+            f"{'in use':<12} {total / GIB:9.3f} {sum(self.planned.values()) / GIB:9.3f}"
+        )
+        lines.append(
+            f"{'free':<12} {self.free / GIB:9.3f}{'':>10} largest piece "
+            f"{self.largest_free / GIB:.3f}"
+        )
+        if self.modules:
+            lines.append("activations by module:")
+            lines += [f"  {n:<20} {b / GIB:9.3f}" for n, b in self.modules.most_common(10)]
+        if self.largest:
+            lines.append("largest blocks:")
+            lines += [f"  {size / GIB:9.3f}  {place}" for size, place in self.largest[:5]]
+        return "\n".join(lines)
+
+
+class MemoryHistory:
+    """Records memory while a run trains; a context manager."""
+
+    def __init__(self, run: Run, config: MemoryConfig) -> None:
+        """Prepare; nothing is recorded before ``__enter__``.
+
+        Raises:
+            ValueError: if a history is requested on a device that keeps none.
+        """
+        self.run, self.config = run, config
+        if config.record_memory_history and run.ctx.device.type != "cuda":
+            raise ValueError(
+                "--record-memory-history records the memory of a GPU, and this run is on the "
+                "CPU: leave it out here."
+            )
+
+    def __enter__(self) -> Self:
+        if self.config.record_memory_history:
+            torch.cuda.memory._record_memory_history(max_entries=TRACED, stacks="python")
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            log.error("%s", record_of(self.run, error).to_line())
+            if self.config.record_memory_history:
+                self.write()
+        if self.config.record_memory_history:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def after_step(self, iteration: int) -> None:
+        """Write the snapshot after the step of ``--memory-snapshot-step``."""
+        if iteration == self.config.memory_snapshot_step:
+            self.write()
+
+    def write(self) -> None:
+        """Write this rank's snapshot, and next to it the places of its classes."""
+        path = rank_path(self.config.memory_snapshot_path, self.run.ctx.world.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+        places_file(path).write_text(json.dumps(places_of(self.run)))
+        log.warning("rank %d wrote %s", self.run.ctx.world.rank, path)
+
+
+def rank_path(path: str, rank: int) -> Path:
+    """Return the file of one rank: ``snapshot.rank3.pickle`` of ``snapshot.pickle``."""
+    whole = Path(path)
+    return whole.with_name(f"{whole.stem}.rank{rank}{whole.suffix}")
+
+
+def places_file(path: Path) -> Path:
+    """Return the file with the places of tensor classes that belongs to a snapshot."""
+    return path.with_suffix(".classes.json")
+
+
+def places_of(run: Run) -> dict[str, Any]:
+    """Return where the tensors of each class lie on this rank, and what the plan expects."""
+    return {
+        "places": {
+            name: sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
+            for name, storages in _storages(run).items()
+        },
+        "planned": planned_bytes(run.plan),
+    }
+
+
+def _storages(run: Run) -> dict[str, list[torch.UntypedStorage]]:
+    """Collect the memory of this rank's weights, gradients and optimizer's state."""
+    units = list(run.data_parallel.units)
+    weights = [p for chunk in run.chunks for p in chunk.parameters()]
+    gradients: list[Tensor] = [unit.own_grads() for unit in units]
+    gradients += [p.grad for p in weights if p.grad is not None]
+    weights += [unit.own_weights() for unit in units]
+    state: list[Tensor] = [main for unit in units if (main := unit.own_main()) is not None]
+    for shard in run.optimizer.named_shards().values():
+        state += [piece.data for piece in shard.pieces]
+    taken: set[int] = set()
+    found = {}
+    for name, tensors in (("weights", weights), ("gradients", gradients), ("optimizer", state)):
+        storages = {}
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)
+            storage = local.untyped_storage()
+            if local.device == run.ctx.device and storage.data_ptr() not in taken:
+                storages[storage.data_ptr()] = storage
+        taken |= set(storages)
+        found[name] = list(storages.values())
+    return found
+
+
+def planned_bytes(plan: Plan) -> dict[str, int]:
+    """Estimate the fullest rank of a run by class; empty with adapters, which are apart."""
+    config = plan.config
+    if config.peft.peft != "none":
+        return {}
+    estimate = rank_bytes(
+        config.model,
+        plan.vocab_size,
+        config.parallelism,
+        world_size=plan.world_size,
+        seq_length=config.batch.seq_length,
+        micro_batch_size=config.batch.micro_batch_size,
+        num_microbatches=plan.num_microbatches,
+        moe=config.experts,
+        recomputing=config.recomputation,
+        data_parallel=config.data_parallelism,
+        adam=config.adam,
+        main_weights=config.main_weights,
+        offload=config.offloading,
+        pipeline=config.pipeline,
+        fp8=config.fp8,
+        weight_bytes=4 if plan.dtype == "float32" else 2,
+        shapes_of=plan.family.tensor_shapes,
+    )
+    return {name: getattr(estimate, name) for name in PLANNED}
+
+
+def record_of(run: Run, error: BaseException) -> MemoryRecord:
+    """Describe a rank that is out of memory; no communication."""
+    config, device = run.plan.config, run.ctx.device
+    classes = {
+        name: sum(storage.nbytes() for storage in storages) / GIB
+        for name, storages in _storages(run).items()
+    }
+    peak = None
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / GIB
+        classes["activations"] = max(0.0, peak - sum(classes.values()))
+    ordered = sorted(classes.items(), key=lambda item: -item[1])
+    return MemoryRecord.of_message(
+        str(error),
+        rank=run.ctx.world.rank,
+        phase=phase_of("".join(traceback.format_exception(error))),
+        step=run.progress.iteration + 1,
+        micro_batch_size=config.batch.micro_batch_size,
+        seq_length=config.batch.seq_length,
+        layout=layout_degrees(run.plan),
+        sharding=config.data_parallelism.sharding,
+        recompute=config.recomputation.recompute_granularity,
+        peak_gib=peak,
+        classes_gib=dict(ordered),
+    )
+
+
+def read_snapshot(path: Path) -> MemoryTable:
+    """Sort the blocks of a snapshot of torch's allocator into classes.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        CheckpointError: if it is damaged.
+        ValueError: if it is no snapshot of memory.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: give a snapshot of torch's allocator.")
+    snapshot = load_inert(path.read_bytes(), str(path))
+    if not isinstance(snapshot, dict) or "segments" not in snapshot:
+        raise ValueError(f"{path} is no snapshot of torch's allocator: it has no segments.")
+    places: dict[str, Any] = {}
+    if places_file(path).is_file():
+        places = json.loads(places_file(path).read_text())
+    return sort_blocks(snapshot, places)
+
+
+def sort_blocks(snapshot: Mapping[str, Any], places: Mapping[str, Any]) -> MemoryTable:
+    """Sort the blocks of a snapshot by the places that its run wrote down, else by line."""
+    table = MemoryTable(planned=places.get("planned", {}))
+    begins = {
+        begin: name for name, found in places.get("places", {}).items() for begin, _ in found
+    }
+    blocks: list[tuple[int, str]] = []
+    for address, block in _blocks(snapshot):
+        if not str(block["state"]).startswith("active"):
+            table.free += block["size"]
+            table.largest_free = max(table.largest_free, block["size"])
+            continue
+        frames = [f"{f['filename']}:{f['line']} ({f['name']})" for f in block.get("frames", ())]
+        name = begins.get(address) or class_of_frames(frames)
+        table.classes[name] += block["size"]
+        if name == "activations":
+            table.modules[_module_of(frames)] += block["size"]
+        blocks.append((block["size"], f"{name}: {_own_line(frames)}"))
+    table.largest = sorted(blocks, reverse=True)[:5]
+    return table
+
+
+def _blocks(snapshot: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for segment in snapshot["segments"]:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            yield block.get("address", address), block
+            address += block["size"]
+
+
+def class_of_frames(frames: list[str]) -> str:
+    """Return the class of a block by the lines that allocated it, innermost first."""
+    for name, pattern in _LINES.items():
+        if any(re.search(pattern, frame) for frame in frames):
+            return name
+    return "other"
+
+
+def _module_of(frames: list[str]) -> str:
+    for frame in frames:
+        if found := _MODULE.search(frame):
+            return found[1] or found[2]
+    return "other"
+
+
+def _own_line(frames: list[str]) -> str:
+    """Return the innermost line outside of torch, else the innermost one."""
+    own = [frame for frame in frames if "/torch/" not in frame]
+    return (own or frames or ["no line was recorded"])[0]

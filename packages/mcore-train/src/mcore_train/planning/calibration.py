@@ -1,0 +1,143 @@
+"""``mcore-train plan --calibrate FILE``: measure a host's constants in about a minute.
+
+One process measures its GPU; ``torchrun --nproc-per-node N -m mcore_train plan --calibrate
+FILE`` measures collectives too. On a CPU the same code runs at tiny sizes: its constants are a
+CPU's, and serve to try the command.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mcore_parallel.launch import launcher
+from mcore_train.planning.system import SYSTEMS, System, write_system
+
+SECONDS = 4.0
+"""Of load on a GPU before a rate counts: then it runs at its power limit."""
+
+
+def calibrate(file: Path) -> str:
+    """Measure this host, write ``file`` on the first rank, and return what was measured.
+
+    All ranks of the host call it together.
+    """
+    device = launcher.initialize("auto")
+    try:
+        base, system = measure(device)
+    finally:
+        launcher.shut_down()
+    text = write_system(system, base)
+    if launcher.read_environment().rank == 0:
+        file.write_text(text, encoding="utf-8")
+    return f"{file}: constants of {system.name}\n\n{text}"
+
+
+def measure(device: torch.device) -> tuple[str, System]:
+    """Measure rates and bandwidths of a device, and of collectives over the world.
+
+    Returns:
+        The name of the shipped constants that the device's own differ from, and its own.
+    """
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
+    base = next((key for key in SYSTEMS if key in name.lower()), "h200")
+    size, length = (8192, 8192) if is_gpu else (256, 128)
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    gemm_s = _gemm_s(device, dtype, size, SECONDS if is_gpu else 0.05)
+    burst_s = _gemm_s(device, dtype, size, 0.0)
+    gemm = 2 * size**3 / 1e12
+    attention_s = _attention_s(device, dtype, length)
+    measured = {
+        "name": name.replace('"', ""),
+        "source": f"measured by mcore-train plan --calibrate, torch {torch.__version__}",
+        "gemm_tflops": gemm / gemm_s,
+        "burst_tflops": max(gemm / burst_s, gemm / gemm_s),
+        "memory_gb_s": _copy_gb_s(device, (1 << 30) if is_gpu else (1 << 22)),
+        # 8 heads of 128 channels, causal, forward and backward; the ramp is the base's.
+        "attention_tflops": 7 * 8 * length**2 / 2 * 256 / attention_s / 1e12
+        * (length + SYSTEMS[base].attention_ramp_tokens) / length,
+    }  # fmt: skip
+    if is_gpu:
+        measured["memory_gib"] = int(torch.cuda.mem_get_info(device)[1] / 2**30)
+        measured["host_gb_s"] = _host_gb_s(device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        measured |= _links(device, (1 << 28) if is_gpu else (1 << 16))
+    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in measured.items()}
+    return base, replace(SYSTEMS[base], **rounded)  # pyrefly: ignore
+
+
+def _median_s(function: Callable[[], object], device: torch.device, warm_s: float) -> float:
+    """Return the median seconds of a call, after so many seconds of load."""
+    begin = time.monotonic()
+    function()
+    while time.monotonic() - begin < warm_s:
+        function()
+        _wait(device)
+    _wait(device)
+    times = []
+    for _ in range(10):
+        start = time.monotonic()
+        function()
+        _wait(device)
+        times.append(time.monotonic() - start)
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _gemm_s(device: torch.device, dtype: torch.dtype, size: int, warm_s: float) -> float:
+    """Time a square GEMM; without load before it a GPU has cooled and runs at full clock."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    if not warm_s and device.type == "cuda":
+        time.sleep(2.0)
+    return _median_s(lambda: a @ b, device, warm_s)
+
+
+def _attention_s(device: torch.device, dtype: torch.dtype, length: int) -> float:
+    shape = (1, 8, length, 128)
+    q, k, v = (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+
+    def both() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    return _median_s(both, device, 1.0 if device.type == "cuda" else 0.0)
+
+
+def _copy_gb_s(device: torch.device, num_bytes: int) -> float:
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / _median_s(lambda: target.copy_(source), device, 0.1) / 1e9
+
+
+def _host_gb_s(device: torch.device) -> float:
+    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    return (1 << 28) / _median_s(lambda: there.copy_(host), device, 0.1) / 1e9
+
+
+def _links(device: torch.device, num_bytes: int) -> dict[str, float]:
+    """Fit latency and bandwidth of an all-gather over all ranks to two sizes."""
+    world = dist.get_world_size()
+
+    def seconds(size: int) -> float:
+        own = torch.empty(size // world, dtype=torch.uint8, device=device)
+        whole = torch.empty(size // world * world, dtype=torch.uint8, device=device)
+        return _median_s(lambda: dist.all_gather_into_tensor(whole, own), device, 0.5)
+
+    share = (world - 1) / world
+    small, large = num_bytes // 16, num_bytes
+    few_s, many_s = seconds(small), seconds(large)
+    rate = share * (large - small) / max(1e-9, many_s - few_s)
+    latency = max(0.0, few_s - share * small / rate)
+    return {"link_gb_s": rate / 1e9, "link_latency_us": 1e6 * latency}

@@ -1,0 +1,157 @@
+"""``--micro-batch-size auto``: the planner proposes a size, one short probe confirms it."""
+
+import gc
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from mcore_models.families import Family
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.mesh import ParallelContext
+from mcore_train.assembly import assemble
+from mcore_train.batches.micro_batches import train_batches
+from mcore_train.composition import TrainConfig
+from mcore_train.planning.memory import CONTEXT_GIB, GIB, predict_memory
+from mcore_train.planning.step_time import predict_step
+from mcore_train.planning.system import SYSTEMS, System
+from mcore_train.resolution import Plan, build_plan
+from mcore_train.step import train_step
+
+log = logging.getLogger(__name__)
+
+
+def choose_micro_batch(plan: Plan, ctx: ParallelContext) -> Plan:
+    """Return a run's plan with the fastest micro-batch that fits; all ranks call it together.
+
+    A step of the proposed size is run and forgotten. If it runs out of memory on any rank, the
+    next smaller size is tried.
+
+    Args:
+        plan: with any micro-batch.
+        ctx: the layout's groups.
+
+    Raises:
+        RuntimeError: if not even the smallest size can be trained.
+    """
+    limit = _device_bytes(ctx)
+    system = _system(ctx)
+    proposals = propose(
+        plan.config, plan.family, plan.world_size, plan.vocab_size, system, limit
+    )
+    for size, seconds, needed in proposals:
+        tried = with_micro_batch(plan, size)
+        if not _runs(tried, ctx):
+            log.info("--micro-batch-size auto: %d ran out of memory in the probe", size)
+            continue
+        log.info(
+            "--micro-batch-size auto takes %d: predicted %.0f ms a step and %.1f of %.1f GiB; "
+            "one step was tried",
+            size,
+            1e3 * seconds,
+            needed / GIB,
+            limit / GIB,
+        )
+        return tried
+    raise RuntimeError(
+        "--micro-batch-size auto: even one sequence does not fit. mcore-train plan names "
+        "layouts that fit; --recompute-granularity full keeps least."
+    )
+
+
+def propose(
+    config: TrainConfig,
+    family: Family,
+    world_size: int,
+    vocab_size: int,
+    system: System,
+    limit: float,
+) -> list[tuple[int, float, float]]:
+    """List micro-batches that should fit: the fastest, then smaller ones in turn.
+
+    Args:
+        config: all options.
+        family: of the model.
+        world_size: ranks.
+        vocab_size: tokens of the model.
+        system: constants of the GPU.
+        limit: bytes of the device.
+
+    Returns:
+        Of each its size, the predicted seconds of a step and the predicted bytes. One sequence
+        is always among them.
+    """
+    parallel = config.parallelism
+    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    dp = world_size // (ranks * parallel.context_parallel_size)
+    share = max(1, config.batch.global_batch_size // dp)
+    found = []
+    for size in (2**n for n in range(share.bit_length())):
+        if share % size:
+            continue
+        tried = replace(config, batch=replace(config.batch, micro_batch_size=size))
+        needed = predict_memory(tried, family, world_size, vocab_size, system).total
+        if needed + CONTEXT_GIB * GIB > limit and size > 1:
+            break
+        try:
+            step = predict_step(tried, family, world_size, vocab_size, system)
+        except ValueError:  # the schedule needs more micro-batches
+            break
+        found.append((size, step.total, needed))
+    fastest = min(range(len(found)), key=lambda place: found[place][1])
+    return found[fastest::-1]
+
+
+def with_micro_batch(plan: Plan, size: int) -> Plan:
+    """Return the plan of the same run with another micro-batch.
+
+    Raises:
+        ValueError: if the options do not allow it.
+    """
+    config = plan.config
+    config = replace(
+        config,
+        batch=replace(config.batch, micro_batch_size=size),
+        launch=replace(config.launch, find_micro_batch_size=False),
+    )
+    return build_plan(config, plan.world_size, plan.family)
+
+
+def _runs(plan: Plan, ctx: ParallelContext) -> bool:
+    """Train one step and forget it; whether all ranks had the memory."""
+    failed = _is_out_of_memory(lambda: _probe(plan, ctx))
+    gc.collect()
+    if ctx.device.type == "cuda":
+        torch.cuda.empty_cache()
+    count = torch.tensor([failed], dtype=torch.int32, device=ctx.device)
+    return not int(all_reduce(count, ctx.world))
+
+
+def _probe(plan: Plan, ctx: ParallelContext) -> None:
+    run = assemble(plan, ctx)
+    train_step(run, next(iter(train_batches(run))), 0.0, 0.0)
+
+
+def _is_out_of_memory(function: Callable[[], None]) -> bool:
+    try:
+        function()
+    except (torch.cuda.OutOfMemoryError, MemoryError):
+        return True
+    return False
+
+
+def _device_bytes(ctx: ParallelContext) -> float:
+    """Return the memory of this rank's device; of a CPU its share of the host's."""
+    if ctx.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(ctx.device)[1])
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return pages / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _system(ctx: ParallelContext) -> System:
+    """Return the constants of this device, or those of an H200, whose shares are alike."""
+    name = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else ""
+    found = [system for key, system in SYSTEMS.items() if key in name.lower()]
+    return found[0] if found else SYSTEMS["h200"]

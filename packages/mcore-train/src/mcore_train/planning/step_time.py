@@ -1,0 +1,335 @@
+"""Seconds of a training step of one layout, composed as the runner composes it.
+
+Forwards and backwards follow the pipeline schedule (``pipeline_parallel.simulator``); data
+ranks reduce gradients under the last backward and gather weights under the first forward as
+``--overlap-grad-reduce`` and ``--overlap-param-gather`` do; what is not hidden, and the share
+of the hidden that slows the kernels above it, is added; then the optimizer updates its shard.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from mcore_models.families import Family
+from mcore_models.flops import kept_widths, stack_mixers
+from mcore_parallel.pipeline_parallel.search import Costs, step_times
+from mcore_train.composition import TrainConfig
+from mcore_train.planning.model_work import (
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    ModelShape,
+    Parts,
+    Tokens,
+    Work,
+    head_work,
+    is_t5,
+    layer_work,
+    model_shape,
+    no_work,
+)
+from mcore_train.planning.system import System
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of a step."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    """By part; they sum to ``total``: gemm, experts, attention, other kernels, exposed messages
+    by axis, bubble, optimizer, offload, host."""
+    bubble_fraction: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of the step."""
+        return sum(self.parts.values())
+
+
+def predict_step(
+    config: TrainConfig,
+    family: Family,
+    world_size: int,
+    vocab_size: int,
+    system: System,
+    *,
+    simulates: bool = True,
+) -> StepTime:
+    """Predict the time of one step.
+
+    Args:
+        config: all options; its layout must be possible.
+        family: of the model.
+        world_size: ranks.
+        vocab_size: tokens of the model.
+        system: constants of the cluster.
+        simulates: time the pipeline schedule by simulation; otherwise by its formula for the
+            bubble, which is faster and enough to prune a search.
+    """
+    parallel, batch = config.parallelism, config.batch
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
+    dp = world_size // (tp * pp * cp)
+    micro = batch.micro_batch_size
+    num_microbatches = max(1, (batch.global_batch_size or micro * dp) // (micro * dp))
+    shape = model_shape(config, family.name, vocab_size)
+    # Layers on the fullest rank: what one stage repeats.
+    per_rank = -(-shape.num_layers // pp)
+    layers = no_work()
+    for layer, count in shape.layers:
+        tokens = _tokens(config, layer.stack)
+        found = layer_work(layer, config, tokens, system, num_microbatches)
+        for kind, parts in found.items():
+            for part, seconds in parts.items():
+                layers[kind][part] += seconds * count / shape.num_layers
+    main = _tokens(config, "decoder" if is_t5(config) else "")
+    embedding, head = head_work(config, main.own, vocab_size, system)
+    for layer, count in shape.further:
+        for kind, parts in layer_work(layer, config, main, system, num_microbatches).items():
+            for part, seconds in parts.items():
+                head[kind][part] += seconds * count
+    if config.data_parallelism.is_fully_sharded:
+        _add_gathers(layers, shape, config, world_size, system)
+    _recover_power(
+        layers,
+        head,
+        per_rank if pp == 1 else per_rank + 1,
+        pp,
+        num_microbatches,
+        config,
+        system,
+    )
+    costs = Costs(
+        layer={kind: _seconds(parts) for kind, parts in layers.items()},
+        loss={kind: _seconds(parts) for kind, parts in head.items()},
+        message=_message_s(config, main.own, system) if pp > 1 else 0.0,
+    )
+    ends = sum(map(_seconds, embedding.values()))
+    if pp == 1:
+        one = _micro_batch_s(layers, embedding, head, per_rank)
+        schedule_s, bubble = num_microbatches * one, 0.0
+    elif simulates:
+        schedule_s, bubble = step_times(
+            config.pipeline, family.num_layers(config.model), pp, num_microbatches, costs
+        )
+        schedule_s += num_microbatches * ends
+    else:
+        one = per_rank * sum(costs.layer.values()) + sum(costs.loss.values()) / pp
+        bubble = bubble_formula(config, pp, num_microbatches)
+        schedule_s = num_microbatches * one * (1 + bubble) + num_microbatches * ends
+    parts = _mean_parts(layers, embedding, head, shape.num_layers / pp, pp, num_microbatches)
+    idle = max(0.0, schedule_s - sum(parts.values()))
+    parts["bubble" if pp > 1 else "host"] = idle
+    away = config.offloading.cpu_offloading_num_layers
+    if away:
+        bytes_away = kept_bytes(config, main.own) * away
+        one_way = bytes_away / system.host_gb_s / 1e9
+        forward, backward = costs.layer[FORWARD], costs.layer[INPUT] + costs.layer[WEIGHT]
+        shown = max(0.0, one_way - per_rank * forward)
+        shown += max(0.0, one_way - per_rank * backward)
+        parts["offload"] = num_microbatches * shown
+    backward = schedule_s / num_microbatches * 0.66
+    for name, seconds in _data_parallel_s(config, shape, world_size, system, backward).items():
+        parts[name] = parts.get(name, 0.0) + seconds
+    parts["host"] = parts.get("host", 0.0) + 1e-3 * system.step_overhead_ms
+    return StepTime(
+        parts={name: seconds for name, seconds in parts.items() if seconds > 0},
+        bubble_fraction=bubble,
+    )
+
+
+def kept_bytes(config: TrainConfig, tokens: int) -> float:
+    """Return the bytes that a layer keeps of a micro-batch for backward, on a rank."""
+    widths = kept_widths(config.model, config.experts)
+    mixers = stack_mixers(config.model, config.experts)
+    wide = sum(
+        widths[name] + 2 * config.model.hidden_size for names in mixers for name in names
+    )
+    return 2 * tokens * wide / len(mixers) / config.parallelism.tensor_model_parallel_size
+
+
+def bubble_formula(config: TrainConfig, pp: int, num_microbatches: int) -> float:
+    """Return the idle share of a schedule, as a share of its work, by the formulas.
+
+    Reference:
+        Narayanan et al. 2021, arXiv:2104.04473 (interleaved); Qi et al. 2023,
+        arXiv:2401.10241 (zb-h1); Qi et al. 2024, arXiv:2405.15362 (zb-v).
+    """
+    name = config.pipeline.pipeline_schedule
+    waves = (pp - 1) / num_microbatches
+    if name == "zb-h1":
+        return waves / 3
+    if name in ("zb-v", "dualpipev"):
+        return waves / 6
+    return waves / config.pipeline.num_chunks
+
+
+def _tokens(config: TrainConfig, stack: str) -> Tokens:
+    batch = config.batch
+    length = batch.seq_length
+    if stack == "decoder" and is_t5(config):
+        length = batch.decoder_seq_length  # pyrefly: ignore
+    own = batch.micro_batch_size * length // config.parallelism.context_parallel_size
+    return Tokens(batch.micro_batch_size, length, own)
+
+
+def _seconds(parts: Parts) -> float:
+    """Kernels run while the host launches later ones: the slower of the two is seen."""
+    device = sum(seconds for part, seconds in parts.items() if part != "host")
+    return max(device, parts["host"])
+
+
+def _recover_power(
+    layers: Work,
+    head: Work,
+    per_rank: int,
+    pp: int,
+    num_microbatches: int,
+    config: TrainConfig,
+    system: System,
+) -> None:
+    """Scale GEMMs to the clock that the power limit leaves.
+
+    Full clocks come back with the share of a step in which neither GEMMs nor attention run.
+    """
+    total = busy = 0.0
+    for work, times in ((layers, per_rank), (head, 1 / pp)):
+        for parts in work.values():
+            total += times * _seconds(parts)
+            busy += times * (parts["gemm"] + parts["experts"] + parts["attention"])
+    if not total:
+        return
+    share = busy / total / (1 + (pp > 1) * bubble_formula(config, pp, num_microbatches))
+    faster = min(1 + system.power_slope * (1 - share), system.burst_tflops / system.gemm_tflops)
+    for work in (layers, head):
+        for parts in work.values():
+            parts["gemm"] /= faster
+            parts["experts"] /= faster
+
+
+def _message_s(config: TrainConfig, tokens: int, system: System) -> float:
+    parallel = config.parallelism
+    tp = parallel.tensor_model_parallel_size
+    width = 2 * config.model.hidden_size / (tp if parallel.sequence_parallel else 1)
+    stride = tp * parallel.context_parallel_size
+    return system.collective_s(
+        "send", tokens * width, 2, max(stride, system.gpus_per_node // 2)
+    )
+
+
+def _mean_parts(
+    layers: Work, embedding: Work, head: Work, per_rank: float, pp: int, num_microbatches: int
+) -> dict[str, float]:
+    """Add up the parts of a mean rank but the host's, which runs ahead."""
+    parts: Parts = defaultdict(float)
+    for work, times in ((layers, per_rank), (head, 1 / pp), (embedding, 1.0)):
+        for one in work.values():
+            for part, seconds in one.items():
+                if part != "host":
+                    parts[part] += times * seconds * num_microbatches
+    return dict(parts)
+
+
+def _micro_batch_s(layers: Work, embedding: Work, head: Work, per_rank: int) -> float:
+    """Time a micro-batch on one stage: the host may run ahead through all of it."""
+    device = host = 0.0
+    for work, times in ((layers, per_rank), (head, 1), (embedding, 1)):
+        for one in work.values():
+            host += times * one["host"]
+            device += times * sum(s for part, s in one.items() if part != "host")
+    return max(device, host)
+
+
+FSDP_BYTES = {"optim_grads": 35, "optim_grads_params": 66}
+"""Moved for each weight of a rank and micro-batch by ``fully_shard``: copies in and out of its
+buffers and casts to and from float32, as measured on the 8B on 2 GPUs."""
+
+
+def _add_gathers(
+    layers: Work, shape: ModelShape, config: TrainConfig, world_size: int, system: System
+) -> None:
+    """Add what a fully sharded layer gathers and scatters under the layers beside it."""
+    parallel, data = config.parallelism, config.data_parallelism
+    tp = parallel.tensor_model_parallel_size
+    ranks = world_size // tp // parallel.pipeline_model_parallel_size
+    expert_tp = parallel.expert_tensor_parallel_size or tp
+    elements = sum(n * layer.dense_elements for layer, n in shape.layers) / tp
+    elements += sum(n * layer.expert_elements for layer, n in shape.layers) / expert_tp
+    elements /= shape.num_layers
+    gathers = data.sharding == "optim_grads_params"
+    gather = system.collective_s("all_gather", 2 * elements, ranks, tp)
+    scatter = system.collective_s("reduce_scatter", 4 * elements, ranks, tp)
+    copies = system.move_s(FSDP_BYTES[data.sharding] * elements)
+    for kind, wire, share in (
+        (FORWARD, gather * gathers, 0.3),
+        (INPUT, gather * gathers + scatter, 0.7),
+    ):
+        layers[kind]["other kernels"] += share * copies
+        device = sum(s for part, s in layers[kind].items() if part != "host")
+        device += kind is INPUT and sum(
+            s for part, s in layers[WEIGHT].items() if part != "host"
+        )
+        hidden = min(wire, device)
+        layers[kind]["fsdp"] += wire - hidden + 0.5 * system.contention * hidden
+
+
+def _data_parallel_s(
+    config: TrainConfig, shape: ModelShape, world_size: int, system: System, backward_s: float
+) -> dict[str, float]:
+    """Time what follows the schedule: gradients over data ranks, the update, the gather."""
+    parallel, data = config.parallelism, config.data_parallelism
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep = parallel.expert_model_parallel_size
+    expert_tp = parallel.expert_tensor_parallel_size or tp
+    ends = (shape.embedding_elements + shape.head_elements) / tp
+    if pp > 1 and not config.pipeline.v_shaped:
+        ends = max(shape.embedding_elements, shape.head_elements) / tp
+    dense = ends + sum(n * layer.dense_elements for layer, n in shape.layers) / tp / pp
+    experts = sum(n * layer.expert_elements for layer, n in shape.layers)
+    experts /= expert_tp * ep * pp
+    ranks, expert_ranks = world_size // (tp * pp), world_size // (expert_tp * ep * pp)
+    wide = 2 if data.has_narrow_grads else 4
+    parts: Parts = defaultdict(float)
+    shards = data.sharding != "no_shard"
+    if not data.is_fully_sharded:
+        kind = "reduce_scatter" if shards else "all_reduce"
+        last = min(dense, ends + max(40e6, 1e6 * ranks))
+        stride = tp
+        for elements, group, tail in (
+            (dense, ranks, last),
+            (experts, expert_ranks, 40e6 if experts else 0),
+        ):
+            if group < 2:
+                continue
+            reach = stride if elements is dense else expert_tp * ep
+            reduce = system.collective_s(kind, wide * elements, group, reach)
+            gather = shards * system.collective_s("all_gather", 2 * elements, group, reach)
+            for wire, overlaps, room in (
+                (reduce, data.overlap_grad_reduce, backward_s),
+                (gather, data.overlap_param_gather, backward_s / 2),
+            ):
+                shown = wire * min(1.0, tail / max(1.0, elements)) if overlaps else wire
+                hidden = min(wire - shown, room)
+                parts["dp"] += wire - hidden + system.contention * hidden
+    own = dense / (ranks if shards else 1) + experts / (expert_ranks if shards else 1)
+    parts["optimizer"] = system.move_s(_update_bytes(config) * own)
+    if not data.is_fully_sharded:
+        parts["optimizer"] += system.move_s(wide * (dense + experts))  # zeroed
+    offload = config.offloading
+    if offload.optimizer_cpu_offload:
+        moments = config.adam.exp_avg_dtype, config.adam.exp_avg_sq_dtype
+        state = sum(4 - 2 * (kind == "bf16") for kind in moments)
+        rows = data.is_fully_sharded and data.main_grads_dtype == "fp32"
+        state += 4 * (config.main_weights.main_params_dtype == "fp32" and not rows)
+        parts["offload"] = (
+            offload.optimizer_offload_fraction * own * state / (system.host_gb_s * 1e9)
+        )
+    return dict(parts)
+
+
+def _update_bytes(config: TrainConfig) -> float:
+    """Bytes that Adam moves for a weight: the gradient twice, state in and out, the weight."""
+    grad = 2 if config.data_parallelism.has_narrow_grads else 4
+    moments = config.adam.exp_avg_dtype, config.adam.exp_avg_sq_dtype
+    state = sum(2 * (4 - 2 * (kind == "bf16")) for kind in moments)
+    has_main = config.main_weights.main_params_dtype == "fp32"
+    return 2 * grad + state + 8 * has_main + 2 * (1 if has_main else 2)

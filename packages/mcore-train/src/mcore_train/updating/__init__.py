@@ -1,0 +1,1 @@
+"""What updates weights: optimizers, their rates, and the scale of the loss."""

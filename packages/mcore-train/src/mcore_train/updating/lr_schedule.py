@@ -1,0 +1,203 @@
+"""Learning rate and weight decay as pure functions of the samples seen so far.
+
+Everything is counted in sequences. Lengths that flags give in steps become the sequences that
+these steps use, by the batch ramp and, in a run that continues with another batch size, by its
+past. The value for the first update is the one at zero samples.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from mcore_train.batches.batch_ramp import BatchRamp
+from mcore_train.config import (
+    BatchConfig,
+    DecayStyle,
+    IncreaseStyle,
+    OptimizerConfig,
+    ScheduleConfig,
+    WsdDecayStyle,
+)
+
+_FALL: dict[str, Callable[[float], float]] = {
+    "linear": lambda x: 1 - x,
+    "cosine": lambda x: 0.5 * (math.cos(math.pi * x) + 1),
+    "exponential": lambda x: 2 * 0.5**x - 1,
+    "minus_sqrt": lambda x: 1 - math.sqrt(x),
+}
+"""From 1 at the start of a decay to 0 at its end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LRSchedule:
+    """The whole course of learning rate and weight decay, in sequences."""
+
+    max_lr: float
+    min_lr: float = 0.0
+    warmup_init_lr: float = 0.0
+    warmup_samples: int = 0
+    decay_samples: int
+    decay_style: DecayStyle = "linear"
+    wsd_decay_samples: int = 0
+    wsd_decay_style: WsdDecayStyle = "exponential"
+    start_weight_decay: float = 0.0
+    end_weight_decay: float = 0.0
+    weight_decay_samples: int = 0
+    weight_decay_style: IncreaseStyle = "constant"
+
+    def __post_init__(self) -> None:
+        if self.warmup_samples >= self.decay_samples:
+            raise ValueError(
+                f"the warm-up of {self.warmup_samples} sequences is not shorter than the decay "
+                f"of {self.decay_samples}: lower --lr-warmup-iters, or raise --lr-decay-iters "
+                "or --train-iters."
+            )
+        if self.wsd_decay_samples > self.decay_samples - self.warmup_samples:
+            raise ValueError(
+                f"--lr-wsd-decay-iters ({self.wsd_decay_samples} sequences) is longer than "
+                f"what the warm-up leaves ({self.decay_samples - self.warmup_samples})."
+            )
+
+
+def build_lr_schedule(
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    batch: BatchConfig,
+    ramp: BatchRamp,
+) -> LRSchedule:
+    """Turn flags in steps, sequences or shares into one ``LRSchedule`` in sequences.
+
+    Raises:
+        ValueError: if the lengths do not fit each other.
+    """
+
+    def samples_of(steps: int) -> int:
+        return ramp.samples_before(steps + 1)
+
+    train_samples = batch.train_samples or samples_of(batch.train_iters)
+    decay = schedule.lr_decay_samples or samples_of(schedule.lr_decay_iters) or train_samples
+    warmup = schedule.lr_warmup_samples or samples_of(schedule.lr_warmup_iters)
+    wsd_decay = schedule.lr_wsd_decay_samples
+    if schedule.lr_wsd_decay_iters:  # the last steps of the decay, not the first of the run
+        steps = ramp.num_steps(decay)
+        before = max(0, steps - schedule.lr_wsd_decay_iters)
+        wsd_decay = samples_of(steps) - samples_of(before)
+    if schedule.lr_warmup_fraction:
+        warmup = int(schedule.lr_warmup_fraction * decay)
+    constant = optimizer.weight_decay_incr_style == "constant"
+    return LRSchedule(
+        max_lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        warmup_init_lr=schedule.lr_warmup_init,
+        warmup_samples=warmup,
+        decay_samples=decay,
+        decay_style=schedule.lr_decay_style,
+        wsd_decay_samples=wsd_decay,
+        wsd_decay_style=schedule.lr_wsd_decay_style,
+        start_weight_decay=optimizer.weight_decay if constant else optimizer.start_weight_decay,
+        end_weight_decay=optimizer.weight_decay if constant else optimizer.end_weight_decay,
+        weight_decay_samples=train_samples,
+        weight_decay_style=optimizer.weight_decay_incr_style,
+    )
+
+
+def learning_rate(schedule: LRSchedule, samples: int) -> float:
+    """Learning rate of the update that follows ``samples`` sequences.
+
+    Reference:
+        Loshchilov & Hutter 2017, arXiv:1608.03983 (cosine); Hu et al. 2024,
+        arXiv:2404.06395 (WSD); Vaswani et al. 2017, arXiv:1706.03762 (inverse square root).
+    """
+    low, high, warmup = schedule.min_lr, schedule.max_lr, schedule.warmup_samples
+    if warmup and samples <= warmup:
+        start = schedule.warmup_init_lr
+        return start + (high - start) * samples / warmup
+    if schedule.decay_style == "constant":
+        return high
+    if samples > schedule.decay_samples:
+        return low
+    if schedule.decay_style == "inverse-square-root":
+        return max(low, high * math.sqrt(max(warmup, 1)) / math.sqrt(max(samples, 1)))
+    return low + (high - low) * _height(schedule, samples)
+
+
+def weight_decay(schedule: LRSchedule, samples: int) -> float:
+    """Weight decay of the update that follows ``samples`` sequences."""
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
+    if schedule.weight_decay_style == "constant" or samples >= schedule.weight_decay_samples:
+        return end
+    progress = samples / schedule.weight_decay_samples
+    rise = (
+        progress if schedule.weight_decay_style == "linear" else 1 - _FALL["cosine"](progress)
+    )
+    return start + (end - start) * rise
+
+
+def _height(schedule: LRSchedule, samples: int) -> float:
+    """Return how far a decay has come, from lowest (0) to highest (1)."""
+    if schedule.decay_style != "WSD":
+        length = schedule.decay_samples - schedule.warmup_samples
+        return _FALL[schedule.decay_style]((samples - schedule.warmup_samples) / length)
+    anneal = schedule.decay_samples - schedule.wsd_decay_samples
+    if samples <= anneal:
+        return 1.0
+    return _FALL[schedule.wsd_decay_style]((samples - anneal) / schedule.wsd_decay_samples)
+
+
+def reconcile(
+    saved: dict[str, float | int | str],
+    flags: LRSchedule,
+    options: ScheduleConfig,
+    samples: int = 0,
+) -> LRSchedule:
+    """Choose the schedule of a resumed run: the flags' unless the two differ from here on.
+
+    Args:
+        saved: the checkpoint's schedule, ``asdict`` of a ``LRSchedule``.
+        flags: the schedule of this run's flags.
+        options: holds which of the two wins where they differ.
+        samples: sequences that the schedule has counted; what is behind them does not matter.
+    """
+    now, then = asdict(flags), parse_schedule(saved, flags)
+    if options.use_checkpoint_opt_param_scheduler:
+        return then
+    there, here = _in_effect(then, samples), _in_effect(flags, samples)
+    if there != here and not options.override_opt_param_scheduler:
+        differences = ", ".join(
+            f"{name}: {getattr(then, name)} there, {now[name]} here"
+            for name in sorted(there.keys() | here.keys())
+            if getattr(then, name) != now[name]
+        )
+        raise ValueError(
+            f"the checkpoint's schedule is not that of the flags ({differences}). Give "
+            "--override-opt-param-scheduler to follow the flags (the next step has a learning "
+            f"rate of {learning_rate(flags, samples):.6E}), or "
+            "--use-checkpoint-opt-param-scheduler to follow the checkpoint "
+            f"({learning_rate(then, samples):.6E})."
+        )
+    return flags
+
+
+def parse_schedule(saved: dict[str, float | int | str], flags: LRSchedule) -> LRSchedule:
+    """Build a checkpoint's schedule; fields that it lacks are those of the flags."""
+    now = asdict(flags)
+    return LRSchedule(**{**now, **{n: saved[n] for n in now if n in saved}})  # pyrefly: ignore
+
+
+def _in_effect(schedule: LRSchedule, samples: int) -> dict[str, float | int | str]:
+    """Leave out the fields that change no value after ``samples`` sequences."""
+    without = set()
+    if schedule.decay_style == "constant":
+        without |= {"min_lr", "decay_samples"}
+    if schedule.decay_style != "WSD":
+        without |= {"wsd_decay_samples", "wsd_decay_style"}
+    if samples > schedule.warmup_samples or not schedule.warmup_samples:
+        without |= {"warmup_init_lr"}
+        if schedule.decay_style in ("constant", "WSD"):
+            without |= {"warmup_samples"}
+    if (
+        schedule.weight_decay_style == "constant"
+        or schedule.start_weight_decay == schedule.end_weight_decay
+    ):
+        without |= {"start_weight_decay", "weight_decay_samples", "weight_decay_style"}
+    return {name: value for name, value in asdict(schedule).items() if name not in without}

@@ -1,0 +1,374 @@
+"""The page of the planner's errors: every training result of benchmarks/results, predicted.
+
+``uv run python tests/docs/planner_page.py`` writes docs/planner.md anew.
+"""
+
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from docs.planner_published import published_rows
+from house.sources import ROOT
+
+from mcore_train.composition import FAMILY_COMMANDS
+from mcore_train.options.parsing import parse
+from mcore_train.planning.memory import GIB, predict_memory
+from mcore_train.planning.step_time import predict_step
+from mcore_train.planning.system import SYSTEMS, System
+
+PAGE = ROOT / "docs/planner.md"
+RESULTS = ROOT / "benchmarks/results"
+PROGRAMS = {"bert": "bert", "t5": "t5", "mamba2": "mamba", "nemotron": "mamba"}
+"""Commands of other families, by how the names of their files begin."""
+SKIPPED = ("checkpoint-", "decode-", "moe-layer", "preprocess-", "quant", "fp8-quality")
+SKIPPED += ("fp8-errors", "determinism", "server", "load", "mamba-2.7b", "index")
+"""Results that time no training step by its options."""
+GRAPHS = {
+    "eager": "",
+    "local": "--cuda-graph-impl local",
+    "local, cut": "--cuda-graph-impl local",
+    "local, whole": "--cuda-graph-impl local",
+    "full_iteration": "--cuda-graph-impl full_iteration",
+}
+REMOVED = ("--gemm-backend torch", "--gemm-backend tuned", "--mlp-backend auto")
+REMOVED += ("--mlp-backend torch", "--nccl-communicator-config-path /tmp/nccl.toml")
+"""Options of some results that training has no more, or whose file is not kept."""
+HELD_OUT = ("llama-2-13b", "llama-30b", "llama-70b", "llama-3-8b-262k", "llama-3-8b-long")
+HELD_OUT += ("llama-3-8b-mtp", "llama-3-8b-pp", "llama-3-8b-16-layers-pp2", "nemotron")
+HELD_OUT += ("llama-3-8b-8-layers-h200-x2-pp2", "llama-3-8b-h200-x2-zero1")
+HELD_OUT += ("fp8-param-gather", "llama-3-8b-8-layers-long")
+"""Files from which no constant was set."""
+OUTLIERS = {
+    "nemotron": "its Mamba layers ran in plain torch (benchmarks/README.md); the planner "
+    "counts the fused scan",
+    "graphs-of-layers-h200: 32 experts, 24 layers, local, cut": "a variant whose graphs "
+    "ended at the experts, which the host then launched; the planner counts `local, whole`",
+    "graphs-of-layers-h200: gpt2-345m, eager": "the host is the limit, and hosts differ: the "
+    "same flags took 246 and 354 ms",
+    "gpt2-345m": "without graphs the host is the limit, and hosts differ: the same flags took "
+    "246 and 354 ms. Memory of recomputed layers in graphs of layers: not explained",
+    "llama-30b-h200-x2-tp2": "not explained: 4 steps after 2 of warm-up, 123 of 139 GiB; the "
+    "same model with sharded weights is within 5 %",
+    "llama-3-8b-8-layers-h200-x4-tp4-sp-overlap": "--tp-comm-overlap, which the planner takes "
+    "for none; the profile has 221 ms in which the GPU waits for the host",
+    "mixtral-8x7b-4-layers": "an early commit, from before kernel packages were recorded",
+    "mixtral-8x7b-3-layers": "without quack and flash-attn-4; the planner knows of the latter",
+    "qwen3-30b-16-layers-h200-x2-ep2": "experts on two ranks without graphs: 146 to 167 ms of "
+    "exposed communication in the profile, 40 with a graph",
+    "llama-3-8b-pp-schedules-h200-x4: dualpipev": "its messages of both ways shared a group; "
+    "with a group for each way, as now, forward and backward take 3 356 ms "
+    "(`llama-3-8b-pp4-message-groups-h200-x4`)",
+    "llama-3-8b-pp4-schedules-h200-x4": "not explained: 1f1b with the same flags took 72.7 GiB "
+    "in `llama-3-8b-pp4-h200-x4`",
+    "llama-3-8b-pp4-h200-x4: interleaved": "not explained: the same flags took 76.1 GiB at a "
+    "later commit (`llama-3-8b-pp4-schedules-h200-x4`)",
+    "llama-3-8b-8-layers-fp8-recipes-h200-x1": "not explained: the same flags took 59.7 GiB at "
+    "a later commit (`llama-3-8b-8-layers-fp8-recipes-cudnn-h200-x1`)",
+    "t5-large": "not explained; the profile has 437 ms in which the GPU waits for the host",
+}
+"""Why a row is off by more than 10 % in time or 5 % in memory, by how its name begins."""
+CHOICES = {
+    "Llama-3-8B on 4 GPUs, 16 sequences of 8 192 tokens": (
+        "llama-3-8b-h200-x4-dp",
+        "llama-3-8b-pp4-schedules-h200-x4: 1f1b",
+        "llama-3-8b-pp4-schedules-h200-x4: interleaved",
+        "llama-3-8b-pp4-schedules-h200-x4: zb-h1",
+        "llama-3-8b-pp-schedules-h200-x4: zb-v",
+        "llama-3-8b-pp-schedules-h200-x4: dualpipev",
+    ),
+    "its schedules on 4 pipeline ranks": (
+        "llama-3-8b-pp4-schedules-h200-x4: 1f1b",
+        "llama-3-8b-pp4-schedules-h200-x4: interleaved",
+        "llama-3-8b-pp4-schedules-h200-x4: zb-h1",
+        "llama-3-8b-pp-schedules-h200-x4: zb-v",
+        "llama-3-8b-pp-schedules-h200-x4: dualpipev",
+    ),
+    "16 layers of it on 2 pipeline ranks": (
+        "llama-3-8b-16-layers-pp2-schedules-h200-x2: 1f1b",
+        "llama-3-8b-16-layers-pp2-schedules-h200-x2: zb-v",
+        "llama-3-8b-16-layers-pp2-schedules-h200-x2: dualpipev",
+    ),
+    "Llama-3-8B on 2 GPUs that must shard or recompute": (
+        "llama-3-8b-h200-x2-zero1-offload",
+        "llama-3-8b-h200-x2-zero1-recompute",
+        "llama-3-8b-h200-x2-zero2",
+        "llama-3-8b-h200-x2-zero3",
+    ),
+    "8 layers, 131 072 tokens on 4 context ranks": (
+        "llama-3-8b-8-layers-131k-cp4-a2a",
+        "llama-3-8b-8-layers-131k-cp4-all_gather",
+        "llama-3-8b-8-layers-131k-cp4-p2p",
+        "llama-3-8b-8-layers-131k-h200-x4-cp2x2",
+    ),
+    "Mixtral, 12 layers, 4 expert ranks": (
+        "mixtral-8x7b-h200-x4-ep: alltoall",
+        "mixtral-8x7b-h200-x4-ep: alltoall beside",
+        "mixtral-8x7b-h200-x4-ep: allgather",
+        "mixtral-8x7b-h200-x4-ep: symmetric",
+    ),
+    "Qwen3-30B-A3B, 16 layers, 2 expert ranks": (
+        "qwen3-30b-16-layers-h200-x2-ep2",
+        "qwen3-30b-16-layers-h200-x2-ep2-allgather",
+        "qwen3-30b-16-layers-h200-x2-ep2-graph",
+    ),
+    "4 layers of Llama-3-8B that keep less": (
+        "offload-h200: activations",
+        "offload-h200: recompute",
+        "offload-h200: optimizer",
+        "offload-h200: half of the optimizer",
+    ),
+}
+"""Layouts of one model and batch that were all measured."""
+
+
+_INTRODUCTION = (
+    "Written by `uv run python tests/docs/planner_page.py`. [From a cluster to a layout]"
+    "(planning.md) shows how the planner is used."
+)
+_METHOD = (
+    "Each of the {count} training steps of `benchmarks/results` is predicted from its flags "
+    "alone, with the shipped constants of the H200. Memory is the peak of torch's allocator, "
+    "without the allowance for fragmentation. Errors are predicted over measured, less 1."
+)
+_BIAS = (
+    "The mean error of time is {:+.1f} % over all and {:+.1f} % over the rows held out. The "
+    "goals are 4 % (median) and 10 % (worst) for time, 1.5 % and 5 % for memory: the medians "
+    "meet them, the worst rows are the outliers."
+)
+_CHOICES = (
+    "`dualpipev` on 4 ranks is the outlier below: since its messages have a group for each "
+    "way, its forward and backward take 1.6 % longer than those of `zb-v`."
+)
+_PUBLISHED = (
+    "Measured with other programs: the planner predicts ours, so a difference is that of the "
+    "programs as well as an error. The A100 rows are from 2021, with attention that writes its "
+    "scores, and count recomputation as work. Shapes of Megatron-LM's weak scaling from 2B to "
+    "462B on H100s are published as a picture only, and are not here."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A measured step beside its prediction."""
+
+    name: str
+    gpus: int
+    measured_ms: float
+    predicted_ms: float
+    measured_gib: float
+    predicted_gib: float
+
+    @property
+    def time_error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_ms / self.measured_ms - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_gib / self.measured_gib - 1
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether no constant was set from its file."""
+        return self.name.startswith(HELD_OUT)
+
+    @property
+    def outlier(self) -> str:
+        """Why it is off, if the page has a reason."""
+        found = [why for name, why in OUTLIERS.items() if self.name.startswith(name)]
+        return found[0] if found else ""
+
+
+def compare_results() -> list[Comparison]:
+    """Predict every training step of benchmarks/results."""
+    return [row for file in sorted(RESULTS.glob("*.json")) for row in _compare_file(file)]
+
+
+def _compare_file(file: Path) -> Iterator[Comparison]:
+    name = file.stem
+    if name.startswith(SKIPPED):
+        return
+    table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    flags = table.get("flags")
+    if flags is None:
+        return  # another program's
+    if isinstance(table.get("step_ms"), float):
+        yield _compare(name, table, table, flags)
+    for kind in ("ways", "schedules", "cases"):
+        for way, entry in dict(table.get(kind) or {}).items():
+            for inner, own, more in _entries(kind, way, entry):
+                base = flags[way] if isinstance(flags, dict) else flags
+                yield _compare(f"{name}: {inner}", table, own, f"{base} {more}")
+
+
+def _entries(
+    kind: str, way: str, entry: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Yield each timed way of a file with the flags that make it."""
+    if not {"step_ms", "ms"} & set(entry):
+        for inner in filter(GRAPHS.__contains__, entry):
+            yield f"{way}, {inner}", entry[inner], GRAPHS[inner]
+        return
+    more = str(entry.get("flags", "")).partition(" --by ")[0]
+    if kind == "schedules":
+        more = f"--pipeline-schedule {way}"
+        more += " --num-virtual-stages-per-pipeline-rank 2" * (way == "interleaved")
+    elif kind == "cases" and way.startswith("fp8-"):
+        recipe = way.removeprefix("fp8-")
+        form = "e4m3" if recipe == "blockwise" else "hybrid"
+        more = f"--fp8-format {form} --fp8-recipe {recipe}"
+    yield way, entry, more
+
+
+def _compare(
+    name: str, table: Mapping[str, Any], entry: Mapping[str, Any], flags: str
+) -> Comparison:
+    program = next((p for start, p in PROGRAMS.items() if name.startswith(start)), "gpt")
+    for words in REMOVED:
+        flags = flags.replace(words, "")
+    command = FAMILY_COMMANDS[program]
+    words = shlex.split(flags.replace("recipes/", f"{ROOT}/recipes/"))
+    config = parse(words, f"mcore-train {program}", command.run, command.beginning)
+    gpus = entry.get("num_gpus") or table.get("num_gpus") or 1
+    vocab_size = config.tokenizer.vocab_size
+    system = _system(table, entry)
+    step = predict_step(config, command.family, gpus, vocab_size, system)
+    memory = predict_memory(config, command.family, gpus, vocab_size, system)
+    return Comparison(
+        name=name,
+        gpus=gpus,
+        measured_ms=entry.get("step_ms") or entry["ms"],
+        predicted_ms=1e3 * step.total,
+        measured_gib=entry["peak_gib"],
+        predicted_gib=memory.allocated / GIB,
+    )
+
+
+def _system(table: Mapping[str, Any], entry: Mapping[str, Any]) -> System:
+    """Return the H200's constants, with the attention kernel that the run had."""
+    has = table.get("flash_attn_4")
+    if has is None:
+        has = "flash-attn-4" in (table.get("kernel_packages") or {})
+    has &= "transformer_engine" not in str(entry.get("flags", ""))
+    return SYSTEMS["h200"] if has else SYSTEMS["h200"].without_flash_attn_4()
+
+
+def errors(rows: list[Comparison], kind: str) -> tuple[float, float]:
+    """Return the median and the worst error of rows, both without sign."""
+    found = [abs(getattr(row, f"{kind}_error")) for row in rows]
+    return statistics.median(found), max(found)
+
+
+def choice_losses(rows: list[Comparison]) -> dict[str, tuple[str, str, float]]:
+    """Return of each set of layouts the planner's choice, the best, and what it costs."""
+    by_name = {row.name: row for row in rows}
+    found = {}
+    for title, names in CHOICES.items():
+        layouts = [by_name[name] for name in names]
+        chosen = min(layouts, key=lambda row: row.predicted_ms)
+        best = min(layouts, key=lambda row: row.measured_ms)
+        found[title] = chosen.name, best.name, chosen.measured_ms / best.measured_ms - 1
+    return found
+
+
+def page(rows: list[Comparison]) -> str:
+    """Write the page, but for what others published."""
+    held = [row for row in rows if row.is_held_out]
+    plain = [row for row in rows if not row.outlier]
+    lines = [
+        "# How well the planner predicts",
+        "",
+        _INTRODUCTION,
+        "",
+        _METHOD.format(count=len(rows)),
+        "",
+        "| rows | | time, median | time, worst | memory, median | memory, worst |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for title, chosen in (
+        ("all", rows),
+        ("without the outliers explained below", plain),
+        ("held out: no constant was set from their files", held),
+    ):
+        time, memory = errors(chosen, "time"), errors(chosen, "memory")
+        numbers = " | ".join(f"{100 * e:.1f} %" for e in (*time, *memory))
+        lines.append(f"| {title} | {len(chosen)} | {numbers} |")
+    bias = statistics.mean(row.time_error for row in rows)
+    held_bias = statistics.mean(row.time_error for row in held)
+    lines += [
+        "",
+        _BIAS.format(100 * bias, 100 * held_bias),
+        "",
+        "## The planner's choice beside the best that was measured",
+        "",
+        "| layouts | planner's choice | best measured | choice costs |",
+        "| --- | --- | --- | --- |",
+    ]
+    for title, (chosen_name, best, loss) in choice_losses(rows).items():
+        lines.append(f"| {title} | `{chosen_name}` | `{best}` | {100 * loss:.1f} % |")
+    lines += ["", _CHOICES]
+    lines += ["", "## Outliers", "", "More than 10 % off in time, or 5 % in memory.", ""]
+    lines += ["| run | time | memory | why |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        if abs(row.time_error) > 0.1 or abs(row.memory_error) > 0.05:
+            lines.append(
+                f"| `{row.name}` | {100 * row.time_error:+.1f} % | "
+                f"{100 * row.memory_error:+.1f} % | {row.outlier} |"
+            )
+    lines += ["", "## Every row", ""]
+    lines += [
+        "| run | GPUs | measured ms | predicted | error | measured GiB | predicted | error |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        held_mark = " (held out)" if row.is_held_out else ""
+        lines.append(
+            f"| `{row.name}`{held_mark} | {row.gpus} | {row.measured_ms:.1f} | "
+            f"{row.predicted_ms:.1f} | {100 * row.time_error:+.1f} % | "
+            f"{row.measured_gib:.2f} | "
+            f"{row.predicted_gib:.2f} | {100 * row.memory_error:+.1f} % |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def published() -> list[str]:
+    """Write what others published beside the prediction for our program."""
+    found = published_rows()
+    lines = [
+        "",
+        "## Rows that others published",
+        "",
+        _PUBLISHED,
+        "",
+        "| model | GPUs | layout | published | predicted | | difference | source |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found:
+        lines.append(
+            f"| {row.model} | {row.gpus} | {row.layout} | {row.published:g} | "
+            f"{row.predicted:.{1 if row.predicted < 100 else 0}f} | {row.unit} | "
+            f"{100 * row.difference:+.0f} % | {row.source} |"
+        )
+    for title, chosen in (
+        ("H100", [row for row in found if "A100" not in row.model]),
+        ("A100", [row for row in found if "A100" in row.model]),
+    ):
+        differences = [row.difference for row in chosen]
+        mean = statistics.mean(map(abs, differences))
+        bias = 100 * statistics.mean(differences)
+        text = f"{title}: mean difference without sign {100 * mean:.0f} %, bias {bias:+.0f} %."
+        lines += ["", text]
+    return lines
+
+
+if __name__ == "__main__":
+    text = page(compare_results()) + "\n".join(published()) + "\n"
+    PAGE.write_text(text, encoding="utf-8")
