@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from warm_ranks import run_command
 
 from mcore_models.families import GPT_FAMILY
-from mcore_parallel.testing.ranks import run_command
 from mcore_train.cli import main
 from mcore_train.options.parsing import parse
 from mcore_train.planning.command import run_plan

@@ -7,6 +7,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from safetensors.torch import load_file
+from warm_ranks import run_ranks
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, METHODS
 from mcore_ckpt.save_load.saving import save
@@ -26,7 +27,6 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.precision.gemm import PLAIN_GEMM
 from mcore_parallel.sharding import named_shards
-from mcore_parallel.testing.ranks import run_ranks
 
 DENSE = ModelDescription(
     config=TransformerConfig(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_moe import AllToAllDispatcher, MoEConfig, Routing, build_dispatcher, limited
 from mcore_moe.dispatch.permutation import permute, permute_probs, unpermute
@@ -19,7 +20,6 @@ from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch.launcher import initialize, launch_local, shut_down
 from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 
 E, K, D = 4, 2, 3
 CASES = {
