@@ -47,6 +47,7 @@ IMPORTED_AS = {
     "flash-attn-4": "flash_attn",
     "nvidia-resiliency-ext": "nvidia_resiliency_ext",
     "quack-kernels": "quack",
+    "nvidia-ml-py": "pynvml",
     "tensorboard": "torch.utils.tensorboard",
     "s3fs": "fsspec",  # which finds it by the protocol of a URL
 }

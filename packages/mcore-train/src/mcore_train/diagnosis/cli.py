@@ -3,9 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_parallel.launch import launcher
-from mcore_train.diagnosis.triage import triage
-
 if TYPE_CHECKING:
     from mcore_train.diagnosis.doctor import DoctorConfig
 
@@ -20,6 +17,8 @@ def triage_logs(logdir: str, /, json: bool = False) -> int:
         logdir: folder with the logs of all ranks, or one log.
         json: print one JSON object for schedulers instead of the page.
     """
+    from mcore_train.diagnosis.triage import triage
+
     verdict = triage(logdir)
     print(verdict.to_json() if json else verdict.page())
     return verdict.exit_code
@@ -43,6 +42,7 @@ def show_snapshot(snapshot: str, /, json: bool = False) -> int:
 
 def report_cluster(config: "DoctorConfig") -> int:
     """Measure all ranks, print one page on rank 0; return 1 there if a check has a fault."""
+    from mcore_parallel.launch import launcher
     from mcore_train.diagnosis.doctor import examine, page, to_json
 
     facts, results = examine(config)

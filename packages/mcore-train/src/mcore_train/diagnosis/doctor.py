@@ -13,7 +13,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -800,16 +799,16 @@ CHECKS: tuple[Check, ...] = (
 
 def measure(config: DoctorConfig, ctx: ParallelContext) -> Facts:
     """Measure this rank; all ranks call it together."""
-    env, device = launcher.read_environment(), ctx.device
+    env, device, environment = launcher.read_environment(), ctx.device, probes.environment()
     facts: Facts = {
         "rank": ctx.world.rank,
         "local_rank": env.local_rank,
         "device": device.type,
         "program": os.path.abspath(sys.executable),
         "versions": probes.versions(),
-        "environment": probes.environment(),
+        "environment": environment,
         "locked": probes.locked_versions(Path.cwd()) if env.local_rank == 0 else {},
-        "names": probes.names(os.environ.get("MASTER_ADDR", "")),
+        "names": probes.names(environment.get("MASTER_ADDR", "")),
         "listen_error": probes.can_listen(),
         "shm": probes.shared_memory(),
         "infiniband": probes.infiniband(),
@@ -833,7 +832,7 @@ def measure(config: DoctorConfig, ctx: ParallelContext) -> Facts:
     }
     if ctx.world.size > 1:
         facts["near_gbs"] = probes.pair_gbs(ctx, 1)
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ctx.world.size))
+        ranks = int(environment.get("LOCAL_WORLD_SIZE", ctx.world.size))
         if ranks < ctx.world.size:
             facts["far_gbs"] = probes.pair_gbs(ctx, ranks)
     return facts
@@ -842,7 +841,7 @@ def measure(config: DoctorConfig, ctx: ParallelContext) -> Facts:
 def ask_nvml(index: int) -> Facts:
     """Ask NVML about a GPU; nothing where the extra ``doctor`` or the driver is missing."""
     try:
-        pynvml = import_module("pynvml")
+        import pynvml  # pyrefly: ignore[missing-import]
     except ImportError:
         return {}
     try:

@@ -56,8 +56,7 @@ VARIABLES = (
     "NVIDIA_PYTORCH_VERSION",
     "MASTER_ADDR",
     "MASTER_PORT",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_NVLS_ENABLE",
+    "LOCAL_WORLD_SIZE",
     "WORLD_SIZE",
 )
 """Environment variables that are judged."""
@@ -210,8 +209,8 @@ def pair_gbs(ctx: ParallelContext, distance: int) -> float | None:
 
     def exchange() -> None:
         ops = [
-            dist.P2POp(dist.isend, ones, peer, group),
-            dist.P2POp(dist.irecv, into, peer, group),
+            dist.P2POp(dist.isend, ones, peer, group=group),
+            dist.P2POp(dist.irecv, into, peer, group=group),
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
