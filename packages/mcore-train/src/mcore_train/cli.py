@@ -195,7 +195,8 @@ def plan(words: Sequence[str]) -> int:
     """Search the layouts of a model on a cluster."""
     from mcore_train.planning.command import run_plan
 
-    print(run_plan(words))
+    if text := run_plan(words):
+        print(text)
     return 0
 
 

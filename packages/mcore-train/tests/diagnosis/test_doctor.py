@@ -331,7 +331,7 @@ def _measure(folder):
     options = DoctorOptions(save=folder, device="cpu")
     config = DoctorConfig(options=options, parallelism=LAYOUT)
     ctx = ParallelContext.build(LAYOUT)
-    facts = measure(config, ctx)
+    facts = measure(config, ctx, {})
     ctx.destroy()
     return facts
 

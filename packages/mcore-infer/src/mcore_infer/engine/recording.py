@@ -35,6 +35,8 @@ class Recorder:
     def __init__(self) -> None:
         """Record nothing yet."""
         self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all warm-ups: cuBLAS keeps a workspace of 32 MiB for each stream.
+        self._stream = torch.cuda.Stream()
         self.gave_up = False
 
     def recorded(self, forward: Callable[[], Result]) -> Callable[[], Result]:
@@ -44,7 +46,7 @@ class Recorder:
         """
         # Warm up on a side stream, as graph capture requires: kernels are compiled and tried,
         # libraries allocate their workspaces. The second run raises if anything synchronizes.
-        stream = torch.cuda.Stream()
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             forward()

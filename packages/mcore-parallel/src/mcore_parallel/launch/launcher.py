@@ -47,6 +47,8 @@ class RankEnvironment:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_world_size: int = 1
+    """Ranks on this host."""
     is_launched: bool = False
     """Whether a launcher set the variables: false for a plain ``python`` start."""
     launcher_pid: int = 0
@@ -73,6 +75,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
         rank=rank,
         world_size=world_size,
         local_rank=_integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank,
+        local_world_size=(
+            _integer(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size
+        ),
         is_launched=True,
         launcher_pid=_integer(env, LAUNCHER) if LAUNCHER in env else 0,
     )

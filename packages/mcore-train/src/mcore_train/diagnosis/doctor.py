@@ -797,8 +797,14 @@ CHECKS: tuple[Check, ...] = (
 # -- Measuring and reporting.
 
 
-def measure(config: DoctorConfig, ctx: ParallelContext) -> Facts:
-    """Measure this rank; all ranks call it together."""
+def measure(config: DoctorConfig, ctx: ParallelContext, idle_gpu: Facts) -> Facts:
+    """Measure this rank; all ranks call it together.
+
+    Args:
+        config: folders and layout of the run to come.
+        ctx: of all ranks.
+        idle_gpu: answers of NVML from before this process used the GPU.
+    """
     env, device, environment = launcher.read_environment(), ctx.device, probes.environment()
     facts: Facts = {
         "rank": ctx.world.rank,
@@ -819,7 +825,7 @@ def measure(config: DoctorConfig, ctx: ParallelContext) -> Facts:
     if device.type == "cuda":
         facts["gpu_name"] = torch.cuda.get_device_name(device)
         facts["capability"] = list(torch.cuda.get_device_capability(device))
-        facts["gpu"] = ask_nvml(env.local_rank)
+        facts["gpu"] = dict(idle_gpu)
         facts["xids"] = probes.xids(probes.kernel_log())
     facts["gemm_tflops"] = probes.gemm_tflops(device)
     if device.type == "cuda" and facts["gpu"]:
@@ -956,10 +962,12 @@ def to_json(facts: Sequence[Facts], results: Sequence[Result]) -> str:
 
 def examine(config: DoctorConfig) -> tuple[list[Facts], list[Result]]:
     """Join the launcher's world, measure every rank, and judge; the same on all ranks."""
+    # Before CUDA: its context and NCCL's buffers would count as memory in use.
+    idle_gpu = ask_nvml(launcher.read_environment().local_rank)
     device = launcher.initialize(config.options.device, config.options.timeout_minutes)
     try:
         ctx = ParallelContext.build(config.parallelism, device)
-        facts = gather_json(measure(config, ctx), ctx.world)
+        facts = gather_json(measure(config, ctx, idle_gpu), ctx.world)
         ctx.destroy()
     finally:
         launcher.shut_down()

@@ -25,7 +25,7 @@ SECONDS = 4.0
 def calibrate(file: Path) -> str:
     """Measure this host, write ``file`` on the first rank, and return what was measured.
 
-    All ranks of the host call it together.
+    All ranks of the host call it together; the text is empty on the others.
     """
     device = launcher.initialize("auto")
     try:
@@ -33,8 +33,9 @@ def calibrate(file: Path) -> str:
     finally:
         launcher.shut_down()
     text = write_system(system, base)
-    if launcher.read_environment().rank == 0:
-        file.write_text(text, encoding="utf-8")
+    if launcher.read_environment().rank:
+        return ""
+    file.write_text(text, encoding="utf-8")
     return f"{file}: constants of {system.name}\n\n{text}"
 
 
@@ -133,7 +134,13 @@ def _links(device: torch.device, num_bytes: int) -> dict[str, float]:
     def seconds(size: int) -> float:
         own = torch.empty(size // world, dtype=torch.uint8, device=device)
         whole = torch.empty(size // world * world, dtype=torch.uint8, device=device)
-        return _median_s(lambda: dist.all_gather_into_tensor(whole, own), device, 0.5)
+
+        def gather() -> None:
+            dist.all_gather_into_tensor(whole, own, group=dist.group.WORLD)
+
+        for _ in range(20):  # a number, no time: all ranks must gather equally often
+            gather()
+        return _median_s(gather, device, 0.0)
 
     share = (world - 1) / world
     small, large = num_bytes // 16, num_bytes

@@ -10,6 +10,7 @@ import torch
 
 from mcore_models.families import Family
 from mcore_parallel.collectives import all_reduce
+from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
 from mcore_train.assembly import assemble
 from mcore_train.batches.micro_batches import train_batches
@@ -147,7 +148,7 @@ def _device_bytes(ctx: ParallelContext) -> float:
     if ctx.device.type == "cuda":
         return float(torch.cuda.mem_get_info(ctx.device)[1])
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return pages / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return pages / launcher.read_environment().local_world_size
 
 
 def _system(ctx: ParallelContext) -> System:
