@@ -44,6 +44,9 @@ def test_a_launched_rank_knows_its_place():
         rank=1, world_size=4, local_rank=0, is_launched=True
     )
     assert read_environment(LAUNCHED).local_rank == 1
+    assert read_environment(LAUNCHED).launcher_pid == 0
+    under_torchrun = {**LAUNCHED, "TORCHELASTIC_RUN_ID": "none"}
+    assert read_environment(under_torchrun).launcher_pid == os.getppid()
 
 
 @pytest.mark.parametrize("missing", list(LAUNCHED))

@@ -27,6 +27,7 @@ def test_an_attempt_that_ended_well_is_finished_or_was_stopped():
     assert answer(Attempt(status=0, step=-1)) == ("finished", 0)
     assert answer(Attempt(status=0, step=4)) == ("requeue", 0)
     assert answer(Attempt(status=0, step=4), last_step=0) == ("finished", 0)
+    assert answer(failed("killed", step=10)) == ("finished", 0)  # after its last save
 
 
 @pytest.mark.parametrize("fault", ["collective_timeout", "hardware", "crash", "killed"])

@@ -34,6 +34,8 @@ FLIGHT_RECORDER = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000",
 }
 """Environment of nccl groups: the last collectives of each rank, written down on a timeout."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Environment variable that torchrun's agent sets for its ranks."""
 REPEATED_S = 1.0
 """Within this time a second SIGINT is the first one, sent to a process and to its group."""
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
@@ -52,7 +54,8 @@ class RankEnvironment:
     is_launched: bool = False
     """Whether a launcher set the variables: false for a plain ``python`` start."""
     launcher_pid: int = 0
-    """Process of ``launch_local`` that started this rank; 0: another launcher did."""
+    """Process of ``launch_local`` or of torchrun's agent that started this rank; 0: another
+    launcher did."""
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
@@ -79,8 +82,15 @@ def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
             _integer(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size
         ),
         is_launched=True,
-        launcher_pid=_integer(env, LAUNCHER) if LAUNCHER in env else 0,
+        launcher_pid=_launcher_pid(env),
     )
+
+
+def _launcher_pid(env: Mapping[str, str]) -> int:
+    """Return the process of ``launch_local``, or of torchrun's agent, a rank's parent."""
+    if LAUNCHER in env:
+        return _integer(env, LAUNCHER)
+    return os.getppid() if TORCHRUN in env else 0
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
@@ -94,8 +104,8 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
 
     Collectives use nccl on CUDA (and gloo for host objects) and gloo on CPU. A single process
     joins nothing. Calling it again returns the same device. The first call returns once all
-    ranks have joined. From then on a rank that ``launch_local`` started exits once that
-    process is gone, since a launcher ended by SIGKILL cannot end its ranks.
+    ranks have joined. From then on a rank that ``launch_local`` or torchrun started exits once
+    that process is gone, since a launcher ended by SIGKILL cannot end its ranks.
 
     Args:
         device_type: ``cuda``, ``cpu``, or ``auto``: CUDA where it is present.

@@ -80,6 +80,11 @@ def decide(
             reason = f"stopped at step {attempt.step} of {last_step}"
             return Next(word="requeue", number=0, reason=reason)
         return Next(word="finished", number=0, reason="all steps are done")
+    if 0 < last_step <= attempt.step:
+        reason = (
+            f"step {attempt.step}, the last, is saved, whatever ended with {attempt.status}"
+        )
+        return Next(word="finished", number=0, reason=reason)
     fault = FAULTS[attempt.fault]
     stop = partial(Next, word="stop", number=attempt.status)
     if not fault.retry:
