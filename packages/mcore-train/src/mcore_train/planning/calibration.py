@@ -67,7 +67,7 @@ def measure(device: torch.device) -> tuple[str, System]:
     if is_gpu:
         measured["memory_gib"] = int(torch.cuda.mem_get_info(device)[1] / 2**30)
         measured["host_gb_s"] = _host_gb_s(device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size(dist.group.WORLD) > 1:
         measured |= _links(device, (1 << 28) if is_gpu else (1 << 16))
     rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in measured.items()}
     return base, replace(SYSTEMS[base], **rounded)  # pyrefly: ignore
@@ -129,7 +129,7 @@ def _host_gb_s(device: torch.device) -> float:
 
 def _links(device: torch.device, num_bytes: int) -> dict[str, float]:
     """Fit latency and bandwidth of an all-gather over all ranks to two sizes."""
-    world = dist.get_world_size()
+    world = dist.get_world_size(dist.group.WORLD)
 
     def seconds(size: int) -> float:
         own = torch.empty(size // world, dtype=torch.uint8, device=device)
