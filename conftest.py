@@ -12,8 +12,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-
-from mcore_parallel.testing.shape_checks import install_shape_checks
+from shape_checks import install_shape_checks
 
 install_shape_checks()  # Before any conftest below imports what is checked.
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from warm_ranks import run_ranks
 
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
@@ -24,7 +25,6 @@ from mcore_parallel import ParallelContext
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from mcore_parallel.testing.ranks import run_ranks
 
 B, S, D, V = 2, 8, 16, 24
 EXPERTS = MoEConfig(

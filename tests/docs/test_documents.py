@@ -13,8 +13,8 @@ from docs.blocks import Block, all_blocks, blocks_of, documents
 from docs.defaults import PAGE, render, unlike_their_docstring
 from house.rows import is_collected
 from house.sources import PACKAGES, ROOT, package_sources
+from warm_ranks import run_command
 
-from mcore_parallel.testing.ranks import run_command
 from mcore_train.options.parsing import parse
 
 BLOCKS = all_blocks()

@@ -14,13 +14,13 @@ import torch
 from docs.blocks import ROOT, all_blocks, blocks_of
 from e2e.fake_schedulers import fake, on_path
 from e2e.launched import run_as_torchrun_does
+from warm_ranks import run_command, run_ranks
 
 from mcore_models.encoder_shapes import bert_shapes
 from mcore_models.families import BERT_FAMILY
 from mcore_models.logical_tensors import tensor_shapes
 from mcore_models.presets import find_preset
 from mcore_parallel import parallel_state
-from mcore_parallel.testing.ranks import run_command, run_ranks
 from mcore_train.composition import BertTrainConfig
 from mcore_train.options.parsing import parse
 from mcore_train.resolution import resolve

@@ -4,7 +4,7 @@ import os
 import stat
 import sys
 
-from mcore_parallel.testing.ranks import run_command
+from warm_ranks import run_command
 
 RUN = [
     *("gpt", "--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 4),

@@ -3,8 +3,9 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+from warm_ranks import run_command
+
 from mcore_parallel.launch.launcher import free_port
-from mcore_parallel.testing.ranks import run_command
 
 
 def run_as_torchrun_does(num_ranks, module, *words, cwd=None):

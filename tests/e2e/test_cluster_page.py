@@ -8,8 +8,7 @@ import pytest
 from docs.blocks import ROOT, blocks_of
 from docs.test_documents import steps
 from e2e.fake_schedulers import fake, on_path
-
-from mcore_parallel.testing.ranks import run_command
+from warm_ranks import run_command
 
 RECIPE = """model = "tiny"
 mock_data = true

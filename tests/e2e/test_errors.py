@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from warm_ranks import run_command
 
 from mcore_ckpt.storage.folder_lock import FolderLock
-from mcore_parallel.testing.ranks import run_command
 
 SHAPE = "--num-layers 2 --hidden-size 48 --num-attention-heads 12 --seq-length 32"
 RUN = "--mock-data --vocab-size 64 --lr 1e-3 --train-iters 2 --num-workers 0 --device cpu"

@@ -7,8 +7,8 @@ import signal
 import pytest
 import torch
 from e2e.launched import run_as_torchrun_does
+from warm_ranks import run_command
 
-from mcore_parallel.testing.ranks import run_command
 from mcore_train.cli import main
 from mcore_train.quickstart import plan as tour_plan
 from mcore_train.quickstart import tour as quickstart

@@ -8,11 +8,11 @@ import sys
 import time
 
 import pytest
+from warm_ranks import run_command
 
 from mcore_ckpt.conversion.inspection import check
 from mcore_ckpt.storage.folder_lock import LOCK
 from mcore_ckpt.storage.paths import complete_steps, latest_step
-from mcore_parallel.testing.ranks import run_command
 
 SHAPE = [
     *("--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 4),

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
-from mcore_parallel.testing.ranks import run_command, run_ranks
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from warm_ranks import run_command, run_ranks
+
 from mcore_train.composition import FAMILY_COMMANDS, compose
 from mcore_train.layout_check.small_run import build_small_run
 from mcore_train.layout_check.verification import verify_on_rank

@@ -7,8 +7,7 @@ import subprocess
 
 import pytest
 from house.sources import ROOT
-
-from mcore_parallel.testing.ranks import run_command
+from warm_ranks import run_command
 
 SCRIPT = ROOT / ".ci/run"
 STEPS = ["lint", "types", "contracts", "wheels", "tests"]

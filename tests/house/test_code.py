@@ -8,8 +8,7 @@ from house.sources import ROOT, Source, all_sources, dotted, full_name, parse
 
 # Who may turn bytes into objects by running what they say, each with its reason.
 UNPICKLERS = {
-    "mcore_parallel/testing/ranks.py": "compares tensors of ranks that the test itself started",
-    "mcore_parallel/testing/worker_pool.py": "hands functions to processes that it started",
+    "mcore_parallel/testing/ranks.py": "sends functions and tensors to ranks that it started",
     "mcore_ckpt/formats/safe_pickle.py": "reads foreign pickles as data, calls nothing",
     "mcore_ckpt/formats/dcp_writing.py": "writes what torch reads, and reads nothing",
 }

@@ -21,7 +21,6 @@ WORLD_ROOMS = {"mcore_parallel/launch/launcher.py", "mcore_parallel/mesh.py"}
 # Who may touch the environment: who starts ranks, and who stands in for a new Python in tests.
 ENVIRONMENT_ROOMS = (
     "mcore_parallel/launch/launcher.py:",
-    "mcore_parallel/testing/commands.py:",
     # A program's first words, which know whether another rank says the same.
     "mcore_base/entry_point.py:",
     # Jobs on several hosts: they start ranks, and compare what hosts were given.

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from house.sources import PACKAGES, ROOT, Source, package_sources, parse
-
-from mcore_parallel.testing.ranks import run_command
+from warm_ranks import run_command
 
 # Run in a bare process: import the modules named in argv, then say what that did.
 _PROBE = """

@@ -3,8 +3,7 @@
 from docs.blocks import all_blocks
 from house.rows import COVERAGE, MUTATIONS, named_tests, read_rows
 from house.sources import ROOT
-
-from mcore_parallel.testing.ranks import run_command
+from warm_ranks import run_command
 
 
 def collected(files: set[str]) -> set[str]:

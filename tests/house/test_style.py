@@ -11,7 +11,6 @@ TALKING = ("__main__.py", "command_line.py", "entry_point.py")
 
 # State that outlives a call, each with its reason.
 STATE = {
-    "mcore_parallel/testing/ranks.py:_POOLS": "one warm pool of ranks serves a whole test run",
     "mcore_parallel/optional_kernels.py:_FAILURES": "a kernel is tried once in a process",
 }
 

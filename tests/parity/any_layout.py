@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from warm_ranks import run_ranks
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.composition import compose, field_types
 from mcore_train.layout_check.certificate import compare
 from mcore_train.layout_check.rows import build_rows

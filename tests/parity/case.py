@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from warm_ranks import run_ranks
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import Run
 from mcore_train.batches.micro_batches import train_batches
 from mcore_train.composition import compose

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from parity.hf_twins import largest_gradient_error, ours_of
+from warm_ranks import run_ranks
 
 from mcore_ckpt.conversion.conversion import convert
 from mcore_models.encoder_shapes import bert_shapes
 from mcore_models.families import BERT_FAMILY
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.sharding import named_shards
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.cli import main
 from mcore_train.composition import BertTrainConfig, compose
 from mcore_train.layout_check.small_run import build_small_run

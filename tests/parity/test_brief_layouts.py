@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 from parity.brief import Brief, train_all
+from warm_ranks import run_ranks
 
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.layout_check.certificate import compare
 
 

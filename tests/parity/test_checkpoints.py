@@ -8,8 +8,7 @@ makes of its own checkpoint is test_layouts' matter.
 
 import pytest
 from parity.case import DENSE, SAVED_STEP, SPARSE, load_from
-
-from mcore_parallel.testing.ranks import run_ranks
+from warm_ranks import run_ranks
 
 PAIRS = {
     "one": "tp4_two_kv_heads",

@@ -6,9 +6,9 @@ import pytest
 import torch
 from parity.case import GLOBAL_BATCH_SIZE, MODEL, NUM_STEPS, ROWS, train_in_two_contexts
 from torch.nn import functional
+from warm_ranks import run_ranks
 
 from mcore_parallel.testing.layout_comparison import EXACT, tensor_errors
-from mcore_parallel.testing.ranks import run_ranks
 
 
 def test_two_layouts_train_in_turn_in_one_process(dense):

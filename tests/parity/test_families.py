@@ -4,6 +4,7 @@ import pytest
 import torch
 from parity.family_cases import CASES, SEEING, build, build_seeing
 from safetensors.torch import load_file
+from warm_ranks import run_ranks
 
 from mcore_ckpt.conversion.conversion import hf_to_mcore, mcore_to_hf
 from mcore_ckpt.conversion.options import ConvertOptions
@@ -16,7 +17,6 @@ from mcore_models.families import FAMILIES
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
-from mcore_parallel.testing.ranks import run_ranks
 
 VOCAB, LENGTH, NEW = 37, 23, 2
 # transformers rotates and norms in float32 whatever the model's dtype: 1e-7 a step.

@@ -2,8 +2,8 @@
 
 import torch
 from parity.case import LayoutCase, build_case
+from warm_ranks import run_ranks
 
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.batches.micro_batches import train_batches
 from mcore_train.step import train_step
 

@@ -2,8 +2,8 @@
 
 import pytest
 from parity.case import FP8, NUM_STEPS, SAVED_STEP, build_case, load_from, train_one
+from warm_ranks import run_ranks
 
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.batches.micro_batches import train_batches
 from mcore_train.layout_check.certificate import compare
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from parity.case import DENSE, NUM_STEPS, SAVED_STEP, LayoutCase, build_case, trained
 from parity.test_toys import replaced
+from warm_ranks import run_ranks
 
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.batches.micro_batches import train_batches
 from mcore_train.checkpoints.resuming import save_run
 from mcore_train.layout_check.trial import fingerprint, load_folder, train_one

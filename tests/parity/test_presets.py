@@ -1,8 +1,8 @@
 """Published models by name: one layout of each architecture computes what one rank computes."""
 
 import pytest
+from warm_ranks import run_ranks
 
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.layout_check.small_run import build_small_run
 from mcore_train.layout_check.verification import verify_on_rank

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from parity.hf_twins import largest_gradient_error, ours_of
+from warm_ranks import run_ranks
 
 from mcore_ckpt.conversion.conversion import convert
 from mcore_infer.config import SamplingConfig
@@ -17,7 +18,6 @@ from mcore_models.protocol import LM_LOSS, MicroBatch
 from mcore_models.t5 import T5
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.cli import main
 from mcore_train.composition import T5TrainConfig, compose
 from mcore_train.layout_check.small_run import build_small_run

@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 import torch
 from parity.case import NUM_STEPS, ROWS, LayoutCase, build_plan, train_one
+from warm_ranks import run_ranks
 
 from mcore_models.families import FAMILIES
 from mcore_parallel.data_parallel.engines import ENGINES
@@ -18,7 +19,6 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.fp8 import RECIPES
 from mcore_parallel.precision.fp8_recipes import Recipe
 from mcore_parallel.sharding import named_parameters, shards_of
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import Tables
 from mcore_train.batches.micro_batches import train_batches
 from mcore_train.checkpoints.resuming import save_run

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from warm_ranks import run_ranks
 
 from mcore_ckpt import convert, save
 from mcore_infer import load_model
@@ -12,7 +13,6 @@ from mcore_infer.generation import next_logits
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import named_shards
-from mcore_parallel.testing.ranks import run_ranks
 
 LINEAR = "model.layers.0.self_attn.q_proj"
 TOKENS = torch.tensor([[5, 6, 7, 200], [1, 2, 3, 4]])

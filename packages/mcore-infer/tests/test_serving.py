@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from torch import distributed as dist
+from warm_ranks import run_ranks
 
 from mcore_infer import InferenceConfig, SamplingConfig, generate_text, load_model
 from mcore_infer.cli import main
@@ -24,7 +25,6 @@ from mcore_infer.commands.serving import serve
 from mcore_infer.config import ServerConfig
 from mcore_parallel.launch.launcher import free_port
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from warm_ranks import run_ranks
 
 from mcore_models.config import RecomputeConfig, TransformerConfig
 from mcore_models.flops import rank_bytes
@@ -11,7 +12,7 @@ from mcore_models.kernels.attention_backends import attend
 from mcore_models.layers.attention import Attention
 from mcore_models.protocol import LayerState, ModelState
 from mcore_moe.config import MoEConfig
-from mcore_parallel import ParallelConfig, ParallelContext, Stage, run_ranks
+from mcore_parallel import ParallelConfig, ParallelContext, Stage
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import WeightCasts, layer_gemms
 from mcore_parallel.rng import RngStreams, StreamDropout

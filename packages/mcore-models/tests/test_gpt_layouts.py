@@ -10,12 +10,13 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from warm_ranks import run_ranks
 
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_models.protocol import MicroBatch
 from mcore_moe.config import MoEConfig
-from mcore_parallel import ParallelConfig, ParallelContext, named_parameters, run_ranks
+from mcore_parallel import ParallelConfig, ParallelContext, named_parameters
 from mcore_parallel.collectives import all_reduce, own_slice
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.context_parallel.zigzag import zigzag_join, zigzag_split

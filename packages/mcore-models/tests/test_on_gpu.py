@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from warm_ranks import run_ranks
 
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
@@ -24,7 +25,6 @@ from mcore_parallel.context_parallel.packed_sequences import Documents, Pieces
 from mcore_parallel.context_parallel.ring_attention import ring_attention
 from mcore_parallel.launch.launcher import deterministic_algorithms
 from mcore_parallel.mesh import SINGLE
-from mcore_parallel.testing.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from warm_ranks import run_ranks
 
 from mcore_moe import (
     ExpertNetwork,
@@ -25,7 +26,6 @@ from mcore_moe.expert_parallel import ONE_RANK
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_parameters, shards_of
-from mcore_parallel.testing.ranks import run_ranks
 
 D, T = 8, 6
 CONFIG = MoEConfig(

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from warm_ranks import run_ranks
 
 from mcore_moe import MixtureOfExperts
-from mcore_parallel.testing.ranks import run_ranks
 
 
 class Block(torch.nn.Module):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_moe import (
     ExpertNetwork,
@@ -35,7 +36,6 @@ from mcore_moe.kernels.rows import expert_offsets, plan_choices
 from mcore_moe.kernels.topk import top_experts
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.optional_kernels import package_versions
-from mcore_parallel.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 

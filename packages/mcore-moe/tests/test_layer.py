@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from warm_ranks import run_ranks
 
 from mcore_moe import ExpertNetwork, MoEAxes, MoEConfig, MoELayer, finish_step, moe_axes
 from mcore_moe.expert_parallel import ONE_RANK
@@ -14,7 +15,6 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.rng import fill_parameter_
 from mcore_parallel.sharding import named_parameters, named_shards, shards_of
-from mcore_parallel.testing.ranks import run_ranks
 
 D, F, E = 8, 16, 12
 FULL = {

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from warm_ranks import run_ranks
 
 from mcore_parallel import collectives as c
 from mcore_parallel.collectives import begin_gather_partial
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.rng import fill_normal_
-from mcore_parallel.testing.ranks import run_ranks
 
 # float64: sums over at most four ranks in another order.
 EXACT = {"rtol": 1e-13, "atol": 1e-13}

@@ -1,8 +1,9 @@
 """``parallel_state``: one layout for a whole program."""
 
 import pytest
+from warm_ranks import run_ranks
 
-from mcore_parallel import parallel_state, run_ranks
+from mcore_parallel import parallel_state
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from warm_ranks import run_ranks
 
 from mcore_parallel import mesh
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.rank_grid import build_grids
-from mcore_parallel.testing.ranks import run_ranks
 
 TP2_CP2_PP2 = ParallelConfig(
     tensor_model_parallel_size=2,

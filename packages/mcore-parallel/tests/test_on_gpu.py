@@ -137,7 +137,7 @@ def test_an_optimizer_step_is_the_same_with_and_without_its_kernel(monkeypatch):
         return [piece.data for piece in pieces]
 
     fused = train()
-    monkeypatch.setattr(zero, "_has_kernel", lambda _: False)
+    monkeypatch.setattr(zero, "adamw_update", zero.adamw_update.reference)
     for got, want in zip(fused, train(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
 

@@ -7,6 +7,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_parallel import optional_kernels
 from mcore_parallel.config import ParallelConfig
@@ -24,7 +25,6 @@ from mcore_parallel.optional_kernels import (
     wave,
     works,
 )
-from mcore_parallel.testing.ranks import run_ranks
 
 CPU = torch.device("cpu")
 PACKAGE = """

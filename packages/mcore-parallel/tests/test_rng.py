@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from warm_ranks import run_ranks
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
@@ -14,7 +15,6 @@ from mcore_parallel.rng import (
     fill_parameter_,
 )
 from mcore_parallel.sharding import NamedParameter, ParamLayout, Part
-from mcore_parallel.testing.ranks import run_ranks
 
 
 def filled(shape, offsets=None, lengths=None, dtype=torch.float32, **options):

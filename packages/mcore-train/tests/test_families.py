@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from warm_ranks import run_ranks
 
 from mcore_models.config import TransformerConfig
 from mcore_models.families import Family
@@ -16,7 +17,6 @@ from mcore_parallel.tensor_parallel.embedding import (
     VocabParallelHead,
     padded_vocab,
 )
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.composition import compose
 from mcore_train.layout_check.small_run import build_small_run
 from mcore_train.layout_check.verification import verify_on_rank

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from forks import exit_code, fork
 from rich.console import Console
+from warm_ranks import run_ranks
 
 from mcore_base.file_lock import Holder
 from mcore_ckpt.conversion.inspection import differences
 from mcore_ckpt.storage.paths import complete_steps, resolve_folder
 from mcore_moe.routing.router_stats import SUMMARY, routers
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import compose

@@ -1,11 +1,11 @@
 import pytest
 import torch
 from torch import nn
+from warm_ranks import run_ranks
 
 from mcore_models.protocol import LM_LOSS
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.losses import count_valid, loss_weights, place
 
 LENGTH = 8

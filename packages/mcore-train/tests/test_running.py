@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from warm_ranks import run_ranks
 
 from mcore_ckpt.storage.paths import complete_steps
 from mcore_data.indexed.writer import IndexedWriter
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train import __version__
 from mcore_train.assembly import assemble
 from mcore_train.cli import main

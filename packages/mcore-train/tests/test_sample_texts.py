@@ -10,13 +10,13 @@ import pytest
 import torch
 from forks import exit_code, fork
 from rich.console import Console
+from warm_ranks import run_ranks
 
 from mcore_ckpt.storage.paths import complete_steps
 from mcore_infer.config import SamplingConfig
 from mcore_infer.generation import generate_text
 from mcore_infer.loading import load_model
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.composition import compose
 from mcore_train.guards.signals import Stopped, StopRequest
@@ -127,7 +127,7 @@ def test_texts_lose_no_step_to_a_kill_and_are_left_between_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sample_prompts": ("So",)}, "--sample-prompts has no effect without"),
+        ({"sample_prompts": ("So",)}, "--sample-prompts So has no effect without"),
         (
             {"sample_interval": 5, "tokenizer_type": "HuggingFaceTokenizer"},
             "--sample-interval writes text: give --tokenizer-model",

@@ -3,11 +3,12 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from warm_ranks import run_ranks
 
 from mcore_models.families import GPT_FAMILY, T5_FAMILY
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.random_tiles import TILE_ELEMENTS
-from mcore_parallel.testing.ranks import gather_logical, run_ranks
+from mcore_parallel.testing.ranks import gather_logical
 from mcore_train.assembly import assemble
 from mcore_train.batches.datasets import Datasets
 from mcore_train.composition import T5TrainConfig, TrainConfig, compose

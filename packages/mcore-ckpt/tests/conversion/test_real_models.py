@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.save_load.saving import save
@@ -17,7 +18,6 @@ from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.pipeline_parallel.stages import split_layers
 from mcore_parallel.sharding import named_shards
-from mcore_parallel.testing.ranks import run_ranks
 
 pytest.importorskip("mcore_models")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from warm_ranks import run_ranks
 
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.save_load.saving import save
@@ -25,7 +26,6 @@ from mcore_parallel.sharding import (
     named_shards,
     whole,
 )
-from mcore_parallel.testing.ranks import run_ranks
 
 D, N, G, H, F, E, V, L = 6, 4, 2, 3, 8, 4, 13, 4
 

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from forks import fork, kill
+from warm_ranks import run_ranks
 
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.save_load.async_saving import AsyncSaver
@@ -19,7 +20,6 @@ from mcore_ckpt.storage.paths import complete_steps, latest_step, resolve_folder
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import Piece, Shard
-from mcore_parallel.testing.ranks import run_ranks
 
 
 def whole(data):

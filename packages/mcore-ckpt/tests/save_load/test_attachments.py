@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_ckpt.save_load.async_saving import AsyncSaver
 from mcore_ckpt.save_load.loading import load
@@ -12,7 +13,6 @@ from mcore_ckpt.storage.paths import latest_step, step_folder
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import Piece, Shard
-from mcore_parallel.testing.ranks import run_ranks
 
 
 def weights(value=1.0):

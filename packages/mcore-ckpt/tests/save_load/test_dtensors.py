@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from warm_ranks import run_ranks
 
 from mcore_ckpt.save_load.dtensors import tensor_shards
 from mcore_ckpt.save_load.loading import load
@@ -19,7 +20,6 @@ from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.save_load.torch_models import load_torch, save_torch, torch_model_shards
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 
 # Four ranks share three rows: torch pads inside, and the last rank holds nothing.
 WIDTHS = (5, 8, 3)

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.conversion.inspection import check
@@ -14,7 +15,6 @@ from mcore_ckpt.storage.index import BLOCK_BYTES, digest
 from mcore_ckpt.storage.paths import TRACKER, resolve_folder
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import Piece, Shard
-from mcore_parallel.testing.ranks import run_ranks
 
 
 def whole(data):

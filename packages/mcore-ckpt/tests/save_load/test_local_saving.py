@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_ckpt.config import LocalConfig
 from mcore_ckpt.errors import CheckpointError
@@ -13,7 +14,6 @@ from mcore_ckpt.storage.index import INDEX
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import Piece, Shard
-from mcore_parallel.testing.ranks import run_ranks
 
 
 def config(folder, **changes):

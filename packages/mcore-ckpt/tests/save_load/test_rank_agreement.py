@@ -1,11 +1,11 @@
 """Ranks that know the same or fail together."""
 
 import pytest
+from warm_ranks import run_ranks
 
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 
 
 def test_one_rank_hears_itself_as_json_says_it():

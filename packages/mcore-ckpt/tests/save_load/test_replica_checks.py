@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_ckpt.save_load import replica_checks
 from mcore_ckpt.save_load.async_saving import AsyncSaver
@@ -15,7 +16,6 @@ from mcore_ckpt.storage.paths import complete_steps, latest_step, resolve_folder
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import Piece, Shard
-from mcore_parallel.testing.ranks import run_ranks
 
 
 def piece(data, *offsets):

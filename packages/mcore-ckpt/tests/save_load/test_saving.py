@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from forks import exit_code, fork, kill
 from safetensors.torch import load_file
+from warm_ranks import run_ranks
 
 from mcore_base.file_lock import Holder
 from mcore_ckpt.errors import CheckpointError
@@ -39,7 +40,6 @@ from mcore_ckpt.storage.paths import (
 )
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.sharding import Piece, Shard
-from mcore_parallel.testing.ranks import run_ranks
 
 
 def whole(data, **fields):

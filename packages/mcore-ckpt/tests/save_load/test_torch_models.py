@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from warm_ranks import run_ranks
 
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.save_load.torch_models import load_torch, save_torch, torch_model_shards
 from mcore_parallel.mesh import SINGLE
-from mcore_parallel.testing.ranks import run_ranks
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.9)),

@@ -6,13 +6,13 @@ target's must be bit for bit what one filled from the source's is.
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_ckpt.save_load.weight_transfer import plan_transfer, transfer_weights
 from mcore_ckpt.storage.shard_plans import Claim
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
-from mcore_parallel.testing.ranks import run_ranks
 
 pytest.importorskip("mcore_models")
 

@@ -166,5 +166,5 @@ def test_files_that_are_no_text_are_named(tmp_path, capsys):
 def test_options_without_effect_on_chats_are_refused():
     with pytest.raises(ValueError, match="--eod-mask-loss has no effect with --sft"):
         DataConfig(sft=True, data_path=("x",), eod_mask_loss=True)
-    with pytest.raises(ValueError, match="--sft reads prepared chats"):
+    with pytest.raises(ValueError, match="as it reads prepared chats"):
         DataConfig(sft=True, mock_data=True)

@@ -77,6 +77,14 @@ def test_beams_are_those_of_a_search_that_reads_every_text_anew(model):
     assert not engine.has_work
 
 
+def test_beams_are_also_found_offline(model):
+    beams = SamplingConfig(num_tokens=4, beam_width=3)
+    first, second = generate(model, [PROMPT, PROMPT[:2]], beams)
+    found = [(beam.ids, pytest.approx(beam.score)) for beam in first.beams]
+    assert found == searched(model, 3, 4, 1.0, -1)
+    assert len(second.beams) == 3
+
+
 def test_a_search_ends_when_no_beam_can_do_better():
     sampling = SamplingConfig(num_tokens=9, beam_width=2, length_penalty=0.0)
     search = BeamSearch(RunningSequence([1], sampling, num_tokens=9, seed=0, eod=0))
@@ -99,7 +107,7 @@ def test_what_beams_cannot_keep_is_refused(model):
         engine.add(PROMPT, beams, stop=[[1, 2]])
     with pytest.raises(ValueError, match="maximum context length was exceeded"):
         engine.add(PROMPT, beams, num_tokens=39)
-    with pytest.raises(ValueError, match="give a --beam-width"):
+    with pytest.raises(ValueError, match="has no effect without --beam-width"):
         SamplingConfig(length_penalty=2.0)
     with pytest.raises(ValueError, match="leave temperature"):
         SamplingConfig(beam_width=2, temperature=0.5)

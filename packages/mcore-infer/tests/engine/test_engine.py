@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import (
@@ -29,7 +30,6 @@ from mcore_models.gpt import GPT
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.gemm import PlainGemm
-from mcore_parallel.testing.ranks import run_ranks
 
 PROMPTS = [
     [10, 20, 30],

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 import torch.distributed as dist
+from warm_ranks import run_ranks
 
 from mcore_infer import (
     InferenceConfig,
@@ -30,7 +31,6 @@ from mcore_infer.generation import stream_texts
 from mcore_infer.server.worker import EngineWorker, TextRequest, follow
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import Axis, ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 
 PROMPTS = [[10, 20, 30, 80, 90, 100, 110, 120, 130], [40], [10, 20, 30, 80, 95]]
 SAMPLING = SamplingConfig(num_tokens=7, top_p=0.8)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_ckpt import transfer_weights
 from mcore_infer import Engine, EngineConfig, SamplingConfig, generate, load_model
@@ -10,7 +11,6 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.stages import split_layers
 from mcore_parallel.sharding import named_shards
-from mcore_parallel.testing.ranks import run_ranks
 
 PROMPTS = [[10, 20, 30, 80, 90, 100, 110], [40, 41], [10, 20, 30, 80, 90]]
 GREEDY = SamplingConfig(num_tokens=9, top_k=1)

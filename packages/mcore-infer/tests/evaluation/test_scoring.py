@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from warm_ranks import run_ranks
 
 from mcore_infer import TextScore, load_model, score_documents, score_texts
 from mcore_infer.evaluation.scoring import plan_windows
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 
 DOCUMENTS = [[(7 * i) % 251 for i in range(n)] for n in (30, 1, 0, 75, 16)]
 ONCE = {"begin_token": 256, "context_tokens": 16, "stride": 5, "batch": 3}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from warm_ranks import run_ranks
 
 from mcore_infer import load_model
 from mcore_infer.cli import main
@@ -22,7 +23,6 @@ from mcore_infer.evaluation.wikitext import (
 )
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 
 TEXT = "= Tin =\n The cat 's hat , a ( red ) one , is old .\n"
 PASSAGES = ["the cat sat on the mat", "a word", "in the beginning was the word"]

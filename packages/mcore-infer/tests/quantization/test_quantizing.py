@@ -7,6 +7,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from safetensors.torch import load_file
+from warm_ranks import run_ranks
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, METHODS
 from mcore_ckpt.save_load.saving import save
@@ -26,7 +27,6 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.precision.gemm import PLAIN_GEMM
 from mcore_parallel.sharding import named_shards
-from mcore_parallel.testing.ranks import run_ranks
 
 DENSE = ModelDescription(
     config=TransformerConfig(
@@ -349,7 +349,7 @@ def test_quantize_is_a_command_whose_folder_generates_and_is_judged(run, tmp_pat
     for changed, message in (
         ({}, "exists and is not empty"),
         ({"output": fresh, "exclude_modules": "nothing"}, "fits no module"),
-        ({"output": fresh, "method": "int8"}, "--group-size has no effect"),
+        ({"output": fresh, "method": "int8"}, "--group-size 16 has no effect"),
         ({"output": fresh, "budget": "6"}, "--budget 6 with --method gptq"),
         (
             {"output": fresh, "method": "mixed", "budget": "6", "format": "compressed-tensors"},

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_ranks import run_command, run_ranks
 
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import InferenceConfig, SamplingConfig, build_engine, generate, load_model
@@ -28,7 +29,6 @@ from mcore_infer.writing.structured import Grammars
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch.launcher import free_port
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_command, run_ranks
 
 HERE = Path(__file__).parent
 

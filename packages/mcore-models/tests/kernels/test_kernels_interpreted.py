@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("interpreted_kernels.py")
 UNDER_THE_HOOK = f"""
 import runpy, sys
 sys.path.append({str(SCRIPT.parents[4] / "tests")!r})
-from mcore_parallel.testing.shape_checks import install_shape_checks
+from shape_checks import install_shape_checks
 install_shape_checks()
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_moe import MoEConfig, Routing
 from mcore_moe.dispatch.protocol import DispatchOptions
@@ -15,7 +16,6 @@ from mcore_moe.dispatch.symmetric import Gathered, Peers, SymmetricDispatcher
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch.launcher import initialize, launch_local, shut_down
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 
 E, K = 8, 3
 KINDS = ("uneven", "uneven skewed", "equal", "equal skewed")

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from warm_ranks import run_ranks
 
 from mcore_moe import (
     MoEConfig,
@@ -15,7 +16,6 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.rng import RngStreams
 from mcore_parallel.sharding import named_shards
-from mcore_parallel.testing.ranks import run_ranks
 
 # Three tokens and four experts; the numbers of this file were obtained by running the
 # reference implementation on them (Megatron-LM, August 2026).

@@ -2,11 +2,11 @@ from math import log
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_moe import SUMMARY, MoEConfig, MoELayer, RouterStats, finish_step, summarize
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 
 CONFIG = MoEConfig(
     num_experts=4,

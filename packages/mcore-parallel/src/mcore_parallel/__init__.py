@@ -74,7 +74,6 @@ _EXPORTS: dict[str, str] = {
     "replicated": "sharding",
     "ring_attention": "context_parallel.ring_attention",
     "hierarchical_attention": "context_parallel.ring_attention",
-    "run_command": "testing.ranks",
     "run_ranks": "testing.ranks",
     "run_schedule": "pipeline_parallel.runner",
     "search_schedules": "pipeline_parallel.search",

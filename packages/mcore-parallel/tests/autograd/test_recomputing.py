@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from warm_ranks import run_ranks
 
 from mcore_parallel.autograd.recomputing import recompute, recompute_between
 from mcore_parallel.collectives import all_reduce
@@ -13,7 +14,6 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 from mcore_parallel.rng import RngStreams, StreamDropout
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from mcore_parallel.testing.ranks import run_ranks
 
 S, B, D = 8, 2, 6
 

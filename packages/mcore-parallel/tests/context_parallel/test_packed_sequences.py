@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from warm_ranks import run_ranks
 
 from mcore_parallel.context_parallel.packed_sequences import Documents, Pieces, own_ranges
 from mcore_parallel.mesh import Axis
-from mcore_parallel.testing.ranks import run_ranks
 
 
 def numbers(rows, length):

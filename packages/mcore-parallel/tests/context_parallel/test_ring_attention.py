@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_parallel.collectives import start_shift, wait
 from mcore_parallel.config import ParallelConfig
@@ -17,7 +18,6 @@ from mcore_parallel.context_parallel.ring_attention import ring_attention, ring_
 from mcore_parallel.context_parallel.zigzag import zigzag_split
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.rng import fill_normal_
-from mcore_parallel.testing.ranks import run_ranks
 
 # float64: softmax sums of at most 16 terms in another order.
 EXACT = {"rtol": 1e-11, "atol": 1e-11}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from warm_ranks import run_ranks
 
 from mcore_parallel.collectives import all_gather
 from mcore_parallel.config import ParallelConfig
@@ -15,7 +16,6 @@ from mcore_parallel.context_parallel.zigzag import (
 )
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.rng import fill_normal_
-from mcore_parallel.testing.ranks import run_ranks
 
 # float64: softmax sums of at most 16 terms in another order.
 EXACT = {"rtol": 1e-11, "atol": 1e-11}

@@ -15,6 +15,7 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
+from warm_ranks import run_ranks
 
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.collectives import (
@@ -33,7 +34,7 @@ from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.sharding import ParamLayout, Part, named_shards, replicated, sliced, whole
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
-from mcore_parallel.testing.ranks import gather_logical, run_ranks
+from mcore_parallel.testing.ranks import gather_logical
 
 TOKENS, HIDDEN, FFN, HEADS, HEAD, VOCAB, EXPERTS = 12, 5, 12, 2, 3, 7, 4
 MICROBATCHES, DATA = 3, 6  # data ranks of the batch; a layout's dp divides them

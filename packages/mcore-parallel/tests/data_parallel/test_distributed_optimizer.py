@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from warm_ranks import run_ranks
 
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
@@ -18,7 +19,7 @@ from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig, SGDConfig
 from mcore_parallel.optimizers.sgd import SGD
 from mcore_parallel.sharding import ParamLayout, Part, named_parameters, named_shards, whole
-from mcore_parallel.testing.ranks import gather_logical, run_ranks
+from mcore_parallel.testing.ranks import gather_logical
 
 SHARDED = DataParallelConfig(use_distributed_optimizer=True)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from warm_ranks import run_ranks
 
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
@@ -15,7 +16,6 @@ from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.precision.config import Fp8Config
 from mcore_parallel.precision.fp8 import WeightCasts, fp8_gemms
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from mcore_parallel.testing.ranks import run_ranks
 
 D, F = 32, 64
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from warm_ranks import run_ranks
 
 from mcore_parallel.autograd.grad_slot import grad_slot, overwrites
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
@@ -13,7 +14,7 @@ from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
-from mcore_parallel.testing.ranks import gather_logical, run_ranks
+from mcore_parallel.testing.ranks import gather_logical
 
 
 class Block(nn.Linear):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.data_parallel.grads import (
@@ -23,7 +24,7 @@ from mcore_parallel.sharding import (
     named_shards,
     whole,
 )
-from mcore_parallel.testing.ranks import gather_logical, run_ranks
+from mcore_parallel.testing.ranks import gather_logical
 
 
 def shard(data, *replicas):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
+from warm_ranks import run_ranks
 
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.data_parallel.ddp import DataParallel
@@ -13,7 +14,7 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.sharding import named_shards, whole
-from mcore_parallel.testing.ranks import gather_logical, run_ranks
+from mcore_parallel.testing.ranks import gather_logical
 
 PLAIN = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=20)
 OVERLAPPED = DataParallelConfig(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from warm_ranks import run_ranks
 
 from mcore_parallel.collectives import own_slice
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
@@ -16,7 +17,6 @@ from mcore_parallel.optimizers.config import AdamConfig
 from mcore_parallel.sharding import replicated
 from mcore_parallel.tensor_parallel.embedding import VocabParallelEmbedding
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from mcore_parallel.testing.ranks import run_ranks
 
 SHARDED = DataParallelConfig(use_distributed_optimizer=True)
 TENSOR = ParallelConfig(tensor_model_parallel_size=2)

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from warm_ranks import run_command
 
 from mcore_parallel.launch.launcher import (
     RankEnvironment,
@@ -21,7 +22,6 @@ from mcore_parallel.launch.launcher import (
     read_environment,
     shut_down,
 )
-from mcore_parallel.testing.ranks import run_command
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 

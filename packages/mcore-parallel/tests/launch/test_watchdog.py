@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from warm_ranks import run_command
 
 from mcore_parallel.launch.call_checks import Agreement, DisagreementError
 from mcore_parallel.launch.launcher import free_port
 from mcore_parallel.launch.watchdog import Watch, call_site, where_in
 from mcore_parallel.mesh import Axis
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
-from mcore_parallel.testing.ranks import run_command
 
 HERE = Path(__file__).parent
 WORLD_SIZE = 3

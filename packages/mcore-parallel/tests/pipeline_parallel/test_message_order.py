@@ -7,6 +7,7 @@ from itertools import groupby
 import pytest
 import torch
 from torch import nn
+from warm_ranks import run_ranks
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import Axis, ParallelContext
@@ -22,7 +23,6 @@ from mcore_parallel.pipeline_parallel.schedule import build_schedule
 from mcore_parallel.pipeline_parallel.simulator import simulate
 from mcore_parallel.pipeline_parallel.stages import Placement
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
-from mcore_parallel.testing.ranks import run_ranks
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", *V_SHAPED)
 MILLISECONDS = {"F": 26.0, "B": 54.0, "I": 34.0, "W": 20.0}

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch.call_checks import DisagreementError
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.p2p import Message, post, post_each
-from mcore_parallel.testing.ranks import run_ranks
 
 
 def around_the_ring():

@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
+from warm_ranks import run_ranks
 
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.collectives import all_reduce
@@ -33,7 +34,7 @@ from mcore_parallel.pipeline_parallel.stages import split_layers, stages_of_rank
 from mcore_parallel.pipeline_parallel.weight_queue import WeightQueue
 from mcore_parallel.sharding import ParamLayout, named_shards, whole
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear
-from mcore_parallel.testing.ranks import gather_logical, run_ranks
+from mcore_parallel.testing.ranks import gather_logical
 
 LAYERS, SEQUENCE, BATCH, HIDDEN, VOCAB = 4, 3, 2, 4, 6
 MICROBATCHES, DATA = 2, 6  # data ranks of the batch; a layout's dp divides them

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from warm_ranks import run_ranks
 
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import (
@@ -27,7 +28,6 @@ from mcore_parallel.precision.fp8_cast import cast, cast_lines
 from mcore_parallel.precision.fp8_recipes import Cut, Delayed, Tensorwise
 from mcore_parallel.precision.gemm import PLAIN_GEMM
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from mcore_parallel.testing.ranks import run_ranks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 T, D, F = 64, 96, 64

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from warm_ranks import run_ranks
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore_parallel.tensor_parallel.linear_cross_entropy import head_loss
-from mcore_parallel.testing.ranks import run_ranks
 
 # float64: sums over ranks in another order.
 EXACT = {"rtol": 1e-12, "atol": 1e-12}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from warm_ranks import run_ranks
 
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import ParallelConfig
@@ -14,7 +15,6 @@ from mcore_parallel.tensor_parallel.embedding import (
     VocabParallelHead,
     padded_vocab,
 )
-from mcore_parallel.testing.ranks import run_ranks
 
 # float64: sums over a few ranks and tokens in another order.
 EXACT = {"rtol": 1e-12, "atol": 1e-12}

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from warm_ranks import run_ranks
 
 from mcore_parallel.autograd.grad_slot import grad_slot
 from mcore_parallel.config import ParallelConfig
@@ -17,7 +18,6 @@ from mcore_parallel.tensor_parallel.linear import (
     Output,
     RowParallelLinear,
 )
-from mcore_parallel.testing.ranks import run_ranks
 
 # float64: the order of a few dozen additions is all that differs.
 EXACT = {"rtol": 1e-12, "atol": 1e-12}

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from warm_ranks import run_ranks
 
-from mcore_parallel import ParallelConfig, ParallelContext, run_ranks
+from mcore_parallel import ParallelConfig, ParallelContext
 from mcore_parallel.autograd.grad_slot import accumulate_matmul, grad_slot
 from mcore_parallel.collectives import all_gather, own_slice
 from mcore_parallel.tensor_parallel.linear_cross_entropy import head_loss

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
@@ -38,7 +39,7 @@ def gradients_and_loss(ctx, mistake):
 
 
 def test_layouts_that_agree_say_how_closely():
-    errors = compare_layouts(gradients_and_loss, LAYOUTS, "none")
+    errors = compare_layouts(gradients_and_loss, LAYOUTS, "none", run=run_ranks)
     assert set(errors) == {"weight", "loss"}
     assert max(errors.values()) <= 1e-14
 
@@ -55,16 +56,18 @@ def test_layouts_that_agree_say_how_closely():
 )
 def test_what_is_off_is_named(mistake, told):
     with pytest.raises(AssertionError, match=told):
-        compare_layouts(gradients_and_loss, LAYOUTS, mistake)
+        compare_layouts(gradients_and_loss, LAYOUTS, mistake, run=run_ranks)
 
 
 def test_a_rank_that_fails_is_told_with_its_reason():
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2 failed.*the reason"):
-        compare_layouts(gradients_and_loss, LAYOUTS, "raises")
+        compare_layouts(gradients_and_loss, LAYOUTS, "raises", run=run_ranks)
 
 
 def test_more_may_be_allowed():
-    errors = compare_layouts(gradients_and_loss, LAYOUTS, "one rank off", tolerance=1e-5)
+    errors = compare_layouts(
+        gradients_and_loss, LAYOUTS, "one rank off", tolerance=1e-5, run=run_ranks
+    )
     assert errors["loss"] == pytest.approx(1e-6)
 
 

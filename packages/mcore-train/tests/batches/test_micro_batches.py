@@ -5,13 +5,13 @@ import os
 import numpy as np
 import pytest
 import torch
+from warm_ranks import run_command, run_ranks
 
 from mcore_data.cli import main as mcore_data
 from mcore_data.datasets.mock import MockGPTDataset
 from mcore_data.indexed.writer import IndexedWriter
 from mcore_data.loading.loader import build_loader
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_command, run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.batches.datasets import Datasets
 from mcore_train.batches.micro_batches import BatchPlace, train_batches, valid_batches

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_ckpt.conversion.conversion import convert, mcore_to_hf
 from mcore_ckpt.save_load.loading import describe_checkpoint
@@ -15,7 +16,6 @@ from mcore_models.peft.lora import MAGNITUDE_NAME
 from mcore_models.peft.quantized_base import QuantizedMatrix
 from mcore_moe.experts.experts import Experts
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.batches.datasets import Datasets
 from mcore_train.checkpoints.checkpointing import Checkpoints

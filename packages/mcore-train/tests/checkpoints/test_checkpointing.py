@@ -6,6 +6,7 @@ from shutil import rmtree
 import pytest
 import torch
 from safetensors.torch import load_file
+from warm_ranks import run_ranks
 
 from mcore_ckpt.conversion.conversion import mcore_to_hf
 from mcore_ckpt.conversion.inspection import check, differences
@@ -16,7 +17,6 @@ from mcore_ckpt.storage.index import read_index
 from mcore_ckpt.storage.paths import resolve_folder
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.batches.datasets import Datasets
 from mcore_train.checkpoints.adapter_bases import check_model, model_description

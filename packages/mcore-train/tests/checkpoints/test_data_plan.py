@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from warm_ranks import run_ranks
 
 from mcore_data.cli import main as mcore_data
 from mcore_data.config import PreprocessConfig, TokenizerConfig
@@ -19,7 +20,6 @@ from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tracing.data_plan import find_plan
 from mcore_data.tracing.explaining import RunData
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train import loop
 from mcore_train.assembly import assemble
 from mcore_train.batches.micro_batches import train_batches

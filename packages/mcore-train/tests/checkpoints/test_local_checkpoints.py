@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.batches.datasets import Datasets
 from mcore_train.checkpoints.resuming import load_run, take_snapshot

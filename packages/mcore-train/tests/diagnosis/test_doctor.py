@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from warm_ranks import run_command, run_ranks
 
 from mcore_base.command_line import parse as parse_options
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
-from mcore_parallel.testing.ranks import run_command, run_ranks
 from mcore_train.composition import flag_names
 from mcore_train.diagnosis import probes
 from mcore_train.diagnosis.doctor import (

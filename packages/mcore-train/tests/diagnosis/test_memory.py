@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_ranks import run_command
 
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_command
 from mcore_train.assembly import assemble
 from mcore_train.composition import compose
 from mcore_train.diagnosis.memory import (

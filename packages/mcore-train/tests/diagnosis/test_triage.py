@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm_ranks import run_command
 
-from mcore_parallel.testing.ranks import run_command
 from mcore_train.composition import flag_names
 from mcore_train.diagnosis.flight_recorder import first_divergence, read_dumps
 from mcore_train.diagnosis.memory_mends import MemoryRecord, cheapest_mend

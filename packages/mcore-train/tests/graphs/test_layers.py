@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.context_parallel.packed_sequences import Documents
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.composition import compose
 from mcore_train.graphs.layers import LayerRecorder

@@ -5,10 +5,10 @@ import time
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_ckpt.storage.paths import complete_steps
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.composition import compose
 from mcore_train.guards.nan_guard import FiniteGradients, NonFiniteError

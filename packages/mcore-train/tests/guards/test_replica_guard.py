@@ -1,11 +1,11 @@
 """A run whose copies of weights came apart ends, and says what may be gone on from."""
 
 import pytest
+from warm_ranks import run_ranks
 
 from mcore_ckpt.storage.paths import complete_steps
 from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.assembly import assemble
 from mcore_train.composition import compose
 from mcore_train.loop import train

@@ -2,10 +2,10 @@ import signal
 
 import pytest
 import torch.distributed as dist
+from warm_ranks import run_ranks
 
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.guards.signals import StopRequest
 
 

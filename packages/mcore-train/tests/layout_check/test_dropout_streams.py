@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.rng import RngStreams
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.composition import compose
 from mcore_train.layout_check.dropout_streams import noise_faults
 from mcore_train.layout_check.rows import build_rows

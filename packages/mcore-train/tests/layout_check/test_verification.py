@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_ranks import run_ranks
 
 from mcore_models.config import RecomputeConfig
 from mcore_parallel.config import DataParallelConfig
 from mcore_parallel.mesh import ParallelContext
-from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.cli import main
 from mcore_train.composition import compose
 from mcore_train.layout_check.certificate import Certificate, Line

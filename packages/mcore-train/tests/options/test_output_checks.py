@@ -1,9 +1,9 @@
 from contextlib import nullcontext
 
 import pytest
+from warm_ranks import run_command
 
 from mcore_base.destinations import check_file, check_folder
-from mcore_parallel.testing.ranks import run_command
 from mcore_train.composition import compose
 from mcore_train.options.output_checks import check_destinations
 

@@ -7,9 +7,9 @@ import urllib.error
 import urllib.request
 
 import pytest
+from warm_ranks import run_command
 
 from mcore_parallel.launch.launcher import free_port
-from mcore_parallel.testing.ranks import run_command
 from mcore_train.reporting.health import Health, HealthServer
 
 PLACE = "http://127.0.0.1:{}{}"

@@ -349,7 +349,7 @@ def _is_own(frame: FrameType) -> bool:
 def _is_foreign(frame: FrameType) -> bool:
     """Whether a frame is torch's, or a wrapper that checks shapes in tests."""
     path = frame.f_code.co_filename
-    is_wrapper = path.startswith("<") or path.endswith("testing/shape_checks.py")
+    is_wrapper = path.startswith("<") or path.endswith("tests/shape_checks.py")
     return is_wrapper or any(f"/{name}/" in path for name in FOREIGN)
 
 

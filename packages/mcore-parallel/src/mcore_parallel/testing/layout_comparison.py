@@ -10,10 +10,14 @@ from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 
 from mcore_parallel.config import ParallelConfig
-from mcore_parallel.testing.ranks import gather_logical, run_ranks
-from mcore_parallel.testing.worker_pool import import_address, load_function
+from mcore_parallel.testing.ranks import (
+    gather_logical,
+    import_address,
+    load_function,
+    run_ranks,
+)
 
-if TYPE_CHECKING:  # Loaded later, under the shape hook of the children.
+if TYPE_CHECKING:  # A rank loads torch before it loads these modules.
     from torch import Tensor
 
     from mcore_parallel.sharding import Shard
@@ -32,12 +36,12 @@ def compare_layouts(
     *arguments: Any,
     tolerance: float = EXACT,
     timeout_s: float = 120.0,
-    check_shapes: bool = True,
+    run: Callable[..., "list[Any]"] = run_ranks,
 ) -> dict[str, float]:
     """Compare a program under several rank grids with its results on one rank.
 
-    Ranks are warm gloo processes (``run_ranks``). For tests of small models: whole tensors
-    travel as bytes.
+    Ranks are gloo processes on this host. For tests of small models: whole tensors are sent
+    as bytes.
 
     Args:
         trial: a module-level function; called on every rank with that rank's context, torch
@@ -48,7 +52,7 @@ def compare_layouts(
         arguments: passed to every rank; they must pickle.
         tolerance: largest error allowed, see ``tensor_errors``.
         timeout_s: for each layout.
-        check_shapes: as for ``run_ranks``; false for compiled code.
+        run: starts the ranks of one world, with the arguments of ``run_ranks``.
 
     Returns:
         The worst error of each name over the layouts.
@@ -61,24 +65,16 @@ def compare_layouts(
     """
     place = import_address(trial)
 
-    def run(num_ranks: int, config: ParallelConfig) -> "list[dict[str, Tensor]]":
+    def results(num_ranks: int, config: ParallelConfig) -> "list[dict[str, Tensor]]":
         """Return the whole tensors of each rank, each with the logical tensors of all."""
-        found = run_ranks(
-            _try_out,
-            num_ranks,
-            place,
-            config,
-            arguments,
-            timeout_s=timeout_s,
-            check_shapes=check_shapes,
-        )
+        found = run(_try_out, num_ranks, place, config, arguments, timeout_s=timeout_s)
         logical = found[0][0]
         return [logical | tensors for _, tensors in found]
 
-    (expected,) = run(1, ParallelConfig())
+    (expected,) = results(1, ParallelConfig())
     worst = dict.fromkeys(expected, 0.0)
     for num_ranks, config in layouts:
-        for found in run(num_ranks, config):
+        for found in results(num_ranks, config):
             words = f"{trial.__name__} on {num_ranks} ranks, {config}"
             for name, error in _errors(found, expected, tolerance, words).items():
                 worst[name] = max(worst[name], error)

@@ -1,19 +1,21 @@
-"""Many ranks in a test, and commands, on processes that have torch loaded.
+"""Programs on several gloo ranks of this host, and whole tensors from what the ranks hold."""
 
-Starting Python with torch costs seconds, a world of ranks 6 to 40 s on two cores. So
-``run_ranks`` uses one pool of gloo processes for the whole test run, and ``run_command`` forks
-a command from the same server (``worker_pool``) instead of starting ``python -m``.
-"""
-
-import subprocess
+import importlib
+import importlib.util
+import multiprocessing as mp
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mcore_parallel.testing.commands import run_forked
-from mcore_parallel.testing.worker_pool import OUR_PACKAGES, Pool
-
-if TYPE_CHECKING:  # Loaded later, under the shape hook of the children.
+if TYPE_CHECKING:  # A rank loads torch before it loads these modules.
     import numpy as np
     from torch import Tensor
     from torch import dtype as Dtype
@@ -21,80 +23,163 @@ if TYPE_CHECKING:  # Loaded later, under the shape hook of the children.
     from mcore_parallel.mesh import Axis
     from mcore_parallel.sharding import Shard
 
-# One pool for each value of check_shapes; it lives as long as the test run.
-_POOLS: dict[bool, Pool] = {}
-
 
 def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *arguments: Any,
-    timeout_s: float = 120.0,
-    check_shapes: bool = True,
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0
 ) -> list[Any]:
-    """Run ``function(*arguments)`` on every rank of a fresh gloo world.
+    """Run ``function(*arguments)`` on every rank of a new gloo world on this host's CPU.
 
     Inside, ``torch.distributed`` is initialised: read the rank from it, or build a
-    ``ParallelContext``. The function is found by its file and name, so any module-level
-    function of a test file works; arguments and results must pickle (tensors do). A rank has
-    one thread. When one fails, those that wait for it are ended; the next call replaces them.
-    A script calls it under ``if __name__ == "__main__"``, as its ranks read the script again.
+    ``ParallelContext``. The function is found by its file and name, so a module-level function
+    of a test file works under any import mode of pytest; arguments and results must pickle
+    (tensors do). A rank has one thread. When a rank fails, all ranks are ended. A script calls
+    it under ``if __name__ == "__main__"``, as its ranks read the script again.
 
     Args:
         function: a module-level function.
         world_size: ranks, 1 or more.
         arguments: passed to every rank.
-        timeout_s: after which the ranks are ended, from when all have loaded the function.
-        check_shapes: run with the jaxtyping annotations of these packages checked, where
-            beartype is installed; false for compiled code.
+        timeout_s: after which the ranks are ended, from their start.
 
     Returns:
-        One result a rank, in rank order.
+        One result for each rank, in rank order.
 
     Raises:
         RuntimeError: if a rank raises or dies (its traceback inside), or time runs out.
     """
-    return _pool(check_shapes).run(function, world_size, arguments, timeout_s)
+    address = import_address(function)
+    # Ranks are forked from one process that has loaded torch and what this process has loaded
+    # of our packages; forks of this process itself would inherit torch's threads.
+    context = mp.get_context("forkserver")
+    loaded = [name for name in sys.modules if name.startswith("mcore_")]
+    context.set_forkserver_preload(
+        ["torch.distributed", *(name for name in loaded if not name.endswith("__main__"))]
+    )
+    ranks: dict[Connection, int] = {}
+    processes = []
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        store = os.path.join(folder, "store")
+        task = (address, world_size, store, pickle.dumps(arguments))
+        try:
+            for rank in range(world_size):
+                here, there = context.Pipe()
+                with there:
+                    processes.append(
+                        context.Process(
+                            target=_run_rank, args=(there, rank, *task), daemon=True
+                        )
+                    )
+                    processes[-1].start()
+                ranks[here] = rank
+            return collect_results(ranks, timeout_s)
+        except BaseException:
+            for process in processes:
+                process.kill()
+            raise
+        finally:
+            for pipe in ranks:
+                pipe.close()  # A rank that has answered ends then.
+            for process in processes:
+                process.join()
 
 
-def _pool(check_shapes: bool) -> Pool:
-    if check_shapes not in _POOLS:
-        _POOLS[check_shapes] = Pool(check_shapes)
-    return _POOLS[check_shapes]
-
-
-def run_command(
-    module: str,
-    *words: object,
-    env: Mapping[str, str] | None = None,
-    cwd: str | Path | None = None,
-    timeout_s: float = 240.0,
-    is_ours: bool | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m module words`` in a process that has torch loaded already.
-
-    A command of ours finds what this process has imported of these packages loaded too.
-
-    The module runs as ``__main__`` in a process of its own, with its own arguments, folder,
-    environment and standard streams, and with one thread. Shapes are not checked.
+def collect_results(ranks: Mapping[Connection, int], timeout_s: float) -> list[Any]:
+    """Wait for a pickled (traceback or None, result) of every rank; return the results.
 
     Args:
-        module: a package with a ``__main__``, or a module.
-        words: arguments, turned into strings.
-        env: environment; None means that of this process.
-        cwd: folder to run in; None means this one.
-        timeout_s: after which the command is ended.
-        is_ours: whether it uses these packages; None: whether it is one of them.
-
-    Returns:
-        Exit code and all that was written to standard output and standard error.
+        ranks: the pipe to each rank, and its number.
+        timeout_s: for all of them together.
 
     Raises:
-        subprocess.TimeoutExpired: if it takes longer.
+        RuntimeError: if a rank sends a traceback or dies, or time runs out.
     """
-    is_ours = module in OUR_PACKAGES if is_ours is None else is_ours
-    run = _pool(False).server().run if is_ours else None
-    return run_forked(module, [str(word) for word in words], env, cwd, timeout_s, run)
+    waiting, results = dict(ranks), [None] * len(ranks)
+    deadline = time.monotonic() + timeout_s
+    while waiting:
+        ready: list[Any] = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RuntimeError(
+                f"ranks {sorted(waiting.values())} of {len(ranks)} gave no answer in "
+                f"{timeout_s} s"
+            )
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                failure, results[rank] = pickle.loads(pipe.recv_bytes())
+            except (EOFError, OSError):
+                raise RuntimeError(f"rank {rank} of {len(ranks)} died") from None
+            if failure:
+                raise RuntimeError(f"rank {rank} of {len(ranks)} failed:\n{failure}")
+    return results
+
+
+def _run_rank(
+    pipe: Connection,
+    rank: int,
+    address: tuple[str, str, str],
+    world_size: int,
+    store: str,
+    arguments: bytes,
+) -> None:
+    """Run in a rank: join the world, send the function's result or a traceback."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        function = load_function(address)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        )
+        answer = pickle.dumps((None, function(*pickle.loads(arguments))))
+        dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - the parent raises it, with this traceback
+        # The group stays open until the parent has read this: closing it would fail the other
+        # ranks, whose error about a lost connection might come first.
+        answer = pickle.dumps((traceback.format_exc(), None))
+    pipe.send_bytes(answer)
+    pipe.poll(None)  # until the parent closes its end
+
+
+def import_address(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Return how another process finds a function: module, file, name.
+
+    Raises:
+        ValueError: if it is no module-level function of a file.
+    """
+    path = getattr(sys.modules.get(function.__module__), "__file__", None)
+    if path is None or "<locals>" in function.__qualname__:
+        raise ValueError(f"{function.__qualname__} must be a module-level function of a file")
+    return function.__module__, path, function.__qualname__
+
+
+def load_function(address: tuple[str, str, str]) -> Callable[..., Any]:
+    """Return the function that ``import_address`` named in another process."""
+    module_name, file, name = address
+    if module_name.startswith("mcore_"):
+        module = importlib.import_module(module_name)
+        return getattr(module, name)
+    # A test file is no importable module under pytest's importlib mode: load it by path, under
+    # the name that it has there, so that its classes travel both ways.
+    module = sys.modules.get(module_name)
+    if module is None:
+        # Unpickling a class of ``a.b.c`` imports ``a`` first, and may import its neighbours.
+        parents = module_name.split(".")[:-1]
+        for count in range(1, len(parents) + 1):
+            parent = ModuleType(".".join(parents[:count]))
+            parent.__path__ = [str(Path(file).parents[len(parents) - count])]
+            sys.modules.setdefault(parent.__name__, parent)
+        sys.path.insert(0, str(Path(file).parent))
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{file} is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    function: Any = module
+    for attribute in name.split("."):
+        function = getattr(function, attribute)
+    return function
 
 
 def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, Tensor]":

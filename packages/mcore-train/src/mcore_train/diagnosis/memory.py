@@ -182,7 +182,7 @@ def _storages(run: Run) -> dict[str, list[torch.UntypedStorage]]:
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
             storage = local.untyped_storage()
-            if local.device == run.ctx.device and storage.data_ptr() not in taken:
+            if local.device.type == run.ctx.device.type and storage.data_ptr() not in taken:
                 storages[storage.data_ptr()] = storage
         taken |= set(storages)
         found[name] = list(storages.values())

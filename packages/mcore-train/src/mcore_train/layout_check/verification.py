@@ -26,7 +26,7 @@ from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.config import OffloadConfig
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.testing.layout_comparison import EXACT
-from mcore_parallel.testing.worker_pool import Pool
+from mcore_parallel.testing.ranks import run_ranks
 from mcore_train.composition import FAMILY_COMMANDS, Command, TrainConfig, Verified, flat
 from mcore_train.config import LoadConfig
 from mcore_train.layout_check.certificate import (
@@ -169,11 +169,7 @@ def verify_here(small: SmallRun, *, quiet: bool = False) -> Certificate:
             "%s, on this host's processors",
             describe_layout(small.config.parallelism, small.world_size),
         )
-    ranks = Pool(check_shapes=False)
-    try:
-        return ranks.run(verify_on_rank, small.world_size, (small, quiet), TIMEOUT_S)[0]
-    finally:
-        ranks.stop()
+    return run_ranks(verify_on_rank, small.world_size, small, quiet, timeout_s=TIMEOUT_S)[0]
 
 
 def verify_in_world(small: SmallRun, *, quiet: bool = False) -> Certificate | None:

@@ -1,10 +1,10 @@
-"""The processes behind ``testing``: forked from others that have torch loaded.
+"""Ranks and commands of tests, on processes that have torch loaded.
 
-A ``Pool`` keeps gloo ranks for the whole test run. Each call makes a new world of the first N
-of them. If a rank fails, all ranks of that world are ended, so none waits for a dead peer, and
-the next call forks new ones from the ``ForkServer``.
-
-Commands of ours are forked from the same server as unchecked ranks (``commands``).
+Starting Python with torch costs seconds, a world of ranks 6 to 40 s on two cores. So
+``run_ranks`` uses one ``Pool`` of gloo processes for the whole test run: each call makes a new
+world of the first N of them. If a rank fails, all ranks of that world are ended, so none waits
+for a dead peer, and the next call forks new ones from the ``ForkServer``. ``run_command`` forks
+a command from the same server instead of starting ``python -m``.
 """
 
 import gc
@@ -15,22 +15,23 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from mcore_parallel.testing.commands import Command, warm_context, watch_command
-from mcore_parallel.testing.shape_checks import CHECKED_PACKAGES, install_shape_checks
+from shape_checks import CHECKED_PACKAGES, install_shape_checks
+from warm_commands import Command, run_forked, warm_context, watch_command
+
+from mcore_parallel.testing.ranks import collect_results, import_address, load_function
 
 # What a first ``torch.compile`` loads, for 4 s a rank; starts no thread, so it may be forked.
 # Beside a GPU it starts CUDA, which a forked process cannot use: there each rank loads it.
@@ -38,7 +39,82 @@ COMPILER = ("torch._dynamo.backends.debugging", "torch._inductor.lowering")
 LOADING_S = 300.0
 """More than a task's own limit, for ranks that load its file and meet: on a crowded host that
 takes longer than most tasks."""
-OUR_PACKAGES = (*CHECKED_PACKAGES, "mcore_data", "mcore_train")
+OUR_PACKAGES = (*CHECKED_PACKAGES, "mcore_base", "mcore_data", "mcore_train")
+
+# One pool for each value of check_shapes; it lives as long as the test run.
+_POOLS: "dict[bool, Pool]" = {}
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    timeout_s: float = 120.0,
+    check_shapes: bool = True,
+) -> list[Any]:
+    """Run ``function(*arguments)`` on every rank of a fresh gloo world.
+
+    Inside, ``torch.distributed`` is initialised: read the rank from it, or build a
+    ``ParallelContext``. The function is found by its file and name, so any module-level
+    function of a test file works; arguments and results must pickle (tensors do). A rank has
+    one thread. When one fails, those that wait for it are ended; the next call replaces them.
+    A script calls it under ``if __name__ == "__main__"``, as its ranks read the script again.
+
+    Args:
+        function: a module-level function.
+        world_size: ranks, 1 or more.
+        arguments: passed to every rank.
+        timeout_s: after which the ranks are ended, from when all have loaded the function.
+        check_shapes: run with the jaxtyping annotations of these packages checked, where
+            beartype is installed; false for compiled code.
+
+    Returns:
+        One result a rank, in rank order.
+
+    Raises:
+        RuntimeError: if a rank raises or dies (its traceback inside), or time runs out.
+    """
+    return _pool(check_shapes).run(function, world_size, arguments, timeout_s)
+
+
+def _pool(check_shapes: bool) -> "Pool":
+    if check_shapes not in _POOLS:
+        _POOLS[check_shapes] = Pool(check_shapes)
+    return _POOLS[check_shapes]
+
+
+def run_command(
+    module: str,
+    *words: object,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    timeout_s: float = 240.0,
+    is_ours: bool | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m module words`` in a process that has torch loaded already.
+
+    A command of ours finds what this process has imported of these packages loaded too.
+
+    The module runs as ``__main__`` in a process of its own, with its own arguments, folder,
+    environment and standard streams, and with one thread. Shapes are not checked.
+
+    Args:
+        module: a package with a ``__main__``, or a module.
+        words: arguments, turned into strings.
+        env: environment; None means that of this process.
+        cwd: folder to run in; None means this one.
+        timeout_s: after which the command is ended.
+        is_ours: whether it uses these packages; None: whether it is one of them.
+
+    Returns:
+        Exit code and all that was written to standard output and standard error.
+
+    Raises:
+        subprocess.TimeoutExpired: if it takes longer.
+    """
+    is_ours = module in OUR_PACKAGES if is_ours is None else is_ours
+    run = _pool(False).server().run if is_ours else None
+    return run_forked(module, [str(word) for word in words], env, cwd, timeout_s, run)
 
 
 class ForkServer:
@@ -135,7 +211,7 @@ class Pool:
     def run(
         self, function: Callable[..., Any], world_size: int, arguments: tuple, timeout_s: float
     ) -> list[Any]:
-        """Run a function on every rank of a new world; see ``testing.run_ranks``."""
+        """Run a function on every rank of a new world; see ``run_ranks``."""
         address = import_address(function)
         server = self.server()
         while len(self.members) < world_size:
@@ -165,25 +241,8 @@ class Pool:
 
     def _collect(self, world_size: int, timeout_s: float) -> list[Any]:
         """Wait for one message of every rank: that it is ready, or its result."""
-        waiting = {self.members[rank].pipe: rank for rank in range(world_size)}
-        results: list[Any] = [None] * world_size
-        deadline = time.monotonic() + timeout_s
-        while waiting:
-            ready: list[Any] = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise RuntimeError(
-                    f"ranks {sorted(waiting.values())} of {world_size} gave no answer in "
-                    f"{timeout_s} s"
-                )
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    failure, results[rank] = pickle.loads(pipe.recv_bytes())
-                except (EOFError, OSError):
-                    raise RuntimeError(f"rank {rank} of {world_size} died") from None
-                if failure:
-                    raise RuntimeError(f"rank {rank} of {world_size} failed:\n{failure}")
-        return results
+        pipes = {self.members[rank].pipe: rank for rank in range(world_size)}
+        return collect_results(pipes, timeout_s)
 
     def stop(self) -> None:
         """End all ranks."""
@@ -192,18 +251,6 @@ class Pool:
                 self.fork_server.end(member)
             self.fork_server.stop()
         self.fork_server, self.members = None, []
-
-
-def import_address(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """Return how another process finds a function: module, file, name.
-
-    Raises:
-        ValueError: if it is no module-level function of a file.
-    """
-    path = getattr(sys.modules.get(function.__module__), "__file__", None)
-    if path is None or "<locals>" in function.__qualname__:
-        raise ValueError(f"{function.__qualname__} must be a module-level function of a file")
-    return function.__module__, path, function.__qualname__
 
 
 def _serve_forks(
@@ -307,32 +354,3 @@ def _start_afresh() -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
     forget_meshes()
-
-
-def load_function(address: tuple[str, str, str]) -> Callable[..., Any]:
-    """Return the function that ``import_address`` named in another process."""
-    module_name, file, name = address
-    if module_name.startswith("mcore_"):
-        module = importlib.import_module(module_name)
-        return getattr(module, name)
-    # A test file is no importable module under pytest's importlib mode: load it by path, under
-    # the name that it has there, so that its classes travel both ways.
-    module = sys.modules.get(module_name)
-    if module is None:
-        # Unpickling a class of ``a.b.c`` imports ``a`` first, and may import its neighbours.
-        parents = module_name.split(".")[:-1]
-        for count in range(1, len(parents) + 1):
-            parent = ModuleType(".".join(parents[:count]))
-            parent.__path__ = [str(Path(file).parents[len(parents) - count])]
-            sys.modules.setdefault(parent.__name__, parent)
-        sys.path.insert(0, str(Path(file).parent))
-        spec = importlib.util.spec_from_file_location(module_name, file)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{file} is no Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        spec.loader.exec_module(module)
-    function: Any = module
-    for attribute in name.split("."):
-        function = getattr(function, attribute)
-    return function

@@ -1,6 +1,6 @@
 """Commands in forked processes: as ``python -m``, without the seconds of its imports.
 
-A command of ours is forked from a server that has our packages loaded (``worker_pool``), any
+A command of ours is forked from a server that has our packages loaded (``warm_ranks``), any
 other from one that has third parties loaded alone.
 """
 
@@ -44,7 +44,7 @@ def run_forked(
     timeout_s: float,
     run_warm: Callable[[Command, float], int | None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module as ``__main__`` in a forked process; see ``testing.run_command``.
+    """Run a module as ``__main__`` in a forked process; see ``warm_ranks.run_command``.
 
     Args:
         module: a package with a ``__main__``, or a module.
