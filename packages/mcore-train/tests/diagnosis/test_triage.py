@@ -220,7 +220,9 @@ def test_the_commands_of_the_page_on_troubles(tmp_path):
     page = (HERE.parents[3] / "docs/troubleshooting.md").read_text()
     _, files = _memory_case()
     write(files, tmp_path / "logs")
-    block = page.split("test_the_commands_of_the_page_on_troubles -->\n```bash\n")[1]
+    block = page.split(
+        "test_triage.py::test_the_commands_of_the_page_on_troubles -->\n```bash\n"
+    )[1]
     commands = block.split("```")[0].splitlines()
     assert len(commands) == 2
     for command in commands:
