@@ -288,7 +288,7 @@ def test_what_holds_no_state_says_so_and_how_to_go_on(tmp_path, capsys):
     for run, more, message in (
         ("weights", [], "holds no optimizer state (num_steps not in its index)"),
         ("half", [], "exp_avg_sq is missing for head.weight"),
-        ("whole", ["--dtype", "fp32"], "--dtype fp32 does not go with --optimizer"),
+        ("whole", ["--dtype", "fp32"], "--dtype fp32 and --optimizer exclude each other"),
     ):
         assert main([*words, "--input", str(tmp_path / run), *more]) == 2
         told = capsys.readouterr().err

@@ -125,5 +125,6 @@ def test_rows_shift_whole_and_places_know_their_documents_end():
 
 def test_learned_positions_are_refused():
     learned = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 9}
-    with pytest.raises(ValueError, match="--mtp-num-layers does not work with"):
+    refused = "--mtp-num-layers 2 and --position-embedding-type learned_absolute exclude"
+    with pytest.raises(ValueError, match=refused):
         TransformerConfig(**(SHAPE | learned))

@@ -294,7 +294,7 @@ def _product_name(names: tuple[str, ...]) -> str:
 
 def _backend(name: str, device: torch.device) -> str:
     """Say what the groups of an axis communicate by; in torch's fake world nothing."""
-    if dist.get_backend() == "fake":
+    if dist.is_initialized() and dist.get_backend() == "fake":
         return "fake"
     if device.type != "cuda":
         return "gloo"

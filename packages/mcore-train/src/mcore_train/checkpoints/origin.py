@@ -10,7 +10,7 @@ import logging
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.storage.index import ADAPTER, read_index
@@ -24,12 +24,14 @@ from mcore_ckpt.storage.paths import (
 )
 from mcore_data.tokenizers.building import load_tokenizer
 from mcore_data.tokenizers.protocol import Tokenizer
-from mcore_data.tracing.data_plan import PLAN_FILE, Stretch, parse_plan
 from mcore_models.layer_patterns import without_stage_marks
 from mcore_train.composition import TrainConfig
 from mcore_train.config import LoadConfig
 from mcore_train.options.recipe import Value
-from mcore_train.resolution import Plan
+
+if TYPE_CHECKING:  # they load NumPy, which help does without
+    from mcore_data.tracing.data_plan import Stretch
+    from mcore_train.resolution import Plan
 
 log = logging.getLogger(__name__)
 
@@ -239,11 +241,13 @@ def model_fields(
     return table
 
 
-def continue_plan(plan: Plan) -> Plan:
+def continue_plan(plan: "Plan") -> "Plan":
     """Count a plan's lengths by the batch sizes of the run that it continues, if any.
 
     Reads the checkpoint's index.
     """
+    from mcore_data.tracing.data_plan import PLAN_FILE
+
     options = starting_point(plan.config)
     folder = find_checkpoint(options.load, options.ckpt_step) if options.load else None
     if folder is None or options.finetune or is_hf_folder(folder):
@@ -256,13 +260,15 @@ def continue_plan(plan: Plan) -> Plan:
     return plan.continue_after(batch_sizes(extra, text), extra["iteration"])
 
 
-def batch_sizes(extra: Mapping[str, Any], data_plan_text: str) -> list[Stretch]:
+def batch_sizes(extra: Mapping[str, Any], data_plan_text: str) -> "list[Stretch]":
     """Return the batch sizes that the run of a checkpoint has had.
 
     Args:
         extra: the checkpoint's numbers.
         data_plan_text: its data plan, which has them too; empty where it has none.
     """
+    from mcore_data.tracing.data_plan import Stretch, parse_plan
+
     if "stretches" in extra:
         return [Stretch(*numbers) for numbers in extra["stretches"]]
     return list(parse_plan(data_plan_text).stretches) if data_plan_text else []

@@ -467,7 +467,7 @@ INSTEAD: dict[str, str] = {
     "--config --preset --model-size --model-name": (
         "use --model NAME, such as llama-3-8b, or --recipe FILE."
     ),
-    "--gpus --num-gpus --world-size": "use --nproc, or torchrun.",
+    "--gpus --num-gpus": "use --nproc, or torchrun.",
     "--tp": "use --tensor-model-parallel-size.",
     "--pp": "use --pipeline-model-parallel-size.",
     "--cp": "use --context-parallel-size.",
