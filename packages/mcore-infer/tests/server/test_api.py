@@ -151,7 +151,7 @@ LONG = ["a"] * 129
         ({"random_seed": -1}, "random_seed"),
         ({"stop_token": "x"}, "stop_token"),
         ({"stop_token": 257}, "stop_token"),
-        ({"length_penalty": 2.0}, "--length-penalty scores beams"),
+        ({"length_penalty": 2.0}, "has no effect without --beam-width"),
         ({"tokens_to_generat": 3}, "did you mean tokens_to_generate?"),
     ],
 )
