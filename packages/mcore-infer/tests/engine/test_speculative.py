@@ -175,12 +175,8 @@ def test_proposals_that_nothing_can_make_or_check_are_refused(model):
         Engine(plain, replace(config, speculative_drafts="mtp"))
     with pytest.raises(ValueError, match="goes with --speculative-drafts model"):
         InferenceConfig(draft_load="there")
-<<<<<<< HEAD
     refused = "--speculative-drafts mtp has no effect without --num-speculative-tokens"
     with pytest.raises(ValueError, match=refused):
-=======
-    with pytest.raises(ValueError, match="mtp has no effect without"):
->>>>>>> infer
         InferenceConfig(speculative_drafts="mtp")
     other = GPT(model.config, ParallelContext.single(), vocab_size=13, device="meta").eval()
     with pytest.raises(ValueError, match="draft model has 13 tokens and the model 12"):
