@@ -40,9 +40,11 @@ def test_no_launcher_is_one_rank_whatever_else_is_set():
 
 
 def test_a_launched_rank_knows_its_place():
-    assert read_environment({**LAUNCHED, "LOCAL_RANK": "0"}) == RankEnvironment(
-        rank=1, world_size=4, local_rank=0, is_launched=True
+    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    assert read_environment({**LAUNCHED, **local}) == RankEnvironment(
+        rank=1, world_size=4, local_rank=0, local_world_size=2, is_launched=True
     )
+    assert read_environment(LAUNCHED).local_world_size == 4
     assert read_environment(LAUNCHED).local_rank == 1
     assert read_environment(LAUNCHED).launcher_pid == 0
     under_torchrun = {**LAUNCHED, "TORCHELASTIC_RUN_ID": "none"}
