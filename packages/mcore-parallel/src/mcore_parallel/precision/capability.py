@@ -33,7 +33,7 @@ def bf16_problem(capability: Capability, device_name: str) -> str:
 
 
 def fp8_problem(config: Fp8Config, capability: Capability, device_name: str) -> str:
-    """Return why a GPU cannot multiply as the config wants, with what to use; empty: it can."""
+    """Return why a GPU cannot run the fp8 recipe and which one it can; empty: it runs it."""
     if config.fp8_recipe == "blockwise" and capability[0] != 9:
         return (
             f"--fp8-recipe blockwise runs on Hopper only, and this is {device_name}: use "

@@ -408,7 +408,7 @@ def _with_cut_rows(
 
 
 def _in_float64(plan: Plan) -> Plan:
-    """Return the plan with no part in a format of its own: all computes in float64."""
+    """Return the plan without fp8, bfloat16 and fp16, so that all parts compute in float64."""
     plan = _with_wide_gathers(_with_any_kernels(plan))
     experts = replace(plan.config.experts, moe_router_dtype="")
     return replace(plan, config=replace(plan.config, experts=experts))
