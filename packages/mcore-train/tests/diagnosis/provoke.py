@@ -594,7 +594,10 @@ def _run_torchrun(case: Case, logs: Path) -> None:
 def _plain(text: str, home: Path) -> str:
     root = str(Path(cli.__file__).parents[4])
     site = str(Path(torch.__file__).parents[1])
-    return text.replace(str(home), "/work/run").replace(site, "/venv/lib").replace(root, "/src")
+    places = {str(home): "/runs/a", site: "/venv/lib", root: "/src", sys.base_prefix: "/usr"}
+    for place, plain in places.items():
+        text = text.replace(place, plain)
+    return text
 
 
 def _fork_rank(case: Case, rank: int, port: str, logs: Path) -> int:
