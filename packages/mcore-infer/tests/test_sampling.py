@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_infer import NewToken, SamplingConfig, TokenRules, filtered, sample
-from mcore_infer.writing.sampling import penalized, token_log_probs
+from mcore_infer.engine.sampling import penalized, token_log_probs
 from mcore_infer.writing.sequence import RunningSequence
 
 # The expected numbers were obtained by running the reference (Megatron-LM, August 2026).

@@ -21,9 +21,9 @@ from mcore_infer import (
     generate,
     load_model,
 )
+from mcore_infer.engine.sampling import choose, token_log_probs
 from mcore_infer.generation import next_logits
 from mcore_infer.kv_cache import StaticCache
-from mcore_infer.writing.sampling import choose, token_log_probs
 from mcore_infer.writing.sequence import NewToken, RunningSequence
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT

@@ -7,8 +7,8 @@ from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer import Engine, EngineConfig, SamplingConfig
 from mcore_infer.engine.few_rows_gemm import read_few_rows_fast
 from mcore_infer.engine.paged_cache import PagedCache
+from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_infer.engine.step_layout import DecodeTensors
-from mcore_infer.engine.step_plans import Chunk, Step
 from mcore_infer.engine.whole_step.whole_step import (
     WHOLE_STEP_KERNEL,
     WholeStep,

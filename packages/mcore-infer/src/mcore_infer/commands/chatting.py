@@ -12,7 +12,7 @@ from mcore_infer.commands.opening import ModelOptions, opened
 from mcore_infer.config import InferenceConfig, SamplingConfig, check_seed
 
 if TYPE_CHECKING:
-    from mcore_infer.writing.conversation import Conversation
+    from mcore_infer.conversation import Conversation
 
 _HELP = "/reset forgets the conversation, /exit ends; Ctrl-C ends an answer."
 
@@ -38,8 +38,8 @@ def chat(
     check_seed(seed)
     template = file_text("--chat-template", chat_template)
     with opened(model, draft=engine.draft_load) as (loaded, tokenizer, _):
+        from mcore_infer.conversation import Conversation
         from mcore_infer.writing.chat_format import load_chat_format
-        from mcore_infer.writing.conversation import Conversation
 
         if loaded.world.size > 1:
             raise ValueError("chat reads a terminal and runs in one process, without torchrun.")

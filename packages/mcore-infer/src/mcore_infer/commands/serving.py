@@ -95,7 +95,7 @@ def _run(
     import uvicorn
 
     from mcore_infer.server.app import Server
-    from mcore_infer.server.responses import EngineClient
+    from mcore_infer.server.worker import EngineClient
 
     front = EngineClient(worker, config.max_queued_requests)
     http = uvicorn.Server(

@@ -5,10 +5,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mcore_infer.config import InferenceConfig
+from mcore_infer.engine.config import EngineConfig, Scales
 from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.fp8_cache import chosen_cache
 from mcore_infer.engine.sizing import fitting_pages
-from mcore_infer.engine.step_plans import EngineConfig, Scales
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 

@@ -11,29 +11,6 @@ _BY_LENGTH = ("dynamic", "longrope")
 """Rotary scalings that depend on the length of the text."""
 
 
-def check_request(model: LanguageModel, writing: RunningSequence, scores: ScoreRequest) -> None:
-    """Raise ValueError for a request that the model cannot compute."""
-    limit, vocab_size = model.config.max_position_embeddings, model.vocab_size
-    length = len(writing.prompt)
-    if limit and length + writing.num_tokens > limit:
-        raise ValueError(
-            f"the maximum context length was exceeded: {length} tokens of prompt and "
-            f"{writing.num_tokens} to write are more than the {limit} positions of the "
-            "model. Shorten the prompt or write fewer."
-        )
-    rules = writing.rules
-    ids = [*writing.prompt, *(i for i, _ in rules.bias), *(rules.never_after or ())]
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(
-            f"token ids {min(ids)} to {max(ids)} leave the vocabulary, 0 to {vocab_size - 1}."
-        )
-    if writing.sampling.top_k > vocab_size or scores.num_top > vocab_size:
-        raise ValueError(
-            f"--top-k {writing.sampling.top_k} or {scores.num_top} log probabilities a "
-            f"token exceed the vocabulary of {vocab_size} tokens."
-        )
-
-
 def check_beams(writing: RunningSequence, scores: ScoreRequest, vocab_size: int) -> None:
     """Raise ValueError for options that beam search does not support."""
     if writing.changes_scores or writing.matcher is not None or not writing.num_tokens:

@@ -15,25 +15,28 @@ from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.beams import Beams
 from mcore_infer.engine.checks import (
     check_beams,
-    check_request,
     check_speculation,
     depends_on_length,
     has_recurrent_layers,
 )
-from mcore_infer.engine.decoding import Decoder
+from mcore_infer.engine.config import EngineConfig
 from mcore_infer.engine.fp8_cache import check_fp8_cache
-from mcore_infer.engine.host_to_device import on_device
+from mcore_infer.engine.model_runner import Decoder, PromptSteps
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.prefix_pages import PagePool
-from mcore_infer.engine.prompt_steps import PromptScores, PromptSteps
-from mcore_infer.engine.scheduler import Scheduler
+from mcore_infer.engine.sampling import (
+    PromptScores,
+    choose_on_all_ranks,
+    token_log_probs,
+    top_log_probs,
+    top_tokens,
+)
+from mcore_infer.engine.scheduler import Chunk, Scheduler, Step
 from mcore_infer.engine.sizing import fitting_pages
-from mcore_infer.engine.speculative import SpeculationCounts, build_drafter, choose_on_all_ranks
+from mcore_infer.engine.speculative import SpeculationCounts, build_drafter
 from mcore_infer.engine.stages import from_last_stage, last_stage_logits
-from mcore_infer.engine.step_layout import rows_to_choose_after
-from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
+from mcore_infer.engine.step_layout import on_device, rows_to_choose_after
 from mcore_infer.writing.grammars import Structure
-from mcore_infer.writing.sampling import token_log_probs, top_log_probs, top_tokens
 from mcore_infer.writing.sequence import (
     Generation,
     NewToken,
@@ -210,7 +213,7 @@ class Engine:
             rules=rules,
             matcher=self._matcher(structure),
         )
-        check_request(self.model, writing, scores)
+        _check_request(self.model, writing, scores)
         if sampling.beam_width:
             return self._search(writing, scores)
         self.scheduler.add(request, prompt, writing.num_tokens, shares_prefix=not scores.prompt)
@@ -440,3 +443,28 @@ class Engine:
                     yield from self._beams.take(request, result, self.add)
                 else:
                     yield request, result
+
+
+def _check_request(
+    model: LanguageModel, writing: RunningSequence, scores: ScoreRequest
+) -> None:
+    """Raise ValueError for a request that the model cannot compute."""
+    limit, vocab_size = model.config.max_position_embeddings, model.vocab_size
+    length = len(writing.prompt)
+    if limit and length + writing.num_tokens > limit:
+        raise ValueError(
+            f"the maximum context length was exceeded: {length} tokens of prompt and "
+            f"{writing.num_tokens} to write are more than the {limit} positions of the "
+            "model. Shorten the prompt or write fewer."
+        )
+    rules = writing.rules
+    ids = [*writing.prompt, *(i for i, _ in rules.bias), *(rules.never_after or ())]
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(
+            f"token ids {min(ids)} to {max(ids)} leave the vocabulary, 0 to {vocab_size - 1}."
+        )
+    if writing.sampling.top_k > vocab_size or scores.num_top > vocab_size:
+        raise ValueError(
+            f"--top-k {writing.sampling.top_k} or {scores.num_top} log probabilities a "
+            f"token exceed the vocabulary of {vocab_size} tokens."
+        )

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.host_to_device import on_device
+from mcore_infer.engine.config import Fp8Cache, Scales
 from mcore_infer.engine.plain_attention import (
     decode_on_cpu,
     padded_decode,
@@ -25,8 +25,13 @@ from mcore_infer.engine.plain_attention import (
     wide_pages,
     write_to_pages,
 )
-from mcore_infer.engine.step_layout import ChunkView, DecodeTensors, FreshPrompts, StepTensors
-from mcore_infer.engine.step_plans import Fp8Cache, Scales
+from mcore_infer.engine.step_layout import (
+    ChunkView,
+    DecodeTensors,
+    FreshPrompts,
+    StepTensors,
+    on_device,
+)
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels.attention_backends import attend, takes_borders
 from mcore_parallel.optional_kernels import works

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from mcore_infer.engine.config import Scales
 from mcore_infer.engine.fp8_cache import from_codes, to_codes
 from mcore_infer.engine.step_layout import DecodeTensors
-from mcore_infer.engine.step_plans import Scales
 from mcore_models.kernels.attention_backends import attend
 
 GATHERED_BYTES = 1 << 28

@@ -11,10 +11,48 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from mcore_infer.engine.config import SchedulerConfig
 from mcore_infer.engine.prefix_pages import FIRST_KEY, Key, PagePool, next_key
-from mcore_infer.engine.step_plans import Chunk, SchedulerConfig, Step
 
 _NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one request within a step."""
+
+    request: int
+    """Number of the request."""
+    slot: int
+    """Row of recurrent states, below ``max_requests``; fixed while the request runs."""
+    begin: int
+    """Position of the first token."""
+    tokens: tuple[int, ...]
+    """Token ids to run through the model. ``(-1,)``: the token that the step in flight
+    chooses."""
+    pages: tuple[int, ...]
+    """Pages of the request up to the last of these tokens; -1 for pages behind every window."""
+    wants_token: bool
+    """Whether the step chooses the token after the last one."""
+    num_drafts: int = 0
+    """Proposals at the end of ``tokens``; the step also chooses the token before each."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the step chooses a token after every one of these."""
+        return self.wants_token and len(self.tokens) == 1 + self.num_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The chunks of one forward."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
 @dataclass(slots=True, eq=False)

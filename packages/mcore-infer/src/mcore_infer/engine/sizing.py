@@ -5,11 +5,12 @@ The cache may be smaller than all requests together need: the scheduler lets req
 
 import torch
 
+from mcore_infer.engine.config import EngineConfig, Fp8Cache
 from mcore_infer.engine.paged_cache import PagedCache
+from mcore_infer.engine.sampling import token_log_probs
+from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_infer.engine.stages import last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import rows_to_choose_after, step_tensors
-from mcore_infer.engine.step_plans import Chunk, EngineConfig, Fp8Cache, Step
-from mcore_infer.writing.sampling import token_log_probs
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis

@@ -17,15 +17,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from mcore_infer.engine.decoding import Decoder
+from mcore_infer.engine.config import EngineConfig
+from mcore_infer.engine.model_runner import Decoder
 from mcore_infer.engine.paged_cache import PagedCache
-from mcore_infer.engine.stages import agree_on_tokens, last_stage_logits, run_stages
+from mcore_infer.engine.sampling import choose_on_all_ranks
+from mcore_infer.engine.scheduler import Chunk, Step
+from mcore_infer.engine.stages import last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import step_tensors
-from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
-from mcore_infer.writing.sampling import choose
 from mcore_infer.writing.sequence import RunningSequence
 from mcore_models.building.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
@@ -221,16 +222,6 @@ def with_drafts(step: Step, chunks: Sequence[Chunk], drafts: Sequence[Sequence[i
         for chunk, row in zip(chunks, drafts, strict=True)
     }
     return replace(step, chunks=tuple(known.get(c.request, c) for c in step.chunks))
-
-
-def choose_on_all_ranks(
-    logits: Float[Tensor, "R V"],
-    writings: Sequence[RunningSequence],
-    places: Sequence[int] | None,
-    model: LanguageModel,
-) -> Int[Tensor, " R"]:
-    """Choose tokens by ``choose``; all ranks return the same, see ``agreed``."""
-    return agree_on_tokens(choose(logits, writings, places), model.tp, model.pp)
 
 
 class MTPDrafter:

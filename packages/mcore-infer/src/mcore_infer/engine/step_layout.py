@@ -9,12 +9,24 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.host_to_device import on_device
-from mcore_infer.engine.step_plans import Chunk, Step
+from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_parallel.context_parallel.packed_sequences import Documents
 
 _TABLE_STEP = 16
 """Page tables are padded to multiples of this width."""
+
+
+def on_device(
+    numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Return a tensor of the numbers on a device; the host does not wait for the copy.
+
+    A copy from memory that is not pinned would wait for all queued work of the device.
+    """
+    tensor = torch.tensor(numbers, dtype=dtype)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

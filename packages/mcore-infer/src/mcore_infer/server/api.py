@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.server.answer import Answer, AnswerPiece
 from mcore_infer.server.job import (
     Job,
     ServedModel,
@@ -20,7 +19,7 @@ from mcore_infer.server.job import (
 from mcore_infer.server.schemas import ApiBody, RequestError
 from mcore_infer.server.worker import TextRequest
 from mcore_infer.writing.sequence import NewToken, ScoreRequest, TokenRules
-from mcore_infer.writing.token_text import TextStream, with_drawn
+from mcore_infer.writing.token_text import Answer, AnswerPiece, TextStream, with_drawn
 
 
 def read_api(body: ApiBody, served: ServedModel) -> Job:

@@ -20,15 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mcore_infer.server.description import INTERFACES, Interface, openapi
 from mcore_infer.server.job import Job, ServedModel
-from mcore_infer.server.metrics import Metrics
-from mcore_infer.server.responses import (
-    EngineClient,
-    JobResponse,
-    Timeouts,
-    as_json,
-    openai_error,
-)
+from mcore_infer.server.responses import JobResponse, Metrics, Timeouts, as_json, openai_error
 from mcore_infer.server.schemas import RequestError
+from mcore_infer.server.worker import EngineClient
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_infer.server.answer import Answer, AnswerPiece, ScoredToken
 from mcore_infer.server.completions import usage
 from mcore_infer.server.job import (
     Job,
@@ -33,6 +32,7 @@ from mcore_infer.server.tool_calls import (
 from mcore_infer.writing.chat_format import ChatFormat
 from mcore_infer.writing.grammars import Structure
 from mcore_infer.writing.sequence import ScoreRequest
+from mcore_infer.writing.token_text import Answer, AnswerPiece, ScoredToken
 
 _RESERVED = ("messages", "add_generation_prompt", "tools")
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_infer.server.answer import Answer, AnswerPiece, ScoredToken, prompt_tokens
 from mcore_infer.server.job import (
     Job,
     ServedModel,
@@ -18,6 +17,7 @@ from mcore_infer.server.job import (
 from mcore_infer.server.schemas import CompletionBody, RequestError
 from mcore_infer.server.worker import TextRequest
 from mcore_infer.writing.sequence import ScoreRequest
+from mcore_infer.writing.token_text import Answer, AnswerPiece, ScoredToken, prompt_tokens
 
 
 def read_completion(body: CompletionBody, served: ServedModel) -> Job:

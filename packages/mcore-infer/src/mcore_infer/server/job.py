@@ -10,13 +10,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import MAX_SEED, SamplingConfig
-from mcore_infer.server.answer import Answer, AnswerPiece
 from mcore_infer.server.schemas import MAX_TEXTS, RequestError, TextBody
 from mcore_infer.server.worker import TextRequest
 from mcore_infer.writing.chat_format import ChatFormat
 from mcore_infer.writing.grammars import Structure
 from mcore_infer.writing.sequence import ScoreRequest, TokenRules
-from mcore_infer.writing.token_text import TokenTexts
+from mcore_infer.writing.token_text import Answer, AnswerPiece, TokenTexts
 
 _FALLBACKS = {
     "temperature": 1.0,

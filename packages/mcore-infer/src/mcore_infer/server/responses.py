@@ -7,7 +7,9 @@ cancelled and their pages released.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +17,17 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 from starlette.types import Receive, Scope, Send
 
-from mcore_infer.server.answer import AnswerPiece
 from mcore_infer.server.job import Job
-from mcore_infer.server.metrics import Metrics
 from mcore_infer.server.schemas import RequestError
 from mcore_infer.server.worker import (
+    EngineClient,
     EngineFailure,
-    EngineWorker,
     Event,
+    OpenGroup,
     RefusedGroup,
-    TextRequest,
 )
-from mcore_infer.writing.grammars import Structure
 from mcore_infer.writing.sequence import NewToken
+from mcore_infer.writing.token_text import AnswerPiece
 
 _UNFINISHED = (
     "the text cannot keep to its structure: no token of the vocabulary continues it, or the "
@@ -36,6 +36,7 @@ _UNFINISHED = (
 _ANY = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="constants"))
 _JSON = {"content-type": "application/json"}
 _EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store"}
+_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,102 +50,74 @@ class Timeouts:
     """For a client to send its body, and to read an event."""
 
 
-class EngineClient:
-    """Queues groups of requests on a worker and delivers its events; used by one event loop.
+class Histogram:
+    """Counts of durations by upper bound, in seconds."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(_BOUNDS_S) + 1)
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a duration."""
+        self.counts[bisect_left(_BOUNDS_S, seconds)] += 1
+        self.total += seconds
+
+    def lines(self, name: str) -> list[str]:
+        """Return the samples."""
+        found, seen = [], 0
+        for bound, count in zip([*_BOUNDS_S, "+Inf"], self.counts, strict=True):
+            seen += count
+            found.append(f'{name}_bucket{{le="{bound}"}} {seen}')
+        return [*found, f"{name}_sum {self.total:.6f}", f"{name}_count {seen}"]
+
+
+class Metrics:
+    """Counters and histograms of a server; used by one event loop.
 
     Attributes:
-        worker: runs the engine.
-        on_failure: called when the engine fails.
-        max_queued: most running and waiting requests.
-        num_open: requests of groups that are not closed.
+        responses: by path and status.
+        prompt_tokens: of all requests that ended.
+        written_tokens: of all texts.
+        first_token: from the arrival of a request to its first tokens.
+        between_tokens: from tokens to the next ones of a text.
+        cancelled: requests whose client disconnected.
     """
 
-    def __init__(self, worker: EngineWorker, max_queued: int) -> None:
-        """Store the arguments; ``start`` starts the engine's thread."""
-        self.worker, self.max_queued = worker, max_queued
-        self.on_failure: Callable[[], None] = lambda: None
-        self.num_open = 0
-        self._running: dict[int, OpenGroup] = {}
+    def __init__(self) -> None:
+        self.responses: Counter[tuple[str, int]] = Counter()
+        self.prompt_tokens = self.written_tokens = self.cancelled = 0
+        self.first_token, self.between_tokens = Histogram(), Histogram()
 
-    def start(self) -> None:
-        """Start the engine's thread, whose events are delivered in the running loop."""
-        loop = asyncio.get_running_loop()
+    def text(self, gauges: Mapping[str, tuple[str, float | int]]) -> str:
+        """Return all in Prometheus' text format.
 
-        def deliver(events: list[Event]) -> None:
-            loop.call_soon_threadsafe(self._deliver, events)
-
-        self.worker.start(deliver)
-
-    async def prepare(self, structures: Iterable[Structure]) -> None:
-        """Compile structures while the engine continues its steps.
-
-        Raises:
-            RequestError: with status 400, if a structure is refused.
+        Args:
+            gauges: help text and current value, by name.
         """
-        for structure in structures:
-            try:
-                await self.worker.prepare(structure)
-            except ValueError as error:
-                raise RequestError(400, str(error), "response_format") from None
-
-    def open(self, requests: Sequence[TextRequest]) -> "OpenGroup":
-        """Queue a group; the caller closes the returned object."""
-        if self.worker.failure is not None:
-            raise RequestError(503, EngineFailure().message)
-        if self.num_open + len(requests) > self.max_queued:
-            raise RequestError(503, "the server is full: try again later.")
-        running = OpenGroup(self, self.worker.submit(requests), len(requests))
-        self._running[running.number] = running
-        self.num_open += len(requests)
-        return running
-
-    def close(self, running: "OpenGroup") -> None:
-        """Remove a group and cancel its unfinished requests."""
-        if self._running.pop(running.number, None):
-            self.num_open -= running.size
-            if running.num_left:
-                self.worker.cancel(running.number)
-
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            if event.group < 0:  # for all groups
-                self.on_failure()
-                for running in self._running.values():
-                    running.events.put_nowait(event)
-            elif event.group in self._running:
-                self._running[event.group].events.put_nowait(event)
+        lines = _metric_head("responses_total", "Responses by path and status.", "counter")
+        for (path, status), count in sorted(self.responses.items()):
+            lines.append(f'mcore_responses_total{{path="{path}",status="{status}"}} {count}')
+        for name, about, value in (
+            ("prompt_tokens_total", "Tokens of prompts.", self.prompt_tokens),
+            ("written_tokens_total", "Tokens of texts.", self.written_tokens),
+            ("cancelled_total", "Requests whose client left.", self.cancelled),
+        ):
+            lines += [*_metric_head(name, about, "counter"), f"mcore_{name} {value}"]
+        for name, about, histogram in (
+            ("first_token_seconds", "Arrival to first tokens.", self.first_token),
+            ("between_tokens_seconds", "Tokens to the next of a text.", self.between_tokens),
+        ):
+            lines += [
+                *_metric_head(name, about, "histogram"),
+                *histogram.lines(f"mcore_{name}"),
+            ]
+        for name, (about, value) in gauges.items():
+            lines += [*_metric_head(name, about, "gauge"), f"mcore_{name} {value}"]
+        return "\n".join(lines) + "\n"
 
 
-class OpenGroup:
-    """A queued or running group of requests.
-
-    Attributes:
-        number: of the worker.
-        size: requests of the group.
-        num_left: unfinished requests.
-        events: delivered and not read yet.
-    """
-
-    def __init__(self, front: EngineClient, number: int, size: int) -> None:
-        self.front, self.number, self.size, self.num_left = front, number, size, size
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-
-    async def next(self) -> list[Event]:
-        """Wait for an event; return all events that have arrived, many for a slow reader."""
-        found = [await self.events.get()]
-        while not self.events.empty():
-            found.append(self.events.get_nowait())
-        return found
-
-    def end(self, index: int, *, cancel: bool = False) -> None:
-        """Count one request as finished; ``cancel`` also ends it in the engine."""
-        self.num_left -= 1
-        if cancel:
-            self.front.worker.cancel(self.number, index)
-
-    def close(self) -> None:
-        """Cancel unfinished requests; may be called twice."""
-        self.front.close(self)
+def _metric_head(name: str, about: str, kind: str) -> list[str]:
+    return [f"# HELP mcore_{name} {about}", f"# TYPE mcore_{name} {kind}"]
 
 
 class JobResponse:

@@ -10,7 +10,7 @@ wait in a collective until ``Watch`` ends them; rank 0 answers its clients first
 import asyncio
 import logging
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from threading import Thread
 from typing import Any
@@ -22,6 +22,7 @@ from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.engine import Engine
 from mcore_infer.errors import EngineError
+from mcore_infer.server.schemas import RequestError
 from mcore_infer.writing.grammars import Structure
 from mcore_infer.writing.sequence import Beam, Generation, NewToken, ScoreRequest, TokenRules
 from mcore_parallel.collectives import all_reduce
@@ -282,6 +283,104 @@ class EngineWorker:
                 self._inbox.get_nowait()(commands)
         except queue.Empty:
             return commands
+
+
+class EngineClient:
+    """Queues groups of requests on a worker and delivers its events; used by one event loop.
+
+    Attributes:
+        worker: runs the engine.
+        on_failure: called when the engine fails.
+        max_queued: most running and waiting requests.
+        num_open: requests of groups that are not closed.
+    """
+
+    def __init__(self, worker: EngineWorker, max_queued: int) -> None:
+        """Store the arguments; ``start`` starts the engine's thread."""
+        self.worker, self.max_queued = worker, max_queued
+        self.on_failure: Callable[[], None] = lambda: None
+        self.num_open = 0
+        self._running: dict[int, OpenGroup] = {}
+
+    def start(self) -> None:
+        """Start the engine's thread, whose events are delivered in the running loop."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(events: list[Event]) -> None:
+            loop.call_soon_threadsafe(self._deliver, events)
+
+        self.worker.start(deliver)
+
+    async def prepare(self, structures: Iterable[Structure]) -> None:
+        """Compile structures while the engine continues its steps.
+
+        Raises:
+            RequestError: with status 400, if a structure is refused.
+        """
+        for structure in structures:
+            try:
+                await self.worker.prepare(structure)
+            except ValueError as error:
+                raise RequestError(400, str(error), "response_format") from None
+
+    def open(self, requests: Sequence[TextRequest]) -> "OpenGroup":
+        """Queue a group; the caller closes the returned object."""
+        if self.worker.failure is not None:
+            raise RequestError(503, EngineFailure().message)
+        if self.num_open + len(requests) > self.max_queued:
+            raise RequestError(503, "the server is full: try again later.")
+        running = OpenGroup(self, self.worker.submit(requests), len(requests))
+        self._running[running.number] = running
+        self.num_open += len(requests)
+        return running
+
+    def close(self, running: "OpenGroup") -> None:
+        """Remove a group and cancel its unfinished requests."""
+        if self._running.pop(running.number, None):
+            self.num_open -= running.size
+            if running.num_left:
+                self.worker.cancel(running.number)
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            if event.group < 0:  # for all groups
+                self.on_failure()
+                for running in self._running.values():
+                    running.events.put_nowait(event)
+            elif event.group in self._running:
+                self._running[event.group].events.put_nowait(event)
+
+
+class OpenGroup:
+    """A queued or running group of requests.
+
+    Attributes:
+        number: of the worker.
+        size: requests of the group.
+        num_left: unfinished requests.
+        events: delivered and not read yet.
+    """
+
+    def __init__(self, front: EngineClient, number: int, size: int) -> None:
+        self.front, self.number, self.size, self.num_left = front, number, size, size
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def next(self) -> list[Event]:
+        """Wait for an event; return all events that have arrived, many for a slow reader."""
+        found = [await self.events.get()]
+        while not self.events.empty():
+            found.append(self.events.get_nowait())
+        return found
+
+    def end(self, index: int, *, cancel: bool = False) -> None:
+        """Count one request as finished; ``cancel`` also ends it in the engine."""
+        self.num_left -= 1
+        if cancel:
+            self.front.worker.cancel(self.number, index)
+
+    def close(self) -> None:
+        """Cancel unfinished requests; may be called twice."""
+        self.front.close(self)
 
 
 def follow(engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer.engine.few_rows_gemm import FewRowsGemm, read_few_rows_fast
 from mcore_infer.engine.paged_cache import PagedCache
+from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_infer.engine.step_layout import DecodeTensors
-from mcore_infer.engine.step_plans import Chunk, Step
 from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT

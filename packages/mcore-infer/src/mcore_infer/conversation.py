@@ -7,10 +7,9 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.building import build_engine
 from mcore_infer.generation import room, stop_ids
-from mcore_infer.server.answer import Answer
 from mcore_infer.writing.chat_format import ChatFormat
 from mcore_infer.writing.sequence import Generation, NewToken
-from mcore_infer.writing.token_text import TokenTexts
+from mcore_infer.writing.token_text import Answer, TokenTexts
 from mcore_models.protocol import LanguageModel
 
 

@@ -8,15 +8,20 @@ row's text depends on its seed alone: not on the device, nor on the other rows o
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.engine.host_to_device import on_device
-from mcore_infer.writing.sequence import RunningSequence, TokenRules, Top
+from mcore_infer.engine.stages import agree_on_tokens, from_last_stage, last_stage_logits
+from mcore_infer.engine.step_layout import on_device
+from mcore_infer.writing.sequence import Generation, RunningSequence, TokenRules, Top
 from mcore_infer.writing.structured import allowed_tokens
+from mcore_models.protocol import LanguageModel
+
+_ROWS = 256
 
 
 def sample(
@@ -140,6 +145,16 @@ def choose(
     return chosen
 
 
+def choose_on_all_ranks(
+    logits: Float[Tensor, "R V"],
+    writings: Sequence[RunningSequence],
+    places: Sequence[int] | None,
+    model: LanguageModel,
+) -> Int[Tensor, " R"]:
+    """Choose tokens by ``choose``; all ranks return the same, see ``agreed``."""
+    return agree_on_tokens(choose(logits, writings, places), model.tp, model.pp)
+
+
 def penalized(
     logits: Float[Tensor, " V"],
     prompt: Sequence[int],
@@ -206,3 +221,52 @@ def token_log_probs(
     """Return the log probabilities of tokens, before temperature and cut-off."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return scores.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+
+
+class PromptScores:
+    """Collects the log probabilities of one prompt's tokens after the first.
+
+    The logits of a chunk are computed a few rows at a time: those of a whole prompt would be
+    one number for each token and each entry of the vocabulary.
+    """
+
+    def __init__(self, prompt: Sequence[int], num_top: int) -> None:
+        """Mark every token as not scored yet.
+
+        Args:
+            prompt: token ids.
+            num_top: likeliest tokens to keep for each place.
+        """
+        self.prompt, self.num_top = prompt, num_top
+        self._log_probs = [float("nan")] * (len(prompt) - 1)
+        self._top: list[Top] = [()] * (len(prompt) - 1)
+
+    def add(self, model: LanguageModel, begin: int, hidden: Float[Tensor, "S 1 D"]) -> None:
+        """Score the prompt's tokens that follow each token of a chunk.
+
+        All-gathers the vocabulary over ``tp``, all-reduces over ``pp``. A chunk that is
+        computed again after a preemption gets the same scores.
+
+        Args:
+            model: of the engine.
+            begin: position of the chunk's first token.
+            hidden: of the chunk's tokens.
+        """
+        end = min(begin + len(hidden), len(self.prompt) - 1)
+        for first in range(begin, end, _ROWS):
+            last = min(first + _ROWS, end)
+            logits = last_stage_logits(model, hidden[first - begin : last - begin])
+            following = on_device(self.prompt[first + 1 : last + 1], logits.device)
+            found = from_last_stage(token_log_probs(logits, following), model.pp)
+            self._log_probs[first:last] = found.tolist()
+            if self.num_top:
+                best = from_last_stage(top_log_probs(logits, self.num_top), model.pp)
+                self._top[first:last] = top_tokens(best)
+
+    def added_to(self, result: Generation) -> Generation:
+        """Return a copy of a result with the prompt's scores."""
+        return replace(
+            result,
+            prompt_log_probs=tuple(self._log_probs),
+            prompt_top=tuple(self._top) if self.num_top else (),
+        )
