@@ -14,7 +14,7 @@ from mcore_infer.engine.sampling import choose, token_log_probs
 from mcore_infer.engine.stages import agree_on_tokens
 from mcore_infer.generation import room
 from mcore_infer.kv_cache import StaticCache
-from mcore_infer.writing.sequence import NewToken, RunningSequence
+from mcore_infer.writing.sequence import NewToken, RunningSequence, TextRequest
 from mcore_parallel.collectives import all_gather
 
 
@@ -51,7 +51,14 @@ def answer_texts(
     num_tokens = room(positions, sampling.num_tokens, [start], name="the answer")
     rows = [
         RunningSequence(
-            [start], sampling, num_tokens=num_tokens, seed=seed + i, eod=eod, stop=stop
+            TextRequest(
+                prompt=[start],
+                sampling=sampling,
+                num_tokens=num_tokens,
+                seed=seed + i,
+                eod=eod,
+                stop=stop,
+            )
         )
         for i in range(len(texts))
     ]

@@ -151,7 +151,7 @@ def test_the_models_own_layer_proposes_what_it_was_trained_to_predict(model):
     engine.add(PROMPTS[0], SAMPLINGS[0])
     for _ in range(3):
         engine.step()
-    (writing,) = engine._writings.values()
+    (writing,) = engine._sequences.values()
     text = torch.tensor([[*writing.prompt, *writing.ids]])
     (chunk,) = engine._plan().chunks
     assert chunk.num_drafts == 2

@@ -14,7 +14,7 @@ from mcore_infer.config import InferenceConfig, ServerConfig
 
 if TYPE_CHECKING:
     from mcore_infer.server.app import Limits
-    from mcore_infer.server.job import ServedModel
+    from mcore_infer.server.replies import ServedModel
     from mcore_infer.server.worker import EngineWorker
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -56,7 +56,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         opened(model, draft=engine.draft_load, on_fault=on_fault) as (loaded, tokenizer, _),
     ):
         from mcore_infer.engine.building import build_engine
-        from mcore_infer.server.job import ServedModel
+        from mcore_infer.server.replies import ServedModel
         from mcore_infer.server.worker import EngineWorker, follow
         from mcore_infer.writing.chat_format import load_chat_format
         from mcore_infer.writing.structured import Grammars

@@ -31,17 +31,17 @@ class BeamSearch:
         over: finished texts, best first.
     """
 
-    def __init__(self, writing: RunningSequence) -> None:
+    def __init__(self, sequence: RunningSequence) -> None:
         """Start with the empty text.
 
         Args:
-            writing: of the prompt: number of beams, length penalty, and the tokens that end a
+            sequence: of the prompt: number of beams, length penalty, and the tokens that end a
                 text and become its last.
         """
-        self.width = writing.sampling.beam_width
-        self.length_penalty = writing.sampling.length_penalty
-        self.num_tokens = writing.num_tokens
-        self.ends = {token for sequence in writing.stop for token in sequence} | {writing.eod}
+        self.width = sequence.sampling.beam_width
+        self.length_penalty = sequence.sampling.length_penalty
+        self.num_tokens = sequence.num_tokens
+        self.ends = {token for stop in sequence.stop for token in stop} | {sequence.eod}
         self.live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
         self.over: list[Beam] = []
 
@@ -93,9 +93,9 @@ class Beams:
         """Whether a request is a step of a search."""
         return request in self._searching
 
-    def begin(self, number: int, writing: RunningSequence, add: Callable[..., int]) -> None:
+    def begin(self, number: int, sequence: RunningSequence, add: Callable[..., int]) -> None:
         """Start a search; ``add`` queues its requests."""
-        self._searches[number] = writing.prompt, BeamSearch(writing)
+        self._searches[number] = sequence.prompt, BeamSearch(sequence)
         self._step(number, add)
 
     def end(self, number: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Checks of models, draft models and requests, before a step runs."""
+"""Checks of models, draft models and beam searches, before a step runs."""
 
 from mcore_infer.config import Drafts
-from mcore_infer.writing.sequence import RunningSequence, ScoreRequest
+from mcore_infer.writing.sequence import RunningSequence
 from mcore_models.building.mtp_model import MTPLanguageModel
 from mcore_models.config import TransformerConfig
 from mcore_models.protocol import LanguageModel
@@ -11,23 +11,24 @@ _BY_LENGTH = ("dynamic", "longrope")
 """Rotary scalings that depend on the length of the text."""
 
 
-def check_beams(writing: RunningSequence, scores: ScoreRequest, vocab_size: int) -> None:
+def check_beams(sequence: RunningSequence, vocab_size: int) -> None:
     """Raise ValueError for options that beam search does not support."""
-    if writing.changes_scores or writing.matcher is not None or not writing.num_tokens:
+    if sequence.changes_scores or sequence.matcher is not None or not sequence.num_tokens:
         raise ValueError(
             "beam search takes no biases, forbidden tokens or structure, and writes a token "
             "or more."
         )
+    scores = sequence.request.scores
     if scores.prompt or scores.num_top:
         raise ValueError(
             "beam search gives the scores of whole texts: request no log probabilities of the "
             "prompt or of the likeliest tokens."
         )
-    if any(len(sequence) > 1 for sequence in writing.stop):
+    if any(len(sequence) > 1 for sequence in sequence.stop):
         raise ValueError("beam search ends at single tokens: give no longer stop sequence.")
-    if 2 * writing.sampling.beam_width > vocab_size:
+    if 2 * sequence.sampling.beam_width > vocab_size:
         raise ValueError(
-            f"--beam-width {writing.sampling.beam_width} exceeds half the vocabulary of "
+            f"--beam-width {sequence.sampling.beam_width} exceeds half the vocabulary of "
             f"{vocab_size} tokens."
         )
 

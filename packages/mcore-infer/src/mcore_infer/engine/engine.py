@@ -25,8 +25,8 @@ from mcore_infer.engine.model_runner import Decoder, PromptSteps
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.prefix_pages import PagePool
 from mcore_infer.engine.sampling import (
-    PromptScores,
     choose_on_all_ranks,
+    score_prompt,
     token_log_probs,
     top_log_probs,
     top_tokens,
@@ -42,6 +42,7 @@ from mcore_infer.writing.sequence import (
     NewToken,
     RunningSequence,
     ScoreRequest,
+    TextRequest,
     TokenRules,
     Top,
 )
@@ -160,9 +161,7 @@ class Engine:
         self.drafter = build_drafter(model, config, draft, table_pages)
         self.speculation = SpeculationCounts()
         self.grammars: Grammars | None = None
-        self._writings: dict[int, RunningSequence] = {}
-        self._scores: dict[int, ScoreRequest] = {}
-        self._prompt_scores: dict[int, PromptScores] = {}
+        self._sequences: dict[int, RunningSequence] = {}
         self._beams = Beams()
         self._num_requests = 0
         self._flight: _StepInFlight | None = None  # started before its predecessor was read
@@ -202,33 +201,40 @@ class Engine:
         Raises:
             ValueError: if it could never run.
         """
-        request, scores = self._num_requests, scores or ScoreRequest()
-        writing = RunningSequence(
-            prompt,
-            sampling,
-            num_tokens=sampling.num_tokens if num_tokens < 0 else num_tokens,
-            seed=seed,
-            eod=eod,
-            stop=stop,
-            rules=rules,
-            matcher=self._matcher(structure),
+        return self.submit(
+            TextRequest(
+                prompt=prompt,
+                sampling=sampling,
+                num_tokens=sampling.num_tokens if num_tokens < 0 else num_tokens,
+                seed=seed,
+                eod=eod,
+                stop=stop,
+                rules=rules or TokenRules(),
+                scores=scores or ScoreRequest(),
+                structure=structure,
+            )
         )
-        _check_request(self.model, writing, scores)
-        if sampling.beam_width:
-            return self._search(writing, scores)
-        self.scheduler.add(request, prompt, writing.num_tokens, shares_prefix=not scores.prompt)
-        self._writings[request] = writing
-        self._scores[request] = scores
-        if scores.prompt:
-            self._prompt_scores[request] = PromptScores(writing.prompt, scores.num_top)
-        self._num_requests += 1
-        return request
 
-    def _search(self, writing: RunningSequence, scores: ScoreRequest) -> int:
-        check_beams(writing, scores, self.model.vocab_size)
-        self.scheduler.check(writing.prompt, writing.num_tokens)
-        number, self._num_requests = self._num_requests, self._num_requests + 1
-        self._beams.begin(number, writing, self.add)
+    def submit(self, request: TextRequest) -> int:
+        """Queue a request, as ``add``; return its number.
+
+        Raises:
+            ValueError: if it could never run.
+        """
+        sequence = RunningSequence(request, self._matcher(request.structure))
+        _check_request(self.model, sequence)
+        number, scores = self._num_requests, request.scores
+        if request.sampling.beam_width:
+            check_beams(sequence, self.model.vocab_size)
+            self.scheduler.check(sequence.prompt, sequence.num_tokens)
+            self._num_requests += 1
+            self._beams.begin(number, sequence, self.add)
+            return number
+        self.scheduler.add(
+            number, sequence.prompt, sequence.num_tokens, shares_prefix=not scores.prompt
+        )
+        self._sequences[number] = sequence
+        self._num_requests += 1
         return number
 
     def _matcher(self, structure: Structure | None) -> Matcher | None:
@@ -242,9 +248,7 @@ class Engine:
         """Cancel a request; no effect if it has finished."""
         for step in self._beams.end(request):
             self.abort(step)
-        if self._writings.pop(request, None) is not None:
-            del self._scores[request]
-            self._prompt_scores.pop(request, None)
+        if self._sequences.pop(request, None) is not None:
             self.scheduler.finish(request)
             if self.drafter is not None:
                 self.drafter.forget(request)
@@ -261,7 +265,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs, or a launched step has not been read."""
-        return bool(self._writings) or self._flight is not None
+        return bool(self._sequences) or self._flight is not None
 
     @torch.no_grad()
     def step(self) -> list[NewToken | tuple[int, Generation]]:
@@ -298,7 +302,7 @@ class Engine:
             Ding et al. 2024, LongRoPE. arXiv:2402.13753.
         """
         context = self.model.config.original_max_position_embeddings
-        lengths = (len(w.prompt) + len(w.ids) for w in self._writings.values() if w.ids)
+        lengths = (len(s.prompt) + len(s.ids) for s in self._sequences.values() if s.ids)
         if context + 1 in lengths:  # of the next forward
             self.scheduler.recompute()
 
@@ -314,9 +318,9 @@ class Engine:
         """Plan a step; the drafter fills in its proposals."""
         if self.drafter is None:
             return self.scheduler.plan()
-        ready = {number: self._writings[number] for number in self.scheduler.writing}
+        ready = {number: self._sequences[number] for number in self.scheduler.writing}
         step = self.scheduler.plan(self.drafter.wanted(ready))
-        return None if step is None else self.drafter.filled(step, self._writings)
+        return None if step is None else self.drafter.filled(step, self._sequences)
 
     def _launch(
         self, step: Step | None, tokens: Tensor | None = None
@@ -337,9 +341,9 @@ class Engine:
         places = None
         if self.drafter is not None:
             places = [place for chunk in scored for place in range(1 + chunk.num_drafts)]
-        writings = [self._writings[request] for request in requests]
-        chosen = choose_on_all_ranks(logits, writings, places, self.model)
-        wanted = [self._scores[request] for request in requests]
+        sequences = [self._sequences[request] for request in requests]
+        chosen = choose_on_all_ranks(logits, sequences, places, self.model)
+        wanted = [sequence.request.scores for sequence in sequences]
         flight = _StepInFlight(step, requests, chosen, chosen.to("cpu", non_blocking=True))
         if any(scores.log_probs for scores in wanted):
             found = from_last_stage(token_log_probs(logits, chosen).double(), self.model.pp)
@@ -364,10 +368,10 @@ class Engine:
         if not flight.requests or any(chunk.tokens[1:] for chunk in step.chunks):
             return None
         for request in flight.requests:
-            writing = self._writings.get(request)
-            if writing is None or len(writing.ids) + 1 >= writing.num_tokens:
+            sequence = self._sequences.get(request)
+            if sequence is None or len(sequence.ids) + 1 >= sequence.num_tokens:
                 return None
-            if writing.needs_last_token:
+            if sequence.needs_last_token:
                 return None
         return self.scheduler.plan_ahead(step)
 
@@ -383,8 +387,9 @@ class Engine:
             self.drafter.follow(step, hidden)
         parts = hidden.split([len(chunk.tokens) for chunk in step.chunks])
         for chunk, own in zip(step.chunks, parts, strict=True):
-            if chunk.request in self._prompt_scores:
-                self._prompt_scores[chunk.request].add(self.model, chunk.begin, own)
+            sequence = self._sequences[chunk.request]
+            if sequence.request.scores.prompt:
+                score_prompt(self.model, sequence, chunk.begin, own)
         last = on_device(rows_to_choose_after(step), self.device)
         return last_stage_logits(self.model, hidden[last])
 
@@ -403,9 +408,10 @@ class Engine:
         new, row = [], 0
         for chunk in flight.step.chunks:
             begin, row = row, row + (1 + chunk.num_drafts) * chunk.wants_token
-            scores = self._scores.get(chunk.request)
-            if begin == row or scores is None:  # no token is chosen, or the request was aborted
+            sequence = self._sequences.get(chunk.request)
+            if begin == row or sequence is None:  # no token is chosen, or it was aborted
                 continue
+            scores = sequence.request.scores
             right = 1 if self.drafter is None else self._num_right(chunk, ids[begin:row])
             for i in range(begin, begin + right):
                 log_prob = log_probs[i] if log_probs and scores.log_probs else None
@@ -418,7 +424,7 @@ class Engine:
         drafts = chunk.tokens[len(chunk.tokens) - chunk.num_drafts :]
         wrong = (i for i, draft in enumerate(drafts) if draft != chosen[i])
         right = 1 + next(wrong, len(drafts))
-        self._writings[chunk.request].forget_draws(right)
+        self._sequences[chunk.request].forget_draws(right)
         if chunk.num_drafts:
             self.speculation.steps += 1
             self.speculation.drafted += chunk.num_drafts
@@ -428,16 +434,14 @@ class Engine:
     def _take(self, new: Sequence[NewToken]) -> Iterator[NewToken | tuple[int, Generation]]:
         for token in new:
             request = token.row
-            writing = self._writings.get(request)
-            if writing is None:  # ended by an earlier token of this step
+            sequence = self._sequences.get(request)
+            if sequence is None:  # ended by an earlier token of this step
                 continue
-            released = writing.add(token)
+            released = sequence.add(token)
             if request not in self._beams:
                 yield from released
-            if writing.finish_reason:
-                result = writing.result()
-                if request in self._prompt_scores:
-                    result = self._prompt_scores[request].added_to(result)
+            if sequence.finish_reason:
+                result = sequence.result()
                 self.abort(request)
                 if request in self._beams:
                     yield from self._beams.take(request, result, self.add)
@@ -445,26 +449,25 @@ class Engine:
                     yield request, result
 
 
-def _check_request(
-    model: LanguageModel, writing: RunningSequence, scores: ScoreRequest
-) -> None:
+def _check_request(model: LanguageModel, sequence: RunningSequence) -> None:
     """Raise ValueError for a request that the model cannot compute."""
     limit, vocab_size = model.config.max_position_embeddings, model.vocab_size
-    length = len(writing.prompt)
-    if limit and length + writing.num_tokens > limit:
+    length = len(sequence.prompt)
+    if limit and length + sequence.num_tokens > limit:
         raise ValueError(
             f"the maximum context length was exceeded: {length} tokens of prompt and "
-            f"{writing.num_tokens} to write are more than the {limit} positions of the "
+            f"{sequence.num_tokens} to write are more than the {limit} positions of the "
             "model. Shorten the prompt or write fewer."
         )
-    rules = writing.rules
-    ids = [*writing.prompt, *(i for i, _ in rules.bias), *(rules.never_after or ())]
+    rules = sequence.rules
+    ids = [*sequence.prompt, *(i for i, _ in rules.bias), *(rules.never_after or ())]
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(
             f"token ids {min(ids)} to {max(ids)} leave the vocabulary, 0 to {vocab_size - 1}."
         )
-    if writing.sampling.top_k > vocab_size or scores.num_top > vocab_size:
+    top_k, num_top = sequence.sampling.top_k, sequence.request.scores.num_top
+    if top_k > vocab_size or num_top > vocab_size:
         raise ValueError(
-            f"--top-k {writing.sampling.top_k} or {scores.num_top} log probabilities a "
-            f"token exceed the vocabulary of {vocab_size} tokens."
+            f"--top-k {top_k} or {num_top} log probabilities a token exceed the vocabulary of "
+            f"{vocab_size} tokens."
         )

@@ -8,7 +8,6 @@ row's text depends on its seed alone: not on the device, nor on the other rows o
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +16,7 @@ from torch import Tensor
 from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.stages import agree_on_tokens, from_last_stage, last_stage_logits
 from mcore_infer.engine.step_layout import on_device
-from mcore_infer.writing.sequence import Generation, RunningSequence, TokenRules, Top
+from mcore_infer.writing.sequence import RunningSequence, TokenRules, Top
 from mcore_infer.writing.structured import allowed_tokens
 from mcore_models.protocol import LanguageModel
 
@@ -93,14 +92,14 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
 
 def choose(
     logits: Float[Tensor, "B V"],
-    writings: Sequence[RunningSequence],
+    sequences: Sequence[RunningSequence],
     places: Sequence[int] | None = None,
 ) -> Int[Tensor, " B"]:
     """Choose the next token of each text: penalties, rules, structure, then ``sample``.
 
     Args:
         logits: scores without padding of the vocabulary.
-        writings: one a row.
+        sequences: one a row.
         places: number of proposals before each row; their random numbers are not consumed, see
             ``RunningSequence.draw_ahead``. None: each row is its text's next token, and its
             random number is consumed.
@@ -108,37 +107,37 @@ def choose(
     Raises:
         ValueError: if a ``top_k`` exceeds V.
     """
-    changed = [i for i, writing in enumerate(writings) if writing.changes_scores]
+    changed = [i for i, sequence in enumerate(sequences) if sequence.changes_scores]
     if changed:
         logits = logits.clone()
         for i in changed:
-            text = writings[i]
+            text = sequences[i]
             logits[i] = penalized(logits[i], text.prompt, text.ids, text.sampling, text.rules)
-    if held := [i for i, writing in enumerate(writings) if writing.matcher is not None]:
-        matchers = [matcher for w in writings if (matcher := w.matcher) is not None]
-        allowed = allowed_tokens(matchers, logits.shape[-1], logits.device)
+    matchers = {i: text.matcher for i, text in enumerate(sequences) if text.matcher is not None}
+    if matchers:
+        allowed = allowed_tokens(list(matchers.values()), logits.shape[-1], logits.device)
         logits = logits.clone()
-        index = on_device(held, logits.device)
+        index = on_device(list(matchers), logits.device)
         logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
     # Greedy rows consume no random number; drawing one costs the host as much as a kernel
     # launch.
-    if all(writing.sampling.top_k == 1 for writing in writings):
+    if all(sequence.sampling.top_k == 1 for sequence in sequences):
         return logits.argmax(-1)
     if places is None:
-        numbers = [0.0 if w.sampling.top_k == 1 else w.draw() for w in writings]
+        numbers = [0.0 if text.sampling.top_k == 1 else text.draw() for text in sequences]
     else:
         numbers = [
-            0.0 if w.sampling.top_k == 1 else w.draw_ahead(place)
-            for w, place in zip(writings, places, strict=True)
+            0.0 if text.sampling.top_k == 1 else text.draw_ahead(place)
+            for text, place in zip(sequences, places, strict=True)
         ]
     draws = on_device(numbers, logits.device, torch.float64)
     # Rows with equal temperature and cut-off are sampled together.
     rows_of: dict[SamplingConfig, list[int]] = {}
-    for row, writing in enumerate(writings):
-        rows_of.setdefault(writing.cut, []).append(row)
+    for row, sequence in enumerate(sequences):
+        rows_of.setdefault(sequence.cut, []).append(row)
     if len(rows_of) == 1:
         return sample(logits, next(iter(rows_of)), draws)
-    chosen = torch.empty(len(writings), dtype=torch.int64, device=logits.device)
+    chosen = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
     for cut, rows in rows_of.items():
         index = on_device(rows, logits.device)
         chosen[index] = sample(logits[index], cut, draws[index])
@@ -147,12 +146,12 @@ def choose(
 
 def choose_on_all_ranks(
     logits: Float[Tensor, "R V"],
-    writings: Sequence[RunningSequence],
+    sequences: Sequence[RunningSequence],
     places: Sequence[int] | None,
     model: LanguageModel,
 ) -> Int[Tensor, " R"]:
     """Choose tokens by ``choose``; all ranks return the same, see ``agreed``."""
-    return agree_on_tokens(choose(logits, writings, places), model.tp, model.pp)
+    return agree_on_tokens(choose(logits, sequences, places), model.tp, model.pp)
 
 
 def penalized(
@@ -223,50 +222,30 @@ def token_log_probs(
     return scores.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
 
 
-class PromptScores:
-    """Collects the log probabilities of one prompt's tokens after the first.
+def score_prompt(
+    model: LanguageModel, sequence: RunningSequence, begin: int, hidden: Float[Tensor, "S 1 D"]
+) -> None:
+    """Compute the log probabilities of the prompt's tokens that follow a chunk's tokens.
 
-    The logits of a chunk are computed a few rows at a time: those of a whole prompt would be
-    one number for each token and each entry of the vocabulary.
+    Writes them to ``sequence``. All-gathers the vocabulary over ``tp``, all-reduces over
+    ``pp``. A chunk that is computed again after a preemption gets the same scores.
+
+    Args:
+        model: of the engine.
+        sequence: has the prompt, and how many likeliest tokens to keep at each position.
+        begin: position of the chunk's first token.
+        hidden: of the chunk's tokens.
     """
-
-    def __init__(self, prompt: Sequence[int], num_top: int) -> None:
-        """Mark every token as not scored yet.
-
-        Args:
-            prompt: token ids.
-            num_top: likeliest tokens to keep for each place.
-        """
-        self.prompt, self.num_top = prompt, num_top
-        self._log_probs = [float("nan")] * (len(prompt) - 1)
-        self._top: list[Top] = [()] * (len(prompt) - 1)
-
-    def add(self, model: LanguageModel, begin: int, hidden: Float[Tensor, "S 1 D"]) -> None:
-        """Score the prompt's tokens that follow each token of a chunk.
-
-        All-gathers the vocabulary over ``tp``, all-reduces over ``pp``. A chunk that is
-        computed again after a preemption gets the same scores.
-
-        Args:
-            model: of the engine.
-            begin: position of the chunk's first token.
-            hidden: of the chunk's tokens.
-        """
-        end = min(begin + len(hidden), len(self.prompt) - 1)
-        for first in range(begin, end, _ROWS):
-            last = min(first + _ROWS, end)
-            logits = last_stage_logits(model, hidden[first - begin : last - begin])
-            following = on_device(self.prompt[first + 1 : last + 1], logits.device)
-            found = from_last_stage(token_log_probs(logits, following), model.pp)
-            self._log_probs[first:last] = found.tolist()
-            if self.num_top:
-                best = from_last_stage(top_log_probs(logits, self.num_top), model.pp)
-                self._top[first:last] = top_tokens(best)
-
-    def added_to(self, result: Generation) -> Generation:
-        """Return a copy of a result with the prompt's scores."""
-        return replace(
-            result,
-            prompt_log_probs=tuple(self._log_probs),
-            prompt_top=tuple(self._top) if self.num_top else (),
-        )
+    prompt, num_top = sequence.prompt, sequence.request.scores.num_top
+    end = min(begin + len(hidden), len(prompt) - 1)
+    # A few rows at a time: the logits of a prompt are one number for each token and each entry
+    # of the vocabulary.
+    for first in range(begin, end, _ROWS):
+        last = min(first + _ROWS, end)
+        logits = last_stage_logits(model, hidden[first - begin : last - begin])
+        following = on_device(prompt[first + 1 : last + 1], logits.device)
+        log_probs = from_last_stage(token_log_probs(logits, following), model.pp)
+        sequence.prompt_log_probs[first:last] = log_probs.tolist()
+        if num_top:
+            best = from_last_stage(top_log_probs(logits, num_top), model.pp)
+            sequence.prompt_top[first:last] = top_tokens(best)

@@ -19,9 +19,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mcore_infer.server.description import INTERFACES, Interface, openapi
-from mcore_infer.server.job import Job, ServedModel
-from mcore_infer.server.responses import JobResponse, Metrics, Timeouts, as_json, openai_error
-from mcore_infer.server.schemas import RequestError
+from mcore_infer.server.replies import Reply, ServedModel
+from mcore_infer.server.responses import (
+    EngineResponse,
+    Metrics,
+    Timeouts,
+    as_json,
+    openai_error,
+)
+from mcore_infer.server.schemas import MAX_TEXTS, RequestError, read_body
 from mcore_infer.server.worker import EngineClient
 
 log = logging.getLogger(__name__)
@@ -137,19 +143,23 @@ class Server:
         async def write(request: Request) -> Any:
             raw = await self._body(request)
             if len(raw) > _LONG_BYTES:  # tokenize in a thread, so that others are served
-                job = await asyncio.to_thread(interface.job, raw, self.served)
+                reply = await asyncio.to_thread(read, raw)
             else:
-                job = interface.job(raw, self.served)
-            await self._prepare(job)
-            return JobResponse(job, self.front, self.metrics, self.limits.timeouts)
+                reply = read(raw)
+            await self._prepare(reply)
+            return EngineResponse(reply, self.front, self.metrics, self.limits.timeouts)
+
+        def read(raw: bytes) -> Reply:
+            max_ids = MAX_TEXTS * self.served.max_tokens
+            return interface.read(read_body(raw, interface.body, max_ids), self.served)
 
         return write
 
-    async def _prepare(self, job: Job) -> None:
+    async def _prepare(self, reply: Reply) -> None:
         answer_s = self.limits.timeouts.answer_s
         try:
             async with asyncio.timeout(answer_s):
-                await self.front.prepare(job.structures)
+                await self.front.prepare(reply.structures)
         except TimeoutError:
             message = f"the answer took more than {answer_s:g} seconds."
             raise RequestError(504, message) from None

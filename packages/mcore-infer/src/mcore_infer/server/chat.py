@@ -1,14 +1,12 @@
-"""``POST /v1/chat/completions`` in OpenAI's format: bodies to jobs, results to replies."""
+"""``POST /v1/chat/completions`` in OpenAI's format: engine requests, and their reply."""
 
 import json
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_infer.server.completions import usage
-from mcore_infer.server.job import (
-    Job,
+from mcore_infer.server.replies import (
+    OpenAIReply,
     ServedModel,
     check_can_hold,
     check_model,
@@ -31,27 +29,26 @@ from mcore_infer.server.tool_calls import (
 )
 from mcore_infer.writing.chat_format import ChatFormat
 from mcore_infer.writing.grammars import Structure
-from mcore_infer.writing.sequence import ScoreRequest
+from mcore_infer.writing.sequence import ScoreRequest, TextRequest
 from mcore_infer.writing.token_text import Answer, AnswerPiece, ScoredToken
 
-_RESERVED = ("messages", "add_generation_prompt", "tools")
 
-
-def read_chat(body: ChatBody, served: ServedModel) -> Job:
-    """Return the job of a request body.
+def read_chat(body: ChatBody, served: ServedModel) -> "ChatReply":
+    """Turn a body into engine requests and their reply.
 
     Raises:
-        RequestError: for fields that exclude each other, or messages that are too long or that
-            the chat template refuses.
+        RequestError: for values that this model does not take, or messages that are too long or
+            that the chat template refuses.
     """
     check_model(body, served)
     chat = served.chat
     if chat is None:
         message = "chats need jinja2: pip install 'mcore-infer[server]'."
         raise RequestError(501, message, "messages")
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
-    tools, is_forced = _chosen_tools(body)
+    is_forced = body.tool_choice not in ("none", "auto")
+    tools = [] if body.tool_choice == "none" else body.tools
+    if is_forced:
+        check_can_hold("tool_choice")
     prompt = _rendered(body, served, chat, tools)
     ids = encode(served, prompt, "messages", is_rendered=True)
     if not ids:
@@ -82,26 +79,7 @@ def read_chat(body: ChatBody, served: ServedModel) -> Job:
         )
         for _ in answers
     ]
-    reply = ChatReply(body, served, len(ids), answers, readers, form)
-    return Job(requests=requests, answers=answers, reply=reply, is_stream=body.stream)
-
-
-def _chosen_tools(body: ChatBody) -> tuple[list[Tool], bool]:
-    """Return the tools of the prompt, and whether the model must call one."""
-    choice = body.tool_choice
-    if choice == "none":
-        return [], False
-    if choice == "auto":
-        return body.tools, False
-    check_can_hold("tool_choice")
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
-        if all(tool.function.name != name for tool in body.tools):
-            message = f"tool_choice: {name[:100]} is none of the tools."
-            raise RequestError(400, message, "tool_choice")
-    elif not body.tools:
-        raise RequestError(400, "tool_choice=required needs tools.", "tool_choice")
-    return body.tools, True
+    return ChatReply(body, served, requests, answers, readers)
 
 
 def _structure(
@@ -153,10 +131,6 @@ def _rendered(
             f"{served.max_tokens} tokens."
         )
         raise RequestError(400, message, "messages", "context_length_exceeded")
-    for reserved in _RESERVED:
-        if reserved in body.chat_template_kwargs:
-            name = "chat_template_kwargs"
-            raise RequestError(400, f"{name} must not hold {reserved}.", name)
     variables: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
@@ -186,8 +160,6 @@ def _for_template(message: Message) -> dict[str, Any]:
 
     Content as one string, arguments of calls as objects.
     """
-    if message.content is None and not message.tool_calls:
-        raise RequestError(400, "messages: each must have content.", "messages")
     found = message.model_dump(exclude_none=True)
     content = message.content or ""
     if isinstance(content, list):
@@ -204,35 +176,28 @@ def _for_template(message: Message) -> dict[str, Any]:
     return found
 
 
-class ChatReply:
-    """Builds chat answers and stream events in OpenAI's format."""
+class ChatReply(OpenAIReply):
+    """Builds chat answers and their stream events."""
 
     def __init__(
         self,
         body: ChatBody,
         served: ServedModel,
-        prompt_tokens: int,
-        answers: Sequence[Answer],
+        requests: list[TextRequest],
+        answers: list[Answer],
         readers: Sequence[AnswerReader],
-        form: ToolFormat | None,
     ) -> None:
-        """Create the id and the fields that all events share."""
-        self.body, self.served, self.prompt_tokens = body, served, prompt_tokens
-        self.answers, self.readers, self.form = answers, readers, form
-        self.head = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": served.name,
-        }
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(body, served, requests, answers, kind=kind, id_prefix="chatcmpl")
+        self.body, self.readers = body, readers
 
-    def begin(self) -> Sequence[Any]:
-        """Return one event with the role for every choice."""
+    def first_events(self) -> Sequence[Any]:
+        """Return one event with the role for each choice."""
         delta = {"role": "assistant", "content": ""}
         return [self._event(index, delta, None, None) for index in range(len(self.answers))]
 
     def event(self, index: int, piece: AnswerPiece) -> Any:
-        """Return the event of a new piece; None if it adds nothing."""
+        """Return the change of a message; None if the piece completes no part of it."""
         reason, reader = self.answers[index].finish_reason, self.readers[index]
         num_calls = reader.num_calls
         found = reader.add(piece.text, is_last=reason is not None)
@@ -250,14 +215,8 @@ class ChatReply:
             return None
         return self._event(index, delta, self._scores(piece.tokens), self._reason(index))
 
-    def end(self) -> Sequence[Any]:
-        """Return the event of token counts, if requested."""
-        if not self.body.stream_options.include_usage:
-            return ()
-        return [{**self.head, "choices": [], "usage": self._usage()}]
-
-    def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
-        """Return all messages and the token counts."""
+    def complete(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
+        """Return a message for each text, and the token counts."""
         choices = []
         for index, of_one in enumerate(pieces):
             text = "".join(piece.text for piece in of_one)
@@ -281,7 +240,7 @@ class ChatReply:
                     "finish_reason": self._reason(index),
                 }
             )
-        return {**self.head, "choices": choices, "usage": self._usage()}
+        return {**self.head, "choices": choices, "usage": self.usage()}
 
     def _calls(self, delta: AnswerDelta) -> list[dict[str, Any]]:
         return [
@@ -324,6 +283,3 @@ class ChatReply:
         texts = self.served.texts
         found = texts.of(token)
         return {"token": texts.name(token), "logprob": log_prob, "bytes": list(found)}
-
-    def _usage(self) -> dict[str, int]:
-        return usage(self.prompt_tokens, self.answers)

@@ -1,12 +1,10 @@
-"""``POST /v1/completions`` in OpenAI's format: bodies to jobs, results to replies."""
+"""``POST /v1/completions`` in OpenAI's format: engine requests of a body, and their reply."""
 
-import secrets
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_infer.server.job import (
-    Job,
+from mcore_infer.server.replies import (
+    OpenAIReply,
     ServedModel,
     check_model,
     encode,
@@ -15,43 +13,30 @@ from mcore_infer.server.job import (
     text_requests,
 )
 from mcore_infer.server.schemas import CompletionBody, RequestError
-from mcore_infer.server.worker import TextRequest
-from mcore_infer.writing.sequence import ScoreRequest
+from mcore_infer.writing.sequence import ScoreRequest, TextRequest
 from mcore_infer.writing.token_text import Answer, AnswerPiece, ScoredToken, prompt_tokens
 
 
-def read_completion(body: CompletionBody, served: ServedModel) -> Job:
-    """Return the job of a request body.
+def read_completion(body: CompletionBody, served: ServedModel) -> "CompletionReply":
+    """Turn a body into engine requests and their reply.
 
     Raises:
-        RequestError: for fields that exclude each other, or a prompt that is too long.
+        RequestError: for values that this model does not take, or a prompt that is too long.
     """
     check_model(body, served)
-    if not body.max_tokens and not body.echo:
-        raise RequestError(400, "max_tokens=0 needs echo=true.", "max_tokens")
-    if body.best_of not in (None, body.n):
-        raise RequestError(400, "best_of must be n: every text is returned.", "best_of")
     is_scored = body.logprobs is not None
-    scores_prompt = is_scored and body.echo
-    if body.stream and scores_prompt:
-        raise RequestError(400, "echo with logprobs cannot be streamed.", "stream")
-    scores = ScoreRequest(log_probs=is_scored, num_top=body.logprobs or 0, prompt=scores_prompt)
     prompts = _prompts(body, served)
     requests, answers = text_requests(
         body,
         served,
         [(ids, num_tokens_for(served, ids, body.max_tokens)) for _, ids in prompts],
-        scores=scores,
+        scores=ScoreRequest(
+            log_probs=is_scored, num_top=body.logprobs or 0, prompt=is_scored and body.echo
+        ),
         structure=response_structure(body),
         offsets=[len(text) if body.echo else 0 for text, _ in prompts],
     )
-    return Job(
-        requests=requests,
-        answers=answers,
-        reply=CompletionReply(body, served, prompts, requests, answers),
-        is_stream=body.stream,
-        needs_result=scores_prompt,
-    )
+    return CompletionReply(body, served, [text for text, _ in prompts], requests, answers)
 
 
 def _prompts(body: CompletionBody, served: ServedModel) -> list[tuple[str, Sequence[int]]]:
@@ -72,29 +57,24 @@ def _prompts(body: CompletionBody, served: ServedModel) -> list[tuple[str, Seque
     return found
 
 
-class CompletionReply:
-    """Builds completions and stream events in OpenAI's format."""
+class CompletionReply(OpenAIReply):
+    """Builds completions and their stream events."""
 
     def __init__(
         self,
         body: CompletionBody,
         served: ServedModel,
-        prompts: Sequence[tuple[str, Sequence[int]]],
-        requests: Sequence[TextRequest],
-        answers: Sequence[Answer],
+        prompts: Sequence[str],
+        requests: list[TextRequest],
+        answers: list[Answer],
     ) -> None:
-        """Create the id and the fields that all events share."""
-        self.body, self.served, self.prompts = body, served, prompts
-        self.requests, self.answers = requests, answers
-        self.head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": served.name,
-        }
+        kind, id_prefix = "text_completion", "cmpl"
+        super().__init__(body, served, requests, answers, kind=kind, id_prefix=id_prefix)
+        self.body, self.prompts = body, prompts
+        self.needs_result = requests[0].scores.prompt
 
-    def begin(self) -> Sequence[Any]:
-        """Return one event with the prompt for every choice, if echoed."""
+    def first_events(self) -> Sequence[Any]:
+        """Return one event with the prompt for each choice, if ``echo`` is set."""
         if not self.body.echo:
             return ()
         return [
@@ -107,14 +87,8 @@ class CompletionReply:
         scores = None if self.body.logprobs is None else self._scores(piece.tokens)
         return self._event(index, piece.text, scores, self.answers[index].finish_reason)
 
-    def end(self) -> Sequence[Any]:
-        """Return the event of token counts, if requested."""
-        if not self.body.stream_options.include_usage:
-            return ()
-        return [{**self.head, "choices": [], "usage": self._usage()}]
-
-    def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
-        """Return all choices and the token counts."""
+    def complete(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
+        """Return a choice for each text, and the token counts."""
         choices = []
         for index, of_one in enumerate(pieces):
             text = "".join(piece.text for piece in of_one)
@@ -129,10 +103,10 @@ class CompletionReply:
                     tokens = [*own, *tokens]
                 choice["logprobs"] = self._scores(tokens)
             choices.append(choice)
-        return {**self.head, "choices": choices, "usage": self._usage()}
+        return {**self.head, "choices": choices, "usage": self.usage()}
 
     def _prompt(self, index: int) -> str:
-        return self.prompts[index // self.body.n][0]
+        return self.prompts[index // self.body.n]
 
     def _event(
         self, index: int, text: str, scores: Any, finish_reason: str | None
@@ -150,19 +124,6 @@ class CompletionReply:
             ],
         }
 
-    def _usage(self) -> dict[str, int]:
-        return usage(sum(len(ids) for _, ids in self.prompts), self.answers)
-
 
 def _choice(index: int, text: str, scores: Any, finish_reason: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": scores, "finish_reason": finish_reason}
-
-
-def usage(prompt_tokens: int, answers: Sequence[Answer]) -> dict[str, int]:
-    """Return OpenAI's token counts; a prompt with several texts counts once."""
-    written = sum(len(answer.ids) for answer in answers)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": written,
-        "total_tokens": prompt_tokens + written,
-    }

@@ -10,15 +10,8 @@ from mcore_base.lazy_front import package_version
 from mcore_infer.server.api import read_api
 from mcore_infer.server.chat import read_chat
 from mcore_infer.server.completions import read_completion
-from mcore_infer.server.job import Job, ServedModel
-from mcore_infer.server.schemas import (
-    MAX_TEXTS,
-    ApiBody,
-    Body,
-    ChatBody,
-    CompletionBody,
-    read_body,
-)
+from mcore_infer.server.replies import Reply, ServedModel
+from mcore_infer.server.schemas import ApiBody, Body, ChatBody, CompletionBody
 
 Schema = dict[str, Any]
 """A JSON schema."""
@@ -33,21 +26,13 @@ class Interface:
     """The first is in the description; the others are aliases."""
     methods: tuple[str, ...]
     body: type[Body]
-    read: Callable[[Any, ServedModel], Job]
+    read: Callable[[Any, ServedModel], Reply]
+    """Turns a valid body into engine requests and the reply that they form."""
     answer: Mapping[str, Schema]
     """Required fields of a whole answer."""
     event: Mapping[str, Schema] = field(default_factory=dict)
     """Required fields of each stream event; empty: the interface has no streams."""
     has_plain_errors: bool = False
-
-    def job(self, raw: bytes, served: ServedModel) -> Job:
-        """Return the job of a raw request body.
-
-        Raises:
-            RequestError: if the body is invalid.
-        """
-        max_ids = MAX_TEXTS * served.max_tokens
-        return self.read(read_body(raw, self.body, max_ids), served)
 
 
 def _list(items: Schema) -> Schema:

@@ -1,7 +1,7 @@
-"""Runs a job on the engine and sends its answer, whole or as server-sent events.
+"""Runs a request on the engine and sends its answer, complete or as server-sent events.
 
-``EngineClient`` connects the event loop to the engine's thread; ``JobResponse`` is the ASGI
-response. When a client disconnects, times out or stops reading, the job's requests are
+``EngineClient`` connects the event loop to the engine's thread; ``EngineResponse`` is the ASGI
+response. When a client disconnects, times out or stops reading, its requests are
 cancelled and their pages released.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 from starlette.types import Receive, Scope, Send
 
-from mcore_infer.server.job import Job
+from mcore_infer.server.replies import Reply
 from mcore_infer.server.schemas import RequestError
 from mcore_infer.server.worker import (
     EngineClient,
@@ -120,29 +120,29 @@ def _metric_head(name: str, about: str, kind: str) -> list[str]:
     return [f"# HELP mcore_{name} {about}", f"# TYPE mcore_{name} {kind}"]
 
 
-class JobResponse:
-    """An ASGI response: one job from its queue to its last byte.
+class EngineResponse:
+    """An ASGI response: one HTTP request from the engine's queue to its last byte.
 
     Attributes:
         status: HTTP status that was sent; 499 if the client left before.
     """
 
     def __init__(
-        self, job: Job, front: EngineClient, metrics: Metrics, timeouts: Timeouts
+        self, reply: Reply, front: EngineClient, metrics: Metrics, timeouts: Timeouts
     ) -> None:
-        """Queue the job; its structures have been prepared.
+        """Queue the requests of a reply, whose structures are compiled.
 
         Raises:
             RequestError: if it cannot be queued.
         """
-        self.job, self.metrics, self.timeouts = job, metrics, timeouts
-        self.running = front.open(job.requests)
+        self.reply, self.metrics, self.timeouts = reply, metrics, timeouts
+        self.running = front.open(reply.requests)
         self.status = 499
         self._begin = self._last = time.monotonic()
         self._is_first = True
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer; cancel the job if the client disconnects first."""
+        """Send the answer; cancel its requests if the client disconnects first."""
         sending = asyncio.create_task(self._send(send))
         leaving = asyncio.create_task(_until_left(receive))
         try:
@@ -151,8 +151,8 @@ class JobResponse:
                 self.metrics.cancelled += 1
         finally:
             self.running.close()
-            self.metrics.prompt_tokens += sum(len(r.prompt) for r in self.job.requests)
-            self.metrics.written_tokens += self.job.num_written
+            self.metrics.prompt_tokens += sum(len(r.prompt) for r in self.reply.requests)
+            self.metrics.written_tokens += self.reply.num_written
             for task in (sending, leaving):
                 task.cancel()
             with suppress(asyncio.CancelledError):
@@ -163,7 +163,9 @@ class JobResponse:
     async def _send(self, send: Send) -> None:
         try:
             async with asyncio.timeout(self.timeouts.answer_s):
-                await (self._send_events(send) if self.job.is_stream else self._send_all(send))
+                await (
+                    self._send_events(send) if self.reply.is_stream else self._send_all(send)
+                )
         except TimeoutError:
             message = f"the answer took more than {self.timeouts.answer_s:g} seconds."
             await self._refuse(send, RequestError(504, message))
@@ -171,26 +173,26 @@ class JobResponse:
             await self._refuse(send, error)
 
     async def _send_all(self, send: Send) -> None:
-        pieces: list[list[AnswerPiece]] = [[] for _ in self.job.answers]
-        async for index, piece in run_job(self.job, self.running):
+        pieces: list[list[AnswerPiece]] = [[] for _ in self.reply.answers]
+        async for index, piece in run_requests(self.reply, self.running):
             pieces[index].append(piece)
             self._count(bool(piece.text))
         # Log probabilities of a long text are many: serialize them in a thread, so that the
         # event loop serves other clients meanwhile.
-        body = await asyncio.to_thread(lambda: as_json(self.job.reply.whole(pieces)))
+        body = await asyncio.to_thread(lambda: as_json(self.reply.complete(pieces)))
         await self._start(send, 200, _JSON | {"content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, send: Send) -> None:
-        reply = self.job.reply
-        async for index, piece in run_job(self.job, self.running):
-            if self.status == 499:  # with the first event: the engine has accepted the job
+        reply = self.reply
+        async for index, piece in run_requests(self.reply, self.running):
+            if self.status == 499:  # with the first event: the engine has accepted the requests
                 await self._start(send, 200, _EVENTS)
-                await self._send_lines(send, reply.begin())
+                await self._send_lines(send, reply.first_events())
             self._count(True)
             event = reply.event(index, piece)
             await self._send_lines(send, [] if event is None else [event])
-        await self._send_lines(send, reply.end())
+        await self._send_lines(send, reply.last_events())
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _send_lines(self, send: Send, events: Sequence[Any]) -> None:
@@ -214,7 +216,7 @@ class JobResponse:
         )
 
     async def _refuse(self, send: Send, error: RequestError) -> None:
-        plain = error.message if self.job.has_plain_errors else openai_error(error)
+        plain = error.message if self.reply.has_plain_errors else openai_error(error)
         body = as_json(plain)
         if self.status == 499:
             length = {"content-length": str(len(body))}
@@ -233,18 +235,20 @@ class JobResponse:
         self._last = now
 
 
-async def run_job(job: Job, running: OpenGroup) -> AsyncIterator[tuple[int, AnswerPiece]]:
+async def run_requests(
+    reply: Reply, running: OpenGroup
+) -> AsyncIterator[tuple[int, AnswerPiece]]:
     """Read the engine's events; yield the index and the new piece of each text.
 
     Pieces that wait for a slow reader are joined to one for each text.
 
     Raises:
-        RequestError: if the engine refuses the job, or fails.
+        RequestError: if the engine refuses a request, or fails.
     """
     while running.num_left:
         pieces: dict[int, list[AnswerPiece]] = {}
         for event in await running.next():
-            piece = _take(job, running, event)
+            piece = _take(reply, running, event)
             if piece:
                 pieces.setdefault(event.index, []).append(piece)
         for index, of_one in pieces.items():
@@ -252,28 +256,28 @@ async def run_job(job: Job, running: OpenGroup) -> AsyncIterator[tuple[int, Answ
                 "".join(piece.text for piece in of_one),
                 tuple(token for piece in of_one for token in piece.tokens),
             )
-            if joined.text or joined.tokens or job.answers[index].finish_reason:
+            if joined.text or joined.tokens or reply.answers[index].finish_reason:
                 yield index, joined
 
 
-def _take(job: Job, running: OpenGroup, event: Event) -> AnswerPiece | None:
+def _take(reply: Reply, running: OpenGroup, event: Event) -> AnswerPiece | None:
     if isinstance(event.what, RefusedGroup):
         running.num_left = 0
         raise RequestError(400, event.what.message)
     if isinstance(event.what, EngineFailure):
         raise RequestError(503, event.what.message)
-    answer = job.answers[event.index]
+    answer = reply.answers[event.index]
     if isinstance(event.what, NewToken):
         if answer.finish_reason:
             return None  # written before the engine received the cancellation
         piece = answer.add(event.what)
-        if answer.finish_reason and not job.needs_result:
+        if answer.finish_reason and not reply.needs_result:
             running.end(event.index, cancel=True)
         return piece
     if event.what.finish_reason == "error" and not answer.finish_reason:
         raise RequestError(500, _UNFINISHED)
     if answer.finish_reason:
-        if job.needs_result:
+        if reply.needs_result:
             answer.result = event.what
             running.end(event.index)
         return None

@@ -16,7 +16,6 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -31,6 +30,7 @@ MAX_PARTS = 1 << 16
 _MAX_STOP_CHARACTERS = 1024
 _MAX_TOKENS = 2**31
 _CONTENT = "a string or a list of parts of text"
+_RESERVED_FOR_TEMPLATE = {"messages", "add_generation_prompt", "tools"}
 
 
 class RequestError(Exception):
@@ -49,14 +49,11 @@ class RequestError(Exception):
 
 
 class _FieldError(ValueError):
-    """A field that is unknown or refused."""
+    """A field that is unknown or refused, or fields that exclude each other."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field[:100]
-
-
-_JSON = TypeAdapter(Any)
 
 
 def _add_null(schema: dict[str, Any]) -> None:
@@ -216,6 +213,16 @@ class CompletionBody(TextBody):
     best_of: int | None = Field(None, ge=1, le=MAX_TEXTS)
     suffix: Literal[""] = Field("", description="empty: models here write at the end only")
 
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if not self.max_tokens and not self.echo:
+            raise _FieldError("max_tokens", "max_tokens=0 needs echo=true.")
+        if self.best_of not in (None, self.n):
+            raise _FieldError("best_of", "best_of must be n: every text is returned.")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise _FieldError("stream", "echo with logprobs cannot be streamed.")
+        return self
+
 
 class Part(BaseModel):
     """A part of a message."""
@@ -305,6 +312,24 @@ class ChatBody(TextBody):
     prediction: _NoEffect = None
     verbosity: _NoEffect = None
 
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise _FieldError("top_logprobs", "top_logprobs needs logprobs=true.")
+        if any(turn.content is None and not turn.tool_calls for turn in self.messages):
+            raise _FieldError("messages", "messages: each must have content.")
+        for name in _RESERVED_FOR_TEMPLATE & self.chat_template_kwargs.keys():
+            field = "chat_template_kwargs"
+            raise _FieldError(field, f"{field} must not hold {name}.")
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if all(tool.function.name != name for tool in self.tools):
+                message = f"tool_choice: {name[:100]} is none of the tools."
+                raise _FieldError("tool_choice", message)
+        elif self.tool_choice == "required" and not self.tools:
+            raise _FieldError("tool_choice", "tool_choice=required needs tools.")
+        return self
+
 
 def _check_prompts(prompts: Any) -> Any:
     """Check prompts with the messages of Megatron's server."""
@@ -350,6 +375,28 @@ class ApiBody(Body):
     stop_on_eol: bool = False
     prevent_newline_after_colon: bool = False
 
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if not self.tokens_to_generate and not self.logprobs:
+            raise _FieldError("", "tokens_to_generate=0 needs logprobs=true.")
+        if self.top_n_logprobs and not self.logprobs:
+            raise _FieldError("", "top_n_logprobs needs logprobs=true.")
+        if self.top_p and self.top_k:
+            raise _FieldError("top_p", "cannot set both top-k and top-p samplings.")
+        ends_at_line = self.stop_on_eol or self.stop_on_double_eol
+        if self.beam_width and (
+            len(self.prompts) > 1
+            or self.logprobs
+            or ends_at_line
+            or self.prevent_newline_after_colon
+        ):
+            raise _FieldError(
+                "beam_width",
+                "beam_width takes one prompt, no logprobs, stop_on_eol, stop_on_double_eol or "
+                "prevent_newline_after_colon.",
+            )
+        return self
+
 
 def read_body(raw: bytes, model: type[AnyBody], max_ids: int = MAX_PARTS) -> AnyBody:
     """Parse and validate a body.
@@ -368,20 +415,18 @@ def read_body(raw: bytes, model: type[AnyBody], max_ids: int = MAX_PARTS) -> Any
         message = f"the body has more than {MAX_PARTS} objects, lists and fields"
         raise RequestError(413, f"{message}, or {max_ids} token ids.")
     try:
-        body = _JSON.validate_json(raw)
-    except ValidationError as error:
-        why = error.errors(include_url=False)[0]["msg"].removeprefix("Invalid JSON: ")
-        raise RequestError(400, f"the body is no valid JSON: {why}") from None
-    if not isinstance(body, dict):
-        raise RequestError(400, "the body must be a JSON object.")
-    try:
-        return model.model_validate(body)
+        return model.model_validate_json(raw)
     except ValidationError as error:
         raise _request_error(error, model) from None
 
 
 def _request_error(error: ValidationError, model: type[Body]) -> RequestError:
     found = error.errors(include_url=False, include_input=False)[0]
+    if found["type"] == "json_invalid":
+        why = found["msg"].removeprefix("Invalid JSON: ")
+        return RequestError(400, f"the body is no valid JSON: {why}")
+    if found["type"] == "model_type" and not found["loc"]:
+        return RequestError(400, "the body must be a JSON object.")
     cause = found.get("ctx", {}).get("error")
     if isinstance(cause, _FieldError):
         return RequestError(400, str(cause), cause.field)

@@ -19,12 +19,11 @@ import torch
 from pydantic import TypeAdapter
 
 from mcore_ckpt.save_load.rank_agreement import gather_json
-from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.engine import Engine
 from mcore_infer.errors import EngineError
 from mcore_infer.server.schemas import RequestError
 from mcore_infer.writing.grammars import Structure
-from mcore_infer.writing.sequence import Beam, Generation, NewToken, ScoreRequest, TokenRules
+from mcore_infer.writing.sequence import Beam, Generation, NewToken, TextRequest
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
@@ -32,21 +31,6 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 """Seconds between steps of an idle rank 0, so that no rank reaches a collective's timeout."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextRequest:
-    """One text to write: the arguments of ``Engine.add``."""
-
-    prompt: Sequence[int]
-    sampling: SamplingConfig
-    num_tokens: int
-    seed: int
-    eod: int | None = None
-    stop: Sequence[Sequence[int]] = ()
-    rules: TokenRules = field(default_factory=TokenRules)
-    scores: ScoreRequest = field(default_factory=ScoreRequest)
-    structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +131,7 @@ class Requests:
         numbers: list[int] = []
         for request in requests:
             try:
-                numbers.append(
-                    self.engine.add(
-                        request.prompt,
-                        request.sampling,
-                        num_tokens=request.num_tokens,
-                        seed=request.seed,
-                        eod=request.eod,
-                        stop=request.stop,
-                        rules=request.rules,
-                        scores=request.scores,
-                        structure=request.structure,
-                    )
-                )
+                numbers.append(self.engine.submit(request))
             except ValueError as error:
                 for number in numbers:
                     self.engine.abort(number)

@@ -1,20 +1,20 @@
-"""A request after validation: the texts for the engine, and the reply that they form."""
+"""From a valid body to engine requests, and the base of the replies of all interfaces."""
 
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from json import dumps
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import MAX_SEED, SamplingConfig
 from mcore_infer.server.schemas import MAX_TEXTS, RequestError, TextBody
-from mcore_infer.server.worker import TextRequest
 from mcore_infer.writing.chat_format import ChatFormat
 from mcore_infer.writing.grammars import Structure
-from mcore_infer.writing.sequence import ScoreRequest, TokenRules
+from mcore_infer.writing.sequence import ScoreRequest, TextRequest, TokenRules
 from mcore_infer.writing.token_text import Answer, AnswerPiece, TokenTexts
 
 _FALLBACKS = {
@@ -49,45 +49,90 @@ class ServedModel:
         return TokenTexts(self.tokenizer)
 
 
-@runtime_checkable
-class Reply(Protocol):
-    """Builds the answer of an interface, whole or event by event."""
+class Reply:
+    """One HTTP request on the engine: its texts, and the answer that they form.
 
-    def begin(self) -> Sequence[Any]:
-        """Return the events before any text."""
+    Attributes:
+        served: the model.
+        requests: texts to write.
+        answers: their texts so far, one for each request.
+        is_stream: whether the answer is sent event by event.
+        needs_result: whether the answer needs prompt scores, which arrive with the engine's
+            result.
+        has_plain_errors: whether errors are plain strings, as in Megatron's interface.
+    """
 
-    def event(self, index: int, piece: AnswerPiece) -> Any:
-        """Return the event of a new piece of text ``index``; None: no event."""
+    is_stream = needs_result = has_plain_errors = False
 
-    def end(self) -> Sequence[Any]:
-        """Return the events after all texts."""
-
-    def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> Any:
-        """Return the answer from the pieces of each text."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Job:
-    """One HTTP request: its texts for the engine, their answers, and the reply."""
-
-    requests: list[TextRequest]
-    answers: list[Answer]
-    reply: Reply
-    is_stream: bool = False
-    needs_result: bool = False
-    """Whether the reply needs prompt scores, which arrive with the engine's result."""
-    has_plain_errors: bool = False
-    """Whether errors are plain strings, as in Megatron's interface."""
+    def __init__(
+        self, served: ServedModel, requests: list[TextRequest], answers: list[Answer]
+    ) -> None:
+        self.served, self.requests, self.answers = served, requests, answers
 
     @property
     def num_written(self) -> int:
         """Tokens of all texts so far."""
-        return sum(len(answer.ids) for answer in self.answers)
+        return sum(len(answer.written) for answer in self.answers)
 
     @property
     def structures(self) -> set[Structure]:
         """Structures of its texts."""
         return {request.structure for request in self.requests if request.structure}
+
+    def first_events(self) -> Sequence[Any]:
+        """Return the events of a stream before any text."""
+        return ()
+
+    def event(self, index: int, piece: AnswerPiece) -> Any:
+        """Return the event of a new piece of text ``index``; None: no event."""
+        raise NotImplementedError
+
+    def last_events(self) -> Sequence[Any]:
+        """Return the events of a stream after all texts."""
+        return ()
+
+    def complete(self, pieces: Sequence[Sequence[AnswerPiece]]) -> Any:
+        """Return the answer from all pieces of each text."""
+        raise NotImplementedError
+
+
+class OpenAIReply(Reply):
+    """A reply in OpenAI's format; a prompt with several texts counts once in ``usage``."""
+
+    def __init__(
+        self,
+        body: TextBody,
+        served: ServedModel,
+        requests: list[TextRequest],
+        answers: list[Answer],
+        *,
+        kind: str,
+        id_prefix: str,
+    ) -> None:
+        """Create the id and the fields that all events share."""
+        super().__init__(served, requests, answers)
+        self.is_stream = body.stream
+        self._sends_usage = body.stream_options.include_usage
+        self._prompt_tokens = sum(len(request.prompt) for request in requests[:: body.n])
+        self.head = {
+            "id": f"{id_prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": served.name,
+        }
+
+    def last_events(self) -> Sequence[Any]:
+        """Return the event of token counts, if ``include_usage`` is set."""
+        return [{**self.head, "choices": [], "usage": self.usage()}] * self._sends_usage
+
+    def usage(self) -> dict[str, int]:
+        """Return the token counts."""
+        written = self.num_written
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": written,
+            "total_tokens": self._prompt_tokens + written,
+        }
 
 
 def check_model(body: TextBody, served: ServedModel) -> None:
