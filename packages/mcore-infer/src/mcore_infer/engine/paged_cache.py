@@ -9,7 +9,6 @@ chunk of a request starts from a state of zeros.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -18,6 +17,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mcore_infer.engine.config import Fp8Cache, Scales
+from mcore_infer.engine.decode_kernels import decode_kernel, latent_kernel
 from mcore_infer.engine.plain_attention import (
     decode_on_cpu,
     padded_decode,
@@ -34,15 +34,12 @@ from mcore_infer.engine.step_layout import (
 )
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels.attention_backends import attend, takes_borders
-from mcore_parallel.optional_kernels import works
 
 log = logging.getLogger(__name__)
 
 _MASKED_TOKENS = 256
 """Most tokens of prompts that attend in one call on a CPU, where a mask separates the
 prompts."""
-_RULES = {"scale", "chunk", "softcap", "sinks"}
-"""Arguments of ``attend`` that the decoding kernel supports."""
 _PADDED = (
     "the attention of this model has no decoding kernel on this GPU: recorded steps read the "
     "pages of the longest possible text"
@@ -206,7 +203,7 @@ class _PagedLayer:
         values = held.keys[..., :value_dim] if held.values is None else held.values
         rules: dict[str, Any] = {**scores, "window": window, "kv_scales": self.scales}
         if isinstance(step, DecodeTensors):
-            decode = self._kernel(len(q), q, k, v, scores)
+            decode = decode_kernel(len(q), q, k, v, scores, self.scales, self.cache.page_tokens)
             if decode is not None and v is not None:
                 if step.have_drafts:  # a row reads keys that other rows of its request write
                     memories = (held.keys, values)
@@ -221,7 +218,7 @@ class _PagedLayer:
         news, memories = ((k,), (held.keys,)) if v is None else ((k, v), (held.keys, values))
         write_to_pages(memories, [new[:, 0] for new in news], step.places, self.scales)
         if isinstance(step, DecodeTensors):
-            latent = None if v is not None else self._latent_kernel(q, values, rules)
+            latent = None if v is not None else latent_kernel(q, values, rules)
             if latent is not None:
                 return latent(q[:, 0], held.keys, step.tables, step.lengths)[:, None]
             where = (held.keys, values, step.seen_tables, step.lengths)
@@ -250,12 +247,13 @@ class _PagedLayer:
         singles = step.singles
         decode = None
         if singles is not None:
-            decode = self._kernel(len(singles.rows), q, k, v, scores)
+            rows, page_tokens = len(singles.rows), self.cache.page_tokens
+            decode = decode_kernel(rows, q, k, v, scores, self.scales, page_tokens)
         if decode is not None and singles is not None and v is not None:
             at, pages = singles.rows, (self.held.keys, values, singles.tables, singles.lengths)
             mixed[at, 0] = decode(q[at, 0], k[at, 0], v[at, 0], *pages, **rules)
         if v is None and singles is not None:
-            decode = self._latent_kernel(q, values, rules)
+            decode = latent_kernel(q, values, rules)
             if decode is not None:
                 at, where = singles.rows, (singles.tables, singles.lengths)
                 mixed[at, 0] = decode(q[at, 0], self.held.keys, *where)
@@ -276,46 +274,6 @@ class _PagedLayer:
             seen = wide_pages(seen, self.scales, q.dtype)
             mixed[here] = attend(q[here], *seen, sizes_repeat=False, **options)
         return mixed
-
-    def _kernel(
-        self, num_rows: int, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]
-    ) -> Callable[..., Tensor] | None:
-        """Return the decoding kernel for these inputs, which also writes new keys; None.
-
-        There is none.
-        """
-        if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - _RULES:
-            return None
-        if not q.is_cuda or q.dtype == torch.float64:
-            return None
-        if self.scales is not None and q.shape[-1] % 4:  # the kernel reads four codes at once
-            return None
-        from mcore_infer.engine.kernels import paged_attention
-
-        sizes = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], self.scales is not None
-        kind = *sizes, tuple(sorted(scores))
-        programs = num_rows * k.shape[-2]
-        is_for_many = paged_attention.takes_many(programs, self.cache.page_tokens, *kind)
-        if is_for_many and works(paged_attention.DECODE_MANY_KERNEL, q.device, *kind):
-            from mcore_infer.engine.kernels.paged_attention_many import decode_many
-
-            return decode_many
-        has_kernel = works(paged_attention.DECODE_KERNEL, q.device, *kind)
-        return paged_attention.paged_decode if has_kernel else None
-
-    def _latent_kernel(
-        self, q: Tensor, values: Tensor, rules: Mapping[str, Any]
-    ) -> Callable[..., Tensor] | None:
-        """Return the kernel of latent attention for these inputs; None: there is none."""
-        is_plain = rules.keys() == {"window", "kv_scales"} and rules["window"] < 0
-        if not q.is_cuda or q.dtype == torch.float64 or not is_plain:
-            return None
-        from mcore_infer.engine.kernels.latent_attention import LATENT_KERNEL, latent_decode
-
-        kind = q.dtype, *q.shape[-2:], values.shape[-1]
-        if not works(LATENT_KERNEL, q.device, *kind):
-            return None
-        return partial(latent_decode, value_dim=values.shape[-1])
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
         """Gather the keys or values that a chunk attends to.
