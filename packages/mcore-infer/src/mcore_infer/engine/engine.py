@@ -311,8 +311,13 @@ class Engine:
 
         All-reduces over ``in_step`` whether any rank has work.
         """
-        while all_reduce(torch.tensor(int(self.has_work)), self.in_step, "max"):
+        while self._any_rank_has_work():
             yield from self.step()
+
+    def _any_rank_has_work(self) -> bool:
+        if self.in_step.size == 1:
+            return self.has_work
+        return bool(all_reduce(torch.tensor(int(self.has_work)), self.in_step, "max"))
 
     def _plan(self) -> Step | None:
         """Plan a step; the drafter fills in its proposals."""

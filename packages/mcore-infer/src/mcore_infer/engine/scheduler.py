@@ -195,7 +195,9 @@ class Scheduler:
                 continue
             count = self._share(request, budget)
             if count and self._make_room(request, count, chunks):
-                proposed = self._fitting(request, drafts.get(request.id, ())[:spare])
+                proposed: Sequence[int] = ()
+                if request.id in drafts:
+                    proposed = self._fitting(request, drafts[request.id][:spare])
                 spare -= len(proposed)
                 chunks[request.id] = self._chunk(request, count, proposed)
                 budget -= count + len(proposed)
