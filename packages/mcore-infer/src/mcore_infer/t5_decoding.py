@@ -1,6 +1,6 @@
-"""Greedy or sampled answers of a T5: the encoder reads each text once, the decoder writes.
+"""Greedy or sampled answers of a T5: the encoder runs once a text, the decoder once a token.
 
-The one decode loop outside the engine. All answers begin with the same token, so the rows of a
+The only decode loop outside the engine. All answers begin with the same token, so the rows of a
 batch have equal lengths and share a ``StaticCache``.
 """
 
@@ -29,7 +29,7 @@ def answer_texts(
     eod: int | None = None,
     stop: Sequence[Sequence[int]] = (),
 ) -> Iterator[NewToken]:
-    """Write an answer to each text, token by token; yields tokens as ``generation.stream``.
+    """Yield an answer to each text, token by token.
 
     Communicates over ``tp`` as the model does; all its ranks call it with equal arguments.
 
@@ -73,7 +73,7 @@ def answer_texts(
         hidden = model.write(tokens, encoded, mask, cache)  # [1, B, D]
         cache.advance(1)
         logits = all_gather(model.logits(hidden)[-1], model.tp, dim=-1)[:, : model.vocab_size]
-        # Rows that are over keep their place in the batch; their tokens are not read.
+        # Finished rows stay in the batch; their tokens are ignored.
         chosen = agree_on_tokens(choose(logits, rows), model.tp, model.pp)
         log_probs = token_log_probs(logits, chosen)
         pairs = zip(chosen.tolist(), log_probs.tolist(), strict=True)

@@ -25,15 +25,15 @@ def chat(
     chat_template: str = "",
     seed: int = 1234,
 ) -> int:
-    """Talk with a model: each line is a message, and its answer streams below it.
+    """Chat with a model: each line is a message, and its answer streams below it.
 
     Args:
-        model: which one.
-        sampling: how tokens are drawn; --num-tokens of each answer.
-        engine: limits of what is computed together.
-        system: System message that begins the conversation.
-        chat_template: File with a Jinja template; left out, the tokenizer's own, or ChatML.
-        seed: Of the draws; answer i draws from seed + i.
+        model: model, device and ranks.
+        sampling: how tokens are chosen; --num-tokens limits each answer.
+        engine: limits of the engine.
+        system: System message at the start of the conversation.
+        chat_template: File with a Jinja template; empty: the tokenizer's template, or ChatML.
+        seed: Seed of the random numbers; answer i uses seed + i.
     """
     check_seed(seed)
     template = file_text("--chat-template", chat_template)

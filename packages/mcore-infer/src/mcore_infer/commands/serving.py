@@ -1,4 +1,4 @@
-"""The command ``mcore-infer serve``: text over HTTP."""
+"""The command ``mcore-infer serve``: an HTTP server for one model."""
 
 import signal
 import socket
@@ -26,9 +26,9 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
     SIGTERM and Ctrl-C end it once the answers that have begun are sent.
 
     Args:
-        model: which one.
-        engine: limits of what is computed together.
-        server: where it listens, and for whom.
+        model: model, device and ranks.
+        engine: limits of the engine.
+        server: address, access control and timeouts.
     """
     missing = [
         name
@@ -50,9 +50,9 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         if worker is not None:
             worker.fail(fault)
 
-    place = _listen(server) if is_first else nullcontext()  # before the model is loaded
+    listener = _listen(server) if is_first else nullcontext()  # before the model is loaded
     with (
-        place as listening,
+        listener as listening,
         opened(model, draft=engine.draft_load, on_fault=on_fault) as (loaded, tokenizer, _),
     ):
         from mcore_infer.engine.building import build_engine
@@ -61,7 +61,7 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         from mcore_infer.writing.chat_format import load_chat_format
         from mcore_infer.writing.structured import Grammars
 
-        chat = load_chat_format(template, tokenizer)  # on every rank, so that all refuse it
+        chat = load_chat_format(template, tokenizer)  # on every rank, so that all raise
         replicas, in_step = loaded.data, loaded.in_step
         running = build_engine(
             loaded.model, engine, loaded.draft, loaded.kv_scales, replicas, in_step
@@ -115,8 +115,8 @@ def _run(
 
     front.on_failure = end
     host, port = listening.getsockname()[:2]
-    place = f"[{host}]" if ":" in host else host
-    print(f"serving {served.name} at http://{place}:{port}", flush=True)
+    address = f"[{host}]" if ":" in host else host
+    print(f"serving {served.name} at http://{address}:{port}", flush=True)
     http.run(sockets=[listening])
     if front.worker.failure is not None:
         raise front.worker.failure

@@ -11,19 +11,19 @@ class SchedulerConfig:
     """Limits of a step."""
 
     max_requests: int = 64
-    """Requests in one step; each has a slot."""
+    """Most requests in one step; each has a slot."""
 
     max_tokens: int = 2048
-    """Tokens in one step, prompts and new tokens together; at least ``max_requests``."""
+    """Most tokens in one step, prompts and new tokens together; at least ``max_requests``."""
 
     max_sequence_tokens: int = 2048
-    """Prompt and new tokens of one request."""
+    """Most tokens of one request, prompt and new tokens together."""
 
     chunked_prefill: bool = True
-    """Cut prompts that do not fit into a step; otherwise a prompt must fit whole."""
+    """Cut prompts that do not fit into a step; otherwise a prompt must fit into one step."""
 
     prefix_cache: bool = True
-    """MatrixSlice the pages of equal beginnings. Not for models with a recurrent state."""
+    """Share the pages of equal prefixes. Not for models with a recurrent state."""
 
     def __post_init__(self) -> None:
         if self.max_requests < 1:

@@ -79,8 +79,8 @@ class ApiReply(Reply):
         if self.requests[0].sampling.beam_width:
             return self._beams()
         texts = [
-            prompt + "".join(piece.text for piece in of_one)
-            for prompt, of_one in zip(self.prompts, pieces, strict=True)
+            prompt + "".join(piece.text for piece in text_pieces)
+            for prompt, text_pieces in zip(self.prompts, pieces, strict=True)
         ]
         tokens = [
             [*request.prompt, *answer.ids]
@@ -117,9 +117,9 @@ class ApiReply(Reply):
 
     def _segments(self, ids: Sequence[int]) -> list[str]:
         stream = TextStream(self.served.tokenizer)
-        found = [stream.add(token) for token in ids]
-        found[-1] += stream.rest()
-        return found
+        segments = [stream.add(token) for token in ids]
+        segments[-1] += stream.rest()
+        return segments
 
     def _log_probs(self, answer: Answer) -> list[float | None]:
         assert answer.result is not None
@@ -129,10 +129,10 @@ class ApiReply(Reply):
     def _top(self, prompt: Sequence[int], answer: Answer) -> list[dict[str, float]]:
         result = answer.result
         assert result is not None
-        read = zip(prompt[1:], result.prompt_log_probs, result.prompt_top, strict=True)
-        places = [with_drawn(NewToken(0, *place)) for place in read]
-        places += [with_drawn(token) for token in answer.written]
-        return [self.served.texts.by_name(top) for top in places]
+        scored = zip(prompt[1:], result.prompt_log_probs, result.prompt_top, strict=True)
+        tops = [with_drawn(NewToken(0, *token)) for token in scored]
+        tops += [with_drawn(token) for token in answer.written]
+        return [self.served.texts.by_name(top) for top in tops]
 
 
 def _sampling(body: ApiBody) -> SamplingConfig:

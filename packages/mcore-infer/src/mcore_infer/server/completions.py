@@ -44,17 +44,17 @@ def _prompts(body: CompletionBody, served: ServedModel) -> list[tuple[str, Seque
     given: Any = body.prompt
     if isinstance(given, str) or isinstance(given[0], int):
         given = [given]
-    found: list[tuple[str, Sequence[int]]] = []
-    for one in given:
-        if isinstance(one, str):
-            found.append((one, encode(served, one)))
+    prompts: list[tuple[str, Sequence[int]]] = []
+    for prompt in given:
+        if isinstance(prompt, str):
+            prompts.append((prompt, encode(served, prompt)))
             continue
-        num_tokens_for(served, one, body.max_tokens)
-        if max(one) >= served.vocab_size:
+        num_tokens_for(served, prompt, body.max_tokens)
+        if max(prompt) >= served.vocab_size:
             message = f"prompt: token ids are from 0 to {served.vocab_size - 1}."
             raise RequestError(400, message, "prompt")
-        found.append((served.tokenizer.decode(one), one))
-    return found
+        prompts.append((served.tokenizer.decode(prompt), prompt))
+    return prompts
 
 
 class CompletionReply(OpenAIReply):
@@ -90,17 +90,19 @@ class CompletionReply(OpenAIReply):
     def complete(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
         """Return a choice for each text, and the token counts."""
         choices = []
-        for index, of_one in enumerate(pieces):
-            text = "".join(piece.text for piece in of_one)
+        for index, text_pieces in enumerate(pieces):
+            text = "".join(piece.text for piece in text_pieces)
             choice = _choice(index, text, None, self.answers[index].finish_reason)
             request, answer = self.requests[index], self.answers[index]
             if self.body.echo:
                 choice["text"] = self._prompt(index) + text
             if request.scores.log_probs:
-                tokens = [token for piece in of_one for token in piece.tokens]
+                tokens = [token for piece in text_pieces for token in piece.tokens]
                 if request.scores.prompt and answer.result:
-                    own = prompt_tokens(self.served.texts, request.prompt, answer.result)
-                    tokens = [*own, *tokens]
+                    scored_prompt = prompt_tokens(
+                        self.served.texts, request.prompt, answer.result
+                    )
+                    tokens = [*scored_prompt, *tokens]
                 choice["logprobs"] = self._scores(tokens)
             choices.append(choice)
         return {**self.head, "choices": choices, "usage": self.usage()}

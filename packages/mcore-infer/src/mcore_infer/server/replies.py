@@ -29,7 +29,7 @@ _FALLBACKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What the interfaces need of the served model."""
+    """The served model, as the interfaces use it."""
 
     name: str
     tokenizer: Tokenizer
@@ -37,15 +37,15 @@ class ServedModel:
     max_tokens: int
     """Most tokens of a prompt and its text together."""
     ends: tuple[int, ...] = ()
-    """Tokens besides the tokenizer's end of document that end a text."""
+    """Tokens that end a text, in addition to the tokenizer's end of document."""
     chat: ChatFormat | None = None
     """Chat template; None: jinja2 is missing."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Default sampling of OpenAI's interfaces, see ``LoadedModel.sampling_defaults``."""
+    """Default sampling of OpenAI's interfaces: ``LoadedModel.sampling_defaults``."""
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """Bytes and names of its tokens."""
+        """Bytes and names of the tokenizer's tokens."""
         return TokenTexts(self.tokenizer)
 
 
@@ -76,7 +76,7 @@ class Reply:
 
     @property
     def structures(self) -> set[Structure]:
-        """Structures of its texts."""
+        """Structures of all texts."""
         return {request.structure for request in self.requests if request.structure}
 
     def first_events(self) -> Sequence[Any]:
@@ -155,18 +155,18 @@ def text_requests(
     offsets: Sequence[int] = (),
     kept: Mapping[int, str] | None = None,
 ) -> tuple[list[TextRequest], list[Answer]]:
-    """Return the texts of a request, ``n`` of each prompt; text i draws from its seed + i.
+    """Return engine requests and empty answers, ``n`` for each prompt; text i has seed + i.
 
     Args:
-        body: how texts are sampled and where they stop.
+        body: sampling and stops.
         served: the model.
         prompts: token ids, and the number of tokens to write after them.
-        scores: log probabilities.
+        scores: log probabilities to return.
         structure: grammar of the texts; None: any text.
-        end_texts: strings that end a text besides the body's.
-        end_ids: tokens that end a text besides the model's.
-        offsets: lengths of the texts before the answers, by prompt; empty: 0.
-        kept: special tokens that are part of the text, by id, and their names.
+        end_texts: strings that end a text, in addition to the body's.
+        end_ids: tokens that end a text, in addition to the model's.
+        offsets: length of the text before each prompt's answers; empty: 0.
+        kept: names of special tokens that are part of the text, by id.
     """
     if len(prompts) * body.n > MAX_TEXTS:
         message = f"{len(prompts) * body.n} texts are more than {MAX_TEXTS}: prompts times n."
@@ -220,31 +220,31 @@ def text_requests(
 
 
 def response_structure(body: TextBody) -> Structure | None:
-    """Return the structure of ``response_format``; None: any text."""
-    wanted = body.response_format
-    if wanted.type == "text":
+    """Return the structure that ``response_format`` asks for; None: any text."""
+    format = body.response_format
+    if format.type == "text":
         return None
-    check_can_hold("response_format")
-    if wanted.type == "regex":
-        return Structure("regex", wanted.pattern or "")
-    schema = wanted.json_schema.schema_ if wanted.json_schema else {"type": "object"}
+    check_structured_output("response_format")
+    if format.type == "regex":
+        return Structure("regex", format.pattern or "")
+    schema = format.json_schema.schema_ if format.json_schema else {"type": "object"}
     return Structure("json_schema", dumps(schema))
 
 
-def check_can_hold(field: str) -> None:
-    """Raise RequestError for a field that needs llguidance if it is not installed."""
+def check_structured_output(field: str) -> None:
+    """Raise RequestError for a field that needs llguidance, if llguidance is not installed."""
     if find_spec("llguidance") is None:
         message = f"{field} needs a server with pip install 'mcore-infer[structured]'."
         raise RequestError(400, message, field)
 
 
-def seed_or_random(given: int | None) -> int:
-    """Return the seed, or a random one."""
-    return secrets.randbelow(MAX_SEED) if given is None else given
+def seed_or_random(seed: int | None) -> int:
+    """Return the seed; None: a random seed."""
+    return secrets.randbelow(MAX_SEED) if seed is None else seed
 
 
 def build_sampling(build: Callable[[], SamplingConfig]) -> SamplingConfig:
-    """Call ``build``; its ValueError becomes a RequestError."""
+    """Return the result of ``build``; a ValueError becomes a RequestError."""
     try:
         return build()
     except ValueError as error:
@@ -300,8 +300,8 @@ def _too_long(served: ServedModel, has: str, field: str = "prompt") -> RequestEr
 def _sampling(body: TextBody, served: ServedModel) -> SamplingConfig:
     values: dict[str, Any] = {}
     for name, fallback in _FALLBACKS.items():
-        given = getattr(body, name)
-        values[name] = served.defaults.get(name, fallback) if given is None else given
+        value = getattr(body, name)
+        values[name] = served.defaults.get(name, fallback) if value is None else value
     values["top_k"] = max(0, values["top_k"])
     if not values["temperature"]:  # the likeliest token always
         values |= {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
@@ -327,14 +327,15 @@ def _bias(body: TextBody, vocab_size: int) -> tuple[tuple[int, float], ...]:
 def _split_stops(
     stop: str | Sequence[str], tokenizer: Tokenizer
 ) -> tuple[list[str], list[list[int]]]:
-    """Return stop strings.
-
-    Those with special tokens, which have no text, as token sequences.
-    """
+    """Split stops into strings and token sequences; special tokens have no text to match."""
     strings, sequences = [], []
     for text in [stop] if isinstance(stop, str) else stop:
-        named = tokenizer.token_id(text)
-        ids = [named] if named is not None else tokenizer.encode(text, add_special_tokens=False)
+        special = tokenizer.token_id(text)
+        ids = (
+            [special]
+            if special is not None
+            else tokenizer.encode(text, add_special_tokens=False)
+        )
         if tokenizer.decode(ids) != tokenizer.decode(ids, skip_special_tokens=True):
             sequences.append(ids)
         else:

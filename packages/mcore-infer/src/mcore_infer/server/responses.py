@@ -31,7 +31,7 @@ from mcore_infer.writing.token_text import AnswerPiece
 
 _UNFINISHED = (
     "the text cannot keep to its structure: no token of the vocabulary continues it, or the "
-    "next one takes too long."
+    "next token takes too long."
 )
 _ANY = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="constants"))
 _JSON = {"content-type": "application/json"}
@@ -44,10 +44,10 @@ class Timeouts:
     """Timeouts of a server, in seconds."""
 
     answer_s: float = 600.0
-    """For a whole answer, from its request to its end."""
+    """Longest time from a request to the end of its answer."""
 
     client_s: float = 30.0
-    """For a client to send its body, and to read an event."""
+    """Longest time for a client to send its body, and to read an event."""
 
 
 class Histogram:
@@ -64,11 +64,11 @@ class Histogram:
 
     def lines(self, name: str) -> list[str]:
         """Return the samples."""
-        found, seen = [], 0
+        lines, total = [], 0
         for bound, count in zip([*_BOUNDS_S, "+Inf"], self.counts, strict=True):
-            seen += count
-            found.append(f'{name}_bucket{{le="{bound}"}} {seen}')
-        return [*found, f"{name}_sum {self.total:.6f}", f"{name}_count {seen}"]
+            total += count
+            lines.append(f'{name}_bucket{{le="{bound}"}} {total}')
+        return [*lines, f"{name}_sum {self.total:.6f}", f"{name}_count {total}"]
 
 
 class Metrics:
@@ -78,8 +78,8 @@ class Metrics:
         responses: by path and status.
         prompt_tokens: of all requests that ended.
         written_tokens: of all texts.
-        first_token: from the arrival of a request to its first tokens.
-        between_tokens: from tokens to the next ones of a text.
+        first_token: times from a request to its first tokens.
+        between_tokens: times between tokens of a text.
         cancelled: requests whose client disconnected.
     """
 
@@ -89,7 +89,7 @@ class Metrics:
         self.first_token, self.between_tokens = Histogram(), Histogram()
 
     def text(self, gauges: Mapping[str, tuple[str, float | int]]) -> str:
-        """Return all in Prometheus' text format.
+        """Return all metrics in Prometheus' text format.
 
         Args:
             gauges: help text and current value, by name.
@@ -100,12 +100,12 @@ class Metrics:
         for name, about, value in (
             ("prompt_tokens_total", "Tokens of prompts.", self.prompt_tokens),
             ("written_tokens_total", "Tokens of texts.", self.written_tokens),
-            ("cancelled_total", "Requests whose client left.", self.cancelled),
+            ("cancelled_total", "Requests whose client disconnected.", self.cancelled),
         ):
             lines += [*_metric_head(name, about, "counter"), f"mcore_{name} {value}"]
         for name, about, histogram in (
-            ("first_token_seconds", "Arrival to first tokens.", self.first_token),
-            ("between_tokens_seconds", "Tokens to the next of a text.", self.between_tokens),
+            ("first_token_seconds", "From a request to its first tokens.", self.first_token),
+            ("between_tokens_seconds", "Between tokens of a text.", self.between_tokens),
         ):
             lines += [
                 *_metric_head(name, about, "histogram"),
@@ -240,7 +240,7 @@ async def run_requests(
 ) -> AsyncIterator[tuple[int, AnswerPiece]]:
     """Read the engine's events; yield the index and the new piece of each text.
 
-    Pieces that wait for a slow reader are joined to one for each text.
+    Pieces that a slow client has not read yet are joined to one for each text.
 
     Raises:
         RequestError: if the engine refuses a request, or fails.
@@ -251,10 +251,10 @@ async def run_requests(
             piece = _take(reply, running, event)
             if piece:
                 pieces.setdefault(event.index, []).append(piece)
-        for index, of_one in pieces.items():
+        for index, text_pieces in pieces.items():
             joined = AnswerPiece(
-                "".join(piece.text for piece in of_one),
-                tuple(token for piece in of_one for token in piece.tokens),
+                "".join(piece.text for piece in text_pieces),
+                tuple(token for piece in text_pieces for token in piece.tokens),
             )
             if joined.text or joined.tokens or reply.answers[index].finish_reason:
                 yield index, joined
@@ -304,8 +304,8 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return max(-1e308, min(1e308, value)) if value == value else None  # noqa: PLR0124
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 async def _until_left(receive: Receive) -> None:

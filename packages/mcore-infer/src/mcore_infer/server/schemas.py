@@ -23,10 +23,10 @@ from pydantic import (
 from mcore_infer.config import MAX_SEED
 
 MAX_TEXTS = 128
-"""Texts of one request: prompts times ``n``."""
+"""Most texts of one request: prompts times ``n``."""
 MAX_TOP = 20
 MAX_PARTS = 1 << 16
-"""Objects, lists or fields of a body."""
+"""Most objects, lists or fields of a body."""
 _MAX_STOP_CHARACTERS = 1024
 _MAX_TOKENS = 2**31
 _CONTENT = "a string or a list of parts of text"
@@ -40,7 +40,7 @@ class RequestError(Exception):
         status: HTTP status.
         message: one line.
         field: wrong field of the body; empty: none.
-        code: for programs; empty: the status.
+        code: error code for programs; empty: the status.
     """
 
     def __init__(self, status: int, message: str, field: str = "", code: str = "") -> None:
@@ -82,13 +82,13 @@ class Body(BaseModel):
             return body
         given = {name: value for name, value in body.items() if value is not None}
         fields = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in given.keys() - fields:  # one fault of many is enough
+        for name in given.keys() - fields:  # the first fault is reported
             if name in cls.refused:
                 message = f"{name} {cls.refused[name]}"
             else:
-                near = difflib.get_close_matches(name[:100], fields, n=1)
-                meant = f": did you mean {near[0]}?" if near else "."
-                message = f"unknown field {name[:100]}{meant}"
+                close = difflib.get_close_matches(name[:100], fields, n=1)
+                hint = f": did you mean {close[0]}?" if close else "."
+                message = f"unknown field {name[:100]}{hint}"
             raise _FieldError(name, message)
         return given
 
@@ -121,7 +121,7 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "regex"] = "text"
     json_schema: SchemaFormat | None = None
-    pattern: str | None = Field(None, description="The expression, where type is regex.")
+    pattern: str | None = Field(None, description="Regular expression, if type is regex.")
 
     @model_validator(mode="after")
     def _has_parts(self) -> Self:
@@ -255,14 +255,14 @@ class FunctionName(Body):
 
 
 class NamedTool(Body):
-    """The one tool to use."""
+    """The tool that must be called."""
 
     type: Literal["function"] = "function"
     function: FunctionName
 
 
 class CalledFunction(BaseModel):
-    """A call as it was answered; arguments are JSON."""
+    """An earlier call of a function; arguments are JSON."""
 
     model_config = ConfigDict(extra="allow")
     name: str
@@ -403,12 +403,12 @@ def read_body(raw: bytes, model: type[AnyBody], max_ids: int = MAX_PARTS) -> Any
 
     Args:
         raw: JSON.
-        model: of the interface.
-        max_ids: most token ids of its prompts.
+        model: pydantic model of the interface.
+        max_ids: most token ids in the prompts.
 
     Raises:
         RequestError: with status 400 and one line, for no JSON or a wrong or unknown field;
-            with 413 for one of many parts, which would hold the interpreter for long.
+            with 413 for more parts than the interpreter reads in a short time.
     """
     num_parts = max(raw.count(b"[") + raw.count(b"{"), raw.count(b'":'))
     if num_parts > MAX_PARTS or raw.count(b",") > MAX_PARTS + max_ids:
@@ -421,28 +421,28 @@ def read_body(raw: bytes, model: type[AnyBody], max_ids: int = MAX_PARTS) -> Any
 
 
 def _request_error(error: ValidationError, model: type[Body]) -> RequestError:
-    found = error.errors(include_url=False, include_input=False)[0]
-    if found["type"] == "json_invalid":
-        why = found["msg"].removeprefix("Invalid JSON: ")
+    first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        why = first["msg"].removeprefix("Invalid JSON: ")
         return RequestError(400, f"the body is no valid JSON: {why}")
-    if found["type"] == "model_type" and not found["loc"]:
+    if first["type"] == "model_type" and not first["loc"]:
         return RequestError(400, "the body must be a JSON object.")
-    cause = found.get("ctx", {}).get("error")
+    cause = first.get("ctx", {}).get("error")
     if isinstance(cause, _FieldError):
         return RequestError(400, str(cause), cause.field)
-    place = [part for part in found["loc"] if isinstance(part, str)]
-    name = place[0] if place else ""
+    path = [part for part in first["loc"] if isinstance(part, str)]
+    name = path[0] if path else ""
     known = model.model_fields.get(name)
-    if model is ApiBody and isinstance(cause, ValueError):  # in words of Megatron's server
+    if model is ApiBody and isinstance(cause, ValueError):  # Megatron's messages
         return RequestError(400, str(cause), name)
-    if found["type"] == "missing" and len(place) == 1:
+    if first["type"] == "missing" and len(path) == 1:
         how = "argument required" if model is ApiBody else "is required."
         return RequestError(400, f"{name} {how}", name)
     if known is not None and (known.description or "")[:1].islower():
         return RequestError(400, f"{name} must be {known.description}.", name)
-    if "content" in place:  # of a message
+    if "content" in path:  # of a message
         return RequestError(400, f"{name}: content must be {_CONTENT}.", name)
-    where = ".".join(str(part) for part in found["loc"])
-    message = found["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    location = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Input ").removeprefix("Value error, ")
     message = message.replace("should", "must", 1)[:500]
-    return RequestError(400, " ".join(f"{where}: {message}".split()) + ".", name)
+    return RequestError(400, " ".join(f"{location}: {message}".split()) + ".", name)

@@ -1,7 +1,7 @@
 """The thread that runs an engine on rank 0, and the loop of the ranks that follow it.
 
 Requests arrive in groups; a group is queued whole or refused whole. Before every step rank 0
-sends new and cancelled groups to all ranks, so that all hold the same requests in the same
+sends new and cancelled groups to all ranks, so that all have the same requests in the same
 order. The events of a step are delivered in one call. Replicas take groups in turn and step
 together; after a step, rank 0 gathers their events on the host. If a rank fails, the others
 wait in a collective until ``Watch`` ends them; rank 0 answers its clients first.
@@ -53,7 +53,7 @@ class Event:
 
     group: int
     index: int
-    """Of the request in its group."""
+    """Index of the request in its group."""
     what: NewToken | Generation | RefusedGroup | EngineFailure
 
 
@@ -77,9 +77,9 @@ class Requests:
     """The groups of requests of an engine; every rank makes the same calls.
 
     Attributes:
-        engine: of this rank's replica.
+        engine: engine of this rank's replica.
         axis: all ranks that make these calls.
-        replicas: those of them with the same part of the model, which share groups.
+        replicas: ranks of the axis with the same part of the model; they share groups.
         has_work: whether any replica has unfinished requests.
         counts: requests, pages and proposals of all replicas after the last step, by name.
     """
@@ -88,7 +88,7 @@ class Requests:
         """Start without groups."""
         self.engine, self.axis, self.replicas = engine, axis, replicas
         self.has_work, self.counts = False, _counts(engine)
-        self._places: dict[int, tuple[int, int]] = {}  # engine's number -> group, index
+        self._group_of: dict[int, tuple[int, int]] = {}  # engine's number -> group, index
         self._groups: dict[int, dict[int, int]] = {}  # group -> index -> engine's number
 
     @property
@@ -105,24 +105,25 @@ class Requests:
         if self.engine.grammars is not None:
             for structure in commands.structures:
                 self.engine.grammars.prepare(structure, is_tried=False)
-        own = [new for new in commands.new if new[0] % self.replicas.size == self.replicas.rank]
-        events = [event for number, group in own for event in self._add(number, group)]
+        size, rank = self.replicas.size, self.replicas.rank
+        mine = [new for new in commands.new if new[0] % size == rank]  # replicas take turns
+        events = [event for number, group in mine for event in self._add(number, group)]
         for group, index in commands.cancelled:
             self._cancel(group, index)
-        for found in self.engine.step():
-            number, what = (found.row, found) if isinstance(found, NewToken) else found
-            group, index = self._places[number]
+        for event in self.engine.step():
+            number, what = (event.row, event) if isinstance(event, NewToken) else event
+            group, index = self._group_of[number]
             events.append(Event(group, index, what))
             if isinstance(what, Generation):
                 self._forget(number)
         self.has_work, self.counts = self.engine.has_work, _counts(self.engine)
         if self.replicas.size == 1:
             return events
-        own_part = None
+        replica_part = None
         if self.replicas.ranks[0] == self.axis.ranks[0]:  # one rank of each replica
             sent = [(type(event.what).__name__, asdict(event)) for event in events]
-            own_part = self.has_work, self.counts, sent
-        parts = [part for part in gather_json(own_part, self.axis) if part]
+            replica_part = self.has_work, self.counts, sent
+        parts = [part for part in gather_json(replica_part, self.axis) if part]
         self.has_work = any(has_work for has_work, _, _ in parts)
         self.counts = {n: sum(counts[n] for _, counts, _ in parts) for n in self.counts}
         return [_event_from(*event) for _, _, events in parts for event in events]
@@ -138,7 +139,7 @@ class Requests:
                 yield Event(group, 0, RefusedGroup(str(error)))
                 return
         self._groups[group] = dict(enumerate(numbers))
-        self._places |= {number: (group, i) for i, number in enumerate(numbers)}
+        self._group_of |= {number: (group, i) for i, number in enumerate(numbers)}
 
     def _cancel(self, group: int, index: int) -> None:
         running = self._groups.get(group, {})
@@ -147,7 +148,7 @@ class Requests:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        group, index = self._places.pop(number)
+        group, index = self._group_of.pop(number)
         del self._groups[group][index]
         if not self._groups[group]:
             del self._groups[group]
@@ -157,7 +158,7 @@ class EngineWorker:
     """Runs an engine in its own thread on rank 0.
 
     Attributes:
-        requests: groups of the engine; changed by the thread alone.
+        requests: groups of the engine; only the thread changes them.
         failure: error of an engine on any rank, after which nothing runs; None: it runs.
     """
 
@@ -165,9 +166,9 @@ class EngineWorker:
         """Store the arguments; ``start`` starts the thread.
 
         Args:
-            engine: of rank 0.
-            axis: all ranks that follow this one, and itself.
-            replicas: those of them that share groups, see ``Requests``.
+            engine: engine of rank 0.
+            axis: rank 0 and all ranks that follow it.
+            replicas: ranks of the axis that share groups, see ``Requests``.
         """
         self.requests, self.axis = Requests(engine, axis, replicas), axis
         self.device = engine.device
@@ -195,7 +196,7 @@ class EngineWorker:
         return number
 
     async def prepare(self, structure: Structure) -> None:
-        """Compile a structure while steps continue, here within limits, then on other ranks.
+        """Compile a structure while steps continue: here with limits, then on the other ranks.
 
         Raises:
             ValueError: if the structure is refused.
@@ -226,7 +227,7 @@ class EngineWorker:
     def fail(self, message: str) -> None:
         """End every request after an engine has failed; later calls have no effect.
 
-        Any thread.
+        May be called from any thread.
         """
         if self.failure is None:
             self.failure = EngineError(f"the engine failed: {message}")
@@ -327,10 +328,10 @@ class OpenGroup:
     """A queued or running group of requests.
 
     Attributes:
-        number: of the worker.
+        number: the worker's number of the group.
         size: requests of the group.
         num_left: unfinished requests.
-        events: delivered and not read yet.
+        events: delivered events that have not been read.
     """
 
     def __init__(self, front: EngineClient, number: int, size: int) -> None:
@@ -338,11 +339,11 @@ class OpenGroup:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
 
     async def next(self) -> list[Event]:
-        """Wait for an event; return all events that have arrived, many for a slow reader."""
-        found = [await self.events.get()]
+        """Wait for an event; return all events that have arrived."""
+        events = [await self.events.get()]
         while not self.events.empty():
-            found.append(self.events.get_nowait())
-        return found
+            events.append(self.events.get_nowait())
+        return events
 
     def end(self, index: int, *, cancel: bool = False) -> None:
         """Count one request as finished; ``cancel`` also ends it in the engine."""
@@ -374,7 +375,7 @@ def share_commands(commands: Commands, axis: Axis) -> Commands:
     """Return rank 0's commands on every rank.
 
     All-reduces their length, then their bytes, on the host, so that a step on the device
-    continues meanwhile.
+    is not interrupted.
     """
     if axis.size == 1:
         return commands
@@ -404,7 +405,7 @@ def _counts(engine: Engine) -> dict[str, int]:
 
 
 def _event_from(kind: str, fields: dict[str, Any]) -> Event:
-    kinds = {one.__name__: one for one in (NewToken, Generation, RefusedGroup)}
+    kinds = {kind.__name__: kind for kind in (NewToken, Generation, RefusedGroup)}
     what = {name: _frozen(value) for name, value in fields["what"].items()}
     if beams := what.get("beams"):
         what["beams"] = tuple(Beam(**beam) for beam in beams)
@@ -412,7 +413,7 @@ def _event_from(kind: str, fields: dict[str, Any]) -> Event:
 
 
 def _frozen(value: Any) -> Any:
-    """Return tuples for JSON's lists, at every depth."""
+    """Replace JSON's lists by tuples, at every depth."""
     if isinstance(value, dict):
-        return {name: _frozen(one) for name, one in value.items()}
-    return tuple(_frozen(one) for one in value) if isinstance(value, list) else value
+        return {name: _frozen(item) for name, item in value.items()}
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
