@@ -8,7 +8,7 @@ from mcore_base.lazy_front import lazy_front
 
 _EXPORTS: dict[str, str] = {
     "Engine": "engine.engine",
-    "EngineConfig": "engine.config",
+    "EngineConfig": "engine.limits",
     "ExportReport": "export.exporting",
     "Generation": "writing.sequence",
     "Grammars": "writing.structured",

@@ -17,8 +17,8 @@ from torch import Tensor
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.building import build_engine
-from mcore_infer.engine.config import EngineConfig, Scales
 from mcore_infer.engine.engine import Engine
+from mcore_infer.engine.limits import EngineConfig, Scales
 from mcore_infer.engine.stages import last_stage_logits, run_stages
 from mcore_infer.errors import StructureError
 from mcore_infer.kv_cache import StaticCache

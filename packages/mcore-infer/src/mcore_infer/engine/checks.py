@@ -8,15 +8,15 @@ from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 
 _BY_LENGTH = ("dynamic", "longrope")
-"""Rotary scalings that depend on the length of the text."""
+"""Rotary scalings whose angles depend on the length of the text."""
 
 
 def check_beams(sequence: RunningSequence, vocab_size: int) -> None:
     """Raise ValueError for options that beam search does not support."""
     if sequence.changes_scores or sequence.matcher is not None or not sequence.num_tokens:
         raise ValueError(
-            "beam search takes no biases, forbidden tokens or structure, and writes a token "
-            "or more."
+            "beam search takes no biases, forbidden tokens or structure, and writes at least "
+            "one token."
         )
     scores = sequence.request.scores
     if scores.prompt or scores.num_top:
@@ -36,7 +36,7 @@ def check_beams(sequence: RunningSequence, vocab_size: int) -> None:
 def check_speculation(
     model: LanguageModel, drafts: Drafts, draft: LanguageModel | None, in_step: Axis = SINGLE
 ) -> None:
-    """Raise ValueError if a model cannot verify proposals, or has no source of them."""
+    """Raise ValueError if a model cannot verify proposals, or has no source of proposals."""
     if drafts == "mtp" and model.pp.size > 1:
         raise ValueError(
             "--speculative-drafts mtp reads hidden states that only the last stage has: use "
@@ -50,13 +50,13 @@ def check_speculation(
         )
     if has_recurrent_layers(model.config):
         raise ValueError(
-            "a recurrent state cannot go back behind a wrong proposal: set "
+            "a recurrent state cannot be reset to before a rejected proposal: set "
             "--num-speculative-tokens 0."
         )
     if depends_on_length(model.config):
         raise ValueError(
             f"--rope-type {model.config.rope_type} rotates by the length of the text, which a "
-            "wrong proposal would change: set --num-speculative-tokens 0."
+            "rejected proposal would change: set --num-speculative-tokens 0."
         )
     if (drafts == "model") != (draft is not None):
         raise ValueError(
@@ -76,26 +76,26 @@ def _check_draft(draft: LanguageModel, model: LanguageModel) -> None:
     if has_recurrent_layers(draft.config) or depends_on_length(draft.config):
         raise ValueError(
             "a draft model with recurrent layers, or with a --rope-type that rotates by the "
-            "length of the text, cannot go back behind a wrong proposal: use another."
+            "length of the text, cannot be reset to before a rejected proposal: use another."
         )
     if draft.vocab_size != model.vocab_size:
         raise ValueError(
             f"the draft model has {draft.vocab_size} tokens and the model {model.vocab_size}: "
-            "take one with the same tokenizer."
+            "use a draft model with the same tokenizer."
         )
-    positions, own = draft.config.max_position_embeddings, model.config.max_position_embeddings
-    if positions and not 0 < own <= positions:
+    limit, needed = draft.config.max_position_embeddings, model.config.max_position_embeddings
+    if limit and not 0 < needed <= limit:
         raise ValueError(
-            f"the draft model has {positions} positions and the model {own or 'no limit'}: "
-            "take one with as many."
+            f"the draft model has {limit} positions and the model {needed or 'no limit'}: use "
+            "a draft model with as many."
         )
 
 
 def depends_on_length(config: TransformerConfig) -> bool:
-    """Whether rotary positions depend on a text's length, so that a step has one text."""
+    """Whether rotary angles depend on a text's length, so that a step has one text."""
     return config.rope_type in _BY_LENGTH
 
 
 def has_recurrent_layers(config: TransformerConfig) -> bool:
-    """Whether a model has recurrent layers, whose state cannot be shared between prefixes."""
+    """Whether a model has recurrent layers, whose states cannot be shared by prefixes."""
     return bool(set(config.hybrid_override_pattern) & set("MGP"))

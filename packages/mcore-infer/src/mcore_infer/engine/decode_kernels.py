@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_infer.engine.config import Scales
+from mcore_infer.engine.limits import Scales
 from mcore_parallel.optional_kernels import OptionalKernel, works
 
 _RULES = {"scale", "chunk", "softcap", "sinks"}

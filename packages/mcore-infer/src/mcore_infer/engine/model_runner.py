@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mcore_infer.engine.checks import has_recurrent_layers
-from mcore_infer.engine.few_rows_gemm import read_few_rows_fast
+from mcore_infer.engine.few_rows_gemm import use_few_rows_gemm
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.recording import Recorder, unrecorded_reason
 from mcore_infer.engine.scheduler import Chunk, Step
@@ -67,12 +67,12 @@ def size_to_run(sizes: Sequence[int], recorded: Container[int], num_steps: int) 
 
 
 class Decoder:
-    """Runs the model on one new token, and the proposals behind it, of each request.
+    """Runs the model on one new token of each request, and on the proposals after it.
 
     Attributes:
         sizes: padded numbers of rows, ascending; a request has a row for its last token and one
             for each proposal.
-        recorder: of CUDA graphs; None: steps are not recorded.
+        recorder: records CUDA graphs; None: steps are not recorded.
         is_recorded: whether steps replay CUDA graphs.
     """
 
@@ -89,9 +89,9 @@ class Decoder:
         """Allocate inputs on a GPU; a graph is recorded when its size is first needed.
 
         Args:
-            model: whole, in eval mode. On a GPU its plain GEMMs become ``FewRowsGemm``, which
-                multiplies as they do wherever gradients are on or rows are many.
-            cache: of the engine.
+            model: whole or a stage, in eval mode. On a GPU its plain GEMMs become
+                ``FewRowsGemm``, which differs only for few rows without gradients.
+            cache: the engine's cache.
             max_requests: most requests of a step.
             table_pages: most pages of a request.
             num_drafts: most proposals for a request in a step.
@@ -108,11 +108,11 @@ class Decoder:
         )
         self._inputs: dict[int, DecodeTensors] = {}
         if self.device.type == "cuda":
-            read_few_rows_fast(model)
-            # Now, not within a step: pinned memory takes the host a while.
+            use_few_rows_gemm(model)
+            # Now, not within a step: allocating pinned memory takes the host a while.
             self._inputs = {size: self._allocated(size) for size in self.sizes}
         self._runs: dict[int, Run] = {}
-        self._num_steps = Counter[int]()  # by the size that fits best
+        self._num_steps = Counter[int]()  # by the smallest size that fits
 
     def run(
         self, step: Step, tokens: Tensor | None = None
@@ -122,7 +122,7 @@ class Decoder:
         Communicates as the model does.
 
         Args:
-            step: its chunks all write.
+            step: every chunk is writing.
             tokens: of the rows, ``[R]``, on the device; None: the step has them.
         """
         num_rows = step.num_tokens
@@ -137,7 +137,7 @@ class Decoder:
             self._inputs[size] = self._allocated(size)
         inputs = self._inputs[size]
         if size not in self._runs:
-            # Record with rows of padding alone: running a request's token twice would advance
+            # Record with rows of padding only: running a request's token twice would advance
             # its recurrent state twice.
             inputs.fill(Step(()), self.cache.page_tokens, self.cache.padding)
             self._runs[size] = self._prepared(inputs)
@@ -146,8 +146,9 @@ class Decoder:
         return hidden[:num_rows], logits[:num_rows]
 
     def _prepared(self, inputs: DecodeTensors) -> Run:
-        """Return a function that runs the model on the inputs, recorded if possible."""
-        # The function must not refer to this object, or a cycle would keep the graphs' memory.
+        """Return a function that runs the model on the inputs, as a CUDA graph if possible."""
+        # The function must not refer to this object: the reference cycle would keep the graphs'
+        # memory.
         forward = partial(_hidden_and_logits, self.model, self.cache, inputs)
         recorder = self.recorder if self.is_recorded else None
         if recorder is None or recorder.gave_up:
@@ -188,14 +189,15 @@ _SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens of recorded steps. On an H200 Llama-3-8B reads a prompt of 128, 512 or 1024 tokens in
 6, 14 or 30 ms with a graph, and in 33 to 37 ms without."""
 _ALWAYS = 256
+"""Largest size that is recorded for a model of any size."""
 _MOST_WORK = 1 << 38
 """Most tokens of a size times parameters of a layer. Beyond it the device is busy without a
 graph, and padding rows cost time. Llama-3-8B has 2 ** 28 parameters a layer."""
 _MOST_TABLE = 1 << 20
-"""Most tokens of a size times pages of a request: the table that a step copies to the
-device."""
+"""Most tokens of a size times pages of a request: entries of the page table that a step copies
+to the device."""
 _MOST_KEYS = 1 << 19
-"""Most keys that the tokens of a recorded step read in all: 5 ms in Llama-3-8B."""
+"""Most keys that the tokens of a recorded step read together: 5 ms in Llama-3-8B."""
 
 
 class PromptSteps:
@@ -241,7 +243,7 @@ class PromptSteps:
         self._table_pages = table_pages
         self._inputs: dict[int, DecodeTensors] = {}
         self._runs: dict[int, Callable[[], Tensor]] = {}
-        self._num_steps = Counter[int]()  # by the size that fits best
+        self._num_steps = Counter[int]()  # by the smallest size that fits
 
     def run(self, step: Step) -> Float[Tensor, "T 1 D"]:
         """Return the hidden state after each token; the next call may overwrite it.
@@ -275,7 +277,7 @@ class PromptSteps:
         """Count the keys that the tokens of a chunk read, padding included."""
         num_tokens = len(chunk.tokens)
         if self.cache.is_padded:
-            # Padded attention also copies the keys before it reads them.
+            # Padded attention copies the keys of the longest text before it reads them.
             return 4 * num_tokens * self._table_pages * self.cache.page_tokens
         return num_tokens * (chunk.begin + (num_tokens + 1) // 2)
 

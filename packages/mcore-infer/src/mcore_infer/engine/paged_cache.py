@@ -2,8 +2,8 @@
 
 The tokens of all chunks of a step form a batch of one row. Each layer writes their keys and
 values to the rows that the plan assigns; then every chunk attends to the pages of its request.
-A recurrent layer has one state for each slot. Chunks of equal length are batched; the first
-chunk of a request starts from a state of zeros.
+A recurrent layer has a state for each slot. It batches chunks of equal length, and starts the
+first chunk of a request from a state of zeros.
 """
 
 import logging
@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.config import Fp8Cache, Scales
 from mcore_infer.engine.decode_kernels import decode_kernel, latent_kernel
+from mcore_infer.engine.limits import Fp8Cache, Scales
 from mcore_infer.engine.plain_attention import (
     decode_on_cpu,
     padded_decode,
@@ -46,7 +46,8 @@ _PADDED = (
 )
 
 Mix = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-"""See ``mcore_models.protocol.RecurrentState``."""
+"""Maps a state and inputs to outputs and the new state:
+``mcore_models.protocol.RecurrentState``."""
 
 
 class PagedCache:
@@ -79,10 +80,10 @@ class PagedCache:
 
     @property
     def length(self) -> int:
-        """Tokens before the step's, where it computes one request; else 0.
+        """Earlier tokens of the request, if the step has one request; else 0.
 
-        Read by models whose rotary positions depend on the length of the text, of which a step
-        has one.
+        Models whose rotary positions depend on the text's length read it; their steps have one
+        text.
         """
         return 0 if self.step is None else self.step.num_earlier
 
@@ -98,14 +99,14 @@ class PagedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pages taken so far."""
-        tensors = (t for held in self._memories.values() for t in (held.keys, held.values))
+        """Allocated bytes of pages."""
+        tensors = (t for layer in self._memories.values() for t in (layer.keys, layer.values))
         return sum(t.nbytes for t in tensors if t is not None)
 
     @property
     def num_state_bytes(self) -> int:
-        """Memory of the recurrent states taken so far."""
-        return sum(t.nbytes for held in self._memories.values() for t in held.states)
+        """Allocated bytes of recurrent states."""
+        return sum(t.nbytes for layer in self._memories.values() for t in layer.states)
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class _LayerMemory:
     keys: Shaped[Tensor, "P Z G H"] | None = None
     values: Shaped[Tensor, "P Z G J"] | None = None
     states: tuple[Float[Tensor, "W ..."], ...] = ()
-    """One state for each slot."""
+    """Tensors of the state, each with a row for each slot."""
 
 
 class _PagedLayer:
@@ -161,16 +162,13 @@ class _PagedLayer:
         is_first: Bool[Tensor, " R"],
         inputs: Sequence[Shaped[Tensor, "L R ..."]],
     ) -> Shaped[Tensor, "L R ..."]:
-        """Run a batch of chunks from their states.
-
-        A chunk that starts a text begins from zeros.
-        """
+        """Run a batch of chunks from their states; a chunk that starts a text has zeros."""
         before = (
             held[slots].masked_fill(is_first.view(-1, *[1] * (held.dim() - 1)), 0)
             for held in self.held.states
         )
-        y, behind = mix(tuple(before), *inputs)
-        for held, new in zip(self.held.states, behind, strict=True):
+        y, after = mix(tuple(before), *inputs)
+        for held, new in zip(self.held.states, after, strict=True):
             held[slots] = new
         return y
 
@@ -238,7 +236,7 @@ class _PagedLayer:
         rules: dict[str, Any],
         backend: AttentionBackend,
     ) -> Float[Tensor, "S 1 N J"]:
-        """Attend chunk by chunk; single tokens, and prompts that start, in one call each."""
+        """Attend chunk by chunk; single tokens, and prompts that start, are batched."""
         assert self.held.keys is not None
         scores = {name: rule for name, rule in rules.items() if name != "kv_scales"}
         window = scores.pop("window")
@@ -262,9 +260,9 @@ class _PagedLayer:
         fresh = None if v is None else _in_one_call(step.fresh, q, backend, scores)
         if fresh is not None and v is not None:
             at = fresh.rows
-            own = rounded_to_codes((k[at], v[at]), self.scales)
-            mixed[at] = attend(q[at], *own, documents=fresh.documents, **options)
-        # 3. All others, each with the pages of its request gathered.
+            rounded = rounded_to_codes((k[at], v[at]), self.scales)
+            mixed[at] = attend(q[at], *rounded, documents=fresh.documents, **options)
+        # 3. All other chunks, each with the gathered pages of its request.
         for chunk in step.chunks:
             here = slice(chunk.begin, chunk.end)
             is_single = here.stop - here.start == 1
@@ -276,10 +274,7 @@ class _PagedLayer:
         return mixed
 
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
-        """Gather the keys or values that a chunk attends to.
-
-        Pages behind every window may belong to another request and are left out.
-        """
+        """Gather the keys or values that a chunk attends to: no pages before its window."""
         size = self.cache.page_tokens
         first_page = 0 if window < 0 else max(0, chunk.first - window) // size
         end = chunk.first + chunk.end - chunk.begin - first_page * size

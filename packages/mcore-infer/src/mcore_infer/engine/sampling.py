@@ -1,8 +1,8 @@
-"""Sampling of the next token from its logits: temperature, cut-off, draw.
+"""Chooses the next token from logits: penalties, temperature, cut-off, draw; log probabilities.
 
-The order is Megatron's: temperature first, then top-k, then top-p (which Megatron does not take
-together), then a draw from what is left. The caller passes one random number a row, so that a
-row's text depends on its seed alone: not on the device, nor on the other rows of its batch.
+The order is Megatron's: temperature, top-k, top-p (Megatron does not combine the two), a draw
+from the remaining tokens. Each row has one random number from its own generator, so its text
+depends only on its seed: not on the device, nor on the other rows of the batch.
 """
 
 import math
@@ -44,8 +44,8 @@ def sample(
     # Inverse transform: the first token whose cumulative probability exceeds draw * total. The
     # product must stay below the total after rounding, or a token of probability 0 is found.
     reached = torch.minimum(draws[:, None].to(last) * last, last.nextafter(-last))
-    found = torch.searchsorted(total, reached, right=True).squeeze(-1)
-    return found.clamp(max=prob.shape[-1] - 1)  # if logits are NaN, searchsorted returns V
+    chosen = torch.searchsorted(total, reached, right=True).squeeze(-1)
+    return chosen.clamp(max=prob.shape[-1] - 1)  # if logits are NaN, searchsorted returns V
 
 
 def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Tensor, "B V"]:
@@ -93,16 +93,17 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
 def choose(
     logits: Float[Tensor, "B V"],
     sequences: Sequence[RunningSequence],
-    places: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
 ) -> Int[Tensor, " B"]:
     """Choose the next token of each text: penalties, rules, structure, then ``sample``.
 
     Args:
         logits: scores without padding of the vocabulary.
         sequences: one a row.
-        places: number of proposals before each row; their random numbers are not consumed, see
-            ``RunningSequence.draw_ahead``. None: each row is its text's next token, and its
-            random number is consumed.
+        offsets: number of proposals before each row. Random numbers are then drawn ahead and
+            not
+            consumed, see ``RunningSequence.draw_ahead``. None: each row is its text's next
+            token, and its random number is consumed.
 
     Raises:
         ValueError: if a ``top_k`` exceeds V.
@@ -123,12 +124,12 @@ def choose(
     # launch.
     if all(sequence.sampling.top_k == 1 for sequence in sequences):
         return logits.argmax(-1)
-    if places is None:
+    if offsets is None:
         numbers = [0.0 if text.sampling.top_k == 1 else text.draw() for text in sequences]
     else:
         numbers = [
-            0.0 if text.sampling.top_k == 1 else text.draw_ahead(place)
-            for text, place in zip(sequences, places, strict=True)
+            0.0 if text.sampling.top_k == 1 else text.draw_ahead(offset)
+            for text, offset in zip(sequences, offsets, strict=True)
         ]
     draws = on_device(numbers, logits.device, torch.float64)
     # Rows with equal temperature and cut-off are sampled together.
@@ -147,11 +148,11 @@ def choose(
 def choose_on_all_ranks(
     logits: Float[Tensor, "R V"],
     sequences: Sequence[RunningSequence],
-    places: Sequence[int] | None,
+    offsets: Sequence[int] | None,
     model: LanguageModel,
 ) -> Int[Tensor, " R"]:
-    """Choose tokens by ``choose``; all ranks return the same, see ``agreed``."""
-    return agree_on_tokens(choose(logits, sequences, places), model.tp, model.pp)
+    """Choose tokens by ``choose``; all ranks of ``tp`` and ``pp`` return the same tokens."""
+    return agree_on_tokens(choose(logits, sequences, offsets), model.tp, model.pp)
 
 
 def penalized(
@@ -167,8 +168,8 @@ def penalized(
         logits: of the model.
         prompt: token ids before the text.
         written: token ids of the text.
-        sampling: the penalties.
-        rules: bias and forbidden successors.
+        sampling: has the penalties.
+        rules: bias, forbidden successors and forbidden ends.
 
     Reference:
         Keskar et al. 2019, CTRL, section 4.1 (repetition). arXiv:1909.05858.
@@ -208,9 +209,9 @@ def top_log_probs(logits: Float[Tensor, "B V"], num_top: int) -> Float[Tensor, "
     return torch.stack([ids.double(), values.double()])
 
 
-def top_tokens(found: Float[Tensor, "2 B k"]) -> list[Top]:
+def top_tokens(top: Float[Tensor, "2 B k"]) -> list[Top]:
     """Return the result of ``top_log_probs`` as Python numbers; waits for the device."""
-    rows = zip(found[0].long().tolist(), found[1].tolist(), strict=True)
+    rows = zip(top[0].long().tolist(), top[1].tolist(), strict=True)
     return [tuple(zip(ids, values, strict=True)) for ids, values in rows]
 
 

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_infer.engine.config import EngineConfig
+from mcore_infer.engine.limits import EngineConfig
 from mcore_infer.engine.model_runner import Decoder
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.sampling import choose_on_all_ranks

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,7 +50,7 @@ class ServedModel:
         return TokenTexts(self.tokenizer)
 
 
-class Reply:
+class Reply(ABC):
     """One HTTP request on the engine: its texts, and the answer that they form.
 
     Attributes:
@@ -85,15 +86,15 @@ class Reply:
 
     def event(self, index: int, piece: AnswerPiece) -> Any:
         """Return the event of a new piece of text ``index``; None: no event."""
-        raise NotImplementedError
+        del index, piece
 
     def last_events(self) -> Sequence[Any]:
         """Return the events of a stream after all texts."""
         return ()
 
+    @abstractmethod
     def complete(self, pieces: Sequence[Sequence[AnswerPiece]]) -> Any:
         """Return the answer from all pieces of each text."""
-        raise NotImplementedError
 
 
 class OpenAIReply(Reply):
