@@ -44,7 +44,7 @@ def _add_plain(
     total.copy_(total.float() + a_scale * b_scale * (a.float() @ b.float().t()))
 
 
-def _kind(total: Tensor, a: Tensor, *_: object) -> tuple[torch.dtype, torch.dtype] | None:
+def _kind(total: Tensor, a: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
     return (total.dtype, a.dtype) if total.data_ptr() % 16 == 0 else None
 
 
