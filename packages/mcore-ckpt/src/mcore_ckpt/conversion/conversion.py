@@ -6,8 +6,10 @@ conversion ends with its proof: the result is opened like any other input, turne
 what was read, and compared with it bit by bit.
 """
 
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,12 @@ from typing import Any
 
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.conversion.inspection import native_step
-from mcore_ckpt.conversion.logit_check import LogitCheck
+from mcore_ckpt.conversion.logit_check import (
+    CAST_ROUNDING,
+    ROUNDING,
+    compare_logits,
+    require_model,
+)
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.round_trip import proven, proven_native
@@ -26,7 +33,7 @@ from mcore_ckpt.conversion.targets import (
     our_items,
     write_small_files,
 )
-from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES, num_tokens
+from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES, num_tokens, read_hf_folder
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.sources import FORMATS, opened
 from mcore_ckpt.mapping.row_streams import Progress, Rows, read_ahead, with_progress
@@ -40,7 +47,7 @@ from mcore_ckpt.storage.outputs import (
     check_run_folder,
     fresh_step,
 )
-from mcore_ckpt.storage.paths import RELEASE, commit
+from mcore_ckpt.storage.paths import RELEASE, commit, is_peft_folder
 
 STATE_FORMATS = ("mcore", "megatron")
 """Formats that hold an optimizer's state by the names of the weights."""
@@ -108,7 +115,6 @@ def convert(
         check_run_folder(output)
     if source_format == "mcore":
         native_step(source)  # Says which format it is in, if it is in another.
-    logits = LogitCheck(source_format, as_path(source), target_format, options)
     watched: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:
@@ -120,12 +126,22 @@ def convert(
         _check_config(found, source, options.config)
         _check_tokens(found, options.vocab_size)
         if options.check:
-            logits.require(found.description)
+            require_model(found.description)
         worst: list[float] = []
 
         def judge(written: Rows, folder: Path) -> None:
-            if options.check:
-                worst.append(logits.compare(found, written, folder))
+            if not options.check:
+                return
+            # transformers runs whichever side is a Hugging Face folder, our model the other.
+            is_export = source_format != "hf" and target_format == "hf"
+            weights = found.ours if is_export else written
+            embedding = "embedding.weight"
+            rows = min(side.entries[embedding].shape[0] for side in (found.ours, written))
+            bound = CAST_ROUNDING if options.dtype else ROUNDING
+            with ExitStack() as stack:
+                if not is_export:
+                    folder = _as_hf(stack, source_format, as_path(source), options)
+                worst.append(compare_logits(found, weights, rows, folder, bound))
 
         print_ = ""
         if target_format == "mcore":
@@ -151,6 +167,16 @@ def convert(
             found.quantization,
             found.not_carried,
         )
+
+
+def _as_hf(stack: ExitStack, source_format: str, source: Path, options: ConvertOptions) -> Path:
+    """Return the source as a Hugging Face folder: itself, or a copy until the stack closes."""
+    is_model = source_format == "hf" and not is_peft_folder(source)
+    if is_model and "model_type" in read_hf_folder(source).config:
+        return source
+    copy = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hf"
+    convert(source_format, source, "hf", copy, ConvertOptions(config=options.config))
+    return copy
 
 
 def hf_to_mcore(
