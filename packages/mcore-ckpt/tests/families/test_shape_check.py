@@ -5,8 +5,13 @@ from math import prod
 
 import pytest
 
-from mcore_ckpt.families import MODEL_TYPES, find_family, shapes_of
-from mcore_ckpt.families.common.shape_check import check_counts, check_shapes, expected_shape
+from mcore_ckpt.families import MODEL_TYPES, find_family
+from mcore_ckpt.families.common.shapes import (
+    check_counts,
+    check_shapes,
+    expected_shape,
+    shapes_of,
+)
 from mcore_ckpt.formats.megatron.names import to_arguments
 from mcore_ckpt.formats.open_checkpoint import description_in
 from mcore_ckpt.mapping.rules import expand

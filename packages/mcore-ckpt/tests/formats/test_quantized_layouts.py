@@ -14,8 +14,8 @@ from mcore_ckpt.formats.quantized_layouts import (
 from mcore_ckpt.formats.quantized_plans import QuantPlan, read_plan
 from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.low_bits import decode, encode, pack, unpack
-from mcore_ckpt.save_load.foreign_loading import opened_quantized
 from mcore_ckpt.save_load.loading import opened_checkpoint
+from mcore_ckpt.save_load.quantized_folder import opened_quantized
 
 FOUR_BITS = {
     "int4": torch.arange(-8, 8, dtype=torch.int8),

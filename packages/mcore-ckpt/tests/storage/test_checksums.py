@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from mcore_ckpt.conversion.inspection import check
-from mcore_ckpt.families.common.experts import expert_settings
-from mcore_ckpt.families.common.fields import settings
+from mcore_ckpt.families.common.fields import expert_settings, settings
 from mcore_ckpt.save_load.hf_saving import hf_view
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.save_load.saving import save

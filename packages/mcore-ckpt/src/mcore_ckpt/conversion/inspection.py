@@ -16,10 +16,10 @@ from mcore_base.terminal import size_text
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.round_trip import fingerprint
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.dcp import METADATA, read_dcp_folder
+from mcore_ckpt.formats.dcp import read_dcp_folder
 from mcore_ckpt.formats.hf_folder import read_hf_folder
 from mcore_ckpt.formats.peft_folder import TENSORS
-from mcore_ckpt.formats.recognition import folder_format
+from mcore_ckpt.formats.recognition import DCP_METADATA, folder_format
 from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import (
     Progress,
@@ -96,7 +96,7 @@ def contents(folder: str | Path, config: str = "") -> Contents:
         CheckpointError: if it is damaged.
     """
     form, path = find_format(folder)
-    if form == "megatron" and not (path / METADATA).is_file():
+    if form == "megatron" and not (path / DCP_METADATA).is_file():
         with opened("megatron", path, ConvertOptions(config=config)) as found:
             said = {"model": found.description}
             return _of_entries(form, path, found.theirs.entries, said)
@@ -111,7 +111,7 @@ def contents(folder: str | Path, config: str = "") -> Contents:
         hf = read_hf_folder(path)
         kind = {"model_type": hf.config.get("model_type")}
         return _of_entries(form, path, hf.tensors, kind)
-    if (path / METADATA).is_file():
+    if (path / DCP_METADATA).is_file():
         listed = read_dcp_folder(path)
         files = {place.file for one in listed.tensors.values() for *_, place in one.boxes}
         tensors = {

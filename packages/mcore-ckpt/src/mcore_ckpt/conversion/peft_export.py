@@ -14,8 +14,9 @@ from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.targets import target_model_type
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families import find_family
+from mcore_ckpt.formats.open_checkpoint import PREFIX
 from mcore_ckpt.formats.peft_folder import read_adapters, write_adapters
-from mcore_ckpt.formats.sources import PREFIX, opened
+from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.adapters import A, B, find_base, group_adapters, is_adapter
 from mcore_ckpt.mapping.row_streams import Progress, Source
 from mcore_ckpt.mapping.rules import Link, expand

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
-from mcore_ckpt.formats.sources import PREFIX, opened
+from mcore_ckpt.formats.open_checkpoint import PREFIX, OpenCheckpoint
+from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.optimizer_state import StateKind, native_name
 from mcore_ckpt.mapping.row_streams import (
     Progress,

@@ -14,8 +14,7 @@ from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.optimizer import state_items, to_common
 from mcore_ckpt.formats.model_heads import put_head_on
-from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
-from mcore_ckpt.formats.sources import EXTRA, PREFIX
+from mcore_ckpt.formats.open_checkpoint import EXTRA, PREFIX, OpenCheckpoint
 from mcore_ckpt.mapping.optimizer_state import native_name
 from mcore_ckpt.mapping.rules import Table, expand, match_ours, native_table
 from mcore_ckpt.mapping.views import stacked_items, their_items

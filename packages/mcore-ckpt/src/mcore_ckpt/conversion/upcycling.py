@@ -22,8 +22,9 @@ from mcore_base.stores import as_path
 from mcore_ckpt.conversion.options import UpcycleOptions
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.targets import write_small_files
+from mcore_ckpt.formats.open_checkpoint import PREFIX
 from mcore_ckpt.formats.recognition import folder_format
-from mcore_ckpt.formats.sources import PREFIX, opened
+from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import Progress, Rows, row_groups, slabs, with_progress
 from mcore_ckpt.storage.checksums import sealed
 from mcore_ckpt.storage.files import DTYPES, Item

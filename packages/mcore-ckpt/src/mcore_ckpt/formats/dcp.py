@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.recognition import DCP_METADATA
 from mcore_ckpt.formats.safe_pickle import Record, load_inert
 from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
 from mcore_ckpt.storage.boxes import cover_problems
 from mcore_ckpt.storage.index import StoredBox, TensorEntry
 from mcore_ckpt.storage.paths import path_within
-
-METADATA = ".metadata"
-"""Name of the file that makes a folder such a directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class DcpFolder:
     def _entry(self, name: str, listed: DcpTensor) -> TensorEntry:
         problems = cover_problems(listed.shape, [(o, n) for o, n, _ in listed.boxes])
         if problems and all(listed.shape):
-            raise CheckpointError(f"{self.path / METADATA}: {name}: {problems[0]}")
+            raise CheckpointError(f"{self.path / DCP_METADATA}: {name}: {problems[0]}")
         chunks = []
         for offsets, lengths, place in listed.boxes:
             if not all(lengths):
@@ -81,7 +79,7 @@ class DcpFolder:
             found = read_torch_file(self.path / place.file, place.offset, place.length)
             if not isinstance(found, FileTensor) or found.shape != lengths:
                 raise CheckpointError(
-                    f"{self.path / place.file} has not the box of {name} that {METADATA} says."
+                    f"{self.path / place.file} lacks the box of {name} that its metadata lists."
                 )
             if found.dtype != listed.dtype:
                 raise CheckpointError(
@@ -95,13 +93,13 @@ def read_dcp_folder(path: str | Path) -> DcpFolder:
     """Read the list of a directory, executing nothing."""
     path = Path(path)
     try:
-        content = (path / METADATA).read_bytes()
+        content = (path / DCP_METADATA).read_bytes()
     except FileNotFoundError:
         raise ValueError(
-            f"{path} holds no {METADATA}: it is no complete torch.distributed.checkpoint "
+            f"{path} holds no {DCP_METADATA}: it is no complete torch.distributed.checkpoint "
             "directory."
         ) from None
-    where = path / METADATA
+    where = path / DCP_METADATA
     found = load_inert(content, str(where))
     try:
         return _folder(path, found)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mcore_base.atomic_files import sync_folder, write_durably
 from mcore_ckpt.errors import write_error
-from mcore_ckpt.formats.dcp import METADATA
+from mcore_ckpt.formats.recognition import DCP_METADATA
 from mcore_ckpt.mapping.rules import split_index
 from mcore_ckpt.storage.files import DTYPES, Item
 
@@ -92,7 +92,7 @@ def _write(
     listed |= {name: BytesStorageMetadata() for name in objects}
     metadata = Metadata(listed, {name: (name,) for name in listed}, writer.places)
     metadata.storage_meta = StorageMeta()
-    write_durably(path / METADATA, pickle.dumps(metadata))
+    write_durably(path / DCP_METADATA, pickle.dumps(metadata))
 
 
 class _Writer:

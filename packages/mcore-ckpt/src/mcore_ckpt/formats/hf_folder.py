@@ -8,7 +8,6 @@ from typing import Any
 from mcore_base.atomic_files import write_durably
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.json_files import json_bytes, parse_json_object, read_json_object
-from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
 from mcore_ckpt.mapping.row_streams import Source, same_tensors
 from mcore_ckpt.storage.files import Item, Reader, write_file
 from mcore_ckpt.storage.headers import read_header
@@ -100,6 +99,8 @@ def read_hf_folder(path: str | Path) -> HFFolder:
 
 def _read_pickle(folder: Path, file: str) -> dict[str, TensorEntry]:
     """Read the places of the tensors in a file of torch.save; nothing in it is executed."""
+    from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
+
     path = path_within(folder, file)
     found = read_torch_file(path)
     if not isinstance(found, dict) or not all(

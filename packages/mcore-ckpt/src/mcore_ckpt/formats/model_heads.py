@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.formats.recognition import other_head
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.files import Item, memory
 from mcore_ckpt.storage.index import TensorEntry
 
-_CLASS = re.compile(r"(?P<stem>\w+?)(?P<kind>(?<!Head)Model|For(Sequence|Token)Classification)")
 _PREFIXES = {
     "gpt2": "transformer.",
     **dict.fromkeys(("mamba2", "nemotron_h"), "backbone."),
@@ -47,9 +47,7 @@ class BareModel:
 def take_head_off(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> BareModel:
     """Look at which class a folder is of; classes that families know stay as they are."""
     whole = BareModel(dict(config), dict(tensors), {}, {})
-    named = config.get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and len(named) == 1 else ""
-    found = _CLASS.fullmatch(architecture)
+    found = other_head(config)
     model_type = config.get("model_type", "")
     if found is None or model_type == "t5" or "lm_head.weight" in tensors:
         return whole
@@ -59,7 +57,7 @@ def take_head_off(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry])
     head = {name: entry for name, entry in tensors.items() if _TENSOR.fullmatch(name)}
     left = {name: entry for name, entry in tensors.items() if name not in head}
     kept = {name: config[name] for name in _LABELS if name in config}
-    said: dict[str, Any] = {"architecture": architecture, "config": kept}
+    said: dict[str, Any] = {"architecture": found.group(), "config": kept}
     bare = {name: value for name, value in config.items() if name not in kept}
     if model_type in _BERTS:
         left = {name.removeprefix("bert."): entry for name, entry in left.items()}

@@ -1,6 +1,6 @@
 """Which quantization a folder says, and the views that undo it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -16,7 +16,6 @@ from mcore_ckpt.formats.quantized_layouts import (
     INPUT_SCALE,
     KV_SCALES,
     PRE_QUANT_SCALE,
-    QUANT_CONFIG,
     SCALES,
     WEIGHT_SCALE,
     WEIGHT_SCALE_2,
@@ -24,6 +23,7 @@ from mcore_ckpt.formats.quantized_layouts import (
     Scales,
 )
 from mcore_ckpt.formats.quantized_plans import QuantPlan, read_plan
+from mcore_ckpt.formats.recognition import QUANT_CONFIG
 from mcore_ckpt.mapping.low_bits import decode, stored, unpack
 from mcore_ckpt.mapping.mxfp4 import UnpackedMxfp4
 from mcore_ckpt.mapping.packed_words import ByInputs, ByOutputs, PackedRows, Scheme
@@ -35,52 +35,44 @@ from mcore_ckpt.storage.index import TensorEntry
 _WEIGHT = ".weight"
 
 
+Widen = Callable[[Rows], Rows]
+"""From a folder's tensors, views of its matrices as floating-point numbers."""
+
+
 def take_quantization(
-    config: dict[str, Any], folder: Path | None = None
-) -> Callable[[Rows], Rows]:
-    """Take a quantization that we read out of a config.json; others are left for refusal.
+    config: Mapping[str, Any], folder: Path
+) -> tuple[dict[str, Any], str, Widen | None]:
+    """Split a config.json into the model's fields and its quantization.
 
     Args:
-        config: changed in place.
-        folder: whose hf_quant_config.json, if there is one, counts before config.json.
+        config: fields; hf_quant_config.json in ``folder``, if present, overrides them.
+        folder: of the weights.
 
     Returns:
-        What makes wide numbers of the folder's tensors.
+        The fields without the quantization; the name of its method, for people; the view that
+        dequantizes. A method that is not read here keeps its field, which families refuse.
 
     Raises:
-        ValueError: if the unified layout is said with an algorithm that is not known.
+        ValueError: if the method is read here, but not with these parameters.
     """
     how = config.get("quantization_config")
-    said = _unified(how if isinstance(how, dict) else None, folder)
-    if said is not None:
-        config.pop("quantization_config", None)
-        return partial(WidenedRows, plan=read_plan(said))
-    if not isinstance(how, dict):
-        return _as_it_is
-    if how.get("quant_method") == "mxfp4":
-        del config["quantization_config"]
-        return UnpackedMxfp4
-    packed = packed_schemes(how)
-    if packed:
-        del config["quantization_config"]
-        return partial(_packed, how=how, schemes=packed)
+    how = how if isinstance(how, dict) else {}
+    bare = {name: value for name, value in config.items() if name != "quantization_config"}
+    unified = _unified(how, folder)
+    if unified is not None:
+        plan = read_plan(unified)
+        return bare, plan.algo, partial(WidenedRows, plan=plan)
+    method = how.get("quant_method")
+    words = (method, how.get("checkpoint_format") or how.get("format"))
+    name = " ".join(dict.fromkeys(str(word) for word in words if word))
+    if method == "mxfp4":
+        return bare, name, UnpackedMxfp4
+    if schemes := packed_schemes(how):
+        return bare, name, partial(_packed, how=how, schemes=schemes)
     block = how.get("weight_block_size")
-    if isinstance(block, list) and len(block) == 2 and how.get("quant_method") == "fp8":
-        del config["quantization_config"]
-        return partial(DequantizedTensors, block=(block[0], block[1]))
-    return _as_it_is
-
-
-def quantization_name(config: dict[str, Any], folder: Path) -> str:
-    """Name the quantization that a folder says, for people; empty: none."""
-    how = config.get("quantization_config")
-    said = _unified(how if isinstance(how, dict) else None, folder)
-    if said is not None:
-        return read_plan(said).algo
-    if not isinstance(how, dict):
-        return ""
-    words = (how.get("quant_method"), how.get("checkpoint_format") or how.get("format"))
-    return " ".join(dict.fromkeys(str(word) for word in words if word))
+    if isinstance(block, list) and len(block) == 2 and method == "fp8":
+        return bare, name, partial(DequantizedTensors, block=(block[0], block[1]))
+    return dict(config), name, None
 
 
 def packed_schemes(how: dict[str, Any]) -> tuple[Scheme, ...]:
@@ -153,11 +145,11 @@ def _compressed(how: dict[str, Any], group: dict[str, Any]) -> ByOutputs:
     return ByOutputs(form=str(form), bits=bits, block=(tall, across), symmetric=symmetric)
 
 
-def _unified(how: dict[str, Any] | None, folder: Path | None) -> dict[str, Any] | None:
-    file = None if folder is None else folder / QUANT_CONFIG
-    if file is not None and file.is_file():
+def _unified(how: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    file = folder / QUANT_CONFIG
+    if file.is_file():
         return read_json_object(file)
-    return how if how is not None and how.get("quant_method") == "modelopt" else None
+    return how if how.get("quant_method") == "modelopt" else None
 
 
 def _packed(theirs: Rows, how: dict[str, Any], schemes: tuple[Scheme, ...]) -> Rows:
@@ -167,10 +159,6 @@ def _packed(theirs: Rows, how: dict[str, Any], schemes: tuple[Scheme, ...]) -> R
         unified = UnifiedRows(theirs, layout)
         return WidenedRows(unified, unified.plan)
     return PackedRows(theirs, schemes, (".k_scale", ".v_scale"))
-
-
-def _as_it_is(theirs: Rows) -> Rows:
-    return theirs
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from mcore_ckpt.mapping.low_bits import LARGEST, Code, decode, encode, pack, stored, unpack
 
-QUANT_CONFIG = "hf_quant_config.json"
-"""File beside config.json that names the algorithm."""
 WEIGHT_SCALE, WEIGHT_SCALE_2 = "weight_scale", "weight_scale_2"
 INPUT_SCALE, PRE_QUANT_SCALE = "input_scale", "pre_quant_scale"
 SCALES = (WEIGHT_SCALE, WEIGHT_SCALE_2, INPUT_SCALE, PRE_QUANT_SCALE)

@@ -9,18 +9,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt.formats.recognition import TOWERS, has_text_tower
 from mcore_ckpt.storage.index import TensorEntry
 
 log = logging.getLogger(__name__)
 
-TOWERS = {
-    "gemma3": "gemma3_text",
-    "llama4": "llama4_text",
-    "qwen2_5_vl": "qwen2",
-    "qwen3_vl": "qwen3",
-    "qwen3_vl_moe": "qwen3_moe",
-}
-"""``model_type`` of a vision-language model, and that of its text tower."""
 _SEEING = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
 _ELSEWHERE = ("image", "video", "vision", "boi_token", "eoi_token", "text_config", "mm_tokens")
 _TOP = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id")
@@ -33,9 +26,9 @@ def text_tower(
 
     Logs how many tensors are left out.
     """
-    model_type = config.get("model_type", "")
-    if model_type not in TOWERS:
+    if not has_text_tower(config):
         return dict(config), dict(tensors)
+    model_type = config["model_type"]
     top = {name: config[name] for name in _TOP if name in config}
     text = config.get("text_config") or config
     stated = {**top, **text, "tie_word_embeddings": _ties(config, text)}

@@ -13,12 +13,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
-from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
-from mcore_ckpt.formats.quantization import MatrixPart, WidenedRows
-from mcore_ckpt.formats.quantized_layouts import KV_SCALES, QuantLayout
+from mcore_ckpt.formats.open_checkpoint import PREFIX, OpenCheckpoint
 from mcore_ckpt.formats.recognition import folder_format
-from mcore_ckpt.formats.sources import PREFIX, opened
+from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.files import Reader, narrowed
@@ -52,6 +49,8 @@ def opened_foreign(folder: Path) -> Iterator[tuple[Index, Reader]]:
 @contextmanager
 def _opened_adapters(folder: Path) -> Iterator[tuple[Index, Reader]]:
     """Open a folder of PEFT as adapters of ours, beside the model that it names."""
+    from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
+
     base = base_folder(folder)
     with opened("hf", base) as found:
         adapters = read_adapters(folder, found.links)
@@ -63,60 +62,6 @@ def _opened_adapters(folder: Path) -> Iterator[tuple[Index, Reader]]:
         tensors[PREFIX + name] = replace(entry, chunks=(chunk,))
     with ViewReader(folder, adapters.rows) as reader:
         yield Index(tensors, extra), reader
-
-
-class QuantizedFolder:
-    """A Hugging Face folder of quantized weights: how each of our matrices was rounded."""
-
-    def __init__(self, found: OpenCheckpoint, widened: WidenedRows) -> None:
-        """Look at names only."""
-        self._widened = widened
-        self._places = {
-            name: (link, number)
-            for link in found.links
-            for number, name in enumerate(link.ours)
-        }
-
-    def is_quantized(self, name: str) -> bool:
-        """Whether a logical tensor is one of codes."""
-        return self._widened.is_quantized(self._places[name][0].theirs)
-
-    def layout(self, name: str) -> QuantLayout:
-        """Return how a logical matrix that is one of codes is stored."""
-        return self._widened.layout(self._places[name][0].theirs)
-
-    def part(self, name: str, begin: int, stop: int) -> MatrixPart:
-        """Read how rows ``begin`` to ``stop`` of a logical matrix were rounded."""
-        link, number = self._places[name]
-        assert link.is_plain, f"{link.theirs} is not stored by rows"
-        first = link.rows(self._widened.entries[link.theirs].shape)[number][0]
-        return self._widened.part(link.theirs, first + begin, first + stop)
-
-    def kv_scales(self) -> dict[int, tuple[float, float]]:
-        """Read the scales of an fp8 cache: of keys and of values, by number of the layer."""
-        held, found = self._widened.kv_scales(), {}
-        for name, (link, _) in self._places.items():
-            layer, _, rest = name.removeprefix("blocks.").partition(".")
-            if rest != "attention.qkv.k.weight":
-                continue
-            prefix = link.theirs.removesuffix("k_proj.weight")
-            if f"{prefix}{KV_SCALES[0]}" in held:
-                k, v = (held[f"{prefix}{scale}"].item() for scale in KV_SCALES)
-                found[int(layer)] = (k, v)
-        return found
-
-
-@contextmanager
-def opened_quantized(folder: Path) -> Iterator[QuantizedFolder | None]:
-    """Open a Hugging Face folder for its scales; None if its weights are not quantized so.
-
-    Raises:
-        ValueError: as ``opened_foreign``.
-        CheckpointError: likewise.
-    """
-    with opened("hf", folder) as found:
-        widened = found.theirs
-        yield QuantizedFolder(found, widened) if isinstance(widened, WidenedRows) else None
 
 
 def pointers(found: OpenCheckpoint) -> dict[str, TensorEntry]:

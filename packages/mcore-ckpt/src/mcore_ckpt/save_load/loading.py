@@ -21,9 +21,8 @@ from torch import Tensor
 from mcore_base.stores import as_path
 from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.families.common.shape_check import check_description
+from mcore_ckpt.families.common.shapes import check_description
 from mcore_ckpt.save_load.claims import build_claims, piece_box
-from mcore_ckpt.save_load.foreign_loading import opened_foreign
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, shifted
@@ -97,7 +96,7 @@ def load(
             index, reader, fingerprint = stack.enter_context(
                 opened_checkpoint(folder, checksums=checksums)
             )
-            if checksums:
+            if checksums and index.files:  # folders of other formats list none
                 check_files(folder, index, world.rank, world.size)
             wanted = build_claims(shards)
         gathered = gather_json([fingerprint, list(wanted)], world)
@@ -111,10 +110,14 @@ def load(
         with agreed(world):
             skipped = _check_wanted(folder, index, wanted, problems, strictness, cast=cast)
         taken = {n: s for n, s in shards.items() if n in index.tensors and n not in skipped}
+        if world.size == 1 or share == "never":
+            with agreed(world):
+                _read(reader, taken, index.tensors, ())
+            return index.extra
         pieces = (piece.data for shard in shards.values() for piece in shard.pieces)
         device = travel_device(pieces, world)
         shared: list[SharedBox] = []
-        if share == "always" or (share == "auto" and device.type != "cpu"):
+        if share == "always" or device.type != "cpu":
             shared = _plan_shared({name: wanted[name] for name in taken}, index, world)
         from_others = {one.write for one in shared if world.rank in one.others}
         with agreed(world):
@@ -145,6 +148,8 @@ def opened_checkpoint(
         with Reader(folder, checksums=checksums) as reader:
             yield index, reader, fingerprint
         return
+    from mcore_ckpt.save_load.foreign_loading import opened_foreign
+
     with opened_foreign(folder) as (index, reader):
         names = {name: entry.shape for name, entry in index.tensors.items()}
         said = json.dumps([index.extra, names], sort_keys=True)
@@ -207,8 +212,6 @@ def _check_wanted(
 
 def _plan_shared(wanted: Mapping[str, Claim], index: Index, world: Axis) -> list[SharedBox]:
     """Choose the boxes that one rank of a host reads for others; all-gathers over ``world``."""
-    if world.size == 1:
-        return []
     table = {name: claim.to_json() for name, claim in wanted.items()}
     every = gather_json([socket.gethostname(), table], world)
     claims = [{n: Claim.from_json(v) for n, v in mine.items()} for _, mine in every]

@@ -9,18 +9,20 @@ Reads the old spellings (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and 
 transformers since 4.40 reads a folder.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_ckpt.families.common.decoder_rules import decoder_table
-from mcore_ckpt.families.common.experts import WHOLE_TOKENS, no_experts, require_routing
 from mcore_ckpt.families.common.fields import (
     DEFAULTS,
     VARIANTS,
+    WHOLE_TOKENS,
     Fields,
+    expert_setting,
+    no_experts,
     require,
     require_family,
+    require_routing,
     setting,
     settings,
 )
@@ -30,9 +32,17 @@ from mcore_ckpt.families.common.rope import (
     read_rope,
     write_rope,
 )
-from mcore_ckpt.mapping.rules import Table
+from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_models.layer_patterns import pattern_layers
-from mcore_models.logical_tensors import ffn_size, head_dim, num_kv_heads
+from mcore_models.logical_tensors import (
+    ffn_size,
+    has_attention_bias,
+    has_qkv_bias,
+    head_dim,
+    is_gated,
+    norm_has_bias,
+    num_kv_heads,
+)
 
 Description = Mapping[str, Any]
 """Of a model, in our fields."""
@@ -183,8 +193,8 @@ class Decoder:
     config.json says, so that it must not say otherwise."""
     stated: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     """Brings other spellings of a config.json into the usual one."""
-    weights: Callable[[Description], Table] = decoder_table
-    """Lists the weights."""
+    weights: Callable[[Description], Table] | None = None
+    """Lists the weights; None: ``decoder_table``."""
     as_stored: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
     """See ``families``."""
     renames: Callable[[Collection[str]], dict[str, str]] | None = None
@@ -296,7 +306,7 @@ class Decoder:
 
     def table(self, description: Description) -> Table:
         """List the weights."""
-        return self.weights(description)
+        return (self.weights or decoder_table)(description)
 
 
 def checked_layers(description: Description, *known: str) -> tuple[str, ...]:
@@ -310,3 +320,161 @@ def checked_layers(description: Description, *known: str) -> tuple[str, ...]:
             f"it cannot express --hybrid-override-pattern {pattern!r}: only {kinds}"
         )
     return layers
+
+
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+"""Norms before attention and before the feed-forward layer."""
+
+ANGLES = ("*.rotary_emb.inv_freq",)
+"""Tensors of old folders that are computed anew."""
+
+
+def decoder_table(
+    description: Mapping[str, Any],
+    mlp: Iterable[Rule] | None = None,
+    norms: Mapping[str, str] | None = None,
+    extra: Iterable[Rule] = (),
+) -> Table:
+    """List the weights of a Llama-like model, as its description says.
+
+    Args:
+        description: of the model.
+        mlp: rules of the feed-forward layers; None: dense ones.
+        norms: our norm's name and theirs; None: one before each half.
+        extra: rules that come last.
+    """
+    halves = mlp_rules(description) if mlp is None else mlp
+    rules = around(description, [*attention_rules(description, norms), *halves])
+    return Table(
+        (*rules, *extra),
+        setting(description, "num_layers"),
+        expert_setting(description, "num_experts"),
+        droppable=ANGLES,
+        copies=tied_copies(description),
+    )
+
+
+def attention_rules(
+    description: Mapping[str, Any], norms: Mapping[str, str] | None = None
+) -> list[Rule]:
+    """Rules of a layer's norms and attention projections; biases as the description says.
+
+    Args:
+        description: of the model.
+        norms: our norm's name and theirs; None: one before each half.
+    """
+    config = settings(description)
+    rules = [
+        Rule(f"blocks.*.{ours}.{kind}", f"model.layers.*.{theirs}.{kind}")
+        for ours, theirs in (NORMS if norms is None else norms).items()
+        for kind in (("weight", "bias") if norm_has_bias(config) else ("weight",))
+    ]
+    for kind in ("weight", "bias"):
+        if kind == "weight" or has_qkv_bias(config):
+            rules += [
+                Rule(
+                    f"blocks.*.attention.qkv.{part}.{kind}",
+                    f"model.layers.*.self_attn.{part}_proj.{kind}",
+                )
+                for part in "qkv"
+            ]
+        if kind == "weight" or has_attention_bias(config):
+            there = f"model.layers.*.self_attn.o_proj.{kind}"
+            rules.append(Rule(f"blocks.*.attention.proj.{kind}", there))
+    return rules + (qk_norm_rules() if setting(description, "qk_layernorm") else [])
+
+
+def qk_norm_rules() -> list[Rule]:
+    """Rules of the norms on each head's queries and keys."""
+    return [
+        Rule(
+            f"blocks.*.attention.{part}_norm.weight",
+            f"model.layers.*.self_attn.{part}_norm.weight",
+        )
+        for part in ("q", "k")
+    ]
+
+
+def mlp_rules(
+    description: Mapping[str, Any], layers: tuple[int, ...] | None = None
+) -> list[Rule]:
+    """Rules of a feed-forward layer, gated or not."""
+    gated = is_gated(settings(description))
+    names = {"fc1.gate": "gate_proj", "fc1.up": "up_proj"} if gated else {"fc1": "up_proj"}
+    kinds = ("weight", "bias") if setting(description, "add_bias_linear") else ("weight",)
+    return [
+        Rule(
+            f"blocks.*.mlp.{ours}.{kind}", f"model.layers.*.mlp.{theirs}.{kind}", layers=layers
+        )
+        for kind in kinds
+        for ours, theirs in {**names, "fc2": "down_proj"}.items()
+    ]
+
+
+def gated_rules(
+    ours: str,
+    theirs: str,
+    layers: tuple[int, ...] | None = None,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Rule]:
+    """Rules of a gated network without biases.
+
+    Args:
+        ours: its place in a layer, up to the dot.
+        theirs: likewise.
+        layers: that have it; None: all.
+        names: of gate, up- and down-projection there.
+    """
+    return [
+        Rule(
+            f"blocks.*.{ours}{mine}.weight",
+            f"model.layers.*.{theirs}{name}.weight",
+            layers=layers,
+        )
+        for mine, name in zip(("fc1.gate", "fc1.up", "fc2"), names, strict=True)
+    ]
+
+
+def around(description: Mapping[str, Any], layer_rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Put embedding, final norm and head around the rules of the layers."""
+    head = [Rule("head.weight", "lm_head.weight")]
+    kinds = ("weight", "bias") if norm_has_bias(settings(description)) else ("weight",)
+    return (
+        Rule("embedding.weight", "model.embed_tokens.weight"),
+        *layer_rules,
+        *(Rule(f"final_norm.{kind}", f"model.norm.{kind}") for kind in kinds),
+        *(head if setting(description, "untie_embeddings_and_output_weights") else []),
+    )
+
+
+def tied_copies(description: Mapping[str, Any]) -> dict[str, str]:
+    """Name the head as a copy of the embedding where the two are tied."""
+    if setting(description, "untie_embeddings_and_output_weights"):
+        return {}
+    return {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def with_head(
+    description: Mapping[str, Any],
+    rules: Iterable[Rule],
+    embedding: str,
+    head: str = "lm_head.weight",
+    droppable: tuple[str, ...] = (),
+) -> Table:
+    """List weights whose names are the family's own, and the head: a copy where it is tied."""
+    is_untied = setting(description, "untie_embeddings_and_output_weights")
+    last = [Rule("head.weight", head)] if is_untied else []
+    return Table(
+        (*rules, *last),
+        setting(description, "num_layers"),
+        expert_setting(description, "num_experts"),
+        droppable=droppable,
+        copies={} if is_untied else {head: embedding},
+    )
+
+
+def below_transformer(names: Collection[str]) -> dict[str, str]:
+    """Name the tensors of a folder of the bare model, as published ones are."""
+    if any(name.startswith("transformer.") for name in names):
+        return {}
+    return {name: f"transformer.{name}" for name in names if name != "lm_head.weight"}

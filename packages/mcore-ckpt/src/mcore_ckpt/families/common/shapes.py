@@ -1,22 +1,112 @@
-"""The sizes that a model's description gives its weights, by their names within a layer.
+"""The sizes that a model's description gives its weights, compared with those in the files.
 
-``gpt`` is what most families have; those that differ say so in their own file.
+A config.json of other weights can list the very same names. Read without this check, it would
+give a checkpoint that cannot be loaded, or one that loads and computes nonsense. ``gpt_shapes``
+serves most families; the others define ``shapes`` in their own file.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mcore_ckpt.families.common.experts import expert_settings
-from mcore_ckpt.families.common.fields import settings
+from mcore_ckpt.families import MODEL_TYPES, find_family
+from mcore_ckpt.families.common.fields import expert_settings, settings
+from mcore_ckpt.storage.index import TensorEntry
+from mcore_ckpt.storage.shard_plans import listed
 from mcore_models.logical_tensors import tensor_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 """By name without number of layer or expert and without ``.weight``; of a bias, the first
 number counts."""
 
+_COUNT = re.compile(r"n_layers?|(\w+_)?(num|n)_(\w+_)?(layers?|experts|blocks)")
+"""Fields that count layers or experts, of which code makes lists, in any format."""
 _LAYER = re.compile(r"^(?:(?:encoder\.|decoder\.)?(?:blocks\.\d+\.)?|mtp\.\d+\.(?:block\.)?)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def check_counts(
+    fields: Mapping[str, Any], shapes: Iterable[Sequence[int]], where: str
+) -> None:
+    """Compare a model's numbers of layers and experts with the tensors that there are.
+
+    A layer or an expert has a tensor of its own, or an index of a stack of matrices. Call it
+    before the fields are read: lists as long as the fields say would fill the memory.
+
+    Args:
+        fields: of a foreign file, flat.
+        shapes: of the tensors of the checkpoint.
+        where: the file, for messages.
+
+    Raises:
+        ValueError: naming the field, its value and the most that the tensors allow.
+    """
+    most = 0
+    listed = list(shapes)
+    for shape in listed:
+        most = max(most, *shape[:-2]) if len(shape) > 2 else most
+    most = max(most, len(listed))
+    for name, value in fields.items():
+        if isinstance(value, int) and value > most and _COUNT.fullmatch(name):
+            raise ValueError(
+                f"{where} says {name}={value}, and the checkpoint has {len(listed)} tensors, "
+                f"enough for {most} at most: it is damaged, or another model's."
+            )
+
+
+def check_description(
+    description: Mapping[str, Any], shapes: Iterable[Sequence[int]], where: str
+) -> None:
+    """Compare a description's numbers of layers and experts; see ``check_counts``."""
+    parts = [description.get(name) for name in ("config", "moe")]
+    tables = [part for part in parts if isinstance(part, Mapping)]
+    listed = list(shapes)
+    for table in tables:
+        check_counts(table, listed, where)
+
+
+def check_shapes(description: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> None:
+    """Compare weights with what their model's description says.
+
+    Args:
+        description: of the model; one of a family that is not known here says nothing.
+        entries: its weights by logical name. Names are another check's matter.
+    """
+    shapes = shapes_of(description)
+    problems = []
+    for name, entry in entries.items():
+        shape = expected_shape(name, shapes)
+        if shape is not None and entry.shape != shape:
+            problems.append(f"{name}: {list(entry.shape)} there, {list(shape)} by the config")
+    if problems:
+        raise ValueError(
+            f"weight shapes do not match config.json; is it another model's? {listed(problems)}"
+        )
+
+
+def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """List the shapes of a model's weights by their names within a layer.
+
+    Returns:
+        As ``Shapes``; nothing for a family that is not known.
+    """
+    name = description.get("family", "")
+    if name == "gpt":
+        return gpt_shapes(description)
+    model_types = {model_type.replace("-", "_"): model_type for model_type in MODEL_TYPES}
+    if name not in model_types:
+        return {}
+    return find_family(model_types[name]).shapes(description)
+
+
+def expected_shape(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Find a weight's shape among those of its family; None if it says nothing of it."""
+    pattern = within_layer(name)
+    stem, _, kind = pattern.rpartition(".")
+    if stem not in shapes:
+        return shapes.get(pattern)
+    # A bias, also the router's for each expert: a number a row.
+    return shapes[stem] if kind == "weight" else shapes[stem][:1]
 
 
 def within_layer(name: str) -> str:

@@ -9,9 +9,9 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    decoder_table,
     pair,
 )
-from mcore_ckpt.families.common.decoder_rules import decoder_table
 from mcore_ckpt.families.common.fields import Fields, setting
 
 

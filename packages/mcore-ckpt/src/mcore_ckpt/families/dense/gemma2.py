@@ -10,8 +10,8 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    decoder_table,
 )
-from mcore_ckpt.families.common.decoder_rules import decoder_table
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.common.layer_types import windows
 

@@ -9,9 +9,10 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    below_transformer,
     both_dropouts,
+    with_head,
 )
-from mcore_ckpt.families.common.decoder_rules import below_transformer, with_head
 from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.mapping.rules import Rule, Table
 

@@ -10,8 +10,8 @@ from mcore_ckpt.families.common.decoder import (
     FieldRule,
     Theirs,
     pair,
+    with_head,
 )
-from mcore_ckpt.families.common.decoder_rules import with_head
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.mapping.rules import Rule, Table
 

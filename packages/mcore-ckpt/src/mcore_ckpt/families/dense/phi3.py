@@ -4,14 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
+    ANGLES,
     OWN_HEADS,
     Decoder,
     Description,
     FieldRule,
     Theirs,
-)
-from mcore_ckpt.families.common.decoder_rules import (
-    ANGLES,
     around,
     attention_rules,
     tied_copies,

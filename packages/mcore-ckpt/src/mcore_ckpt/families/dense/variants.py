@@ -5,8 +5,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs, pair
-from mcore_ckpt.families.common.decoder_rules import decoder_table
+from mcore_ckpt.families.common.decoder import (
+    Decoder,
+    Description,
+    FieldRule,
+    Theirs,
+    decoder_table,
+    pair,
+)
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.common.layer_types import FULL, LOCAL, ROTATED_WINDOWS, windows
 from mcore_ckpt.families.dense import gemma2, llama, mistral, olmo2

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
-from mcore_ckpt.families.common.experts import expert_setting, require_routing
-from mcore_ckpt.families.common.fields import Fields
+from mcore_ckpt.families.common.fields import Fields, expert_setting, require_routing
 from mcore_ckpt.families.moe import deepseek_v3
 from mcore_ckpt.families.moe.deepseek_v3 import LATENT, read_experts, write_experts
 

@@ -7,16 +7,26 @@ is the same under another name, with more experts, fewer heads and no groups.
 from collections.abc import Iterable
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs, pair
-from mcore_ckpt.families.common.decoder_rules import ANGLES, around, gated_rules, tied_copies
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.decoder import (
+    ANGLES,
+    Decoder,
+    Description,
+    FieldRule,
+    Theirs,
+    around,
+    gated_rules,
+    pair,
+    tied_copies,
+)
+from mcore_ckpt.families.common.fields import (
+    Fields,
     described_expert_size,
     expert_layers,
     expert_setting,
     require_routing,
+    setting,
     sparse_and_dense,
 )
-from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.moe.mtp_layers import MTP, mtp_copies, mtp_rules, without_absent
 from mcore_ckpt.mapping.rules import Rule, Table
 

@@ -3,18 +3,24 @@
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
-from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.decoder import (
+    Description,
+    FieldRule,
+    Theirs,
+    decoder_table,
+    gated_rules,
+)
+from mcore_ckpt.families.common.fields import (
     PLAIN_ROUTING,
+    Fields,
     described_expert_size,
     expert_layers,
     expert_setting,
     require_routing,
+    require_value,
     sparse_and_dense,
     write_layers,
 )
-from mcore_ckpt.families.common.fields import Fields, require_value
 from mcore_ckpt.families.dense import variants as dense_ernie
 from mcore_ckpt.mapping.rules import Rule, Table
 

@@ -3,10 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs, pair
-from mcore_ckpt.families.common.decoder_rules import decoder_table
-from mcore_ckpt.families.common.experts import described_expert_size, expert_setting
-from mcore_ckpt.families.common.fields import Fields
+from mcore_ckpt.families.common.decoder import (
+    Decoder,
+    Description,
+    FieldRule,
+    Theirs,
+    decoder_table,
+    pair,
+)
+from mcore_ckpt.families.common.fields import Fields, described_expert_size, expert_setting
 from mcore_ckpt.families.common.layer_types import windows
 from mcore_ckpt.mapping.rules import Rule, Table
 

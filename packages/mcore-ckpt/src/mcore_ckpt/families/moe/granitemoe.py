@@ -10,16 +10,16 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    decoder_table,
 )
-from mcore_ckpt.families.common.decoder_rules import decoder_table
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.fields import (
     PLAIN_ROUTING,
+    Fields,
     described_expert_size,
     expert_layers,
     expert_setting,
     require_routing,
 )
-from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.families.dense.granite import PLAIN_FACTORS
 from mcore_ckpt.mapping.rules import Rule, Table
 

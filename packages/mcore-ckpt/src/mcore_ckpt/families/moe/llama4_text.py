@@ -8,17 +8,19 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    decoder_table,
+    gated_rules,
     pair,
 )
-from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.fields import (
+    Fields,
     described_expert_size,
     expert_setting,
     require_routing,
+    setting,
     sparse_and_dense,
     write_layers,
 )
-from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.common.layer_types import (
     FULL,
     read_rotated,

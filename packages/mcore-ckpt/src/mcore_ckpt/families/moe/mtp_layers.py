@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import pair
-from mcore_ckpt.families.common.experts import expert_setting
-from mcore_ckpt.families.common.fields import setting
+from mcore_ckpt.families.common.fields import expert_setting, setting
 from mcore_ckpt.mapping.rules import Rule
 
 _AROUND = {

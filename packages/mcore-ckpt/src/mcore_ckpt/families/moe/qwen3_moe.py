@@ -9,16 +9,18 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    decoder_table,
+    gated_rules,
+    mlp_rules,
 )
-from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules, mlp_rules
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.fields import (
+    Fields,
     described_expert_size,
     expert_setting,
     require_experts,
     sparse_and_dense,
     write_layers,
 )
-from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.families.common.layer_types import NO_WINDOW
 from mcore_ckpt.mapping.rules import Rule, Table
 

@@ -10,11 +10,12 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    gated_rules,
     pair,
 )
-from mcore_ckpt.families.common.decoder_rules import gated_rules
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.fields import (
     PLAIN_ROUTING,
+    Fields,
     described_expert_size,
     expert_layers,
     expert_setting,
@@ -22,7 +23,6 @@ from mcore_ckpt.families.common.experts import (
     require_routing,
     sparse_and_dense,
 )
-from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.families.common.layer_types import FULL, LOCAL, UPPER_WINDOWS, windows
 from mcore_ckpt.families.moe import deepseek_v3, glm4_moe, qwen3_moe
 from mcore_ckpt.mapping.rules import Rule, Table

@@ -8,8 +8,8 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    gated_rules,
 )
-from mcore_ckpt.families.common.decoder_rules import gated_rules
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.recurrent.mamba_parts import MAMBA, SQUARE_HEADS, hybrid_table
 from mcore_ckpt.mapping.rules import Table

@@ -9,12 +9,13 @@ from mcore_ckpt.families.common.decoder import (
     FieldRule,
     Theirs,
 )
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.fields import (
+    Fields,
     described_expert_size,
     expert_setting,
     require_routing,
+    setting,
 )
-from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.dense.granite import PLAIN_FACTORS
 from mcore_ckpt.families.moe.granitemoe import ROUTING, half_rules
 from mcore_ckpt.families.recurrent.mamba_parts import MAMBA, SQUARE_HEADS, hybrid_table

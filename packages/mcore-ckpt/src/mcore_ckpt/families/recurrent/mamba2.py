@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import checked_layers
-from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import (
     REQUIRED,
     Fields,
+    no_experts,
     read_pairs,
     refuse_variants,
     require,

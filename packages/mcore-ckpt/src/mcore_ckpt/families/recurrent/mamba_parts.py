@@ -5,15 +5,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
-from mcore_ckpt.families.common.decoder_rules import (
+from mcore_ckpt.families.common.decoder import (
+    Description,
+    FieldRule,
+    Theirs,
     around,
     attention_rules,
     tied_copies,
     with_head,
 )
-from mcore_ckpt.families.common.experts import expert_setting
-from mcore_ckpt.families.common.fields import DEFAULTS, Fields, read_pairs, setting, settings
+from mcore_ckpt.families.common.fields import (
+    DEFAULTS,
+    Fields,
+    expert_setting,
+    read_pairs,
+    setting,
+    settings,
+)
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_models.layer_patterns import pattern_layers
 from mcore_models.logical_tensors import mamba_sizes

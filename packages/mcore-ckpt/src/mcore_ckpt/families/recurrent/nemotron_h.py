@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import checked_layers
-from mcore_ckpt.families.common.experts import expert_setting, require_routing
 from mcore_ckpt.families.common.fields import (
     REQUIRED,
     Fields,
+    expert_setting,
     read_pairs,
     refuse_variants,
     require,
+    require_routing,
     setting,
     settings,
 )

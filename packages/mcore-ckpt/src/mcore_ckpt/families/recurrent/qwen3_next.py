@@ -5,20 +5,25 @@ from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
     ATTENTION_BIAS,
+    NORMS,
     Decoder,
     Description,
     FieldRule,
     Theirs,
-)
-from mcore_ckpt.families.common.decoder_rules import (
-    NORMS,
     around,
     gated_rules,
     qk_norm_rules,
     tied_copies,
 )
-from mcore_ckpt.families.common.experts import PLAIN_ROUTING, expert_setting, require_routing
-from mcore_ckpt.families.common.fields import DEFAULTS, Fields, setting, settings
+from mcore_ckpt.families.common.fields import (
+    DEFAULTS,
+    PLAIN_ROUTING,
+    Fields,
+    expert_setting,
+    require_routing,
+    setting,
+    settings,
+)
 from mcore_ckpt.families.recurrent.mamba_parts import HYBRID
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_models.layer_patterns import join_layers, pattern_layers

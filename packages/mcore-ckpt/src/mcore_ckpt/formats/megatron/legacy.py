@@ -15,7 +15,7 @@ from typing import Any
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families.common.fields import setting, settings
-from mcore_ckpt.families.common.shape_check import check_counts
+from mcore_ckpt.families.common.shapes import check_counts
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.safe_pickle import Record
 from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
@@ -68,11 +68,6 @@ class LegacyFolder:
 class _Part:
     tensor: FileTensor
     file: str
-
-
-def is_legacy(folder: Path) -> bool:
-    """Whether a folder is an old checkpoint of Megatron's."""
-    return any(folder.glob("mp_rank_00*/*.pt"))
 
 
 def read_legacy_folder(

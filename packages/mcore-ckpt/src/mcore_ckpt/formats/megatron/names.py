@@ -9,8 +9,14 @@ padded with rows that mean nothing.
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.experts import expert_layers, expert_setting
-from mcore_ckpt.families.common.fields import USUAL, refuse_variants, setting, settings
+from mcore_ckpt.families.common.fields import (
+    USUAL,
+    expert_layers,
+    expert_setting,
+    refuse_variants,
+    setting,
+    settings,
+)
 from mcore_ckpt.mapping.rules import Rule, Table, expand, split_index
 from mcore_models.layer_patterns import read_pattern
 from mcore_models.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
