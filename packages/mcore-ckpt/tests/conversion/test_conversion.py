@@ -797,7 +797,7 @@ def test_a_family_is_found_for_a_model_that_was_trained_here():
     description = {"family": "gpt", "vocab_size": 37, "config": {"squared_relu": True}}
     description["config"] |= {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
     description["config"] |= {"swiglu": False, "qk_l2_norm": True}
-    with pytest.raises(ValueError, match="no Hugging Face family can say this model"):
+    with pytest.raises(ValueError, match="no Hugging Face family can express this model"):
         family_for(description)
 
 

@@ -234,7 +234,7 @@ def test_groups_of_sigmoid_experts_are_chosen_by_their_two_best(name):
         description = described(name, **config | {"n_group": 4, "topk_group": kept})
         assert description["moe"].get("moe_router_group_score_topk", 0) == scores
         assert family.to_theirs(description)["topk_group"] == kept
-    with pytest.raises(ValueError, match="whose weight is then always 1"):
+    with pytest.raises(ValueError, match="whose weight is always 1"):
         described(name, **config | {"num_experts_per_tok": 1})
     del description["moe"]["moe_router_topk_scaling_factor"]
     assert family.to_theirs(description)["routed_scaling_factor"] == 1.0

@@ -290,7 +290,7 @@ Q = "model.layers.0.self_attn.q_proj"
         ),
         (lambda t, _: t.update({f"{Q}.weight_scale": torch.ones(3)}), r"and is F32 \[3\]"),
         (lambda _, q: q["quantization"].update(exclude_modules=["lm_head"]), "down_proj"),
-        (lambda _, q: q["quantization"]["exclude_modules"].append("*q_proj"), "it is not"),
+        (lambda _, q: q["quantization"]["exclude_modules"].append("*q_proj"), "excludes it"),
         (
             lambda _, q: q["quantization"].update(kv_cache_quant_algo="FP8"),
             "k_scale is missing",

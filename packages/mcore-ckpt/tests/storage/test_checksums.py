@@ -96,7 +96,7 @@ def test_a_flipped_bit_in_any_file_is_found_by_verify_and_by_load(step, tmp_path
 
 def test_what_is_damaged_is_named(step, tmp_path):
     for name, wanted in (
-        ("config.json", "config.json is damaged: it is not as it was saved"),
+        ("config.json", "config.json is damaged: its content has changed"),
         ("model.safetensors", "the header of .*model.safetensors is damaged"),
         ("index.json", "index.json is damaged: its digest is that of other content"),
     ):

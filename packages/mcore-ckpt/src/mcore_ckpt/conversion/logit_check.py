@@ -1,10 +1,10 @@
 """The last check of a conversion: our model and transformers compute the same logits.
 
-Names and bits are proven elsewhere (``round_trip``), but a wrong rule that is undone on the
-way back passes that proof. So our model runs on the weights as they were written, or on those
-that were read if a Hugging Face folder is the output, and transformers on the other side.
-Needs the extra ``check``. Models are imported by name, when a check runs: nothing else here
-needs a model's class.
+``round_trip`` proves that every bit survives the way there and back; a wrong rule whose inverse
+is equally wrong passes that proof. Here our model computes logits from one side's weights and
+transformers from the other's. Needs the extra ``check``. Models are imported by name when a
+check
+runs: no other module of this package needs a model class.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ ROUNDING = 1e-4
 """Largest difference of float32 logits, relative to the largest of them, for equal weights."""
 
 CAST_ROUNDING = 5e-2
-"""The same where one side's weights were cast to 16 bits."""
+"""The same bound where the weights of one side were cast to 16 bits."""
 
 _LENGTH = 16
 
@@ -78,7 +78,7 @@ def compare_logits(
     has_logits = "head" not in source.hf and "lm" in heads
     try:
         want = _their_logits(folder, tokens, source.description, has_logits)
-    except Exception as error:  # whatever a library may raise
+    except Exception as error:  # any error of the library is reported the same way
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"--check: transformers cannot run the model in {folder}: {type(error).__name__}: "
@@ -104,13 +104,13 @@ def _vocab_size(folder: Path) -> int:
 def _their_logits(
     folder: Path, tokens: Tensor, description: Mapping[str, Any], has_logits: bool
 ) -> Float[Tensor, "B S V"]:
-    """Logits; of a model without a head for tokens its hidden states."""
+    """Return logits of transformers, or hidden states of a model without a head for tokens."""
     kind = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
     name = kind.get(description["family"], "AutoModelForCausalLM")
     transformers = import_module("transformers")
     auto = getattr(transformers, name if has_logits else "AutoModel")
     config = transformers.AutoConfig.from_pretrained(folder)
-    # Its grouped GEMMs of experts take widths that are multiples of 16 bytes only.
+    # transformers' grouped GEMMs of experts require widths that are multiples of 16 bytes.
     config._experts_implementation = "eager"
     model = auto.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     more = {"decoder_input_ids": tokens} if description["family"] == "t5" else {}

@@ -1,16 +1,21 @@
-"""Families of Hugging Face models: one short file each, weights and config.json together.
+"""Families of Hugging Face models: weights and config.json together, one short file each.
 
-A file has a ``FAMILY`` (a ``common.decoder.Decoder``), several by type in ``FAMILIES``, or is
-one: ``to_ours(config) -> description``, ``to_theirs(description) -> config`` and
-``table(description) -> Table``; where config.json may promise more than a folder has, or less,
-also ``as_stored(description, names) -> description``; where published folders spell names in
-another way, ``renames(names) -> {name there: name in the table}``; where the model is no GPT of
-ours, ``shapes(description)``; where the class is not named like the type, ``ARCHITECTURE``. A
-description is what our checkpoints keep: ``{"family": "gpt", "vocab_size": int, "config":
-{...}, "moe": {...}}`` with the fields of mcore-models' TransformerConfig and mcore-moe's
-MoEConfig; fields left out have their defaults. Families whose model does not run here yet have
-a name of their own in ``family``, and weights and config survive the way there and back all the
-same. Each direction refuses, by name, what the other side cannot express.
+A description is what mcore checkpoints store of a model: ``{"family": "gpt", "vocab_size": int,
+"config": {...}, "moe": {...}}`` with fields of TransformerConfig and MoEConfig; absent fields
+have their defaults. A family converts between a config.json and a description, and lists the
+weights:
+
+- ``to_ours(config) -> description`` and ``to_theirs(description) -> config``; each raises
+  ValueError, naming the field, for what the other side cannot express;
+- ``table(description) -> Table``;
+- optional: ``as_stored(description, names)`` corrects a description by the tensors in the
+  folder; ``renames(names)`` maps names of published folders to those of the table;
+  ``shapes(description)`` for models other than GPT; ``ARCHITECTURE`` where the class is not
+  named like the type.
+
+A module is a family itself, or has one in ``FAMILY`` (mostly a ``common.decoder.Decoder``), or
+several in ``FAMILIES``. Families that no model here runs yet convert all the same; their
+descriptions have their own name in ``family``.
 """
 
 import re
@@ -79,7 +84,7 @@ _MODULES = {
 """Module of each ``model_type``; modules of several families list them in ``FAMILIES``."""
 
 MODEL_TYPES = tuple(_MODULES)
-"""In this order families are asked whether they can express a model that is exported."""
+"""Types in the order in which an export tries them for a model."""
 
 
 def find_family(model_type: str) -> Any:
@@ -113,14 +118,14 @@ def find_family(model_type: str) -> Any:
 
 
 def own_fields(family: Any) -> tuple[str, ...]:
-    """Return a family's fields of config.json that only go along: engines may read them."""
+    """Return a family's config.json fields that are copied unread, for inference engines."""
     return (*getattr(family, "carries", ()), *getattr(family, "unread", ()))
 
 
 def stored_model(
     config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-    """Read which model a folder holds, and its tensors under the names of its table."""
+    """Return a folder's model description, and its tensors under the table's names."""
     family = find_family(config.get("model_type", ""))
     check_architectures(config)
     renames = getattr(family, "renames", None)
@@ -163,7 +168,7 @@ def check_architectures(config: Mapping[str, Any]) -> None:
 
 
 def family_for(description: dict[str, Any]) -> str:
-    """Find the first family that can say what a model of ours is."""
+    """Return the first ``model_type`` whose family can express a description."""
     reasons = []
     for model_type in MODEL_TYPES:
         try:
@@ -172,9 +177,9 @@ def family_for(description: dict[str, Any]) -> str:
             reasons.append(f"\n  {model_type}: {error}")
         else:
             return model_type
-    raise ValueError(f"no Hugging Face family can say this model: {''.join(reasons)}")
+    raise ValueError(f"no Hugging Face family can express this model: {''.join(reasons)}")
 
 
 def table_for(description: dict[str, Any]) -> Table:
-    """List the weights of a model of ours as the first family names them that can say it."""
+    """List the weights of a description under the names of ``family_for``'s family."""
     return find_family(family_for(description)).table(description)

@@ -1,9 +1,8 @@
 """Directories of torch.distributed.checkpoint, read in place; ``dcp_writing`` writes them.
 
-Such a directory has a ``.metadata`` pickle, written last, that says in which file, from which
-byte, each box of each tensor stands; each box is what ``torch.save`` writes. Both pickles are
-read as data, so a foreign directory can run nothing; tensors are then read like ours, rows at
-a time.
+Such a directory has a ``.metadata`` pickle, written last, with the file, offset and box of
+every part of every tensor; each part is what ``torch.save`` writes. Both pickles are read as
+data, so a foreign directory cannot run code; tensors are then read like ours, rows at a time.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +21,7 @@ from mcore_ckpt.storage.paths import path_within
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one box, or one object, stands."""
+    """Where one box of a tensor, or one object, is stored."""
 
     file: str
     """Name within the folder."""
@@ -34,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor as the directory lists it; its bytes were not looked at yet."""
+    """A tensor as the directory lists it; its bytes have not been read."""
 
     shape: tuple[int, ...]
     """Global shape."""
@@ -46,17 +45,17 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpFolder:
-    """What a directory holds."""
+    """Tensors and objects that a directory lists."""
 
     path: Path
     """The folder."""
     tensors: Mapping[str, DcpTensor]
     """By name."""
     objects: Mapping[str, Place]
-    """Everything else, by name."""
+    """Everything that is no tensor, by name."""
 
     def locate(self, names: Iterable[str]) -> dict[str, TensorEntry]:
-        """Find the bytes of tensors; a box must lie in its file row-major.
+        """Return index entries of tensors; every box must be stored row-major.
 
         Raises:
             CheckpointError: if files are damaged, or boxes do not cover a tensor.
@@ -64,7 +63,7 @@ class DcpFolder:
         return {name: self._entry(name, self.tensors[name]) for name in names}
 
     def read_object(self, name: str) -> Any:
-        """Read something that is no tensor, as data; foreign classes become records."""
+        """Read an object that is no tensor, as data; foreign classes become records."""
         place = self.objects[name]
         return read_torch_file(self.path / place.file, place.offset, place.length)
 
@@ -90,7 +89,7 @@ class DcpFolder:
 
 
 def read_dcp_folder(path: str | Path) -> DcpFolder:
-    """Read the list of a directory, executing nothing."""
+    """Read the metadata of a directory, executing nothing."""
     path = Path(path)
     try:
         content = (path / DCP_METADATA).read_bytes()

@@ -33,8 +33,8 @@ def open_dcp(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     extra = _our_extra(folder)
     if extra is None and not options.config:
         raise ValueError(
-            f"{path} does not say which model it holds: give --config with the config.json of "
-            "the model, or a folder that has one."
+            f"{path} does not name its model: give --config with the config.json of the "
+            "model, or a folder that has one."
         )
     description = extra["model"] if extra else description_in(options.config)
     check_description(description, (one.shape for one in folder.tensors.values()), str(path))
@@ -71,14 +71,14 @@ def _our_extra(folder: DcpFolder) -> dict[str, Any] | None:
 
 
 def _dialect(folder: DcpFolder, description: dict[str, Any]) -> tuple[Table, str]:
-    """Find whose names a directory has, and what stands before them all."""
+    """Return the table and the prefix that match a directory's names."""
     names = set(folder.tensors)
     if any(name.startswith(f"{PREFIX}embedding.") for name in names):
         logical = sorted(n.removeprefix(PREFIX) for n in names if n.startswith(PREFIX))
         return native_table(logical), PREFIX
     table = table_for(description)
     wanted = {split_index(link.theirs)[0] for link in expand(table)}
-    # More than one, for the one may be what is missing.
+    # Several names, since a single one may be the tensor that is missing.
     for some in sorted(wanted, key=len)[:_TRIED]:
         for full in sorted(name for name in names if name.endswith(some)):
             prefix = full.removesuffix(some)
@@ -87,5 +87,5 @@ def _dialect(folder: DcpFolder, description: dict[str, Any]) -> tuple[Table, str
     shown = ", ".join(sorted(names)[:5])
     raise ValueError(
         f"{folder.path} holds tensors of names that no table has for this model ({shown}, "
-        "...): Hugging Face's and ours are known."
+        "...): only names of Hugging Face and mcore are read."
     )

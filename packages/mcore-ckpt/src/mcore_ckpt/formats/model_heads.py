@@ -1,8 +1,8 @@
-"""Hugging Face models with another head than that of next tokens: classes, or none at all.
+"""Hugging Face models with a head that classifies, or without a head.
 
-The model under it is one that we know. A head's few tensors go along as they are, in what a
-checkpoint says of its origin (``hf``), and come back with it; nothing here computes them. A
-model without a head is read as one whose embeddings are its head.
+The model below the head belongs to a known family. A head's few tensors are stored unchanged in
+a checkpoint's ``hf`` entry and written again on export; nothing here computes them. A model
+without a head is read as one whose head is its embedding.
 """
 
 import base64
@@ -23,7 +23,7 @@ _PREFIXES = {
     **dict.fromkeys(("mamba2", "nemotron_h"), "backbone."),
     "gpt_neox": "gpt_neox.",
 }
-"""Where the model stands in a folder with a head, if not below ``model.``."""
+"""Prefix of the model's weights in a folder with a head, if it is not ``model.``."""
 _TENSOR = re.compile(r"(score|classifier)\.(weight|bias)")
 _LABELS = ("id2label", "label2id", "problem_type", "num_labels", "classifier_dropout")
 _MAX_BYTES = 1 << 24
@@ -37,15 +37,15 @@ class BareModel:
 
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
-    """Of the model, named as under a head of next tokens."""
+    """Tensors of the model, named as below a head that predicts tokens."""
     head: dict[str, TensorEntry]
     """Tensors of the head."""
     said: dict[str, Any]
-    """What is needed to put it back; empty: nothing was taken off."""
+    """Facts needed to write the head again; empty: nothing was removed."""
 
 
 def take_head_off(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> BareModel:
-    """Look at which class a folder is of; classes that families know stay as they are."""
+    """Remove a head that classifies, or add the prefix of a bare model; see ``BareModel``."""
     whole = BareModel(dict(config), dict(tensors), {}, {})
     found = other_head(config)
     model_type = config.get("model_type", "")
@@ -74,13 +74,13 @@ def take_head_off(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry])
 
 
 def with_tensors(said: Mapping[str, Any], head: Rows) -> dict[str, Any]:
-    """Add a head's tensors to what is said of it."""
+    """Return the facts of a head with its tensors added."""
     found = {}
     for name, entry in head.entries.items():
         if entry.num_bytes > _MAX_BYTES or entry.dtype not in _DTYPES:
             raise ValueError(
                 f"{said['architecture']} has {name} of {entry.num_bytes} bytes, {entry.dtype}: "
-                f"heads go along in {', '.join(_DTYPES)} up to {_MAX_BYTES} bytes."
+                f"only heads in {', '.join(_DTYPES)} up to {_MAX_BYTES} bytes are kept."
             )
         rows = head.rows(name, 0, entry.shape[0])
         data = base64.b64encode(memory(rows.contiguous())).decode()

@@ -1,4 +1,4 @@
-"""Opens steps of our own run folders, for conversions: weights, and the optimizer if asked."""
+"""Opens steps of mcore run folders for conversions: weights, and the optimizer if requested."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -29,7 +29,7 @@ from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
 
 @contextmanager
 def open_native(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
-    """Open a step of ours; see ``sources.opened``."""
+    """Open a step of mcore; see ``sources.opened``."""
     step = resolve_folder(path)
     index = read_index(step)
     check_whole(step, index)
@@ -66,7 +66,7 @@ def open_native(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]
 def _merged(
     step: Path, stored: Rows, adapter: Mapping[str, Any]
 ) -> Iterator[tuple[Rows, dict[str, Any]]]:
-    """Open the model beside which a step's adapters stand, with these added, and its ``hf``."""
+    """Yield a step's adapters merged into their base model, and the base's ``hf`` entry."""
     if not adapter["base"]:  # the step holds both
         yield MergedTensors(stored, stored, adapter), {}
         return
@@ -77,12 +77,16 @@ def _merged(
 
 
 def _description(step: Path, index: Index) -> dict[str, Any]:
-    """Return which model a checkpoint of ours says that it holds."""
+    """Return the description in a step's index.
+
+    Raises:
+        ValueError: if there is none.
+    """
     description = index.extra.get("model")
     if not isinstance(description, dict) or "family" not in description:
         raise ValueError(
-            f"{step} does not say which model it holds (extra.model in its index): it was "
-            "not saved by mcore-train or mcore-ckpt convert."
+            f"{step} does not name its model (extra.model in its index): it was not saved by "
+            "mcore-train or mcore-ckpt convert."
         )
     check_description(description, (one.shape for one in index.tensors.values()), str(step))
     return description

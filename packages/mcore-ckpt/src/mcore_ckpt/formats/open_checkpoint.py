@@ -1,4 +1,4 @@
-"""A checkpoint that is open: which model it is, and its tensors as rows."""
+"""An open checkpoint of any format: the description of its model, and its tensors as rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from mcore_ckpt.mapping.optimizer_state import OptimizerState
 
 PREFIX = "model."
-"""What weights are called by in a checkpoint of ours, before their logical names."""
+"""Prefix of logical names of weights in an mcore checkpoint."""
 
 EXTRA = "mcore"
-"""Entry of foreign checkpoints that we wrote: JSON that says which model it is."""
+"""Entry of checkpoints of other formats written here: JSON with the model's description."""
 
 PADDED = ("embedding.weight", "head.weight", "lm_head.bias")
 """Tensors with a row for each id of the vocabulary."""
@@ -29,7 +29,7 @@ STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state", 
 """Beginnings of names of entries that are no weights."""
 
 _MOST_LAYERS = 10_000
-"""Most layers or experts of a model that is described apart from its tensors."""
+"""Bound for models that are described without their tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class OpenCheckpoint:
     description: dict[str, Any]
     """The model, in our fields."""
     links: Sequence[Link]
-    """How its tensors are ours."""
+    """Mapping of its tensors to ours."""
     theirs: Rows
     """Its tensors under its own names."""
     ours: Rows
@@ -51,19 +51,20 @@ class OpenCheckpoint:
     generation: Mapping[str, bytes] = field(default_factory=dict)
     """generation_config.json, if there is one."""
     left_behind: int = 0
-    """Entries that are no weights (optimizer, random state) and are not converted."""
+    """Number of entries that are no weights (optimizer, random state) and are not converted."""
     not_carried: tuple[str, ...] = ()
-    """Files beside its weights that are not converted."""
+    """Other files of the folder that are not copied."""
     state: "OptimizerState | None" = None
-    """The optimizer's, if it was to be read."""
+    """The optimizer's state, if requested."""
     quantization: str = ""
-    """How the folder stores its matrices, which are widened on the way; empty: as they are."""
+    """How the folder stores its quantized matrices, which are dequantized; empty: not
+    quantized."""
     took_config: bool = False
-    """Whether the model is the one that ``--config`` names: the input did not say."""
+    """Whether the description comes from ``--config``, because the checkpoint has none."""
 
 
 def description_in(config: str) -> dict[str, Any]:
-    """Read a description out of what ``--config`` names; empty if nothing is named."""
+    """Read a description from the file that ``--config`` names; empty without the option."""
     if not config:
         return {}
     path = Path(config)
@@ -72,7 +73,7 @@ def description_in(config: str) -> dict[str, Any]:
         found = read_json_object(path)
     except FileNotFoundError:
         raise ValueError(f"--config {config}: there is no {path}.") from None
-    # Which tensors there are is compared later.
+    # The tensors are compared later.
     check_counts(found, [(_MOST_LAYERS, 1, 1)], str(path))
     if "model_type" in found:
         return find_family(found["model_type"]).to_ours(found)
@@ -126,7 +127,7 @@ def cast_rows(theirs: Rows, options: ConvertOptions) -> Rows:
 def with_state(
     found: OpenCheckpoint, state: "OptimizerState", options: ConvertOptions
 ) -> OpenCheckpoint:
-    """Add an optimizer's state, its rows of vocabulary resized like the weights'."""
+    """Add an optimizer's state, with its vocabulary rows resized like the weights'."""
     sizes = dict.fromkeys(PADDED, options.vocab_size) if options.vocab_size else {}
     parts = {
         kind: replace(part, ours=ResizedTensors(part.ours, sizes))

@@ -1,8 +1,8 @@
-"""Folders of other formats as checkpoints that load where they are, without a conversion.
+"""Loads folders of other formats in place, without a conversion, as if they were checkpoints.
 
 Where a foreign tensor holds ours as ranges of its rows, an index points straight into its file,
-and ranks read the rows they need as from a step of ours. What is transposed, interleaved or
-quantized there is read by rows through the same views that a conversion uses.
+and ranks read the rows they need as from a step of ours. Tensors that are transposed,
+interleaved or quantized are read by rows through the views that a conversion uses.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from mcore_ckpt.storage.index import ADAPTER, DTYPE_BYTES, Index, StoredBox, Ten
 from mcore_ckpt.storage.paths import is_peft_folder
 
 _VIEW = ""
-"""Stands for the file of a tensor whose bytes are not in a file as they are."""
+"""File of tensors whose bytes no file holds in their order."""
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def opened_foreign(folder: Path) -> Iterator[tuple[Index, Reader]]:
     """Open a folder of another format as an index of our tensors and a reader of their boxes.
 
     Raises:
-        ValueError: if it holds a model that no family here can say.
+        ValueError: if no family here can express its model.
         CheckpointError: if files are damaged or contradict each other.
     """
     if is_peft_folder(folder):
@@ -48,7 +48,7 @@ def opened_foreign(folder: Path) -> Iterator[tuple[Index, Reader]]:
 
 @contextmanager
 def _opened_adapters(folder: Path) -> Iterator[tuple[Index, Reader]]:
-    """Open a folder of PEFT as adapters of ours, beside the model that it names."""
+    """Open a PEFT folder as adapters of ours with the base model that it names."""
     from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
 
     base = base_folder(folder)
@@ -68,8 +68,8 @@ def pointers(found: OpenCheckpoint) -> dict[str, TensorEntry]:
     """List our tensors, each as one chunk of the foreign file that holds it.
 
     Returns:
-        By logical name. The file of a chunk is empty where no file holds the tensor's bytes in
-        order.
+        Entries by logical name. The file of a chunk is empty if no file holds the tensor's
+        bytes in order.
     """
     entries = {}
     for link in found.links:
@@ -88,7 +88,7 @@ def pointers(found: OpenCheckpoint) -> dict[str, TensorEntry]:
 
 
 class ViewReader(Reader):
-    """Reads boxes from files where they lie there, else through a view of rows."""
+    """Reads boxes from files that hold them in order, otherwise through a view of rows."""
 
     def __init__(self, folder: Path, view: Rows) -> None:
         """Open nothing yet."""
@@ -103,7 +103,7 @@ class ViewReader(Reader):
             super().read(name, entry, chunk, box, target)
             return
         (begin, *_), (count, *_) = (box[0] or (0,)), (box[1] or (1,))
-        with self._opening:  # views keep what they have turned, and are not for many threads
+        with self._opening:  # views cache a transposed matrix and are not thread-safe
             rows = self._view.rows(name.removeprefix(PREFIX), begin, begin + count)
         whole_rows = ((0, *box[0][1:]), box[1]) if box[0] else ((), ())
         target.copy_(narrowed(rows, whole_rows))

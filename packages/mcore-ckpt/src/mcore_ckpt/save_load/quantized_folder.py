@@ -15,10 +15,10 @@ from mcore_ckpt.formats.sources import opened
 
 
 class QuantizedFolder:
-    """A Hugging Face folder of quantized weights: how each of our matrices was rounded."""
+    """A Hugging Face folder of quantized weights: layout and scales of each of our matrices."""
 
     def __init__(self, found: OpenCheckpoint, widened: WidenedRows) -> None:
-        """Look at names only."""
+        """Map names; read nothing."""
         self._widened = widened
         self._places = {
             name: (link, number)
@@ -27,22 +27,22 @@ class QuantizedFolder:
         }
 
     def is_quantized(self, name: str) -> bool:
-        """Whether a logical tensor is one of codes."""
+        """Whether a logical tensor is stored as codes."""
         return self._widened.is_quantized(self._places[name][0].theirs)
 
     def layout(self, name: str) -> QuantLayout:
-        """Return how a logical matrix that is one of codes is stored."""
+        """Return the layout of a logical matrix stored as codes."""
         return self._widened.layout(self._places[name][0].theirs)
 
     def part(self, name: str, begin: int, stop: int) -> MatrixPart:
-        """Read how rows ``begin`` to ``stop`` of a logical matrix were rounded."""
+        """Return scales and layout of rows ``begin`` to ``stop`` of a logical matrix."""
         link, number = self._places[name]
         assert link.is_plain, f"{link.theirs} is not stored by rows"
         first = link.rows(self._widened.entries[link.theirs].shape)[number][0]
         return self._widened.part(link.theirs, first + begin, first + stop)
 
     def kv_scales(self) -> dict[int, tuple[float, float]]:
-        """Read the scales of an fp8 cache: of keys and of values, by number of the layer."""
+        """Read the scales of keys and values in an fp8 cache, by layer."""
         held, found = self._widened.kv_scales(), {}
         for name, (link, _) in self._places.items():
             layer, _, rest = name.removeprefix("blocks.").partition(".")
@@ -57,7 +57,7 @@ class QuantizedFolder:
 
 @contextmanager
 def opened_quantized(folder: Path) -> Iterator[QuantizedFolder | None]:
-    """Open a Hugging Face folder for its scales; None if its weights are not quantized so.
+    """Open a Hugging Face folder for its scales; yields None if it keeps no codes.
 
     Raises:
         ValueError: as ``opened_foreign``.

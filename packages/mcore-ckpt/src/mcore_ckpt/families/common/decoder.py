@@ -1,8 +1,8 @@
-"""What the Llama-like families share: how a config.json says a model.
+"""Llama-like families as data: one ``Decoder`` describes config.json and weights of a family.
 
-A family is a ``Decoder``: what all its models have, what its fields mean, and parts that read
-and write fields of ours together. What no part of a family says must have its default, so that
-a new field is refused by all families that do not know it.
+A ``Decoder`` lists fixed fields, defaults of transformers, and ``FieldRule`` parts that read
+and write fields of both sides together. A field of ours that no part covers must have its
+default, so that a new field is refused by every family until it is added to one.
 
 Reads the old spellings (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and the new ones
 (``rope_parameters``, ``dtype``); writes both where they do not contradict, so that every
@@ -45,7 +45,7 @@ from mcore_models.logical_tensors import (
 )
 
 Description = Mapping[str, Any]
-"""Of a model, in our fields."""
+"""A model in our fields; see ``families``."""
 
 Theirs = dict[str, Any]
 """Fields of a config.json."""
@@ -65,26 +65,26 @@ def _nothing(*_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
-    """Some of our fields, and how a config.json says them."""
+    """A group of our fields, and how a config.json expresses them; one row, both directions."""
 
     says: tuple[str, ...] = ()
-    """Our fields."""
+    """Our fields that this rule covers."""
     read: Callable[[Fields, dict[str, Any]], dict[str, Any]] = _nothing
-    """Returns ours, from theirs and from what was read before."""
+    """From their fields and our fields read so far, our fields."""
     write: Callable[[Description, Theirs], Theirs] = _nothing
-    """Returns theirs, from ours; may change what was written before."""
+    """From our fields and their fields written so far, their fields; may change the latter."""
     keep: tuple[str, ...] = ()
-    """Their fields that say something here, though nothing in other families."""
+    """Their fields that this family reads, though most families ignore them."""
 
 
 def pair(ours: str, theirs: str, default: Any = None, kind: type | None = None) -> FieldRule:
-    """Return the rule of a field that has another name in config.json, and the same values.
+    """Return the rule of a field with the same values and another name in config.json.
 
     Args:
-        ours: our name; left out of a description where it has our default.
-        theirs: their name.
-        default: what its absence means there; None: it must be there.
-        kind: type that numbers become.
+        ours: our field; omitted from a description where it has our default.
+        theirs: their field.
+        default: value that transformers assumes if the field is absent; None: it is required.
+        kind: type that values are converted to.
     """
 
     def read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _own_heads(_: Description, theirs: Theirs) -> Theirs:
 
 
 OWN_HEADS = FieldRule(write=_own_heads)
-"""Of families whose heads are as wide as the model divided by their number."""
+"""Heads are as wide as the model divided by their number: no field ``head_dim``."""
 
 
 def _own_groups(description: Description, theirs: Theirs) -> Theirs:
@@ -122,7 +122,7 @@ def _own_groups(description: Description, theirs: Theirs) -> Theirs:
 
 
 OWN_GROUPS = FieldRule(says=("add_qkv_bias",), write=_own_groups)
-"""Of families whose every head has keys and values of its own, all linears biases or none."""
+"""Every head has its own keys and values; biases in all linears or in none."""
 
 
 def _fixed_width(_: Description, theirs: Theirs) -> Theirs:
@@ -133,11 +133,11 @@ def _fixed_width(_: Description, theirs: Theirs) -> Theirs:
 
 
 FIXED_WIDTH = FieldRule(write=_fixed_width)
-"""Of families whose feed-forward layers are four times as wide as the model."""
+"""Feed-forward layers are four times as wide as the model: no field ``intermediate_size``."""
 
 
 def both_dropouts(first: str, second: str, default: float) -> FieldRule:
-    """Make the part of two dropouts of theirs for which one of ours stands."""
+    """Return the rule of two fields of theirs that both equal our ``hidden_dropout``."""
 
     def read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
         dropout = fields.take(first, default)
@@ -152,58 +152,58 @@ def both_dropouts(first: str, second: str, default: float) -> FieldRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
-    """A Llama-like family."""
+    """A Llama-like family: its config.json and its weights."""
 
     model_type: str
-    """As in its config.json."""
+    """``model_type`` in config.json."""
     architecture: str
-    """Its class."""
+    """Class in config.json's ``architectures``."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Our fields that are alike in all its models."""
+    """Our fields with the same value in all models of the family."""
     words: Mapping[str, str] = field(default_factory=dict)
-    """Its names for fields that others call alike."""
+    """The family's names of fields that most families name alike."""
     rotates: bool = True
-    """Whether queries and keys rotate; if not, ``fixed`` says what positions are."""
+    """Whether queries and keys rotate; if not, ``fixed`` sets ``position_embedding_type``."""
     stretched_layers: str = ""
-    """Kind of layers whose positions ``rope_scaling`` stretches; empty: all kinds."""
+    """Layer type whose positions ``rope_scaling`` stretches; empty: all layers."""
     absent: Mapping[str, Any] = field(default_factory=dict)
-    """What it takes for fields that are not there, though others take something else."""
+    """Values that transformers assumes for absent fields, where they differ from Llama's."""
     only: Mapping[str, Any] = field(default_factory=dict)
-    """Their fields that may have one value, which is written."""
+    """Their fields with one allowed value, which is written."""
     refused: Mapping[str, Any] = field(default_factory=dict)
-    """Their fields that may have one value, which goes without saying."""
+    """Their fields with one allowed value, which is not written."""
     unread: tuple[str, ...] = ()
-    """Their fields that nothing here reads; engines may, so that they go along."""
+    """Their fields that are copied without being read, for inference engines."""
     dropped: tuple[str, ...] = ()
     """Their fields about weights that are not converted."""
     parts: tuple[FieldRule, ...] = ()
-    """What it says beside sizes, norms, ties and rotary positions, in this order."""
+    """Rules beyond sizes, norms, ties and rotary positions, applied in this order."""
     experts: FieldRule | None = None
-    """Reads and writes fields of a MoEConfig; None: it has no experts."""
+    """Rule of the MoEConfig fields; None: no experts."""
     layers: tuple[str, ...] = ()
-    """Kinds of layers that its ``--hybrid-override-pattern`` may have; empty: it has none."""
+    """Layer types allowed in ``--hybrid-override-pattern``; empty: no pattern."""
     activation: tuple[str, str] = ("hidden_act", "silu")
-    """Field and word of its activation; empty: a part says it."""
+    """Field and value of the activation; empty: a part covers it."""
     epsilon: str = "rms_norm_eps"
-    """Its name for what norms add."""
+    """Their field of the norms' epsilon."""
     theta: float = 10000.0
-    """Rotary base where none is said."""
+    """Rotary base if config.json states none."""
     partial: float = 0.0
-    """Share of each head that rotates where nothing is said; 0: all of it, whatever its
-    config.json says, so that it must not say otherwise."""
+    """Share of each head that rotates if config.json states none; 0: whole heads, and any other
+    value in config.json is refused."""
     stated: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    """Brings other spellings of a config.json into the usual one."""
+    """Rewrites other spellings of a config.json into the usual one."""
     weights: Callable[[Description], Table] | None = None
-    """Lists the weights; None: ``decoder_table``."""
+    """Lists the rules of the weights; None: ``decoder_table``."""
     as_stored: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
     """See ``families``."""
     renames: Callable[[Collection[str]], dict[str, str]] | None = None
     """See ``families``."""
     carries: tuple[str, ...] = ()
-    """Their fields that only go along."""
+    """Their fields that are copied besides ``unread``."""
 
     def to_ours(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Read a config.json as a description."""
+        """Convert a config.json to a description."""
         keep = tuple(name for part in self._all_parts() for name in part.keep)
         usual = {theirs: name for name, theirs in self.words.items()}
         stated = {usual.get(name, name): value for name, value in config.items()}
@@ -226,7 +226,7 @@ class Decoder:
         return self.parts if self.experts is None else (*self.parts, self.experts)
 
     def _read_common(self, fields: Fields) -> dict[str, Any]:
-        """Read what all families say alike: sizes, norms, ties, rotary positions."""
+        """Read the fields of all families: sizes, norms, ties, rotary positions."""
         heads = fields.take("num_attention_heads")
         hidden = fields.take("hidden_size")
         usual = fields.take("norm_eps", 1e-6) if self.epsilon == "rms_norm_eps" else None
@@ -252,12 +252,12 @@ class Decoder:
         if not self.partial and ours["rotary_percent"] != 1.0:
             raise ValueError(
                 f"config.json has partial_rotary_factor={ours['rotary_percent']!r}, which this "
-                "family does not heed: it rotates whole heads. Take the field out."
+                "family ignores: it rotates whole heads. Take the field out."
             )
         return ours
 
     def to_theirs(self, description: Description) -> dict[str, Any]:
-        """Write a description as a config.json."""
+        """Convert a description to a config.json."""
         require_family(description, "gpt")
         if self.layers:
             checked_layers(description, *self.layers)
@@ -289,7 +289,7 @@ class Decoder:
             "num_attention_heads": config.num_attention_heads,
             "num_key_value_heads": num_kv_heads(config),
             "head_dim": head_dim(config),
-            # Without a limit of ours: rotary models need none, transformers wants a number.
+            # 0 is no limit here; transformers requires a number.
             "max_position_embeddings": config.max_position_embeddings or _LONG,
             "initializer_range": config.init_method_std,
             self.epsilon: config.norm_epsilon,
@@ -310,7 +310,7 @@ class Decoder:
 
 
 def checked_layers(description: Description, *known: str) -> tuple[str, ...]:
-    """Return the layers of a pattern, each of them of a kind that a family has."""
+    """Return the layers of a hybrid pattern; ValueError for types that the family has not."""
     require_family(description, "gpt")
     pattern = setting(description, "hybrid_override_pattern")
     layers = pattern_layers(pattern)
@@ -326,7 +326,7 @@ NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layern
 """Norms before attention and before the feed-forward layer."""
 
 ANGLES = ("*.rotary_emb.inv_freq",)
-"""Tensors of old folders that are computed anew."""
+"""Tensors of old folders that are computed when needed."""
 
 
 def decoder_table(
@@ -335,13 +335,13 @@ def decoder_table(
     norms: Mapping[str, str] | None = None,
     extra: Iterable[Rule] = (),
 ) -> Table:
-    """List the weights of a Llama-like model, as its description says.
+    """List the weights of a Llama-like model.
 
     Args:
         description: of the model.
-        mlp: rules of the feed-forward layers; None: dense ones.
-        norms: our norm's name and theirs; None: one before each half.
-        extra: rules that come last.
+        mlp: rules of the feed-forward layers; None: a dense MLP.
+        norms: our names of a layer's norms and theirs; None: one before each half.
+        extra: rules to append.
     """
     halves = mlp_rules(description) if mlp is None else mlp
     rules = around(description, [*attention_rules(description, norms), *halves])
@@ -357,11 +357,11 @@ def decoder_table(
 def attention_rules(
     description: Mapping[str, Any], norms: Mapping[str, str] | None = None
 ) -> list[Rule]:
-    """Rules of a layer's norms and attention projections; biases as the description says.
+    """Return the rules of a layer's norms and attention projections, with biases if it has any.
 
     Args:
         description: of the model.
-        norms: our norm's name and theirs; None: one before each half.
+        norms: our names of the norms and theirs; None: one before each half.
     """
     config = settings(description)
     rules = [
@@ -385,7 +385,7 @@ def attention_rules(
 
 
 def qk_norm_rules() -> list[Rule]:
-    """Rules of the norms on each head's queries and keys."""
+    """Return the rules of the norms on each head's queries and keys."""
     return [
         Rule(
             f"blocks.*.attention.{part}_norm.weight",
@@ -398,7 +398,7 @@ def qk_norm_rules() -> list[Rule]:
 def mlp_rules(
     description: Mapping[str, Any], layers: tuple[int, ...] | None = None
 ) -> list[Rule]:
-    """Rules of a feed-forward layer, gated or not."""
+    """Return the rules of a feed-forward layer, gated or not."""
     gated = is_gated(settings(description))
     names = {"fc1.gate": "gate_proj", "fc1.up": "up_proj"} if gated else {"fc1": "up_proj"}
     kinds = ("weight", "bias") if setting(description, "add_bias_linear") else ("weight",)
@@ -417,13 +417,13 @@ def gated_rules(
     layers: tuple[int, ...] | None = None,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[Rule]:
-    """Rules of a gated network without biases.
+    """Return the rules of a gated network without biases.
 
     Args:
-        ours: its place in a layer, up to the dot.
-        theirs: likewise.
-        layers: that have it; None: all.
-        names: of gate, up- and down-projection there.
+        ours: prefix of our names within a layer, up to the dot.
+        theirs: prefix of theirs.
+        layers: layers that have the network; None: all.
+        names: their names of gate, up- and down-projection.
     """
     return [
         Rule(
@@ -436,7 +436,7 @@ def gated_rules(
 
 
 def around(description: Mapping[str, Any], layer_rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Put embedding, final norm and head around the rules of the layers."""
+    """Return rules of embedding, layers, final norm and head, in this order."""
     head = [Rule("head.weight", "lm_head.weight")]
     kinds = ("weight", "bias") if norm_has_bias(settings(description)) else ("weight",)
     return (
@@ -448,7 +448,7 @@ def around(description: Mapping[str, Any], layer_rules: Iterable[Rule]) -> tuple
 
 
 def tied_copies(description: Mapping[str, Any]) -> dict[str, str]:
-    """Name the head as a copy of the embedding where the two are tied."""
+    """Return the head as a copy of the embedding if they are tied; else empty."""
     if setting(description, "untie_embeddings_and_output_weights"):
         return {}
     return {"lm_head.weight": "model.embed_tokens.weight"}
@@ -461,7 +461,7 @@ def with_head(
     head: str = "lm_head.weight",
     droppable: tuple[str, ...] = (),
 ) -> Table:
-    """List weights whose names are the family's own, and the head: a copy where it is tied."""
+    """List weights by given rules, and the head: its own, or a copy of the embedding."""
     is_untied = setting(description, "untie_embeddings_and_output_weights")
     last = [Rule("head.weight", head)] if is_untied else []
     return Table(
@@ -474,7 +474,7 @@ def with_head(
 
 
 def below_transformer(names: Collection[str]) -> dict[str, str]:
-    """Name the tensors of a folder of the bare model, as published ones are."""
+    """Map the names of a bare model's folder to names below ``transformer.``."""
     if any(name.startswith("transformer.") for name in names):
         return {}
     return {name: f"transformer.{name}" for name in names if name != "lm_head.weight"}

@@ -1,8 +1,8 @@
-"""The sizes that a model's description gives its weights, compared with those in the files.
+"""Shapes that a model's description gives its weights, compared with those in the files.
 
-A config.json of other weights can list the very same names. Read without this check, it would
-give a checkpoint that cannot be loaded, or one that loads and computes nonsense. ``gpt_shapes``
-serves most families; the others define ``shapes`` in their own file.
+The config.json of other weights may list the same names. Without this check it would give a
+checkpoint that cannot be loaded, or one that loads and computes nonsense. ``gpt_shapes`` serves
+most families; the others define ``shapes`` in their own module.
 """
 
 import re
@@ -16,11 +16,11 @@ from mcore_ckpt.storage.shard_plans import listed
 from mcore_models.logical_tensors import tensor_shapes
 
 Shapes = dict[str, tuple[int, ...]]
-"""By name without number of layer or expert and without ``.weight``; of a bias, the first
-number counts."""
+"""Shape by name, without the numbers of layer and expert and without ``.weight``; a bias has
+the first of its weight's sizes."""
 
 _COUNT = re.compile(r"n_layers?|(\w+_)?(num|n)_(\w+_)?(layers?|experts|blocks)")
-"""Fields that count layers or experts, of which code makes lists, in any format."""
+"""Fields of any format that count layers or experts, and so determine lengths of lists."""
 _LAYER = re.compile(r"^(?:(?:encoder\.|decoder\.)?(?:blocks\.\d+\.)?|mtp\.\d+\.(?:block\.)?)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -28,14 +28,14 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 def check_counts(
     fields: Mapping[str, Any], shapes: Iterable[Sequence[int]], where: str
 ) -> None:
-    """Compare a model's numbers of layers and experts with the tensors that there are.
+    """Compare the numbers of layers and experts in a foreign config with its tensors.
 
-    A layer or an expert has a tensor of its own, or an index of a stack of matrices. Call it
-    before the fields are read: lists as long as the fields say would fill the memory.
+    A layer or an expert has a tensor of its own, or an index in a stack of matrices. Called
+    before lists of that length are built: a damaged number would fill the memory.
 
     Args:
-        fields: of a foreign file, flat.
-        shapes: of the tensors of the checkpoint.
+        fields: flat fields of a foreign file.
+        shapes: shapes of the tensors of the checkpoint.
         where: the file, for messages.
 
     Raises:
@@ -66,11 +66,11 @@ def check_description(
 
 
 def check_shapes(description: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> None:
-    """Compare weights with what their model's description says.
+    """Compare the shapes of weights with those that their description requires.
 
     Args:
-        description: of the model; one of a family that is not known here says nothing.
-        entries: its weights by logical name. Names are another check's matter.
+        description: of the model; families without shapes here are not checked.
+        entries: weights by logical name; names are checked elsewhere.
     """
     shapes = shapes_of(description)
     problems = []
@@ -85,11 +85,7 @@ def check_shapes(description: Mapping[str, Any], entries: Mapping[str, TensorEnt
 
 
 def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """List the shapes of a model's weights by their names within a layer.
-
-    Returns:
-        As ``Shapes``; nothing for a family that is not known.
-    """
+    """Return the shapes of a model's weights as ``Shapes``; empty for an unknown family."""
     name = description.get("family", "")
     if name == "gpt":
         return gpt_shapes(description)
@@ -100,12 +96,12 @@ def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def expected_shape(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Find a weight's shape among those of its family; None if it says nothing of it."""
+    """Return the shape of a weight by its family's shapes; None if they do not list it."""
     pattern = within_layer(name)
     stem, _, kind = pattern.rpartition(".")
     if stem not in shapes:
         return shapes.get(pattern)
-    # A bias, also the router's for each expert: a number a row.
+    # A bias has one number a row of its weight, also that of a router for its experts.
     return shapes[stem] if kind == "weight" else shapes[stem][:1]
 
 
@@ -115,11 +111,11 @@ def within_layer(name: str) -> str:
 
 
 def shapes_within_layer(shapes: Shapes) -> Shapes:
-    """Return the shapes of logical tensors by their names without layer and expert."""
+    """Return shapes by names without the numbers of layer and expert."""
     return {within_layer(name).removesuffix(".weight"): shape for name, shape in shapes.items()}
 
 
 def gpt_shapes(description: Mapping[str, Any]) -> Shapes:
-    """List the shape of each kind of weight of a GPT, by its name within a layer."""
+    """Return the shapes of a GPT's weights, as ``Shapes``."""
     config, moe = settings(description), expert_settings(description)
     return shapes_within_layer(tensor_shapes(config, description["vocab_size"], moe))

@@ -1,4 +1,4 @@
-"""Command-R: one LayerNorm without a bias feeds attention and feed-forward layer together."""
+"""Command-R: one LayerNorm without a bias, read by attention and MLP in parallel."""
 
 from functools import partial
 from typing import Any

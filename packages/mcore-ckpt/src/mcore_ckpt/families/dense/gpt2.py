@@ -55,7 +55,7 @@ def _table(description: Description) -> Table:
             ),
             Rule(f"final_norm.{kind}", f"transformer.ln_f.{kind}"),
         ]
-    # Causal masks that old folders carry.
+    # Causal masks in old folders.
     masks = (f"{_LAYER}attn.bias", f"{_LAYER}attn.masked_bias")
     return with_head(description, rules, "transformer.wte.weight", droppable=masks)
 

@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 or attention without positions, then experts and a shared layer."""
+"""Granite 4: Mamba-2 or attention without positions, then experts and a shared expert."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def _write_positions(description: Description, _: Theirs) -> Theirs:
 
 
 def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    """Read them, and with them the layers, for without experts there is a dense half."""
+    """Read experts and the layer pattern, which has dense MLPs if there are no experts."""
     kinds = fields.maybe("layer_types")
     kinds = kinds or fields.maybe("layers_block_type") or ["mamba"] * ours["num_layers"]
     fields.maybe("layers_block_type")

@@ -1,4 +1,4 @@
-"""Qwen3-Next: three of four layers a gated delta net, the fourth gated attention; experts."""
+"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, experts in all."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ from mcore_models.layer_patterns import join_layers, pattern_layers
 from mcore_models.logical_tensors import delta_sizes
 
 _DELTA_NET = tuple(name for name in DEFAULTS if name.startswith("linear_"))
-"""Sizes of gated delta nets, named alike on both sides."""
+"""Sizes of gated delta nets, with equal names on both sides."""
 
 _WORDS = {"linear_attention": "G", "full_attention": "*"}
 _EXPERTS = {
@@ -127,7 +127,7 @@ def _table(description: Description) -> Table:
 
 
 def _delta_rules(description: Description, layers: tuple[int, ...]) -> list[Rule]:
-    """Rules of gated delta nets; their rows stand in blocks, one for each key head."""
+    """Return the rules of gated delta nets; their rows are grouped by key head."""
     sizes = delta_sizes(settings(description))
     ours, there = "blocks.*.delta_net.", "model.layers.*.linear_attn."
     heads = sizes.value_heads
@@ -153,7 +153,7 @@ def _delta_rules(description: Description, layers: tuple[int, ...]) -> list[Rule
 
 
 def _attention_rules(description: Description, layers: tuple[int, ...]) -> list[Rule]:
-    """Rules of gated attention: a head's gate stands behind its query."""
+    """Return the rules of gated attention: each head's query rows, then its gate rows."""
     config = settings(description)
     ours, there = "blocks.*.attention.", "model.layers.*.self_attn."
     rules = []

@@ -92,7 +92,7 @@ def _description(
     arguments = common.get("args")
     if not isinstance(arguments, Record):
         raise ValueError(
-            f"{step} holds no arguments of Megatron's: give --config with the config.json of "
+            f"{step} holds no arguments of Megatron: give --config with the config.json of "
             "the model."
         )
     values = {"padded_vocab_size": padded, **arguments.fields()}
@@ -100,10 +100,10 @@ def _description(
 
 
 def _common_state(step: Path, folder: DcpFolder) -> tuple[dict[str, Any], Path]:
-    """Read what Megatron stores once: arguments, iteration. Its file, else its object.
+    """Read the arguments and iteration that Megatron stores once, in a file or an object.
 
     Returns:
-        It, and the file that holds its tensors.
+        These values, and the file that holds their tensors.
     """
     file = step / "common.pt"
     if file.is_file():
@@ -118,7 +118,7 @@ def _common_state(step: Path, folder: DcpFolder) -> tuple[dict[str, Any], Path]:
 
 
 def _step(path: Path) -> Path:
-    """Find the step that a run folder of Megatron's points to."""
+    """Return the step that a Megatron run folder points to."""
     if (path / DCP_METADATA).is_file() or is_legacy(path):
         return path
     step = latest_step(path)
