@@ -44,15 +44,14 @@ from mcore_train.running import joined_world
 from mcore_train.step import train_step
 
 ADAM = "--adam-beta2 0.95 --weight-decay 0.1"
-MUON = f"--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2 {ADAM}"
+MUON = f"--optimizer muon --muon-momentum 0.95 --muon-nesterov {ADAM}"
 CASES = {
     "adam": f"--optimizer adam {ADAM}",
-    "muon": MUON,
-    "normuon": f"--optimizer muon --muon-moment2-method normuon --muon-use-nesterov {ADAM}",
-    "adamuon": f"--optimizer muon --muon-moment2-method adamuon {ADAM}",
+    "muon": f"{MUON} --muon-extra-scale-factor 0.2",
+    "normuon": f"{MUON} --muon-moment2-method normuon",
+    "adamuon": f"{MUON} --muon-moment2-method adamuon",
     "soap": f"--optimizer soap {ADAM}",
-    "lion": "--optimizer lion --lion-beta1 0.95 --lion-beta2 0.98 --weight-decay 1.0 --lr 1e-4 "
-    "--min-lr 1e-5",
+    "lion": "--optimizer lion --weight-decay 1.0 --lr 1e-4 --min-lr 1e-5",
 }
 """Flags of each optimizer; the learning rate is the common one, but Lion's is a tenth."""
 TIMED = """--recipe recipes/model/llama-3-8b.toml --num-layers 8 --bf16 --mock-data

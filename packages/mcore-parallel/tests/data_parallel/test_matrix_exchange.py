@@ -25,7 +25,7 @@ from mcore_parallel.testing.ranks import gather_logical
 D, E = 8, 4
 ROWS = {"q": 8, "k": 4, "v": 4}
 RULES = {
-    "muon": Muon(MuonConfig(muon_use_nesterov=True)),
+    "muon": Muon(MuonConfig(muon_nesterov=True)),
     "adamuon": Muon(MuonConfig(muon_moment2_method="adamuon")),
     "normuon": Muon(MuonConfig(muon_moment2_method="normuon")),
     "soap": Soap(SoapConfig(soap_precondition_frequency=2)),

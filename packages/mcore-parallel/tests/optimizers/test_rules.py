@@ -51,7 +51,7 @@ def train(rule, dtype, num_steps, lr, weight_decay):
 def test_muon_is_that_of_torch(use_nesterov, mode, extra, theirs):
     config = MuonConfig(
         muon_momentum=0.9,
-        muon_use_nesterov=use_nesterov,
+        muon_nesterov=use_nesterov,
         muon_coefficient_type="simple",
         muon_scale_mode=mode,
         muon_extra_scale_factor=extra,

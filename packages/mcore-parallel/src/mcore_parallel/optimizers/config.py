@@ -51,10 +51,10 @@ class LionConfig(Options):
 
     part_of: ClassVar = {"optimizer": "lion"}
 
-    lion_beta1: float = option(0.9, minimum=0, below=1)
+    lion_beta1: float = option(0.95, minimum=0, below=1)
     """Share of the momentum in the update, 0 to below 1."""
 
-    lion_beta2: float = option(0.99, minimum=0, below=1)
+    lion_beta2: float = option(0.98, minimum=0, below=1)
     """Decay of the momentum, 0 to below 1."""
 
 
@@ -64,10 +64,10 @@ class MuonConfig(Options):
 
     part_of: ClassVar = {"optimizer": "muon"}
 
-    muon_momentum: float = option(0.95, minimum=0, below=1)
+    muon_momentum: float = option(0.9, minimum=0, below=1)
     """Decay of the mean of gradients, 0 to below 1."""
 
-    muon_use_nesterov: bool = False
+    muon_nesterov: bool = False
     """Orthogonalize the mean of gradients one step ahead: Nesterov's momentum."""
 
     muon_split_qkv: bool = True

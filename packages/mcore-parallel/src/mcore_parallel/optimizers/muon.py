@@ -62,7 +62,7 @@ class Muon:
         momentum, beta = moments["momentum"], self.config.muon_momentum
         grad = grad.to(momentum.dtype) * grad_scale
         momentum.lerp_(grad, 1 - beta)
-        ahead = grad.lerp_(momentum, beta) if self.config.muon_use_nesterov else momentum
+        ahead = grad.lerp_(momentum, beta) if self.config.muon_nesterov else momentum
         return ahead.sign() if self.config.muon_moment2_method == "adamuon" else ahead
 
     def direction(
