@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
 
@@ -70,6 +71,25 @@ def reduce_scatter(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped
         return x
     _check_divides(x, axis, dim)
     return wait(start_reduce_scatter(x.movedim(dim, 0), axis)).movedim(0, dim)
+
+
+def gather_bytes(content: bytes, axis: Axis) -> list[bytes]:
+    """Collect the bytes of each rank, of any length, in axis order; all-gathers twice."""
+    if axis.size == 1:
+        return [content]
+    device = host_device(axis)
+    sizes = all_gather(torch.tensor([len(content)], device=device), axis).tolist()
+    mine = torch.zeros(max(sizes), dtype=torch.uint8)
+    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    rows = all_gather(mine.to(device), axis).cpu().view(axis.size, -1)
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def host_device(axis: Axis) -> torch.device:
+    """Return where small tensors must be for collectives over an axis: the host, if it can."""
+    if axis.size == 1 or "cpu" in str(dist.get_backend_config(axis.group)):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def start_all_reduce(x: Shaped[Tensor, "..."], axis: Axis) -> Shaped[Tensor, "..."]:
