@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -30,6 +32,7 @@ from mcore_parallel.rank_grid import (
     consecutive_blocks,
     strided_blocks,
 )
+from mcore_parallel.step_clock import StepClock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +51,8 @@ class Axis:
     """Global ranks along the axis, in order; ``ranks[rank]`` is this one."""
     agreement: Agreement | None = None
     """Compares the first calls of all ranks; None without ``compare_calls``."""
+    clock: StepClock | None = None
+    """Times waits for the other ranks; None for an axis of no context."""
 
     def __post_init__(self) -> None:
         if self.group is None:
@@ -63,6 +68,10 @@ class Axis:
     def __deepcopy__(self, memo: object) -> Axis:
         """Return the axis itself: copies of a layer communicate over the same group."""
         return self
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return the context in which this rank waits for others: a span of the clock."""
+        return nullcontext() if self.clock is None else self.clock.span(self.name)
 
     @property
     def group_name(self) -> str:
@@ -84,6 +93,7 @@ class ParallelContext:
 
     Attributes:
         config: the degrees it was built from.
+        clock: times steps, and in them the waits over all axes.
         device: where this rank's tensors live.
         global_rank: this process in the world.
         world: every rank of the job as one axis.
@@ -109,9 +119,11 @@ class ParallelContext:
         global_rank: int,
         axes: dict[str, Axis],
         groups: list[dist.ProcessGroup],
+        clock: StepClock,
     ) -> None:
         """Use ``build`` or ``single`` instead."""
         self.config = config
+        self.clock = clock
         self.device = device
         self.global_rank = global_rank
         self._axes = axes
@@ -195,8 +207,9 @@ class ParallelContext:
         uses_nccl = device.type == "cuda"
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
         agreements: dict[_Key, Agreement] = {}
+        clock = StepClock(device)
         for name, groups in plan.items():
-            axes[name] = Axis(name, 1, 0, None, (global_rank,))
+            axes[name] = Axis(name, 1, 0, None, (global_rank,), clock=clock)
             wanted = settings.get(name)
             for group in groups:
                 key = (group, wanted, name if name in _SEPARATE else "")
@@ -213,22 +226,25 @@ class ParallelContext:
                     continue
                 place = group.index(global_rank)
                 if compare_calls and key not in agreements:
-                    agreements[key] = Agreement.of_group(made[key], group, place, timeout)
+                    agreements[key] = Agreement.of_group(
+                        made[key], group, place, timeout, partial(clock.span, name)
+                    )
                 axes[name] = Axis(
-                    name, len(group), place, made[key], group, agreements.get(key)
+                    name, len(group), place, made[key], group, agreements.get(key), clock
                 )
         if axes["world"].group is not None:
             launcher.wait_for_all(axes["world"].group)
         mine = [group for (held, *_), group in made.items() if global_rank in held]
-        return cls(config, device, global_rank, axes, mine)
+        return cls(config, device, global_rank, axes, mine, clock)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> ParallelContext:
         """Describe one rank alone, whatever the world is; makes no group."""
         config = ParallelConfig()
         plan = _group_plan(config, *build_grids(config, 1))
-        axes = {name: Axis(name, 1, 0, None, (0,)) for name in plan}
-        return cls(config, torch.device(device), 0, axes, [])
+        clock = StepClock(torch.device(device))
+        axes = {name: Axis(name, 1, 0, None, (0,), clock=clock) for name in plan}
+        return cls(config, torch.device(device), 0, axes, [], clock)
 
     def axis(self, *names: str) -> Axis:
         """Return one axis, or several of the same grid combined.

@@ -125,7 +125,7 @@ class _RingAttention(OnceDifferentiable):
             softmax.add(
                 q, held[0], held[1], ring_blocks(q.shape[0], axis, step, documents), attention
             )
-            held = _received(coming, leaving)
+            held = _received(coming, leaving, axis)
         out = softmax.rounded(q.dtype)
         ctx.save_for_backward(q, k, v, out, softmax.lse)
         ctx.axis, ctx.attention, ctx.documents = axis, attention, documents
@@ -158,11 +158,13 @@ class _RingAttention(OnceDifferentiable):
             )
             # The message's first two tensors are sums for the keys held here in this step; at
             # step 0 there are none. Its last two are the keys and values of the next step.
-            received = _received(coming, leaving)
+            received = _received(coming, leaving, axis)
             totals = [a + b for a, b in zip(received, own, strict=False)] if step else own
             held = received[-2:]
         # The keys held last are those of the next rank: one more shift brings each sum home.
-        grad_k, grad_v = (x.to(k.dtype) for x in _received(_pass_on(totals, axis), totals))
+        grad_k, grad_v = (
+            x.to(k.dtype) for x in _received(_pass_on(totals, axis), totals, axis)
+        )
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
@@ -174,11 +176,11 @@ def _pass_on(tensors: Sequence[Tensor], axis: Axis) -> Tensor | None:
     return start_shift(torch.cat(flat), axis)
 
 
-def _received(message: Tensor | None, sent: Sequence[Tensor]) -> list[Tensor]:
+def _received(message: Tensor | None, sent: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """Wait for the previous rank's tensors, which have the shapes of those sent here."""
     if message is None:
         return []
-    parts = wait(message).split([x.numel() * x.element_size() for x in sent])
+    parts = wait(message, axis).split([x.numel() * x.element_size() for x in sent])
     return [part.view(x.dtype).view(x.shape) for part, x in zip(parts, sent, strict=True)]
 
 

@@ -66,6 +66,7 @@ def run_schedule(
     device: torch.device | str = "cpu",
     before_last_backward: Callable[[int], None] | None = None,
     before_last_weights: Callable[[int], None] | None = None,
+    after_first_weights: Callable[[int], None] | None = None,
     weight_queue: WeightQueue | None = None,
     pair_overlap: ForwardBackwardOverlap | None = None,
     v_shaped: bool = False,
@@ -92,6 +93,8 @@ def run_schedule(
             half of one) here, such as ``DataParallel.start_sync``.
         before_last_weights: likewise before it makes the last weight gradients that were put
             off, such as ``DataParallel.start_weight_sync``.
+        after_first_weights: called with the chunk once its parameters have the gradients of
+            its first micro-batch alone.
         weight_queue: needed by schedules that split backward: what the linears fill. Under
             other schedules it is emptied after each backward.
         pair_overlap: runs a forward and a backward that the schedule pairs alternately; None:
@@ -123,6 +126,7 @@ def run_schedule(
         runner.open_connections()
     calls = ((before_last_backward, BACKWARDS), (before_last_weights, MAKING_WEIGHTS))
     before = [(call, {a.chunk: a for a in actions if a.kind in kinds}) for call, kinds in calls]
+    first = {a.chunk: a for a in reversed(actions) if a.kind in MAKING_WEIGHTS}
     for is_message, run in groupby(actions, lambda action: action.kind.is_message):
         if is_message:
             runner.exchange(list(run))
@@ -134,9 +138,12 @@ def run_schedule(
             computations = [partial(runner.compute, action) for action in unit]
             if pair_overlap is not None and len(unit) == 2:
                 pair_overlap.run(computations[1], computations[0], device)
-                continue
-            for compute in computations:
-                compute()
+            else:
+                for compute in computations:
+                    compute()
+            for action in unit:
+                if after_first_weights is not None and action is first.get(action.chunk):
+                    after_first_weights(action.chunk)
     runner.finish()
 
 
@@ -218,6 +225,15 @@ class _Runner:
 
     def compute(self, action: Action) -> None:
         """Do one forward, backward or half of a backward."""
+        clock = self.axis.clock
+        if clock is None or not clock.is_on:
+            self.do(action)
+            return
+        with clock.span(f"{action.kind.value}/{action.chunk}"):
+            self.do(action)
+
+    def do(self, action: Action) -> None:
+        """Do an action, in the span that the clock has for it."""
         key = (action.chunk, action.microbatch)
         if action.kind is Kind.FORWARD:
             with torch.set_grad_enabled(key in self.with_backward):
