@@ -144,6 +144,20 @@ def extras(session: nox.Session, group: str) -> None:
 
 
 @nox.session
+def loggers(session: nox.Session) -> None:
+    """Run the loggers of other services with the real packages, offline."""
+    extras = ("wandb", "mlflow", "trackio", "prometheus", "opentelemetry")
+    packages = [f"mcore-train[{name}]" for name in extras]
+    brought = [word for name in packages for word in ("--with", name)]
+    run = ("uv", "run", "--locked", *brought)
+    names = "wandb, mlflow, trackio, prometheus_client, opentelemetry.sdk.metrics"
+    # Ask for the packages first: without them the tests would skip and the session pass.
+    session.run(*run, "python", "-W", "ignore", "-c", f"import {names}", external=True)
+    tests = "packages/mcore-train/tests/reporting/test_loggers.py"
+    session.run(*run, "pytest", tests, *session.posargs, external=True)
+
+
+@nox.session
 def gpu(session: nox.Session) -> None:
     """Run the GPU tests with the Python that started nox."""
     # cuBLAS reads it when it starts: in a test before the first that wants the same bits.

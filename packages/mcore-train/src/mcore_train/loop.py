@@ -14,9 +14,12 @@ from mcore_train.guards.deadline import Deadline
 from mcore_train.guards.gc_control import GCControl
 from mcore_train.guards.nan_guard import FiniteGradients, WeightCopies
 from mcore_train.guards.signals import Stopped, StopRequest
+from mcore_train.reporting.alarms import find_alarms
 from mcore_train.reporting.header import pace_line
 from mcore_train.reporting.interval import Interval
+from mcore_train.reporting.layer_statistics import LayerStatistics
 from mcore_train.reporting.log import Reporter, StepReport
+from mcore_train.reporting.waterfall import StepWatch
 from mcore_train.sample_texts import TextWriter
 from mcore_train.step import StepResult, train_step
 from mcore_train.updating.lr_schedule import learning_rate, weight_decay
@@ -53,7 +56,7 @@ def train(
     config, progress = run.plan.config, run.progress
     last = until or run.plan.train_iters
     batches = train_batches(run)
-    interval = Interval(run)
+    interval, watch, layers = Interval(run), StepWatch(run), LayerStatistics(run)
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
     replicas = WeightCopies(run.data_parallel, progress.iteration)
     checkpoints = Checkpoints(run, reporter)
@@ -75,9 +78,16 @@ def train(
             checkpoints.poll()
             stop.check()
 
+        def before_update() -> None:
+            checkpoints.hold()
+            layers.before_update(progress.iteration + 1)
+
         while progress.iteration < last:
-            result = one_step(run, batches, checkpoints.hold)
-            step = progress.iteration
+            step = progress.iteration + 1
+            watch.before(step)
+            layers.before(step)
+            result = one_step(run, batches, before_update)
+            layers.after(step)
             is_last = step == last or _divides(config.run.exit_interval, step)
 
             interval.add(result)
@@ -86,8 +96,9 @@ def train(
             memory.after_step(step)
             checkpoints.poll()
             reporter.advance(step, run.plan.train_iters)
+            watch.after(step)
             if _divides(config.logging.log_interval, step) or step == last or interval.is_first:
-                _report(run, interval, reporter, on_report)
+                _report(run, interval, (watch, layers), reporter, on_report)
 
             if _divides(config.run.check_weight_hash_across_dp_replicas_interval, step):
                 with interval.paused():
@@ -95,10 +106,11 @@ def train(
             if is_last:
                 gradients.check()
             if _divides(config.saving.save_interval, step) or (is_last and config.saving.save):
-                _save(checkpoints, gradients, interval)
+                with watch.saving():
+                    _save(checkpoints, gradients, interval)
             elif _divides(config.local_saving.non_persistent_save_interval, step):
                 gradients.check()
-                with interval.paused():
+                with interval.paused(), watch.saving():
                     checkpoints.save_locally()
 
             try:
@@ -136,9 +148,11 @@ def one_step(
     """
     schedule, progress = run.plan.schedule, run.progress
     batch_size = run.plan.ramp.size_at(progress.consumed_train_samples)
+    with run.ctx.clock.span("data"):
+        batch = next(batches)
     result = train_step(
         run,
-        next(batches),
+        batch,
         learning_rate(schedule, progress.schedule_samples),
         weight_decay(schedule, progress.schedule_samples),
         before_update,
@@ -149,10 +163,24 @@ def one_step(
 
 
 def _report(
-    run: Run, interval: Interval, reporter: Reporter, on_report: OnReport | None
+    run: Run,
+    interval: Interval,
+    measured: tuple[StepWatch, LayerStatistics],
+    reporter: Reporter,
+    on_report: OnReport | None,
 ) -> None:
     report = interval.report()
     reporter.report(report)
+    watch, layers = measured
+    if layers.has_recorded:
+        with interval.paused():
+            reporter.record("layers", *layers.report())
+    if watch.has_recorded:
+        with interval.paused():
+            waterfall = watch.report()
+            if reporter.is_active:
+                alarms = find_alarms(run.plan, waterfall, report.mfu)
+                reporter.report_waterfall(waterfall, alarms)
     # The first report includes what only the first step takes: the pace follows the second.
     if interval.num_reports == 2 and reporter.with_lines:
         log.info("%s", pace_line(run, report.step_ms))

@@ -66,7 +66,21 @@ def train_step(
         before_update: called right before weights and optimizer state change.
         named_lrs: learning rates of parameters with their own, see ``named_rates``.
     """
-    losses = backward(run, batches)
+    with run.ctx.clock.span("compute"):
+        losses = backward(run, batches)
+    with run.ctx.clock.span("optimizer"):
+        return _update(run, losses, lr, weight_decay, before_update, named_lrs)
+
+
+def _update(
+    run: Run,
+    losses: StepLosses,
+    lr: float,
+    weight_decay: float,
+    before_update: Callable[[], None] | None,
+    named_lrs: Mapping[str, float],
+) -> StepResult:
+    """Clip the gradients and update the weights, unless the step overflowed."""
     row_scales = _qk_clip_scales(run)
     norm = run.optimizer.grad_norm()
     unscale, is_skipped = 1.0, False
@@ -94,7 +108,10 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded.
     """
     compute = partial(_backward, run)
-    return compute(batches) if run.recorder is None else run.recorder(compute, batches)
+    if run.recorder is None:
+        return compute(batches)
+    with run.ctx.clock.paused():  # a graph cannot record events that are timed
+        return run.recorder(compute, batches)
 
 
 def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
@@ -106,9 +123,11 @@ def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     stages = stage_functions(run, batches, num_valid, losses)
     scales = run.precision.fp8_scales
     noting = nullcontext() if scales is None else scales.noting()
+    is_measured = run.noise is not None and run.ctx.clock.is_recording
+    after_first = run.noise.start(len(batches)) if run.noise and is_measured else None
     # Gradients are summed over data ranks once, by the hooks of ``Pipeline.train``.
     with run.data_parallel.no_sync(), run.keeping_casts(), noting:
-        run.pipeline.train(stages, batches, run.data_parallel)
+        run.pipeline.train(stages, batches, run.data_parallel, after_first)
     run.data_parallel.finish()
     return losses
 
