@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_models.protocol import MicroBatch
 from mcore_models.qk_clip.row_factors import row_factors
 from mcore_moe.routing.router_stats import SUMMARY, RouterStats, finish_step, summarize
+from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.data_parallel.grads import clip_coefficient
 from mcore_parallel.pipeline_parallel.runner import Payload, StageFunction, StageOutput
 from mcore_train.assembly import Run
@@ -53,6 +54,7 @@ def train_step(
     lr: float,
     weight_decay: float,
     before_update: Callable[[], None] | None = None,
+    check: Callable[[StepLosses, Tensor], tuple[StepLosses, Tensor]] | None = None,
 ) -> StepResult:
     """Train on one global batch; every rank calls it with its own part.
 
@@ -62,10 +64,14 @@ def train_step(
         lr: learning rate.
         weight_decay: decoupled decay.
         before_update: called right before weights and optimizer state change.
+        check: called with losses and gradient norm before the update; returns those that
+            count, and may compute gradients anew (``Rerun.check``).
     """
     losses = backward(run, batches)
     row_scales = _qk_clip_scales(run)
     norm = run.optimizer.grad_norm()
+    if check is not None:
+        losses, norm = check(losses, norm)
     unscale, is_skipped = 1.0, False
     if scaler := run.precision.loss_scaler:
         unscale = 1.0 / scaler.value  # before ``update``, which sets the next step's scale
@@ -90,11 +96,36 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
 
     With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded.
     """
-    compute = partial(_backward, run)
+    compute = partial(synced_backward, run)
     return compute(batches) if run.recorder is None else run.recorder(compute, batches)
 
 
-def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
+def synced_backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
+    """Compute as ``backward`` does, always by launching kernels singly."""
+    losses = _backward(run, batches, run.data_parallel)
+    run.data_parallel.finish()
+    return losses
+
+
+def backward_of_rank(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
+    """Compute gradients of this model replica's micro-batches, not summed over data ranks.
+
+    The engine's gradient buffers hold them; ``zero_grad`` comes next.
+    """
+    return _backward(run, batches, _Unsynced())
+
+
+class _Unsynced:
+    """Stands for the engine where a pipeline would begin its sums over data ranks."""
+
+    def start_sync(self, chunk: int) -> None: ...
+
+    def start_weight_sync(self, chunk: int) -> None: ...
+
+
+def _backward(
+    run: Run, batches: Sequence[MicroBatch], sync: GradientSync | _Unsynced
+) -> StepLosses:
     run.data_parallel.zero_grad()
     last = run.chunks[-1]
     losses = StepLosses(run.ctx.device, last.loss_coefficients)
@@ -105,8 +136,7 @@ def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     noting = nullcontext() if scales is None else scales.noting()
     # Gradients are summed over data ranks once, by the hooks of ``Pipeline.train``.
     with run.data_parallel.no_sync(), run.keeping_casts(), noting:
-        run.pipeline.train(stages, batches, run.data_parallel)
-    run.data_parallel.finish()
+        run.pipeline.train(stages, batches, sync)  # pyrefly: ignore[bad-argument-type]
     return losses
 
 
