@@ -84,7 +84,7 @@ if os.environ.get("RANK") == "1":
     count = [0]
     def stuck(self, indices):
         count[0] += 1
-        if count[0] == 12 and not note.exists():
+        if count[0] == 2 and not note.exists():
             note.write_text("")
             __import__("time").sleep(600)
         return read(self, indices)
@@ -133,8 +133,8 @@ def test_an_elastic_job_goes_on_with_fewer_hosts_and_again_with_all(tmp_path):
     def launch(run):
         run.parent.mkdir(parents=True, exist_ok=True)
         words = [*LAUNCH[:-1], "--min-nodes", "1", "--", *training, "--save", str(run)]
-        log = run.with_suffix(".log").open("w")
-        return subprocess.Popen(words, stdout=log, stderr=log, cwd=run.parent)
+        with run.with_suffix(".log").open("w") as log:
+            return subprocess.Popen(words, stdout=log, stderr=log, cwd=run.parent)
 
     def losses(run):
         return {row["iteration"]: row["loss"] for row in read_metrics(run / "metrics.jsonl")

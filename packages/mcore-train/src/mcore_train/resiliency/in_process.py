@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_base.options import OptionsError
 from mcore_parallel.launch import launcher
 from mcore_train.guards.nan_guard import NonFiniteError
 from mcore_train.guards.rerun import BrokenDeviceError
@@ -25,8 +24,8 @@ from mcore_train.resiliency.config import InProcessConfig
 log = logging.getLogger(__name__)
 
 STORE_TIMEOUT_S = 300.0
-LASTING = (OptionsError, FileNotFoundError, NonFiniteError, BrokenDeviceError)
-"""Errors that a restart in the same processes would meet again."""
+LASTING = (ValueError, FileNotFoundError, NonFiniteError, BrokenDeviceError)
+"""Errors that a restart in the same processes would meet again, unless torch raised them."""
 
 Attempt = Callable[[int, dist.Store, Any], int]
 """Trains once: takes the number of restarts before, the store at which ranks meet, and the
@@ -64,13 +63,14 @@ def run_with_restarts(train: Attempt, config: InProcessConfig) -> int:
         name = f"start-{launcher.restart_count()}-{wrapper.iteration}"
         try:
             return train(wrapper.iteration, dist.PrefixStore(name, meeting), wrapper)
-        except LASTING as error:
-            failure.append(error)
-            raise abort_error(str(error)) from error
         except BaseException as error:  # the package raises its own between two lines
+            is_lasting = isinstance(error, LASTING) and not _is_of_torch(error)
             # The frames hold the groups. A gloo group closes its connections only when it is
             # freed, and other ranks wait on these connections.
             traceback.clear_frames(error.__traceback__)
+            if is_lasting:
+                failure.append(error)
+                raise abort_error(str(error)) from error
             if not isinstance(error, Exception):
                 raise
             log.error("this rank failed: %s: %s", type(error).__name__, error)
@@ -87,6 +87,12 @@ def run_with_restarts(train: Attempt, config: InProcessConfig) -> int:
             "ranks ended for good on another rank, or too few of them are left to go on in "
             f"process ({active} must train): the launcher has to start them again."
         ) from None
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Whether torch raised an error, as it does where another rank tore the groups down."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and "/torch/" in frames[-1].f_code.co_filename
 
 
 def import_nvrx(name: str, flag: str) -> Any:
