@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 
 import reporting
+import torch
 
 STEP = 12
 """Steps before the fault."""
@@ -75,7 +76,7 @@ def main() -> None:
             found[name] = {**result, "case_s": round(time.monotonic() - began_s, 1)}
             print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
     shapes = {"nproc": options.nproc, "flags": " ".join(options.flags), "fault_step": STEP}
-    name = f"restart-x{options.nproc}"
+    name = f"restart-x{options.nproc}{'' if torch.cuda.is_available() else '-cpu'}"
     reporting.keep(options, {"name": name, **reporting.versions(options), **shapes, **found})
 
 
