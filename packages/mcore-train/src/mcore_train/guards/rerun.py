@@ -155,11 +155,12 @@ class Rerun:
             BrokenDeviceError: on all ranks, if a rank is found to compute wrongly.
             UnlikeWeightsError: else, with what was tried.
         """
+        data = self._run.ctx.dp
+        if data.size == 1:  # tied copies differ: there is no replica to compare with
+            raise error
         for chunk in self._run.chunks:
             for parameter in chunk.parameters():
-                dist.broadcast(
-                    parameter.data, self._run.ctx.dp.ranks[0], group=self._run.ctx.dp.group
-                )
+                dist.broadcast(parameter.data, data.ranks[0], group=data.group)
         self._end_if_broken(self.vote(), str(error))
         raise UnlikeWeightsError(
             f"{error} From equal weights all replicas compute one result now: a device or a "
