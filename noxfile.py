@@ -69,8 +69,25 @@ def mutations(session: nox.Session) -> None:
 
 @nox.session
 def frozen(session: nox.Session) -> None:
-    """Compare certificates, losses and saved bytes of tiny runs with the recorded ones."""
+    """Compare the certificates of small runs with the recorded ones."""
     _in_workspace(session, "pytest", "tests/frozen", "-m", "", *session.posargs)
+
+
+@nox.session
+def golden(session: nox.Session) -> None:
+    """Train all golden cases and compare their values; `-- --lane h100` on a GPU.
+
+    Other lanes run in the Python that started nox: GPU hosts bring their own torch.
+    """
+    command = ["golden", "run", *session.posargs]
+    if "--output" not in session.posargs:
+        command += ["--output", str(Path(session.create_tmp()).resolve() / "golden-runs")]
+    if "--lane" in session.posargs:
+        sources = [str(ROOT / f"packages/mcore-{name}/src") for name in PACKAGES]
+        env = {"PYTHONPATH": os.pathsep.join(sources)}
+        session.run(sys.executable, "-m", "mcore_train", *command, external=True, env=env)
+        return
+    _in_workspace(session, "mcore-train", *command)
 
 
 @nox.session
