@@ -230,7 +230,8 @@ def automation(session: nox.Session) -> None:
 def images(session: nox.Session) -> None:
     """Run Dockerfiles step by step in a chroot of this machine, and install.sh in new venvs.
 
-    Needs root and overlay mounts, no container engine; fetches packages; some minutes.
+    Needs root and overlay mounts, no container engine; some minutes. Fetches packages, for the
+    target cpu from the index of torch for CPUs.
     """
     folder = Path(session.create_tmp()).resolve()
     smoke = "golden run --tier smoke --case gpt/fp32 moe/bf16"
