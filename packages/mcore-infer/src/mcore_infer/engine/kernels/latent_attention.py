@@ -1,7 +1,7 @@
 """Triton kernel of decoding with multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-The cache holds one vector a token, a latent part and a rotated key, which all heads read. It is
-loaded once for a block of heads and serves as a key (both parts) and as a value (the latent
+The cache has one vector a token, a latent part and a rotated key, which all heads read. The
+vector is loaded once for a block of heads; it is the key (both parts) and the value (the latent
 part). Splits are those of ``paged_attention``; the grid does not depend on lengths. Imported
 only if tensors are on a GPU.
 """
@@ -75,7 +75,7 @@ def latent_decode(
     lengths: Int[Tensor, " R"],
     value_dim: int,
 ) -> Float[Tensor, "R N J"]:
-    """Attend with one query of each request to all its keys, the last one included.
+    """Attend with one query of each request to all its keys, including the last.
 
     Never waits for the device, and the launch depends on shapes alone: a CUDA graph may hold
     it.
