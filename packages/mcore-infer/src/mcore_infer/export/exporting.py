@@ -128,6 +128,6 @@ def _check(format: str, grid: RankGrid, dtype: str, max_shard_bytes: int) -> Non
         )
     if format != "trtllm" and (grid != RankGrid() or dtype):
         raise ValueError(
-            f"--format {format} is split by the engine that loads it and keeps its weights' dtype: "
+            f"--format {format} is split by the engine that loads it and keeps its dtype: "
             "leave out --tensor-parallel-size, --pipeline-parallel-size and --dtype."
         )
