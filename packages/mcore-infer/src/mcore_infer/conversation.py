@@ -37,7 +37,7 @@ class Conversation:
         """Build the engine and start without messages.
 
         Args:
-            model: whole, in eval mode.
+            model: in eval mode.
             tokenizer: of the model.
             chat: template and end of turns, see ``load_chat_format``.
             sampling: how tokens are chosen; ``num_tokens`` limits each answer.

@@ -198,7 +198,7 @@ def _tokens(engine: Engine, rows: Mapping[int, int]) -> Iterator[NewToken]:
             yield replace(event, row=rows[event.row])
         elif event[1].finish_reason == "error":
             raise StructureError(
-                f"text {rows[event[0]]} cannot keep to its --json-schema or --regex: no token "
+                f"text {rows[event[0]]} cannot satisfy its --json-schema or --regex: no token "
                 "of the vocabulary continues it."
             )
 
@@ -248,7 +248,7 @@ def stop_ids(
     Args:
         tokenizer: encodes stop words as in the middle of a text.
         sampling: stop words, and whether a text continues after an end of document.
-        ends: tokens besides the tokenizer's end of document that end a text.
+        ends: tokens that end a text, in addition to the tokenizer's end of document.
     """
     words = [tokenizer.encode(w, add_special_tokens=False) for w in sampling.stop_words]
     return words if sampling.ignore_eod else [*words, *([token] for token in ends)]

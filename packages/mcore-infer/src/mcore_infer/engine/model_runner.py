@@ -38,7 +38,7 @@ Run = Callable[[], tuple[Tensor, Tensor]]
 """Returns the hidden state and logits of a step whose inputs have been filled in."""
 
 _RARE = 8
-"""Steps of one size that a larger graph runs before that size gets its own. Recording takes as
+"""Steps of one size that run in a larger graph before that size is recorded. Recording takes as
 long as tens of steps, and the number of rows falls quickly while a batch of texts ends."""
 
 
@@ -49,7 +49,7 @@ def decode_sizes(max_requests: int) -> list[int]:
 
 
 def is_rare(num_steps: int) -> bool:
-    """Whether a size that had so many steps is not worth a CUDA graph yet."""
+    """Whether a size with this number of steps is not worth a CUDA graph yet."""
     return num_steps <= _RARE
 
 
@@ -220,7 +220,7 @@ class PromptSteps:
         """Choose the recorded sizes; allocates nothing.
 
         Args:
-            model: whole, in eval mode.
+            model: in eval mode.
             cache: of the engine.
             max_tokens: of a step.
             table_pages: most pages of a request.

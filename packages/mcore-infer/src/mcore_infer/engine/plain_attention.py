@@ -152,7 +152,7 @@ def decode_on_cpu(
     # Pages before every window may be another request's.
     begin = 0 if window < 0 else max(0, extent.longest - 1 - window) // size * size
     if extent.is_even and extent.is_in_a_row and kv_scales is None:
-        # Views of whole rows, whose last token is that of the new key and of the query.
+        # Views of all tokens of each row; the last is that of the new key and of the query.
         seen = [extent.view(pages) for pages in memory]  # [K, R, G, .]
         for view, last in zip(seen, new, strict=True):
             if last is not None:

@@ -1,7 +1,7 @@
 """Speculative decoding: proposes several tokens a step, without changing the text.
 
 A drafter proposes the next tokens, and one forward scores all of them. The engine samples each
-position with that position's own random number, as without proposals, and accepts proposals up
+position with the random number of that position, as without proposals, and accepts proposals up
 to the first that differs from its sample. The text, and its distribution, are therefore equal
 token for token whatever is proposed. A fixed proposal is accepted with the probability that the
 model gives to it, as in rejection sampling; a draft model samples with the same random numbers
@@ -155,7 +155,7 @@ class ModelDrafter:
         """Store the arguments; memory is allocated at first use.
 
         Args:
-            model: of the same vocabulary, whole, in eval mode, over the same ``tp``.
+            model: in eval mode, with the same vocabulary and ``tp``.
             num_drafts: tokens to propose.
             cache: as many pages as the model's.
             max_requests: most requests of a step.
@@ -222,7 +222,7 @@ def with_drafts(step: Step, chunks: Sequence[Chunk], drafts: Sequence[Sequence[i
 
 
 class MTPDrafter:
-    """Proposes tokens by the model's own multi-token prediction layer; a ``Drafter``.
+    """Proposes tokens by the model's multi-token prediction layer; a ``Drafter``.
 
     The layer joins the hidden state of a token with the next token's embedding and predicts the
     token after that; its output then replaces the hidden state (DeepSeek-AI 2024,

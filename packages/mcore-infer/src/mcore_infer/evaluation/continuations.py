@@ -46,7 +46,7 @@ def judge(
     Communicates over the model's ``tp``, and sums over ``axis`` at the end.
 
     Args:
-        model: whole, in eval mode.
+        model: in eval mode.
         rows: at least one token of context and one target each.
         batch: rows in one forward pass.
         axis: data ranks that share the work; each gets all rows.

@@ -81,7 +81,7 @@ def score_lambada(
     Communicates over the model's ``tp``, and sums over ``axis`` at the end.
 
     Args:
-        model: whole, in eval mode.
+        model: in eval mode.
         tokenizer: of the model.
         texts: passages.
         strict: the target is the last word, not the last token.

@@ -98,7 +98,7 @@ def score_documents(
     Communicates over the model's ``tp`` and ``pp``, and sums over ``axis`` at the end.
 
     Args:
-        model: whole, in eval mode.
+        model: in eval mode.
         documents: token ids; an end-of-document token in them is a target too.
         begin_token: token before each document.
         context_tokens: longest window.

@@ -134,7 +134,7 @@ def score_wikitext(
     Communicates over the model's ``tp``, and sums over ``axis`` at the end.
 
     Args:
-        model: whole, in eval mode.
+        model: in eval mode.
         tokenizer: of the model.
         text: the content of the file.
         detokenizer: see ``detokenized``.

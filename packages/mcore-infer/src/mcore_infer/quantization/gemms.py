@@ -235,7 +235,7 @@ class QuantizedGemm(_Forward):
         return y if bias is None else y + bias, ()
 
     def keeps_digits(self, num_rows: int) -> bool:
-        """Whether so many rows use the kernel that reads codes, which does not round inputs."""
+        """Whether this number of rows uses the kernel that reads codes and rounds no inputs."""
         kind = (self.rounding.code, self.rounding.input_scale is not None)
         return num_rows <= _MOST_UNROUNDED.get(kind, _MOST_FEW)
 

@@ -144,7 +144,7 @@ def observe(
     """Run a model on windows of text; return the statistics of the inputs of its matrices.
 
     Args:
-        model: whole, in eval mode.
+        model: in eval mode.
         windows: token ids.
         widths: inputs of each matrix, by path.
         has_pairs: record products of all pairs of channels, not only squares.

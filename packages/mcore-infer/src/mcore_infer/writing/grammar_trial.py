@@ -53,7 +53,7 @@ class GrammarTrial:
         refusal = self._answer_to(asdict(structure))
         if refusal is _ENDED:
             refusal = (
-                f"this structure cannot be held to: its grammar takes more than {COMPILE_S} "
+                f"this structure cannot be enforced: its grammar takes more than {COMPILE_S} "
                 f"seconds or {_MEMORY_BYTES >> 30} GiB. Use smaller counts and fewer parts."
             )
         if refusal:
@@ -114,8 +114,8 @@ def refusal_of(structure: Structure, vocabulary: Vocabulary) -> str:
         return str(error)
     if time.process_time() - begin > COMPILE_S:
         return (
-            f"this structure cannot be held to: it compiles for more than {COMPILE_S} seconds. "
-            "Use smaller counts and fewer parts."
+            f"this structure cannot be enforced: it compiles for more than {COMPILE_S} "
+            "seconds. Use smaller counts and fewer parts."
         )
     generator, dead_end = random.Random(0), ""
     for _ in range(_NUM_WALKS):
@@ -124,7 +124,7 @@ def refusal_of(structure: Structure, vocabulary: Vocabulary) -> str:
             return ""
         if dead_end.startswith("too slow"):
             break
-    return f"this structure cannot be held to: {dead_end}"
+    return f"this structure cannot be enforced: {dead_end}"
 
 
 def _walk(matcher: Any, generator: random.Random) -> str:

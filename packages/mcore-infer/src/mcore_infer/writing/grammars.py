@@ -63,7 +63,7 @@ def json_rule(schema: Any) -> str:
     """
     schema = finite(schema)
     if schema is False:
-        raise ValueError("this JSON schema cannot be held to: no finite value satisfies it.")
+        raise ValueError("this JSON schema cannot be enforced: no finite value satisfies it.")
     if isinstance(schema, dict) or schema is True:
         schema = {} if schema is True else schema
         schema = {"x-guidance": {"whitespace_pattern": _BLANK}, **schema}
@@ -193,14 +193,14 @@ class Vocabulary:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise ValueError(f"this {_NAMES[kind]} cannot be held to: {error_of(matcher)}")
+            raise ValueError(f"this {_NAMES[kind]} cannot be enforced: {error_of(matcher)}")
         return matcher
 
 
 def error_of(matcher: Any) -> str:
     """Return the error of a matcher in one line."""
     error = " ".join(matcher.get_error().partition("<state>")[0].split())
-    return "no text keeps to it." if error.startswith("NoExtension") else error
+    return "no text satisfies it." if error.startswith("NoExtension") else error
 
 
 def open_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> Vocabulary:

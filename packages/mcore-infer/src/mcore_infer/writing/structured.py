@@ -134,7 +134,7 @@ class _LLMatcher:
         is_taken = self._matcher.consume_token(token) and not self._matcher.is_error()
         if not is_taken:  # no token of the vocabulary may follow, or a limit was reached
             error = self._matcher.get_error().partition("\n")[0]
-            log.warning("a text cannot keep to its structure: %s", error)
+            log.warning("a text cannot satisfy its structure: %s", error)
         return is_taken
 
     @property

@@ -43,10 +43,12 @@ def _attend_latent(
     begin, end = _keys_of_split(length, 0, split, KEYS, SPLITS)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head, lane, more = head < N, tl.arange(0, LATENT), tl.arange(0, ROTATED)
-    own = q + (request * N + head[:, None]) * H
-    query = tl.load(own + lane[None, :], mask=is_head[:, None] & (lane < J)[None, :], other=0.0)
+    queries = q + (request * N + head[:, None]) * H
+    query = tl.load(
+        queries + lane[None, :], mask=is_head[:, None] & (lane < J)[None, :], other=0.0
+    )
     inside = is_head[:, None] & (more < H - J)[None, :]
-    rotated_query = tl.load(own + J + more[None, :], mask=inside, other=0.0)
+    rotated_query = tl.load(queries + J + more[None, :], mask=inside, other=0.0)
     top, total, mixed = _nothing(sums, head, is_head, split, HEADS, LATENT, HAS_SINKS=False)
     for start in range(begin, end, KEYS):
         is_seen = (start + tl.arange(0, KEYS) < end)[:, None]

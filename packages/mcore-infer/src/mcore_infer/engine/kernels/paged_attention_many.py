@@ -112,11 +112,11 @@ def _queries(
     channel = gl.arange(0, C, gl.SliceLayout(1, flat))
     head = gl.arange(0, HEADS, gl.SliceLayout(0, flat))
     inside = (head < num_heads)[None, :] & (channel < HELD)[:, None]
-    own = q + head[None, :] * H + STEP * channel[:, None]
-    even = gl.convert_layout(gl.load(own, mask=inside, other=0.0), layout)
+    at = q + head[None, :] * H + STEP * channel[:, None]
+    even = gl.convert_layout(gl.load(at, mask=inside, other=0.0), layout)
     odd = even
     if STEP == 2:
-        odd = gl.convert_layout(gl.load(own + 1, mask=inside, other=0.0), layout)
+        odd = gl.convert_layout(gl.load(at + 1, mask=inside, other=0.0), layout)
     return even, odd
 
 
