@@ -154,6 +154,7 @@ def written_by_stages(folder, hybrid_folder):
     )
     texts = [[] for _ in PROMPTS]
     for token in stream_texts(model, PROMPTS, SAMPLING, proposing, seed=3, draft=model):
+        assert token.log_prob is None  # a command reads no log probabilities
         texts[token.row].append(token.id)
     with pytest.raises(ValueError, match="only the last stage has"):
         check_speculation(model, "mtp", None)
