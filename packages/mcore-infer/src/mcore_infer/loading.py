@@ -16,8 +16,8 @@ from torch import nn
 
 from mcore_ckpt.formats.json_files import read_json_object
 from mcore_ckpt.mapping.adapters import find_base
-from mcore_ckpt.save_load.foreign_loading import opened_quantized
 from mcore_ckpt.save_load.loading import describe_checkpoint, load
+from mcore_ckpt.save_load.quantized_folder import opened_quantized
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_ckpt.storage.index import ADAPTER, Index
 from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder

@@ -15,17 +15,17 @@ from mcore_base.lazy_front import package_version
 from mcore_ckpt.conversion.targets import Watch, hf_small_files, target_model_type
 from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.hf_folder import write_hf_folder
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.formats.quantized_layouts import (
     INPUT_SCALE,
     PRE_QUANT_SCALE,
-    QUANT_CONFIG,
     WEIGHT_SCALE,
     WEIGHT_SCALE_2,
     Scales,
 )
 from mcore_ckpt.formats.quantized_plans import QuantPlan
-from mcore_ckpt.formats.sources import OpenCheckpoint
+from mcore_ckpt.formats.recognition import QUANT_CONFIG
 from mcore_ckpt.mapping.row_streams import HeldRows, slabs
 from mcore_ckpt.mapping.rules import Link, expand
 from mcore_ckpt.mapping.views import Cast, stacked_items, their_items
