@@ -131,6 +131,7 @@ class Decoder:
             fitting = [size for size in self.sizes if size >= num_rows]
         size = fitting[0]
         if self.is_recorded:
+            # A size that is still rare runs in a larger graph, padded.
             self._num_steps[size] += 1
             size = size_to_run(fitting, self._runs, self._num_steps[size])
         if size not in self._inputs:
@@ -229,6 +230,7 @@ class PromptSteps:
         self.model, self.cache = model, cache
         self.device = next(model.parameters()).device
         num_parameters = sum(weight.numel() for weight in model.parameters())
+        # tokens * (parameters / layers) <= _MOST_WORK, and tokens * table_pages <= _MOST_TABLE.
         by_work = _MOST_WORK * model.config.num_layers // num_parameters
         large = max(_ALWAYS, min(_SIZES[-1], by_work, _MOST_TABLE // table_pages))
         most = min(max_tokens, large)

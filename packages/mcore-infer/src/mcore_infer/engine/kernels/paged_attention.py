@@ -188,6 +188,7 @@ def _attend(
     query = tl.load(q + at_query, mask=inside, other=0.0)
     top, total, mixed = _nothing(sinks, head, row < N // G, split, HEADS, LANES, HAS_SINKS)
     for start in range(begin, end, KEYS):
+        # ``place``: positions of a tile of keys; ``at``: their rows in the cache, by group.
         place = start + tl.arange(0, KEYS)
         is_key = place < end
         at = _places(tables + request * table_size, start, end, Z, KEYS) * G + group
