@@ -69,8 +69,25 @@ def mutations(session: nox.Session) -> None:
 
 @nox.session
 def frozen(session: nox.Session) -> None:
-    """Compare certificates, losses and saved bytes of tiny runs with the recorded ones."""
+    """Compare the certificates of small runs with the recorded ones."""
     _in_workspace(session, "pytest", "tests/frozen", "-m", "", *session.posargs)
+
+
+@nox.session
+def golden(session: nox.Session) -> None:
+    """Train all golden cases and compare their values; `-- --lane h100` on a GPU.
+
+    Other lanes run in the Python that started nox: GPU hosts bring their own torch.
+    """
+    command = ["golden", "run", *session.posargs]
+    if "--output" not in session.posargs:
+        command += ["--output", str(Path(session.create_tmp()).resolve() / "golden-runs")]
+    if "--lane" in session.posargs:
+        sources = [str(ROOT / f"packages/mcore-{name}/src") for name in PACKAGES]
+        env = {"PYTHONPATH": os.pathsep.join(sources)}
+        session.run(sys.executable, "-m", "mcore_train", *command, external=True, env=env)
+        return
+    _in_workspace(session, "mcore-train", *command)
 
 
 @nox.session
@@ -139,6 +156,20 @@ def extras(session: nox.Session, group: str) -> None:
     session.run(*run, "python", "-W", "ignore", "-c", imports, external=True, env=env)
     marks = ("-m", "not gpu and not crash")
     session.run(*run, "pytest", *marks, *tests, *session.posargs, external=True, env=env)
+
+
+@nox.session
+def loggers(session: nox.Session) -> None:
+    """Run the loggers of other services with the real packages, offline."""
+    extras = ("wandb", "mlflow", "trackio", "prometheus", "opentelemetry")
+    packages = [f"mcore-train[{name}]" for name in extras]
+    brought = [word for name in packages for word in ("--with", name)]
+    run = ("uv", "run", "--locked", *brought)
+    names = "wandb, mlflow, trackio, prometheus_client, opentelemetry.sdk.metrics"
+    # Ask for the packages first: without them the tests would skip and the session pass.
+    session.run(*run, "python", "-W", "ignore", "-c", f"import {names}", external=True)
+    tests = "packages/mcore-train/tests/reporting/test_loggers.py"
+    session.run(*run, "pytest", tests, *session.posargs, external=True)
 
 
 @nox.session

@@ -208,6 +208,13 @@ def doctor(words: Sequence[str]) -> int:
     return report_cluster(config)
 
 
+def golden(words: Sequence[str]) -> int:
+    """Train golden cases and compare their values with the recorded ones."""
+    from mcore_train.golden.cli import golden as run_verb
+
+    return run_verb(words)
+
+
 def plan(words: Sequence[str]) -> int:
     """Search the layouts of a model on a cluster."""
     from mcore_train.planning.command import run_plan
@@ -268,5 +275,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
     "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),
+    "golden": ("golden run: train small cases and compare recorded values", golden),
     "doctor": ("is this cluster healthy? doctor RUN: what the numbers of a run tell", doctor),
 }

@@ -19,9 +19,12 @@ from mcore_train.guards.nan_guard import FiniteGradients, WeightCopies
 from mcore_train.guards.rerun import Rerun
 from mcore_train.guards.signals import Stopped, StopRequest
 from mcore_train.guards.stragglers import StragglerWatch
+from mcore_train.reporting.alarms import find_alarms
 from mcore_train.reporting.header import pace_line
 from mcore_train.reporting.interval import Interval
+from mcore_train.reporting.layer_statistics import LayerStatistics
 from mcore_train.reporting.log import Reporter, StepReport
+from mcore_train.reporting.waterfall import StepWatch
 from mcore_train.resiliency.sections import Sections
 from mcore_train.sample_texts import TextWriter
 from mcore_train.step import StepResult, train_step
@@ -73,7 +76,7 @@ def train(
     rerun = (
         Rerun(run, config.watching.spike_factor) if config.watching.rerun_on_mismatch else None
     )
-    interval = Interval(run, watch)
+    interval, step_watch, layers = Interval(run, watch), StepWatch(run), LayerStatistics(run)
     gradients = FiniteGradients(is_on=config.run.check_for_nan_in_loss_and_grad)
     replicas = WeightCopies(run.data_parallel, progress.iteration)
     checkpoints = Checkpoints(run, reporter)
@@ -96,10 +99,17 @@ def train(
             checkpoints.poll()
             stop.check()
 
+        def before_update() -> None:
+            checkpoints.hold()
+            layers.before_update(progress.iteration + 1)
+
         while progress.iteration < last:
-            with sections.step(), stragglers.step(progress.iteration + 1):
-                result = one_step(run, batches, checkpoints.hold, rerun)
-            step = progress.iteration
+            step = progress.iteration + 1
+            step_watch.before(step)
+            layers.before(step)
+            with sections.step(), stragglers.step(step):
+                result = one_step(run, batches, before_update, rerun)
+            layers.after(step)
             watch.step_ended()
             is_last = step == last or _divides(config.run.exit_interval, step)
 
@@ -110,8 +120,9 @@ def train(
             with sections.checkpointing():
                 checkpoints.poll()
             reporter.advance(step, run.plan.train_iters)
+            step_watch.after(step)
             if _divides(config.logging.log_interval, step) or step == last or interval.is_first:
-                _report(run, interval, reporter, on_report)
+                _report(run, interval, (step_watch, layers), reporter, on_report)
 
             if _divides(config.run.check_weight_hash_across_dp_replicas_interval, step):
                 with interval.paused():
@@ -119,11 +130,15 @@ def train(
             if is_last:
                 gradients.check()
             if _divides(config.saving.save_interval, step) or (is_last and config.saving.save):
-                with sections.checkpointing(is_save=True):
+                with step_watch.saving(), sections.checkpointing(is_save=True):
                     _save(checkpoints, gradients, interval, watch)
             elif _divides(config.local_saving.non_persistent_save_interval, step):
                 gradients.check()
-                with interval.paused(), sections.checkpointing(is_save=True):
+                with (
+                    interval.paused(),
+                    step_watch.saving(),
+                    sections.checkpointing(is_save=True),
+                ):
                     checkpoints.save_locally()
 
             try:
@@ -167,7 +182,8 @@ def one_step(
     """
     schedule, progress = run.plan.schedule, run.progress
     batch_size = run.plan.ramp.size_at(progress.consumed_train_samples)
-    batch = next(batches)
+    with run.ctx.clock.span("data"):
+        batch = next(batches)
     if rerun is not None:
         rerun.begin(batch)
     result = train_step(
@@ -184,10 +200,24 @@ def one_step(
 
 
 def _report(
-    run: Run, interval: Interval, reporter: Reporter, on_report: OnReport | None
+    run: Run,
+    interval: Interval,
+    measured: tuple[StepWatch, LayerStatistics],
+    reporter: Reporter,
+    on_report: OnReport | None,
 ) -> None:
     report = interval.report()
     reporter.report(report)
+    step_watch, layers = measured
+    if layers.has_recorded:
+        with interval.paused():
+            reporter.record("layers", *layers.report())
+    if step_watch.has_recorded:
+        with interval.paused():
+            waterfall = step_watch.report()
+            if reporter.is_active:
+                alarms = find_alarms(run.plan, waterfall, report.mfu)
+                reporter.report_waterfall(waterfall, alarms)
     # The first report includes what only the first step takes: the pace follows the second.
     if interval.num_reports == 2 and reporter.with_lines:
         log.info("%s", pace_line(run, report.step_ms))

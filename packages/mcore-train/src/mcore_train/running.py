@@ -3,7 +3,7 @@
 import contextlib
 import faulthandler
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mcore_train.checkpoints.checkpointing import clear_run_folder
 from mcore_train.checkpoints.origin import starting_point
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import TrainConfig, flat
+from mcore_train.config import LogConfig
 from mcore_train.loop import train
 from mcore_train.options.output_checks import build_checked_plan
 from mcore_train.planning.micro_batch import choose_micro_batch
@@ -30,6 +31,7 @@ from mcore_train.precision import with_device_precision
 from mcore_train.reporting.header import build_header
 from mcore_train.reporting.health import Health, HealthServer
 from mcore_train.reporting.log import METRICS, SAMPLES, TENSORBOARD, Reporter, set_up
+from mcore_train.reporting.loggers.protocol import Logger
 from mcore_train.resiliency.sections import InProcessSections, Sections, open_sections
 from mcore_train.resolution import Plan
 
@@ -37,7 +39,10 @@ log = logging.getLogger(__name__)
 
 
 def run_training(
-    config: TrainConfig, family: Family = GPT_FAMILY, tables: Tables | None = None
+    config: TrainConfig,
+    family: Family = GPT_FAMILY,
+    tables: Tables | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> int:
     """Train by a config, as this process's rank of the launcher's world.
 
@@ -45,6 +50,7 @@ def run_training(
         config: the options.
         family: of the model; one of ``FAMILIES`` or your own.
         tables: optimizers, fp8 recipes and data-parallel engines by option value.
+        loggers: of a program, beside those that the options name.
 
     Returns:
         0, also after a signal that ended the run cleanly.
@@ -53,13 +59,14 @@ def run_training(
         ValueError: with every conflict of options and world, before any collective.
     """
     if not config.in_process.inprocess_restart:
-        return _train_once(config, family, tables)
+        return _train_once(config, family, tables, loggers)
     from mcore_train.resiliency.in_process import run_with_restarts
 
     def train_again(num_restarts: int, store: dist.Store, wrapper: Any) -> int:
         if num_restarts:
             log.info("restart %d in the same processes", num_restarts)
-        return _train_once(config, family, tables, store, InProcessSections(wrapper))
+        sections = InProcessSections(wrapper)
+        return _train_once(config, family, tables, loggers, store, sections)
 
     return run_with_restarts(train_again, config.in_process)
 
@@ -68,6 +75,7 @@ def _train_once(
     config: TrainConfig,
     family: Family,
     tables: Tables | None,
+    loggers: Sequence[Logger],
     store: dist.Store | None = None,
     sections: Sections | None = None,
 ) -> int:
@@ -77,6 +85,7 @@ def _train_once(
         config: the options.
         family: of the model.
         tables: see ``run_training``.
+        loggers: see ``run_training``.
         store: at which ranks meet; None: the launcher's.
         sections: are told where the run is; None: those of the options.
     """
@@ -103,6 +112,7 @@ def _train_once(
             console if world.rank == 0 else None,
             continues_from=run.progress.iteration,
             health=health,
+            loggers=loggers,
         ) as reporter:
             reporter.report_header(run.progress.iteration, build_header(run))
             train(run, reporter, watch=watch, sections=sections)
@@ -216,6 +226,7 @@ def build_reporter(
     with_lines: bool = True,
     continues_from: int = 0,
     health: Health | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> Reporter:
     """Build the reporter of the plan's flags.
 
@@ -225,6 +236,10 @@ def build_reporter(
         with_lines: write a line for each report.
         continues_from: steps done before.
         health: as of ``Reporter``.
+        loggers: beside those of the flags.
+
+    Raises:
+        ValueError: if the package of a logger is not installed.
     """
     save, options = plan.config.saving.save, plan.config.logging
     on_disk = str(as_path(save)) if save and not is_store(as_path(save)) else ""
@@ -233,8 +248,65 @@ def build_reporter(
         console,
         metrics_file=Path(metrics) if metrics else None,
         samples_file=Path(on_disk) / SAMPLES if on_disk else None,
-        tensorboard_folder=Path(save) / TENSORBOARD if options.tensorboard else None,
+        loggers=() if console is None else (*named_loggers(options, on_disk), *loggers),
         with_lines=with_lines,
         continues_from=continues_from,
         health=health,
     )
+
+
+def named_loggers(options: LogConfig, folder: str) -> list[Logger]:
+    """Build the loggers that the options name; opens nothing.
+
+    Args:
+        options: name them.
+        folder: run folder.
+
+    Raises:
+        ValueError: if the package of one is not installed.
+    """
+    names = ["tensorboard"] * options.tensorboard + ["wandb"] * bool(options.wandb_project)
+    built: list[Logger] = []
+    for name in (*names, *options.loggers):
+        try:
+            built.append(_build_logger(name, options, folder))
+        except ModuleNotFoundError as error:
+            asked = {"tensorboard": "--tensorboard", "wandb": "--wandb-project"}
+            raise ValueError(
+                f"{asked.get(name, f'--loggers {name}')} needs the package {error.name}: "
+                f'pip install "mcore-train[{name}]".'
+            ) from None
+    return built
+
+
+def _build_logger(name: str, options: LogConfig, folder: str) -> Logger:
+    match name:
+        case "tensorboard":
+            from mcore_train.reporting.loggers.tensorboard import TensorBoardLogger
+
+            return TensorBoardLogger(Path(folder) / TENSORBOARD, options.tensorboard_queue_size)
+        case "wandb":
+            from mcore_train.reporting.loggers.wandb import WandbLogger
+
+            return WandbLogger(
+                options.wandb_project,
+                options.wandb_exp_name,
+                options.wandb_entity,
+                options.wandb_save_dir,
+            )
+        case "mlflow":
+            from mcore_train.reporting.loggers.mlflow import MlflowLogger
+
+            return MlflowLogger()
+        case "trackio":
+            from mcore_train.reporting.loggers.trackio import TrackioLogger
+
+            return TrackioLogger()
+        case "prometheus":
+            from mcore_train.reporting.loggers.prometheus import PrometheusLogger
+
+            return PrometheusLogger(Path(folder))
+        case _:
+            from mcore_train.reporting.loggers.opentelemetry import OpenTelemetryLogger
+
+            return OpenTelemetryLogger()

@@ -23,6 +23,8 @@ from mcore_parallel.pipeline_parallel.runner import Payload, StageFunction, Stag
 from mcore_train.assembly import Run
 from mcore_train.losses import StepLosses, count_valid, loss_weights
 
+StepCheck = Callable[[StepLosses, Tensor], tuple[StepLosses, Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -56,7 +58,7 @@ def train_step(
     weight_decay: float,
     before_update: Callable[[], None] | None = None,
     named_lrs: Mapping[str, float] = NO_RATES,
-    check: Callable[[StepLosses, Tensor], tuple[StepLosses, Tensor]] | None = None,
+    check: StepCheck | None = None,
 ) -> StepResult:
     """Train on one global batch; every rank calls it with its own part.
 
@@ -70,7 +72,22 @@ def train_step(
         check: called with losses and gradient norm before the update; returns those that
             count, and may compute gradients anew (``Rerun.check``).
     """
-    losses = backward(run, batches)
+    with run.ctx.clock.span("compute"):
+        losses = backward(run, batches)
+    with run.ctx.clock.span("optimizer"):
+        return _update(run, losses, lr, weight_decay, before_update, named_lrs, check)
+
+
+def _update(
+    run: Run,
+    losses: StepLosses,
+    lr: float,
+    weight_decay: float,
+    before_update: Callable[[], None] | None,
+    named_lrs: Mapping[str, float],
+    check: StepCheck | None,
+) -> StepResult:
+    """Clip the gradients and update the weights, unless the step overflowed."""
     row_scales = _qk_clip_scales(run)
     norm = run.optimizer.grad_norm()
     if check is not None:
@@ -100,7 +117,10 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded.
     """
     compute = partial(synced_backward, run)
-    return compute(batches) if run.recorder is None else run.recorder(compute, batches)
+    if run.recorder is None:
+        return compute(batches)
+    with run.ctx.clock.paused():  # a graph cannot record events that are timed
+        return run.recorder(compute, batches)
 
 
 def synced_backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
@@ -137,9 +157,11 @@ def _backward(
     stages = stage_functions(run, batches, num_valid, losses)
     scales = run.precision.fp8_scales
     noting = nullcontext() if scales is None else scales.noting()
+    is_measured = run.noise is not None and run.ctx.clock.is_recording
+    after_first = run.noise.start(len(batches)) if run.noise and is_measured else None
     # Gradients are summed over data ranks once, by the hooks of ``Pipeline.train``.
     with run.data_parallel.no_sync(), run.keeping_casts(), noting:
-        run.pipeline.train(stages, batches, sync)  # pyrefly: ignore[bad-argument-type]
+        run.pipeline.train(stages, batches, sync, after_first)  # pyrefly: ignore[bad-argument-type]
     return losses
 
 

@@ -111,6 +111,8 @@ class Interval:
             iteration=progress.iteration,
             train_iters=plan.train_iters,
             consumed_train_samples=progress.consumed_train_samples,
+            consumed_train_tokens=progress.consumed_train_samples
+            * plan.config.batch.seq_length,
             step_ms=1e3 * step_s,
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_gpu=tokens_per_s / plan.world_size,
