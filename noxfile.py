@@ -272,15 +272,16 @@ def megatron(session: nox.Session) -> None:
 
 @nox.session(venv_backend="uv", python="3.11")
 def resiliency(session: nox.Session) -> None:
-    """Run what needs nvidia-resiliency-ext: in-process restarts, ft_launcher, local saves.
+    """Run what needs nvidia-resiliency-ext or TorchFT: restarts in process, ft_launcher.
 
     The wheel asks for glibc 2.39, which its one native module needs, the reader of CUPTI. The
     rest works on older hosts, so that the platform is given to the installer.
     """
     packages = ("install", "--python-platform", "x86_64-manylinux_2_39")
     session.run("uv", "pip", "install", *_editables("test"))
-    session.run("uv", "pip", *packages, "nvidia-resiliency-ext>=0.6,<0.7")
-    session.run("python", "-W", "ignore", "-c", "import nvidia_resiliency_ext.inprocess")
+    session.run("uv", "pip", *packages, "nvidia-resiliency-ext>=0.6,<0.7", "torchft>=0.2,<0.3")
+    imports = "import nvidia_resiliency_ext.inprocess, torchft"
+    session.run("python", "-W", "ignore", "-c", imports)
     session.run("python", "-m", "pytest", *RESILIENCY, *session.posargs)
 
 
