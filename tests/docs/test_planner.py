@@ -1,7 +1,15 @@
 """The planner against every measured training step, and its page."""
 
 import pytest
-from docs.planner_page import PAGE, Comparison, choice_losses, compare_results, errors, page
+from docs.planner_page import (
+    PAGE,
+    Comparison,
+    choice_losses,
+    compare_results,
+    errors,
+    page,
+    published,
+)
 
 
 @pytest.fixture(scope="module")
@@ -11,6 +19,32 @@ def rows() -> list[Comparison]:
 
 def test_the_page_has_the_errors_of_this_planner(rows):
     assert PAGE.read_text(encoding="utf-8").startswith(page(rows))
+
+
+def test_published_rows_are_predicted_for_the_programs_that_were_measured():
+    lines = published()
+    assert PAGE.read_text(encoding="utf-8").endswith("\n".join(lines) + "\n")
+    for line, count in zip(lines[-2:], (9, 10), strict=True):
+        _, _, rows, mean, median, bias, *_ = (cell.strip(" %") for cell in line.split("|"))
+        assert int(rows) == count
+        assert int(median) < 10
+        assert int(mean) < 20
+        assert abs(int(bias)) < 15
+
+
+def test_scaling_over_the_gpus_of_a_host_is_predicted(rows):
+    times = {row.name: (row.measured_ms, row.predicted_ms) for row in rows}
+    for kind in ("weak", "strong"):  # as much work on each GPU, or in all
+        one, *more = (
+            (gpus, times[f"llama-3-8b-8-layers-x{gpus}-of-4: {kind}"]) for gpus in (1, 2, 4)
+        )
+        for gpus, pair in more:
+            measured, predicted = (
+                a / b / (gpus if kind == "strong" else 1)
+                for a, b in zip(one[1], pair, strict=True)
+            )
+            assert 0.95 < measured < 1
+            assert abs(predicted - measured) < 0.016, (kind, gpus)
 
 
 def test_median_errors_meet_the_goals(rows):
