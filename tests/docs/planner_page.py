@@ -204,7 +204,7 @@ _PUBLISHED = (
     "GEMMs, and slow them by 45 % of their time; Megatron-FSDP gathers without copies, which "
     "are 27 % of a step of our fully sharded 8B; in 2021 attention moved its scores through "
     "memory, 52 bytes for each. Layouts and batches of the scaling studies are assumed where "
-    "they were published as pictures only: of the weak scaling from 2B to 462B the ends are here."
+    "they were published as pictures only; the weak scaling from 2B to 462B has its ends here."
 )
 _QWEN = (
     "The row that is furthest off is Qwen3-30B-A3B in fp8: 5 275 tokens/s on 16 GPUs, where "
