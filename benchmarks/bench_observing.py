@@ -84,7 +84,7 @@ def main() -> None:
 def turn(
     run: Run, folder: Path, intervals: tuple[int, int], steps: int, log_interval: int = 0
 ) -> float:
-    """Train some steps, and one before them; return milliseconds of a step, reports included."""
+    """Train some steps after a first one; return milliseconds of a step, with reports."""
     waterfall, layers = intervals
     config = run.plan.config
     logging = replace(

@@ -191,6 +191,20 @@ def doctor(words: Sequence[str]) -> int:
     return report_cluster(config)
 
 
+def profile(words: Sequence[str]) -> int:
+    """Print where the time of a profiled step went."""
+    from mcore_train.reporting.cli import show_profile
+
+    return parse_options(show_profile, "mcore-train profile", words)
+
+
+def report(words: Sequence[str]) -> int:
+    """Write one HTML page about a run, or several."""
+    from mcore_train.reporting.cli import write_report
+
+    return parse_options(write_report, "mcore-train report", words)
+
+
 def plan(words: Sequence[str]) -> int:
     """Search the layouts of a model on a cluster."""
     from mcore_train.planning.command import run_plan
@@ -253,5 +267,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
     "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),
+    "profile": ("profile TRACE: where the time of a profiled step went", profile),
+    "report": ("report RUN [RUN2 ...]: one HTML page about a run, or several", report),
     "doctor": ("is this cluster healthy? doctor RUN: what the numbers of a run tell", doctor),
 }

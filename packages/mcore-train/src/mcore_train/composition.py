@@ -32,6 +32,7 @@ from mcore_train.config import (
     LogConfig,
     MemoryConfig,
     OptimizerConfig,
+    ProfileConfig,
     RunConfig,
     SampleConfig,
     SaveConfig,
@@ -78,6 +79,7 @@ class TrainConfig:
     strictness: StrictnessConfig = field(default_factory=StrictnessConfig)
     logging: LogConfig = field(default_factory=LogConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    profiling: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 

@@ -19,6 +19,7 @@ from mcore_train.reporting.header import pace_line
 from mcore_train.reporting.interval import Interval
 from mcore_train.reporting.layer_statistics import LayerStatistics
 from mcore_train.reporting.log import Reporter, StepReport
+from mcore_train.reporting.profiling import StepProfiler
 from mcore_train.reporting.waterfall import StepWatch
 from mcore_train.sample_texts import TextWriter
 from mcore_train.step import StepResult, train_step
@@ -46,7 +47,8 @@ def train(
         on_report: also gets every report, on all ranks.
 
     Returns:
-        True if all steps were done, False if a signal or a time limit ended it before.
+        True if all steps were done, of which --eval-only has none; False if a signal or a time
+        limit ended the run before.
 
     Raises:
         NonFiniteError: on all ranks, if gradients are not finite any more.
@@ -66,7 +68,9 @@ def train(
     )
     collector = GCControl(config.run.manual_gc_interval)
     with ExitStack() as stack:
-        for context in (memory, run.recorder or nullcontext(), checkpoints, stop, collector):
+        profiler = StepProfiler(run)
+        graphs = run.recorder or nullcontext()
+        for context in (memory, graphs, checkpoints, stop, collector, profiler):
             stack.enter_context(context)
         writer = TextWriter(run) if config.samples.sample_interval else None
         if writer is not None:
@@ -77,16 +81,30 @@ def train(
             checkpoints.poll()
             stop.check()
 
+        options = config.evaluation
+        if options.eval_only or (options.eval_at_start and progress.iteration == 0):
+            try:
+                with interval.paused():
+                    validate(run, reporter, between_batches)
+                    if options.eval_only:
+                        score_test_data(run, reporter, between_batches)
+            except Stopped:
+                return False
+            if options.eval_only:
+                return True
+
         def before_update() -> None:
             checkpoints.hold()
             layers.before_update(progress.iteration + 1)
 
         while progress.iteration < last:
             step = progress.iteration + 1
+            profiler.before(step)
             watch.before(step)
             layers.before(step)
             result = one_step(run, batches, before_update)
             layers.after(step)
+            profiler.after(step)
             is_last = step == last or _divides(config.run.exit_interval, step)
 
             interval.add(result)
