@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 
+import torch
+
 from mcore_models.protocol import MicroBatch
 from mcore_train.assembly import Run
 from mcore_train.batches.micro_batches import train_batches
@@ -195,13 +197,19 @@ def _report(
         with interval.paused():
             waterfall = watch.report()
             if reporter.is_active:
-                alarms = find_alarms(run.plan, waterfall, report.mfu)
+                alarms = find_alarms(
+                    run.plan, waterfall, report.mfu, _device_name(run.ctx.device)
+                )
                 reporter.report_waterfall(waterfall, alarms)
     # The first report includes what only the first step takes: the pace follows the second.
     if interval.num_reports == 2 and reporter.with_lines:
         log.info("%s", pace_line(run, report.step_ms))
     if on_report is not None:
         on_report(report)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def _save(checkpoints: Checkpoints, gradients: FiniteGradients, interval: Interval) -> None:
