@@ -46,7 +46,7 @@ class Gain:
 
     @property
     def flags(self) -> str:
-        """The changes as words of a command line."""
+        """The changes as words of a command line, with the global batch that they must keep."""
         table = {k: list(v) if isinstance(v, tuple) else v for k, v in self.changes.items()}
         return shlex.join(to_flags(table))
 
@@ -96,6 +96,10 @@ def predict_gain(
     Raises:
         ValueError: if a run would refuse the changed options.
     """
+    batch = config.batch
+    if not batch.global_batch_size:  # it follows from options that a change may touch
+        derived = batch.micro_batch_size * _data_ranks(config, world_size)
+        changes = {"global_batch_size": derived, **changes}
     table = {**flat(config), **changes}
     # Options of features that a change turns off would be refused.
     idle = idle_options(table, [type(part) for part in parts(config)]) - set(changes)
@@ -133,12 +137,16 @@ def _cost(
 ) -> Cost:
     step_s = predict_step(config, family, world_size, vocab_size, system).total
     memory = predict_memory(config, family, world_size, vocab_size, system)
-    batch, parallel = config.batch, config.parallelism
+    batch = config.batch
+    sequences = batch.micro_batch_size * _data_ranks(config, world_size)
+    tokens = (batch.global_batch_size or sequences) * batch.seq_length
+    return Cost(step_s=step_s, tokens_per_s=tokens / step_s / world_size, bytes=memory.total)
+
+
+def _data_ranks(config: TrainConfig, world_size: int) -> int:
+    parallel = config.parallelism
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    dp = world_size // (ranks * parallel.context_parallel_size)
-    sequences = batch.global_batch_size or batch.micro_batch_size * dp
-    tokens_per_s = sequences * batch.seq_length / step_s / world_size
-    return Cost(step_s=step_s, tokens_per_s=tokens_per_s, bytes=memory.total)
+    return world_size // (ranks * parallel.context_parallel_size)
 
 
 def faster_changes(config: TrainConfig) -> Iterator[Changes]:
