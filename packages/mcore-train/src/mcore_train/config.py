@@ -196,6 +196,28 @@ class EvalConfig(Options):
     eval_micro_batch_size: int = option(0, minimum=0, needs={"eval_interval": ON})
     """Sequences in one forward pass of a validation, which keeps no activations; the same
     samples are scored. 0: --micro-batch-size."""
+    eval_task_interval: int = option(0, minimum=0, needs={"eval_tasks": ON})
+    """Steps between two at which the zero-shot tasks are scored; 0: none."""
+    eval_tasks: tuple[str, ...] = option((), part_of={"eval_task_interval": ON})
+    """Zero-shot tasks with their files, as of mcore-infer eval: LAMBADA:FILE counts last words
+    of passages in JSON lines, WIKITEXT103:FILE scores one text."""
+
+    rules = (
+        Rule(
+            ("eval_tasks",),
+            lambda v: [
+                f"--eval-tasks {task} is no LAMBADA:FILE and no WIKITEXT103:FILE."
+                for task in v.eval_tasks
+                if task.partition(":")[0] not in ("LAMBADA", "WIKITEXT103")
+                or not task.partition(":")[2]
+            ],
+        ),
+        Rule(
+            ("eval_task_interval", "is_causal"),
+            lambda v: v.eval_task_interval and not v.is_causal,
+            "--eval-task-interval needs a model that predicts next tokens: leave it out.",
+        ),
+    )
 
     @property
     def interval(self) -> int:

@@ -27,6 +27,7 @@ from mcore_train.sample_texts import TextWriter
 from mcore_train.step import StepResult, train_step
 from mcore_train.updating.lr_schedule import learning_rate, weight_decay
 from mcore_train.updating.parameter_groups import named_rates
+from mcore_train.zero_shot import ZeroShotTasks
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,10 @@ def train(
         writer = TextWriter(run) if config.samples.sample_interval else None
         if writer is not None:
             stack.callback(writer.close)
+
+        tasks = ZeroShotTasks(run) if config.evaluation.eval_task_interval else None
+        if tasks is not None:
+            stack.callback(tasks.close)
 
         def between_batches() -> None:
             reporter.beat()
@@ -138,6 +143,9 @@ def train(
                 if _divides(config.evaluation.interval, step):
                     with interval.paused():
                         validate(run, reporter, between_batches)
+                if tasks is not None and _divides(config.evaluation.eval_task_interval, step):
+                    with interval.paused():
+                        tasks.score(reporter)
                 if writer is not None and _divides(config.samples.sample_interval, step):
                     with interval.paused():
                         reporter.report_texts(step, writer.write(between_batches))

@@ -65,9 +65,10 @@ h3{font-size:14px;margin:0 0 6px}
 .grid{display:grid;gap:16px;grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr))}
 .card{border:1px solid #d0d7de;border-radius:8px;padding:12px;min-width:0}
 svg{display:block;width:100%;height:auto}
-.wide{overflow-x:auto}
+.wide{overflow-x:auto;margin-top:14px}.card .wide{margin-top:0}
 table{border-collapse:collapse;font-size:13px;width:100%}
 th,td{text-align:left;padding:4px 10px 4px 0;border-bottom:1px solid #eaeef2;vertical-align:top}
+td:first-child{width:1%;padding-right:18px}td:first-child,td:first-child pre{white-space:nowrap}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 pre{font-size:12px;white-space:pre-wrap;overflow-wrap:anywhere;margin:0}
 .key{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
