@@ -84,7 +84,7 @@ def main() -> None:
 def turn(
     run: Run, folder: Path, intervals: tuple[int, int], steps: int, log_interval: int = 0
 ) -> float:
-    """Train some steps after a first one; return milliseconds of a step, with reports."""
+    """Train some steps after one untimed step; return milliseconds a step, reports included."""
     waterfall, layers = intervals
     config = run.plan.config
     logging = replace(

@@ -153,8 +153,8 @@ def wait(x: Shaped[Tensor, "..."], axis: Axis = SINGLE) -> Shaped[Tensor, "..."]
     Returns any other tensor as it is.
 
     Args:
-        x: the result.
-        axis: axis of the collective, to which the clock of a recorded step counts the wait.
+        x: result of a ``start_`` function.
+        axis: axis of the collective; the clock of a recorded step counts the wait as its time.
     """
     clock = axis.clock
     if clock is None or torch.compiler.is_compiling() or not clock.is_on:
@@ -273,7 +273,7 @@ class CollectiveHandle:
             x: input of the collective.
             begin: launches the collective (a ``start_`` function).
             begin_backward: launches the collective of the gradient.
-            axis: ranks of both collectives.
+            axis: axis over which both collectives communicate.
             decode: converts the received tensor to the result; None: no conversion.
             overlap_callback: called during the collective, and again during the collective of
                 the gradient.

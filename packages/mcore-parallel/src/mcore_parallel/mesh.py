@@ -52,7 +52,7 @@ class Axis:
     agreement: Agreement | None = None
     """Compares the first collective calls of all ranks; None without ``compare_calls``."""
     clock: StepClock | None = None
-    """Times waits for the other ranks; None for an axis without a context."""
+    """Times waits for the other ranks; None for an axis that belongs to no context."""
 
     def __post_init__(self) -> None:
         if self.group is None:
@@ -96,7 +96,7 @@ class ParallelContext:
 
     Attributes:
         config: degrees of the rank grid.
-        clock: times steps, and in them the waits over all axes.
+        clock: times steps, and the waits over all axes within a step.
         device: where this rank's tensors live.
         global_rank: rank of this process in the world.
         world: every rank of the job as one axis.

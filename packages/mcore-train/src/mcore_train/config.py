@@ -570,6 +570,41 @@ class RunConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WatchConfig(Options):
+    """What is watched while a run trains: hangs, slow ranks, wrong results."""
+
+    end_on_hang: bool = False
+    """End the run when a step takes twice the longest step before it and 5 s, so that a
+    launcher starts it again; off: such a step is logged with the ranks that hold it up, and
+    the collectives' timeout (--distributed-timeout-minutes) ends the run."""
+    log_straggler: bool = False
+    """Score each rank against the others at an interval, and name ranks that stay slow with
+    their hosts: matrix products, messages to a neighbour, waits for data, and on a CPU the
+    rank's own part of a step."""
+    straggler_interval: int = option(10, minimum=1, part_of={"log_straggler": ON})
+    """Steps between two scores; it grows until scores cost less than 0.3 % of the time. A slow
+    rank is named after two."""
+    straggler_threshold: float = option(0.7, above=0, below=1, part_of={"log_straggler": ON})
+    """Rate, as a share of the median of all ranks, below which a rank is slow."""
+    rerun_on_mismatch: bool = option(
+        False,
+        excludes={
+            "fp16": Because("whose scaled gradients overflow in sound steps"),
+            "num_experts": Because("whose routers would count tokens twice"),
+            "cuda_graph_impl": Because(
+                "which does not launch a step singly", "full_iteration", "local"
+            ),
+            "is_fully_sharded": Because("where no rank holds the gradients of its own batch"),
+        },
+    )
+    """Compute a step again, by the same ranks and by all replicas of the model, if its gradient
+    norm is not finite or a spike, or if replicas of weights differ. A rank whose device
+    computes wrongly is named, and the run ends; an error that happened once is mended."""
+    spike_factor: float = option(10.0, above=1, part_of={"rerun_on_mismatch": ON})
+    """A gradient norm above so many times the largest of the last 128 steps is a spike."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig(Options):
     """How this command itself is read and started."""
 

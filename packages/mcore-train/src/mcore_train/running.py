@@ -5,8 +5,10 @@ import faulthandler
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from mcore_base.options import flag
@@ -30,6 +32,7 @@ from mcore_train.reporting.header import build_header
 from mcore_train.reporting.health import Health, HealthServer
 from mcore_train.reporting.log import METRICS, SAMPLES, TENSORBOARD, Reporter, set_up
 from mcore_train.reporting.loggers.protocol import Logger
+from mcore_train.resiliency.sections import InProcessSections, Sections, open_sections
 from mcore_train.resolution import Plan
 
 log = logging.getLogger(__name__)
@@ -55,11 +58,47 @@ def run_training(
     Raises:
         ValueError: with every conflict of options and world, before any collective.
     """
+    if not config.in_process.inprocess_restart:
+        return _train_once(config, family, tables, loggers)
+    from mcore_train.resiliency.in_process import run_with_restarts
+
+    def train_again(num_restarts: int, store: dist.Store, wrapper: Any) -> int:
+        if num_restarts:
+            log.info("restart %d in the same processes", num_restarts)
+        sections = InProcessSections(wrapper)
+        return _train_once(config, family, tables, loggers, store, sections)
+
+    return run_with_restarts(train_again, config.in_process)
+
+
+def _train_once(
+    config: TrainConfig,
+    family: Family,
+    tables: Tables | None,
+    loggers: Sequence[Logger],
+    store: dist.Store | None = None,
+    sections: Sections | None = None,
+) -> int:
+    """Train from start or newest step to the end; see ``run_training``.
+
+    Args:
+        config: the options.
+        family: of the model.
+        tables: see ``run_training``.
+        loggers: see ``run_training``.
+        store: at which ranks meet; None: the launcher's.
+        sections: are told where the run is; None: those of the options.
+    """
     world = launcher.read_environment()
     console = set_up(world.rank == 0)
     config = with_device_precision(config, world.local_rank)
     plan = build_checked_plan(config, world.world_size, family, is_reporter=world.rank == 0)
-    with served_health(plan, world) as health, joined_world(plan) as ctx:
+    sections = sections or open_sections(config.fault_tolerance, config.saving.save, world)
+    with (
+        sections,
+        served_health(plan, world) as health,
+        watched_world(plan, store) as (ctx, watch),
+    ):
         if config.launch.find_micro_batch_size:
             plan = choose_micro_batch(plan, ctx)
         run = load_run(assemble(plan, ctx, tables=tables))
@@ -76,15 +115,30 @@ def run_training(
             loggers=loggers,
         ) as reporter:
             reporter.report_header(run.progress.iteration, build_header(run))
-            train(run, reporter)
+            train(run, reporter, watch=watch, sections=sections)
     return 0
 
 
 @contextlib.contextmanager
 def joined_world(plan: Plan) -> Iterator[ParallelContext]:
+    """Join the launcher's world as ``watched_world`` does; yield the plan's groups alone."""
+    with watched_world(plan) as (ctx, _):
+        yield ctx
+
+
+@contextlib.contextmanager
+def watched_world(
+    plan: Plan, store: dist.Store | None = None
+) -> Iterator[tuple[ParallelContext, Watch]]:
     """Join the launcher's world and build the plan's groups; leave both at the end.
 
-    Inside, a rank that fails, dies or hangs ends all ranks (see ``Watch``).
+    Inside, a rank that fails, dies or hangs ends all ranks (see ``Watch``, which is yielded
+    with the groups).
+
+    Args:
+        plan: of the run.
+        store: at which ranks meet; None: the launcher's. With a store the watch is off: who
+            gives it restarts ranks, and ends those that hang.
     """
     config = plan.config
     if not faulthandler.is_enabled():
@@ -93,8 +147,11 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
     with contextlib.ExitStack() as stack:
         if config.run.deterministic_mode:
             stack.enter_context(launcher.deterministic_algorithms())
-        device = launcher.initialize(config.run.device, timeout_minutes)
-        stack.callback(launcher.shut_down)
+        device = launcher.initialize(config.run.device, timeout_minutes, store)
+        leaving = contextlib.ExitStack()
+        leaving.callback(launcher.shut_down)
+        if store is None:
+            stack.push(leaving)
         if config.run.cuda_graph_impl != "none":
             if device.type != "cuda":
                 raise ValueError(
@@ -109,10 +166,18 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
             compare_calls=True,
             embedding_stages=plan.embedding_stages,
         )
-        stack.callback(ctx.destroy)
-        stack.enter_context(Watch.of_world(ctx.world.rank, ctx.world.size, timeout_minutes))
+        leaving.callback(ctx.destroy)
+        watch = Watch.of_world(
+            ctx.world.rank,
+            ctx.world.size if store is None else 1,
+            timeout_minutes,
+            end_on_hang=config.watching.end_on_hang,
+        )
+        stack.enter_context(watch)
         check_same_options(config, ctx)
-        yield ctx
+        yield ctx, watch
+        if store is not None:  # after a fault, who restarts ranks aborts the groups
+            leaving.close()
 
 
 @contextlib.contextmanager

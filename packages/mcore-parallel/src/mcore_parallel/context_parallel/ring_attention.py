@@ -164,8 +164,8 @@ class _RingAttention(OnceDifferentiable):
             held = received[-2:]
         # The keys of the last step belong to the next rank: one more pass moves their sums
         # there.
-        passed = _start_pass(totals, axis)
-        grad_k, grad_v = (x.to(k.dtype) for x in _received(passed, totals, axis))
+        sums = _received(_start_pass(totals, axis), totals, axis)
+        grad_k, grad_v = (x.to(k.dtype) for x in sums)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 

@@ -93,8 +93,8 @@ def run_schedule(
             backward (or input half) on this rank, such as ``DataParallel.start_sync``.
         before_last_weights: called just before the chunk's last deferred weight gradients are
             computed, such as ``DataParallel.start_weight_sync``.
-        after_first_weights: called with the chunk once its parameters have the gradients of
-            its first micro-batch only.
+        after_first_weights: called with a chunk's number once its parameters have the gradients
+            of the first micro-batch alone.
         weight_queue: queue that the linears fill; required by schedules that split backward.
             Under other schedules the runner empties the queue after each backward.
         pair_overlap: runs the forward and the backward of each pair alternately; None: one
@@ -233,16 +233,16 @@ class _Runner:
                 self.arriving.setdefault(key, {})[name] = (message.tensor, in_flight)
 
     def compute(self, action: Action) -> None:
-        """Run one forward, full backward, input half or weight half, in a span of the clock."""
+        """Run one forward, full backward, input half or weight half."""
         clock = self.axis.clock
         if clock is None or not clock.is_on:
-            self.run_stage(action)
+            self.do(action)
             return
         with clock.span(f"{action.kind.value}/{action.chunk}"):
-            self.run_stage(action)
+            self.do(action)
 
-    def run_stage(self, action: Action) -> None:
-        """Run one forward, full backward, input half or weight half."""
+    def do(self, action: Action) -> None:
+        """Run an action; ``compute`` has started its span on the clock."""
         key = (action.chunk, action.microbatch)
         if action.kind is Kind.FORWARD:
             with torch.set_grad_enabled(key in self.with_backward):

@@ -159,7 +159,9 @@ SPELLINGS: dict[str, Spelling] = {
     "--yarn-beta-fast": Spelling(("--beta-fast",)),
     "--yarn-beta-slow": Spelling(("--beta-slow",)),
     "--fp8-margin": Spelling(num_values=1, only="0", note="scales have no margin"),
-    "--rerun-mode": Spelling(num_values=1, only="disabled", note="no step is computed twice"),
+    "--rerun-mode": Spelling(
+        num_values=1, only="disabled", note="--rerun-on-mismatch computes steps twice"
+    ),
     "--sample-rate": Spelling(num_values=1, only="1.0", note="all samples are read"),
     "--attention-softmax-in-fp32": Spelling(note="attention's softmax is always in float32"),
     "--cross-entropy-loss-fusion": Spelling(note="output layer and loss are always fused"),
@@ -216,10 +218,10 @@ NOTES: dict[str, str] = {
         "--pytorch-profiler-* --record-shapes "
         "--run-workload-inspector-server --gpu-sniff-test-interval --onnx-safe"
     ): "--profile writes one trace a rank, with phases as ranges",
-    "--log-straggler --straggler-* --disable-straggler-*": (
-        "each waterfall names a rank that is slower than its peers"
-    ),
     "--log-world-size-to-tensorboard": "the description of the run has it",
+    "--straggler-ctrlr-port --straggler-minmax-count --disable-straggler-on-startup": (
+        "--log-straggler scores every rank at each --straggler-interval"
+    ),
     "--flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-*": (
         "torch's own variables TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_FR_DUMP_TEMP_FILE set it"
     ),
@@ -357,10 +359,7 @@ INSTEAD: dict[str, str] = {
     (
         "--rerun-* --check-for-spiky-loss --check-for-large-grads --error-injection-* "
         "--fault-injector-*"
-    ): ("steps are not computed twice; use --check-for-nan-in-loss-and-grad, which is on."),
-    "--ft-* --enable-ft-package --calc-ft-timeouts --inprocess-*": (
-        "use torchrun --max-restarts with --load, which continues to the last bit."
-    ),
+    ): "use --rerun-on-mismatch, which computes a suspicious step again.",
     "--nnodes --nproc*per*node --node-rank --master-* --rdzv-* --max-restarts --standalone": (
         "this belongs to torchrun, before -m mcore_train; use --nproc N on one host."
     ),

@@ -117,8 +117,9 @@ def _slow_rank(waterfall: Waterfall) -> Alarm | None:
         name="slow rank",
         seen=f"rank {waterfall.slow_rank} takes {waterfall.slow_ratio:.2f} times as long as "
         "ranks with the same work",
-        flag="",
-        gain="run mcore-train doctor on its host; no option of the run helps",
+        flag="--log-straggler",
+        gain="tells whether matrix products, links or data of its host are slow; then "
+        "mcore-train doctor there",
     )
 
 
