@@ -162,13 +162,15 @@ def extras(session: nox.Session, group: str) -> None:
 @nox.session
 def loggers(session: nox.Session) -> None:
     """Run the loggers of other services with the real packages, offline."""
-    extras = ("wandb", "mlflow", "trackio", "prometheus", "opentelemetry")
-    packages = [f"mcore-train[{name}]" for name in extras]
-    brought = [word for name in packages for word in ("--with", name)]
+    extras = _project("train")["optional-dependencies"]
+    names = ("wandb", "mlflow", "trackio", "prometheus", "opentelemetry")
+    brought = [
+        word for name in names for package in extras[name] for word in ("--with", package)
+    ]
     run = ("uv", "run", "--locked", *brought)
-    names = "wandb, mlflow, trackio, prometheus_client, opentelemetry.sdk.metrics"
+    modules = "wandb, mlflow, trackio, prometheus_client, opentelemetry.sdk.metrics"
     # Ask for the packages first: without them the tests would skip and the session pass.
-    session.run(*run, "python", "-W", "ignore", "-c", f"import {names}", external=True)
+    session.run(*run, "python", "-W", "ignore", "-c", f"import {modules}", external=True)
     tests = "packages/mcore-train/tests/reporting/test_loggers.py"
     session.run(*run, "pytest", tests, *session.posargs, external=True)
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from reporting import add_options, keep, versions
-from step_profile import device_kernels, heaviest
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, METHODS
 from mcore_infer import Engine, EngineConfig, SamplingConfig, ScoreRequest
@@ -32,6 +31,7 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch.launcher import initialize, read_environment, shut_down
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optional_kernels import package_versions
+from mcore_train.reporting.kernel_split import device_kernels, heaviest
 
 GEOMETRIES = {
     "llama-3-8b": (32, 4096, 32, 8, 14336, 128256),

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 
 import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
-from step_profile import Kernel, device_kernels, heaviest, union_us
 
 from mcore_moe import ExpertNetwork, MoEConfig, MoELayer, moe_axes, replay_routing
 from mcore_parallel.autograd.grad_slot import grad_slot
@@ -35,6 +34,7 @@ from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch import launcher
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.precision.fp8 import WeightCasts
+from mcore_train.reporting.kernel_split import Kernel, device_kernels, heaviest, union_us
 
 
 @dataclass(frozen=True, slots=True)

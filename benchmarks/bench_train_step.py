@@ -22,7 +22,6 @@ from unittest.mock import patch
 
 import torch
 from reporting import add_options, keep, quantiles, time_steps, versions
-from step_profile import device_kernels, heaviest, split_ms
 
 from mcore_models.counting import build_report, parse_count
 from mcore_models.flops import flops_per_token
@@ -35,6 +34,7 @@ from mcore_train.batches.micro_batches import train_batches
 from mcore_train.checkpoints.adapter_bases import quantize_weights
 from mcore_train.composition import FAMILY_COMMANDS
 from mcore_train.options.parsing import parse
+from mcore_train.reporting.kernel_split import device_kernels, heaviest, split_ms
 from mcore_train.resolution import resolve
 from mcore_train.running import joined_world
 from mcore_train.step import train_step

@@ -31,6 +31,9 @@ ENVIRONMENT_ROOMS = (
     "mcore_train/diagnosis/probes.py:",
     # The end of a batch job's time.
     "mcore_train/guards/deadline.py:",
+    # Services that are set up by their own variables, and nsys, which leaves one.
+    "mcore_train/reporting/loggers/",
+    "mcore_train/reporting/profiling.py:",
 )
 
 

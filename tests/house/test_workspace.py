@@ -55,6 +55,9 @@ IMPORTED_AS = {
     "nvidia-ml-py": "pynvml",
     "pyyaml": "yaml",
     "tensorboard": "torch.utils.tensorboard",
+    "mlflow-skinny": "mlflow",
+    "opentelemetry-sdk": "opentelemetry.sdk",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
     "s3fs": "fsspec",  # which finds it by the protocol of a URL
 }
 # Required without an import, each with its reason.

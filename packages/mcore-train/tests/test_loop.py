@@ -544,6 +544,35 @@ def test_a_validation_says_the_same_under_every_layout():
             assert num_tokens == oracle.num_tokens
 
 
+def test_a_validation_may_have_its_own_micro_batches_and_scores_the_same_samples():
+    oracle = validate(build(eval_interval=2), Reporter(None))
+    for size in (1, 4):
+        found = validate(build(eval_interval=2, eval_micro_batch_size=size), Reporter(None))
+        assert found.num_tokens == oracle.num_tokens
+        assert found.loss == pytest.approx(oracle.loss, rel=1e-6)
+    with pytest.raises(ValueError, match=r"--eval-micro-batch-size 3 .* --global-batch-size 4"):
+        build(eval_interval=2, eval_micro_batch_size=3)
+
+
+def kinds_of(run, path):
+    with Reporter(Console(quiet=True), metrics_file=path, with_lines=False) as reporter:
+        assert train(run, reporter)
+    return [(row["kind"], row["iteration"]) for row in read_metrics(path)]
+
+
+def test_a_run_may_validate_before_its_first_step_or_alone(tmp_path):
+    data = {"split": "90,5,5", "eval_interval": 6, "log_interval": 6}
+    started = kinds_of(build(**data, eval_at_start=True), tmp_path / "started.jsonl")
+    assert started[:2] == [("valid", 0), ("train", 1)]
+    run = build(**data, eval_only=True, save=str(tmp_path / "alone"))
+    before = {name: p.clone() for name, p in run.chunks[0].named_parameters()}
+    alone = kinds_of(run, tmp_path / "alone.jsonl")
+    assert alone[0] == ("valid", 0)
+    assert {kind for kind, _ in alone} <= {"valid", "test"}
+    assert all(p.equal(before[name]) for name, p in run.chunks[0].named_parameters())
+    assert not complete_steps(tmp_path / "alone")
+
+
 def test_a_validation_counts_no_masked_token():
     rows = Rows(
         seq_length=8, vocab_size=40, global_batch_size=4, num_steps=2, masked=range(2, 4)

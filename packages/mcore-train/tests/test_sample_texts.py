@@ -14,6 +14,8 @@ from warm_ranks import run_ranks
 
 from mcore_ckpt.storage.paths import complete_steps
 from mcore_infer.config import SamplingConfig
+from mcore_infer.evaluation.lambada import score_lambada
+from mcore_infer.evaluation.wikitext import score_wikitext
 from mcore_infer.generation import generate_text
 from mcore_infer.loading import load_model
 from mcore_parallel.mesh import ParallelContext
@@ -22,7 +24,7 @@ from mcore_train.composition import compose
 from mcore_train.guards.signals import Stopped, StopRequest
 from mcore_train.loop import train
 from mcore_train.reporting.log import SAMPLES as SAMPLES_FILE
-from mcore_train.reporting.log import Reporter
+from mcore_train.reporting.log import Reporter, read_metrics
 from mcore_train.resolution import build_plan
 from mcore_train.sample_texts import TextWriter
 
@@ -139,3 +141,57 @@ def test_texts_lose_no_step_to_a_kill_and_are_left_between_tokens(tmp_path):
 def test_options_of_texts_that_cannot_be_met_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         build_plan(compose({**TINY, **changes}), 1)
+
+
+PASSAGES = ("the cat sat on the mat", "one two three four", "a b a b a b")
+
+
+def score_tasks(folder, layout):
+    lambada, wiki = folder / "lambada.jsonl", folder / "wiki.txt"
+    tasks = (f"LAMBADA:{lambada}", f"WIKITEXT103:{wiki}")
+    options = {"eval_task_interval": 2, "eval_tasks": tasks, "seq_length": 32}
+    config = compose(
+        {**TINY, **options, **layout, "save": str(folder / "run"), "save_interval": 2}
+    )
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    run = assemble(build_plan(config, world), ParallelContext.build(config.parallelism))
+    console = Console(quiet=True) if run.ctx.global_rank == 0 else None
+    with Reporter(console, metrics_file=folder / "metrics.jsonl", with_lines=False) as reporter:
+        train(run, reporter)
+    run.ctx.destroy()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_model_parallel_size": 2},
+        {"num_experts": 2, "expert_model_parallel_size": 2, "moe_ffn_hidden_size": 8},
+    ],
+    ids=["pp2", "ep2"],
+)
+def test_tasks_are_scored_as_those_of_the_checkpoint_of_their_step(layout, tmp_path):
+    lines = [json.dumps({"text": text}) for text in PASSAGES]
+    (tmp_path / "lambada.jsonl").write_text("\n".join(lines))
+    (tmp_path / "wiki.txt").write_text(" ".join(PASSAGES) * 3)
+    run_ranks(score_tasks, 2, tmp_path, layout)
+    rows = [
+        row for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"][:4] == "task"
+    ]
+    assert [(row["kind"], row["iteration"]) for row in rows] == [
+        (f"task {name}", step) for step in (2, 4) for name in ("LAMBADA", "WIKITEXT103")
+    ]
+    for row in rows:
+        loaded = load_model(tmp_path / "run", ParallelContext.single(), step=row["iteration"])
+        model = loaded.model.eval(), loaded.tokenizer
+        if row["kind"] == "task LAMBADA":
+            score = score_lambada(*model, PASSAGES, context_tokens=32)
+            assert (row["accuracy"], row["num_examples"]) == (score.accuracy, 3)
+        else:
+            text = (tmp_path / "wiki.txt").read_text()
+            found = score_wikitext(*model, text, detokenizer="wiki", context_tokens=32)
+            assert row["adjusted_perplexity"] == pytest.approx(found.adjusted_perplexity)
+
+
+def test_a_task_without_a_file_is_refused():
+    with pytest.raises(ValueError, match=r"--eval-tasks LAMBADA is no LAMBADA:FILE"):
+        build(eval_task_interval=2, eval_tasks=("LAMBADA",))

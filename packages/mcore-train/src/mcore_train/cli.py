@@ -208,6 +208,20 @@ def doctor(words: Sequence[str]) -> int:
     return report_cluster(config)
 
 
+def profile(words: Sequence[str]) -> int:
+    """Print where the time of a profiled step went."""
+    from mcore_train.reporting.cli import show_profile
+
+    return parse_options(show_profile, "mcore-train profile", words)
+
+
+def report(words: Sequence[str]) -> int:
+    """Write one HTML page about a run, or several."""
+    from mcore_train.reporting.cli import write_report
+
+    return parse_options(write_report, "mcore-train report", words)
+
+
 def golden(words: Sequence[str]) -> int:
     """Train golden cases and compare their values with the recorded ones."""
     from mcore_train.golden.cli import golden as run_verb
@@ -275,6 +289,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
     "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),
+    "profile": ("profile TRACE: where the time of a profiled step went", profile),
+    "report": ("report RUN [RUN2 ...]: one HTML page about a run, or several", report),
     "golden": ("golden run: train small cases and compare recorded values", golden),
     "doctor": ("is this cluster healthy? doctor RUN: what the numbers of a run tell", doctor),
 }

@@ -40,6 +40,7 @@ from mcore_train.config import (
     MemoryConfig,
     OptimizerConfig,
     ParameterRatesConfig,
+    ProfileConfig,
     RunConfig,
     SampleConfig,
     SaveConfig,
@@ -92,6 +93,7 @@ class TrainConfig:
     strictness: StrictnessConfig = field(default_factory=StrictnessConfig)
     logging: LogConfig = field(default_factory=LogConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    profiling: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     watching: WatchConfig = field(default_factory=WatchConfig)
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)

@@ -188,6 +188,36 @@ class EvalConfig(Options):
     there are any, at its end."""
     eval_iters: int = option(10, minimum=0)
     """Global batches of one validation; 0: no validation. Megatron's default: 100."""
+    eval_at_start: bool = option(False, needs={"eval_interval": ON})
+    """Validate before the first step as well."""
+    eval_only: bool = option(False, needs={"eval_interval": ON})
+    """Validate the weights that the run begins with, score the test data if there are any, and
+    end: no step, and nothing is saved."""
+    eval_micro_batch_size: int = option(0, minimum=0, needs={"eval_interval": ON})
+    """Sequences in one forward pass of a validation, which keeps no activations; the same
+    samples are scored. 0: --micro-batch-size."""
+    eval_task_interval: int = option(0, minimum=0, needs={"eval_tasks": ON})
+    """Steps between two at which the zero-shot tasks are scored; 0: none."""
+    eval_tasks: tuple[str, ...] = option((), part_of={"eval_task_interval": ON})
+    """Zero-shot tasks with their files, as of mcore-infer eval: LAMBADA:FILE counts last words
+    of passages in JSON lines, WIKITEXT103:FILE scores one text."""
+
+    rules = (
+        Rule(
+            ("eval_tasks",),
+            lambda v: [
+                f"--eval-tasks {task} is no LAMBADA:FILE and no WIKITEXT103:FILE."
+                for task in v.eval_tasks
+                if task.partition(":")[0] not in ("LAMBADA", "WIKITEXT103")
+                or not task.partition(":")[2]
+            ],
+        ),
+        Rule(
+            ("eval_task_interval", "is_causal"),
+            lambda v: v.eval_task_interval and not v.is_causal,
+            "--eval-task-interval needs a model that predicts next tokens: leave it out.",
+        ),
+    )
 
     @property
     def interval(self) -> int:
@@ -370,6 +400,35 @@ class MemoryConfig(Options):
     """File of the snapshot; each rank adds its number, as in snapshot.rank3.pickle."""
     memory_snapshot_step: int = option(0, minimum=0, needs={"record_memory_history": ON})
     """Step after which each rank writes its snapshot too; 0: only out of memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileConfig(Options):
+    """Profiles of some steps."""
+
+    profile: bool = option(False, needs={"save": ON})
+    """Profile some steps with torch's profiler, into profiles/ below --save; under nsys, mark
+    them for its --capture-range cudaProfilerApi instead."""
+    profile_step_start: int = option(10, minimum=0, part_of={"profile": ON})
+    """Step after which the profile begins."""
+    profile_step_end: int = option(12, minimum=1, part_of={"profile": ON})
+    """Last step of the profile."""
+    profile_ranks: tuple[int, ...] = option((0,), part_of={"profile": ON})
+    """Global ranks that are profiled. Megatron's default: none, which is rank 0."""
+
+    rules = (
+        Rule(
+            ("profile_step_start", "profile_step_end"),
+            lambda v: v.profile and v.profile_step_end <= v.profile_step_start,
+            "--profile-step-end {profile_step_end} must be above --profile-step-start "
+            "{profile_step_start}.",
+        ),
+        Rule(
+            ("profile", "save"),
+            lambda v: v.profile and "://" in v.save,
+            "--profile cannot write to {save}: give --save a folder.",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 
+import torch
+
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 from mcore_parallel.launch.watchdog import Watch
@@ -24,12 +26,14 @@ from mcore_train.reporting.header import pace_line
 from mcore_train.reporting.interval import Interval
 from mcore_train.reporting.layer_statistics import LayerStatistics
 from mcore_train.reporting.log import Reporter, StepReport
+from mcore_train.reporting.profiling import StepProfiler
 from mcore_train.reporting.waterfall import StepWatch
 from mcore_train.resiliency.sections import Sections
 from mcore_train.sample_texts import TextWriter
 from mcore_train.step import StepResult, train_step
 from mcore_train.updating.lr_schedule import learning_rate, weight_decay
 from mcore_train.updating.parameter_groups import named_rates
+from mcore_train.zero_shot import ZeroShotTasks
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +65,8 @@ def train(
         sections: are told of steps and saves, for the monitors of ft_launcher.
 
     Returns:
-        True if all steps were done, False if a signal or a time limit ended it before.
+        True if all steps were done, of which --eval-only has none; False if a signal or a time
+        limit ended the run before.
 
     Raises:
         NonFiniteError: on all ranks, if gradients are not finite any more.
@@ -87,11 +92,17 @@ def train(
     )
     collector = GCControl(config.run.manual_gc_interval)
     with ExitStack() as stack:
-        for context in (memory, run.recorder or nullcontext(), checkpoints, stop, collector):
+        profiler = StepProfiler(run)
+        graphs = run.recorder or nullcontext()
+        for context in (memory, graphs, checkpoints, stop, collector, profiler):
             stack.enter_context(context)
         writer = TextWriter(run) if config.samples.sample_interval else None
         if writer is not None:
             stack.callback(writer.close)
+
+        tasks = ZeroShotTasks(run) if config.evaluation.eval_task_interval else None
+        if tasks is not None:
+            stack.callback(tasks.close)
 
         def between_batches() -> None:
             reporter.beat()
@@ -99,17 +110,31 @@ def train(
             checkpoints.poll()
             stop.check()
 
+        options = config.evaluation
+        if options.eval_only or (options.eval_at_start and progress.iteration == 0):
+            try:
+                with interval.paused():
+                    validate(run, reporter, between_batches)
+                    if options.eval_only:
+                        score_test_data(run, reporter, between_batches)
+            except Stopped:
+                return False
+            if options.eval_only:
+                return True
+
         def before_update() -> None:
             checkpoints.hold()
             layers.before_update(progress.iteration + 1)
 
         while progress.iteration < last:
             step = progress.iteration + 1
+            profiler.before(step)
             step_watch.before(step)
             layers.before(step)
             with sections.step(), stragglers.step(step):
                 result = one_step(run, batches, before_update, rerun)
             layers.after(step)
+            profiler.after(step)
             watch.step_ended()
             is_last = step == last or _divides(config.run.exit_interval, step)
 
@@ -146,6 +171,9 @@ def train(
                 if _divides(config.evaluation.interval, step):
                     with interval.paused(), sections.validation():
                         validate(run, reporter, between_batches)
+                if tasks is not None and _divides(config.evaluation.eval_task_interval, step):
+                    with interval.paused():
+                        tasks.score(reporter)
                 if writer is not None and _divides(config.samples.sample_interval, step):
                     with interval.paused():
                         reporter.report_texts(step, writer.write(between_batches))
@@ -216,13 +244,19 @@ def _report(
         with interval.paused():
             waterfall = step_watch.report()
             if reporter.is_active:
-                alarms = find_alarms(run.plan, waterfall, report.mfu)
+                alarms = find_alarms(
+                    run.plan, waterfall, report.mfu, _device_name(run.ctx.device)
+                )
                 reporter.report_waterfall(waterfall, alarms)
     # The first report includes what only the first step takes: the pace follows the second.
     if interval.num_reports == 2 and reporter.with_lines:
         log.info("%s", pace_line(run, report.step_ms))
     if on_report is not None:
         on_report(report)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def _check_replicas(replicas: WeightCopies, step: int, rerun: Rerun | None) -> None:

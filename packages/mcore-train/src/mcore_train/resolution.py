@@ -289,6 +289,13 @@ def _batch_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"--rampup-batch-size {start} {increment}: both must be multiples of "
             f"--micro-batch-size x data-parallel ranks = {micro}."
         )
+    scored = config.evaluation.eval_micro_batch_size * _data_ranks(config, world_size)
+    if scored and size % scored:
+        yield (
+            f"--eval-micro-batch-size {config.evaluation.eval_micro_batch_size} x "
+            f"{_data_ranks(config, world_size)} data-parallel ranks = {scored} must divide "
+            f"--global-batch-size {size}, the unit of --eval-iters."
+        )
     if not batch.train_iters and not batch.train_samples:
         yield "how long to train? Give --train-iters or --train-samples."
     elif batch.train_samples and batch.train_samples < size:
@@ -359,3 +366,17 @@ def _multiples_around(number: int, multiple: int) -> list[str]:
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def layout_degrees(plan: Plan) -> dict[str, int]:
+    """Return the degree of each axis by its name in the header."""
+    parallel = plan.config.parallelism
+    layout = {
+        "tensor": parallel.tensor_model_parallel_size,
+        "context": parallel.context_parallel_size,
+        "pipeline": parallel.pipeline_model_parallel_size,
+        "data": plan.data_parallel_size,
+    }
+    if plan.config.experts.num_experts:
+        layout["expert"] = parallel.expert_model_parallel_size
+    return layout

@@ -15,11 +15,48 @@ from mcore_infer.config import SamplingConfig
 from mcore_infer.generation import prompt_ids, stream
 from mcore_infer.loading import empty_model
 from mcore_models.description import ModelDescription
+from mcore_models.protocol import LanguageModel
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 from mcore_train.assembly import Run
 from mcore_train.checkpoints.adapter_bases import model_description, model_shards
+
+
+class ServingCopy:
+    """Copies a run's weights into a serving layout, whenever they are asked for.
+
+    The layout splits matrices and experts as training does. Pipeline and context ranks of the
+    training layout are data ranks of the serving layout, which hold the same weights.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Build the groups of the layout; all ranks call it together."""
+        self.run, config = run, run.plan.config.parallelism
+        layout = ParallelConfig(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        )
+        self.ctx = ParallelContext.build(layout, run.ctx.device)
+
+    def model(self) -> LanguageModel:
+        """Return the model with the weights as they are; all ranks call it together."""
+        run = self.run
+        families = {run.plan.family.name: run.plan.family}
+        description = ModelDescription.from_dict(model_description(run.plan), families)
+        model = empty_model(description, self.ctx, run.dtype, families, run.plan.config.peft)
+        target = named_shards(model, self.ctx.data_axes())
+        transfer_weights(
+            model_shards(run),
+            {f"model.{name}": shard for name, shard in target.items()},
+            world=run.ctx.world,
+        )
+        return model.eval()
+
+    def close(self) -> None:
+        """Destroy the groups; all ranks call it together."""
+        self.ctx.destroy()
 
 
 class TextWriter:
@@ -28,16 +65,13 @@ class TextWriter:
     def __init__(self, run: Run) -> None:
         """Build the groups of the serving layout; all ranks call it together.
 
-        It splits matrices and experts as training does and has no pipeline or context ranks:
-        those are data ranks there, which write the same texts.
-
         Raises:
             ValueError: if a prompt is empty and no token begins a document, or is longer than
                 the model's positions.
         """
         self.run, options = run, run.plan.config.samples
         self.options = options
-        config, limit = run.plan.config.parallelism, run.plan.config.model
+        limit = run.plan.config.model
         assert run.tokenizer is not None
         for prompt in options.sample_prompts:
             length = len(prompt_ids(run.tokenizer, prompt))
@@ -46,12 +80,7 @@ class TextWriter:
                     f"--sample-prompts has one of {length} tokens, and the model has "
                     f"{limit.max_position_embeddings} positions: shorten it."
                 )
-        layout = ParallelConfig(
-            tensor_model_parallel_size=config.tensor_model_parallel_size,
-            expert_model_parallel_size=config.expert_model_parallel_size,
-            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-        )
-        self.ctx = ParallelContext.build(layout, run.ctx.device)
+        self.serving = ServingCopy(run)
 
     def write(self, between_tokens: Callable[[], None] = lambda: None) -> list[tuple[str, str]]:
         """Write one text a prompt with the weights as they are; all ranks call it together.
@@ -63,18 +92,7 @@ class TextWriter:
         Returns:
             Each prompt with its new text, equal on all ranks.
         """
-        run = self.run
-        families = {run.plan.family.name: run.plan.family}
-        description = ModelDescription.from_dict(model_description(run.plan), families)
-        peft = run.plan.config.peft
-        model = empty_model(description, self.ctx, run.dtype, families, peft)
-        target = named_shards(model, self.ctx.data_axes())
-        transfer_weights(
-            model_shards(run),
-            {f"model.{name}": shard for name, shard in target.items()},
-            world=run.ctx.world,
-        )
-        model.eval()
+        run, model = self.run, self.serving.model()
         sampling = SamplingConfig(
             num_tokens=self.options.sample_num_tokens,
             temperature=self.options.sample_temperature,
@@ -97,4 +115,4 @@ class TextWriter:
 
     def close(self) -> None:
         """Destroy the groups; all ranks call it together."""
-        self.ctx.destroy()
+        self.serving.close()

@@ -81,14 +81,13 @@ def valid_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
     """Return the micro-batches that a dataset is scored on, from its start, and how many."""
     if run.plan.config.data.full_validation:
         return _all_batches(run, dataset)
-    num_batches = run.plan.config.evaluation.eval_iters * run.plan.num_microbatches
-    batches = _open(run, dataset, 0)
+    batches = _open(run, dataset, 0, is_trained=False)
     if isinstance(batches, Iterator):
         raise ValueError(
             "--dataloader-type external: the validation batches can be read only once, and "
             "every validation reads them: give a list, or a function that starts anew."
         )
-    return batches, num_batches
+    return batches, run.plan.config.evaluation.eval_iters * _eval_microbatches(run)
 
 
 def final_batches(run: Run) -> tuple[Iterable[Batch], int]:
@@ -101,15 +100,29 @@ def final_batches(run: Run) -> tuple[Iterable[Batch], int]:
     is_external = plan.config.data.dataloader_type == "external"
     if not is_external and len(dataset) < eval_iters * plan.global_batch_size:
         return _all_batches(run, dataset)
-    return _open(run, dataset, 0), eval_iters * plan.num_microbatches
+    return _open(run, dataset, 0, is_trained=False), eval_iters * _eval_microbatches(run)
 
 
 def _all_batches(run: Run, dataset: Dataset) -> tuple[Iterable[Batch], int]:
-    loader = build_loader(dataset, dataloader_type="full", **_share(run))
+    size = _eval_size(run)
+    loader = build_loader(dataset, dataloader_type="full", **_share(run, size))
     return loader, len(loader)  # pyrefly: ignore[bad-argument-type]
 
 
-def _open(run: Run, dataset: Dataset, consumed_samples: int) -> Iterable[Batch]:
+def _eval_size(run: Run) -> int:
+    """Return the sequences of one forward pass of a validation."""
+    config = run.plan.config
+    return config.evaluation.eval_micro_batch_size or config.batch.micro_batch_size
+
+
+def _eval_microbatches(run: Run) -> int:
+    """Return the forward passes of a data rank for one global batch of a validation."""
+    return run.plan.global_batch_size // (run.ctx.dp.size * _eval_size(run))
+
+
+def _open(
+    run: Run, dataset: Dataset, consumed_samples: int, *, is_trained: bool = True
+) -> Iterable[Batch]:
     config = run.plan.config
     if config.data.dataloader_type == "external":
         return _open_external(run, dataset, consumed_samples)
@@ -118,13 +131,13 @@ def _open(run: Run, dataset: Dataset, consumed_samples: int) -> Iterable[Batch]:
         consumed_samples=consumed_samples,
         dataloader_type=config.data.dataloader_type,
         seed=config.run.seed,
-        **_share(run),
+        **_share(run, config.batch.micro_batch_size if is_trained else _eval_size(run)),
     )
 
 
-def _share(run: Run) -> dict[str, Any]:
+def _share(run: Run, micro_batch_size: int) -> dict[str, Any]:
     """Return the arguments of ``build_loader`` that select and read this rank's samples."""
-    config, data = run.plan.config, run.plan.config.data
+    data = run.plan.config.data
     is_packed = data.reset_attention_mask or data.dataloader_inter_document_masking or data.sft
     entries = run.chunks[0].entries
     # Of entries that this rank does not read, the first of each length is still loaded: its
@@ -135,7 +148,7 @@ def _share(run: Run) -> dict[str, Any]:
         read |= {"position_ids"}
     return {
         "without": {*entries, "position_ids"} - read,
-        "micro_batch_size": config.batch.micro_batch_size,
+        "micro_batch_size": micro_batch_size,
         "dp_rank": run.ctx.dp.rank,
         "dp_size": run.ctx.dp.size,
         "num_workers": min(data.num_workers, most_workers(num_cores())),

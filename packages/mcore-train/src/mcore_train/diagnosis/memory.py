@@ -26,8 +26,7 @@ from mcore_models.flops import rank_bytes
 from mcore_train.assembly import Run
 from mcore_train.config import MemoryConfig
 from mcore_train.diagnosis.memory_mends import MemoryRecord, phase_of
-from mcore_train.reporting.header import layout_degrees
-from mcore_train.resolution import Plan
+from mcore_train.resolution import Plan, layout_degrees
 
 log = logging.getLogger(__name__)
 

@@ -169,6 +169,13 @@ SPELLINGS: dict[str, Spelling] = {
     "--exit-signal-handler": Spelling(
         note="SIGTERM, SIGINT and --exit-signal save and end the run"
     ),
+    **dict.fromkeys(
+        ("--log-params-norm", "--log-num-zeros-in-grad", "--log-max-attention-logit"),
+        Spelling(("--layer-statistics-interval", "100"), note="for each layer and the whole"),
+    ),
+    "--skip-train": Spelling(("--eval-only",)),
+    "--use-pytorch-profiler": Spelling(note="--profile uses it, and ranges alone under nsys"),
+    "--nvtx-ranges": Spelling(note="--profile marks all phases under nsys"),
     "--log-timers-to-tensorboard": Spelling(note="--tensorboard writes every reported number"),
     "--log-memory-to-tensorboard": Spelling(note="--tensorboard writes every reported number"),
     "--log-validation-ppl-to-tensorboard": Spelling(
@@ -192,28 +199,26 @@ VALUES: dict[tuple[str, str], tuple[str, ...]] = {
 """Megatron's values of flags that we have too, where ours are spelled otherwise."""
 
 NOTES: dict[str, str] = {
-    "--wandb-*": "numbers go to metrics.jsonl below --save, and with --tensorboard there",
     "--one-logger-* --no-one-logger --app-tag-*": "no run is reported to a service",
     "--timing-log-* --no-barrier-with-level-1-timing": (
-        "steps are timed as a whole, at every --log-interval"
+        "--waterfall-interval divides a step's time without barriers, on average over ranks"
     ),
     "--moe-per-layer-logging": "metrics.jsonl and --tensorboard have each layer of experts",
-    "--tensorboard-log-interval --tensorboard-queue-size": (
+    "--tensorboard-log-interval": (
         "--tensorboard writes every reported number, at every --log-interval"
     ),
     (
-        "--log-params-norm --log-num-zeros-in-grad --log-progress --log-energy "
-        "--log-world-size-to-tensorboard --no-log-loss-scale-to-tensorboard "
+        "--log-progress --log-energy --no-log-loss-scale-to-tensorboard "
         "--disable-log-loss-scale-to-tensorboard --log-memory-interval "
-        "--log-device-memory-used --log-max-attention-logit "
+        "--log-device-memory-used "
         "--moe-routing-trace-* --logging-level --validation-set-names "
         "--dump-param-to-param-group-map --config-logger-dir --result-rejected-*"
     ): "it is not reported here",
     (
-        "--profile --profile-* --use-pytorch-profiler --pytorch-profiler-* "
-        "--record-shapes --nvtx-ranges "
+        "--pytorch-profiler-* --record-shapes "
         "--run-workload-inspector-server --gpu-sniff-test-interval --onnx-safe"
-    ): "nothing is profiled; use nsys or py-spy around the command",
+    ): "--profile writes one trace a rank, with phases as ranges",
+    "--log-world-size-to-tensorboard": "the description of the run has it",
     "--straggler-ctrlr-port --straggler-minmax-count --disable-straggler-on-startup": (
         "--log-straggler scores every rank at each --straggler-interval"
     ),
@@ -346,7 +351,7 @@ INSTEAD: dict[str, str] = {
     "--cuda-graph-scope --cuda-graph-modules": (
         "use --cuda-graph-impl full_iteration for a graph of the step, local for one a layer."
     ),
-    "--eval-micro-batch-size --eval-global-batch-size": (
+    "--eval-global-batch-size": (
         "validation takes the training batch; use --eval-iters for more or fewer of them."
     ),
     "--decrease-batch-size-if-needed": "use a --global-batch-size that the data ranks divide.",
@@ -427,7 +432,7 @@ INSTEAD: dict[str, str] = {
     "--override-ckpt-iteration": "use --ckpt-step to begin from an earlier step.",
     "--model-parallel-size": "use --tensor-model-parallel-size.",
     "--start-eval-at-iter": "use --eval-interval.",
-    "--skip-train --test-mode": "use mcore-infer eval for the loss of a checkpoint.",
+    "--test-mode": "use mcore-infer eval for the loss of a checkpoint.",
     "--phase-transition-iterations": "use --data-mixture-path, whose phases begin at a step.",
     "--allow-ambiguous-pad-tokens --fim-eod-token": (
         "tokens that end and pad are the tokenizer's own; leave it out."

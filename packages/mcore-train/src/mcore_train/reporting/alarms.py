@@ -8,9 +8,8 @@ the step would gain at most: all of the part.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import torch
 
 from mcore_train.composition import TrainConfig, compose, flat
 from mcore_train.options.recipe import to_flags
@@ -37,6 +36,7 @@ LEAST_NOISES = 5
 
 _MODELED = ("bubble", "compute", "exposed_dp", "exposed_tp")
 """Parts whose flags the planner predicts."""
+_CHANGES_NUMBERS = {"global_batch_size", "grad_reduce_in_bf16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,15 +57,19 @@ class Alarm:
         return f"{self.name}: {self.seen}; {remedy}"
 
 
-def find_alarms(plan: Plan, waterfall: Waterfall, mfu: float) -> list[Alarm]:
+def find_alarms(
+    plan: Plan, waterfall: Waterfall, mfu: float, device_name: str = ""
+) -> list[Alarm]:
     """Hold a waterfall to the bounds.
 
     Args:
         plan: of the run.
         waterfall: of one of its steps.
         mfu: share of the device's peak; 0: the peak is not known.
+        device_name: of the GPU, as its driver gives it; empty: a CPU.
     """
     parts, step_s = waterfall.parts, waterfall.step_s
+    alarm = partial(_alarm, plan=plan, device_name=device_name)
     found = []
     slow = _slow_rank(waterfall)
     if slow is not None:
@@ -74,16 +78,16 @@ def find_alarms(plan: Plan, waterfall: Waterfall, mfu: float) -> list[Alarm]:
     if share > MOST_COMMUNICATION and slow is None:
         part = max((f"exposed_{axis}" for axis in AXES), key=lambda name: parts[name])
         seen = f"{_percent(share)} of a step is exposed, most of it over {part[8:]}"
-        found.append(_alarm("communication", seen, plan, part, parts[part] / step_s))
+        found.append(alarm("communication", seen, part, share=parts[part] / step_s))
     if waterfall.utilisation < LEAST_UTILISATION:
         part = max(("bubble", "data", "host", "checkpoint"), key=lambda name: parts[name])
         seen = (
             f"devices work for {_percent(waterfall.utilisation)} of a step; "
             f"{_percent(parts[part] / step_s)} is {_WORDS[part]}"
         )
-        found.append(_alarm("utilisation", seen, plan, part, parts[part] / step_s))
+        found.append(alarm("utilisation", seen, part, share=parts[part] / step_s))
     if 0 < mfu < LEAST_MFU and not found:
-        found.append(_alarm("MFU", f"{_percent(mfu)} of the peak", plan, "compute", 0.0))
+        found.append(alarm("MFU", f"{_percent(mfu)} of the peak", "compute"))
     if waterfall.gradient_noise > MOST_NOISE and waterfall.num_noises >= LEAST_NOISES:
         noise = waterfall.gradient_noise
         size = plan.global_batch_size * min(4, max(2, round(noise) if noise < 4 else 4))
@@ -113,28 +117,28 @@ def _slow_rank(waterfall: Waterfall) -> Alarm | None:
         name="slow rank",
         seen=f"rank {waterfall.slow_rank} takes {waterfall.slow_ratio:.2f} times as long as "
         "ranks with the same work",
-        flag="",
-        gain="run mcore-train doctor on its host; no option of the run helps",
+        flag="--log-straggler",
+        gain="tells whether matrix products, links or data of its host are slow; then "
+        "mcore-train doctor there",
     )
 
 
-def _alarm(name: str, seen: str, plan: Plan, part: str, share: float) -> Alarm:
+def _alarm(
+    name: str, seen: str, part: str, *, plan: Plan, device_name: str, share: float = 0.0
+) -> Alarm:
     """Name the flag against a part that takes a share of the step."""
     config = plan.config
     candidates = [
         changes
-        for changes in _against(part, config)
+        for changes in _against(part, config, has_graphs=bool(device_name))
         if not changes.items() <= flat(config).items()
     ]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    system = system_of_device(device)
+    system = system_of_device(device_name)
     if system is not None and part in _MODELED:
         run = plan.family, plan.world_size, plan.vocab_size, system
-        gains = [
-            gain
-            for gain in predict_gains(config, candidates, *run)
-            if gain.fits and gain.faster > 0
-        ]
+        # What changes the numbers of a run is named only where nothing else helps.
+        same = [changes for changes in candidates if not _CHANGES_NUMBERS & set(changes)]
+        gains = [g for g in predict_gains(config, same, *run) if g.fits and g.faster > 0]
         if gains:
             return Alarm(name=name, seen=seen, flag=gains[0].flags, gain=gains[0].describe())
     for changes in candidates:
@@ -145,7 +149,7 @@ def _alarm(name: str, seen: str, plan: Plan, part: str, share: float) -> Alarm:
     return Alarm(name=name, seen=seen, flag="", gain="no option of this run is known to help")
 
 
-def _against(part: str, config: TrainConfig) -> Iterator[Changes]:
+def _against(part: str, config: TrainConfig, *, has_graphs: bool) -> Iterator[Changes]:
     """Yield changes that shorten a part, the likeliest first."""
     sequences = config.batch.global_batch_size or config.batch.micro_batch_size
     larger: Changes = {"global_batch_size": 2 * sequences}
@@ -153,7 +157,7 @@ def _against(part: str, config: TrainConfig) -> Iterator[Changes]:
         case "data":
             yield {"num_workers": max(2, 2 * config.data.num_workers)}
         case "host":
-            if torch.cuda.is_available():
+            if has_graphs:
                 yield {"cuda_graph_impl": "full_iteration"}
                 yield {"cuda_graph_impl": "local"}
             yield {"micro_batch_size": 2 * config.batch.micro_batch_size}

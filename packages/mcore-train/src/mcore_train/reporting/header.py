@@ -17,9 +17,10 @@ from mcore_models.flops import num_active_parameters, num_parameters
 from mcore_parallel.launch import launcher
 from mcore_train.assembly import Run
 from mcore_train.composition import TrainConfig
+from mcore_train.diagnosis.memory import planned_bytes
 from mcore_train.options.recipe import changed_options, to_flags
 from mcore_train.reporting.log import Header
-from mcore_train.resolution import Plan
+from mcore_train.resolution import Plan, layout_degrees
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +76,7 @@ def build_header(run: Run) -> Header:
         "versions": versions,
         "data": [asdict(share) for share in shares],
         "save_interval": config.saving.save_interval,
+        "planned_gib": sum(planned_bytes(plan).values()) / 2**30,
         "options": changed_options(config),
     }
     return Header(lines=lines, row=row)
@@ -148,20 +150,6 @@ def _duration(time_ms: float) -> str:
     if minutes < 2:
         return f"{60 * minutes:.1f} s"
     return f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
-
-
-def layout_degrees(plan: Plan) -> dict[str, int]:
-    """Return the degree of each axis by its name in the header."""
-    parallel = plan.config.parallelism
-    layout = {
-        "tensor": parallel.tensor_model_parallel_size,
-        "context": parallel.context_parallel_size,
-        "pipeline": parallel.pipeline_model_parallel_size,
-        "data": plan.data_parallel_size,
-    }
-    if plan.config.experts.num_experts:
-        layout["expert"] = parallel.expert_model_parallel_size
-    return layout
 
 
 def _format(plan: Plan) -> str:

@@ -1,10 +1,11 @@
-"""Where a step's time goes: GPU kernels of a torch profile, sorted into a few kinds.
+"""``mcore-train profile``: GPU kernels of a torch profile, sorted into a few kinds.
 
 Kinds are found by kernel name. Times are unions of intervals over all streams, so that
 overlapped work is not counted twice: ``exposed`` communication is what no other kernel
 covers, and ``gap`` is when the device does nothing at all.
 """
 
+import gzip
 import json
 import re
 import tempfile
@@ -101,17 +102,81 @@ def device_kernels(profile: torch.profiler.profile) -> list[Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return [
-        Kernel(
-            event["name"],
-            event["ts"],
-            event["ts"] + event["dur"],
-            event.get("args", {}).get("Process Group Description", ""),
+        return read_trace(path).kernels
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a trace of torch's profiler holds of device and phases."""
+
+    kernels: list[Kernel]
+    ranges: dict[str, list[Interval]]
+    """Ranges of the host by name: ``step N``, and the spans in it such as ``F/0``."""
+
+    @property
+    def steps(self) -> list[Interval]:
+        """Whole steps."""
+        found = [times[0] for name, times in self.ranges.items() if name.startswith(STEP)]
+        return sorted(found)
+
+
+STEP = "step "
+"""Begin of the name of a step's range."""
+
+
+def read_trace(file: Path) -> Trace:
+    """Read a trace of torch's profiler, ``.json`` or ``.json.gz``.
+
+    Raises:
+        ValueError: if the file is no such trace.
+    """
+    open_file = gzip.open if file.suffix == ".gz" else open
+    try:
+        with open_file(file, "rt", encoding="utf-8") as stream:
+            events = json.load(stream)["traceEvents"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is no trace of torch's profiler ({error}): give a file of --profile."
+        ) from None
+    ranges: dict[str, list[Interval]] = defaultdict(list)
+    kernels = []
+    for event in events:
+        if "dur" not in event:
+            continue
+        begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            axis = event.get("args", {}).get("Process Group Description", "")
+            kernels.append(Kernel(event["name"], begin, end, axis))
+        elif event.get("cat") == "user_annotation":
+            ranges[event["name"]].append((begin, end))
+    return Trace(kernels, dict(ranges))
+
+
+def trace_page(trace: Trace) -> str:
+    """Write what a step's time went to, and the heaviest kernels, for a person."""
+    steps = trace.steps
+    count = max(1, len(steps))
+    lines = [f"{len(steps)} steps"]
+    if trace.kernels:
+        kernels = trace.kernels
+        wall_us = max(k.end for k in kernels) - min(k.begin for k in kernels)
+        split = split_ms(kernels, wall_us, count)
+        exposed = split.pop("exposed_by_axis")
+        lines.append("device, ms a step:")
+        lines += [f"{ms:9.3f}  {kind.replace('_', ' ')}" for kind, ms in split.items()]
+        lines += [
+            f"{ms:9.3f}  exposed communication over {axis}" for axis, ms in exposed.items()
+        ]
+        lines += ["heaviest kernels:", *heaviest(kernels, count)]
+    else:
+        lines.append("no device in the trace")
+    lines.append("ranges of the host, ms a step:")
+    named = [(n, t) for n, t in trace.ranges.items() if not n.startswith(STEP)]
+    for name, times in sorted(named, key=lambda entry: -union_us(entry[1])):
+        lines.append(
+            f"{union_us(times) / count / 1e3:9.3f}  {name}, {len(times) / count:.1f} x"
         )
-        for event in events
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    ]
+    return "\n".join(lines)
 
 
 def heaviest(kernels: list[Kernel], steps: int, count: int = 25) -> list[str]:

@@ -1,0 +1,37 @@
+import gzip
+import json
+
+import pytest
+from warm_ranks import run_command
+
+from mcore_train.reporting.kernel_split import read_trace
+
+TRAIN = (
+    "gpt --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--vocab-size 16 --mock-data --num-workers 0 --global-batch-size 2 --train-iters 5 "
+    "--lr 1e-3"
+)
+
+
+def test_a_profile_has_the_steps_and_their_phases(tmp_path):
+    save = tmp_path / "run"
+    options = f"--profile --profile-step-start 2 --profile-step-end 4 --save {save}"
+    run_command("mcore_train", *TRAIN.split(), *options.split())
+    file = save / "profiles" / "rank0.json.gz"
+    with gzip.open(file, "rt") as stream:
+        events = json.load(stream)["traceEvents"]  # what Perfetto reads
+    ranges = {e["name"]: e for e in events if e.get("cat") == "user_annotation"}
+    assert {"step 3", "step 4", "data", "compute", "F/0", "B/0", "optimizer"} <= set(ranges)
+    assert not {"step 2", "step 5"} & set(ranges)
+    page = run_command("mcore_train", "profile", file).stdout
+    assert page.startswith("2 steps\n")
+    lines = {line.split("  ")[-1].split(",")[0].strip(): line for line in page.splitlines()}
+    assert "2.0 x" in lines["F/0"]  # two micro-batches a step
+    assert float(lines["compute"].split()[0]) >= float(lines["F/0"].split()[0]) > 0
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path):
+    file = tmp_path / "trace.json"
+    file.write_text("[1]")
+    with pytest.raises(ValueError, match="is no trace"):
+        read_trace(file)
