@@ -27,11 +27,11 @@ from mcore_ckpt.save_load.attachments import Attachments
 from mcore_ckpt.save_load.hf_saving import HFView
 from mcore_ckpt.save_load.plan_cache import PlanCache
 from mcore_ckpt.save_load.rank_agreement import (
-    agreed,
     any_rank,
     gather_bytes,
     gather_json,
     pack,
+    raise_on_all_ranks,
     start_any_rank,
     unpack,
 )
@@ -210,7 +210,7 @@ class AsyncSaver:
                 hf=hf,
                 plans=self._plans,
             )
-            with agreed(self._world):
+            with raise_on_all_ranks(self._world):
                 copies = self._staging.start(begun.memory)
         except BaseException:
             lock.release()

@@ -15,7 +15,12 @@ from math import inf, prod
 import torch
 from torch import Tensor
 
-from mcore_ckpt.save_load.rank_agreement import agreed, any_rank, gather_json, host_device
+from mcore_ckpt.save_load.rank_agreement import (
+    any_rank,
+    gather_json,
+    host_device,
+    raise_on_all_ranks,
+)
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, box_text, intersect, shifted, small_spans
 from mcore_ckpt.storage.files import narrowed
@@ -61,7 +66,7 @@ def compare_replicas(
         return
     held = _held(common, shards)
     digests: list[int] = []
-    with agreed(world):  # a device may be out of memory
+    with raise_on_all_ranks(world):  # a device may be out of memory
         digests = _on_host([digest(box) for boxes in held.values() for box in boxes])
     own = {number: [digests.pop(0) for _ in boxes] for number, boxes in held.items()}
     unlike = _unlike(own, len(common), world)

@@ -26,10 +26,10 @@ from mcore_ckpt.save_load.attachments import Attachments
 from mcore_ckpt.save_load.claims import piece_box
 from mcore_ckpt.save_load.hf_saving import HFView, assemble, plan_hf, put_tokenizer_at_root
 from mcore_ckpt.save_load.plan_cache import PlanCache
-from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
+from mcore_ckpt.save_load.rank_agreement import gather_json, raise_on_all_ranks
 from mcore_ckpt.save_load.retention import prune
 from mcore_ckpt.save_load.tensor_exchange import travel_device
-from mcore_ckpt.storage.checksums import sealed
+from mcore_ckpt.storage.checksums import finalize_index
 from mcore_ckpt.storage.files import Item, cut_slabs, write_file
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.index import (
@@ -135,10 +135,10 @@ def save(
             plans=plans,
         )
         chunks: dict[str, Any] = {}
-        with agreed(world):
+        with raise_on_all_ranks(world):
             chunks = write(begun, [[tensor] for tensor in begun.memory])
         reports = gather_json(chunks, world)
-        with agreed(world):
+        with raise_on_all_ranks(world):
             if world.rank == 0:
                 commit_step(begun, reports, retention)
     finally:
@@ -164,7 +164,7 @@ def begin(
     """
     run_folder = as_path(run_folder)
     plans = plans or PlanCache()
-    with agreed(world):
+    with raise_on_all_ranks(world):
         final = step_folder(run_folder, step)
         mine = plans.claims(shards)
         beside = beside.kept() if world.rank == 0 else Attachments()
@@ -172,7 +172,7 @@ def begin(
     plans.compare(shards, world)
     hf_plan = None if hf is None else plan_hf(hf.links, claims, writes)
     made = ""
-    with agreed(world):
+    with raise_on_all_ranks(world):
         if world.rank == 0:
             lock.acquire()
             made = str(make_fresh(final, replace=replace))
@@ -257,7 +257,7 @@ def commit_step(
     if begun.hf_files:
         put_tokenizer_at_root(begun.folder)
     final = commit(
-        begun.folder, begun.run_folder, begun.step, sealed(index, begun.folder, rows)
+        begun.folder, begun.run_folder, begun.step, finalize_index(index, begun.folder, rows)
     )
     log.info("saved step %s to %s", begun.step, final)
     if retention != KEEP_ALL:

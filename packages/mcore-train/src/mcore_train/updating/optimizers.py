@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from mcore_ckpt.save_load.rank_agreement import agreed
+from mcore_ckpt.save_load.rank_agreement import raise_on_all_ranks
 from mcore_models.mup import step_width
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
@@ -41,7 +41,7 @@ def build_optimizer(
             [(part.name, part.shape) for part in named.layout.parts], config.model
         )
 
-    with agreed(ctx.world):  # each looks at its own memory and drive
+    with raise_on_all_ranks(ctx.world):  # each looks at its own memory and drive
         return DistributedOptimizer(
             data_parallel,
             rules[config.optimizer.optimizer](config),
