@@ -1,7 +1,7 @@
 """Triton kernels of the gated delta rule's gradients; see ``kernels.delta``.
 
-Key heads are shared by neighbouring value heads: a program computes all of them, and adds
-their gradients of queries and keys where it has written those of the first.
+Neighbouring value heads share a key head: a program computes all of them, and adds their
+gradients of queries and keys to those that it wrote for the first.
 """
 
 from typing import no_type_check
@@ -38,7 +38,7 @@ def correction_gradients(
     CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a chunk's corrections by what its own tokens read of them."""
+    """Compute gradients of a chunk's corrections from the outputs of its own tokens."""
     chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
     sums, _, _, _, mine = running_of(
@@ -64,9 +64,9 @@ def state_gradients(
     CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk back over the chunks of a head: the gradient of the state after each.
+    """Loop backwards over the chunks of a head: gradient of the state after each chunk.
 
-    Adds what the state passes on to the gradients of the corrections.
+    Adds the state's share to the gradients of the corrections.
     """
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     number, channel = tl.arange(0, K), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -115,8 +115,8 @@ def state_gradients(
 @triton.jit
 @no_type_check
 def _add(total, at, value, inside, others):
-    """Add to what was written for other heads, if there were any."""
-    tl.debug_barrier()  # other threads wrote it
+    """Add to the value stored for other heads, if there are any."""
+    tl.debug_barrier()  # another thread may have written it
     earlier = tl.load(total + at, mask=inside & (others > 0), other=0.0)
     tl.store(total + at, earlier + value, mask=inside)
 
@@ -130,7 +130,7 @@ def output_gradients(
     CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a chunk's queries, of keys and decays but for the system, and of erased."""
+    """Gradients of a chunk's queries and of erased; of keys and decays outside the system."""
     groups = heads // per_group
     chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
@@ -187,7 +187,7 @@ def system_gradients(
 ):  # fmt: skip
     """Gradients through a chunk's system: of values and shares; adds those of keys and decays.
 
-    With S X = R: the gradient of R is S^-T times that of X, and S has minus R's times X^T.
+    With S X = R: dR = S^-T dX, and dS = -dR X^T.
     """
     groups = heads // per_group
     chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups

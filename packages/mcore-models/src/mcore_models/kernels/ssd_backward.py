@@ -1,7 +1,7 @@
 """Triton kernels of the state-space form's gradients; see ``kernels.ssd``.
 
-Gradients of decay rates are differences of large sums. Both come from the same float32
-matrix here, so what cancels in theory does so in fact.
+Gradients of decay rates are differences of large sums. Both sums are computed from the same
+float32 matrix, so that terms that cancel in theory cancel exactly.
 """
 
 from typing import no_type_check
@@ -26,7 +26,7 @@ def state_gradients(
     CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk back over the chunks of a head: the gradient of the state after each."""
+    """Loop backwards over the chunks of a head: gradient of the state after each chunk."""
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     group = head // per_group
     channel = tl.arange(0, H)
@@ -68,7 +68,7 @@ def _of_head(
     x, x_token, x_row, dy, dt, A, docs, head, row, chunk, length, batch, heads,
     CHUNK: tl.constexpr, H: tl.constexpr, HAS_DOCS: tl.constexpr,
 ):  # fmt: skip
-    """Load a head's gradient of outputs and x dt of a chunk, and compute its decays."""
+    """Load a head's gradient of outputs and its x dt in a chunk; compute its decays."""
     step, sums, _, from_before, to_end, mine = decays(
         dt, A, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
     )
@@ -90,7 +90,7 @@ def input_gradients(
     CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute a chunk's gradients of x and dt, and its part of A's and D's; some heads."""
+    """Compute a chunk's gradients of x and dt, and its share of A's and D's, for some heads."""
     chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
     inside = token < length
@@ -105,13 +105,13 @@ def input_gradients(
             CHUNK, H, HAS_DOCS,
         )  # fmt: skip
         scaled = entering * step[:, None]
-        # Inside the chunk: rows read, columns were written.
+        # Within the chunk: rows are reading tokens, columns the tokens that they read.
         weights = scores * decay
         pairs = tl.dot(out, tl.trans(scaled.to(out.dtype)), input_precision=PRECISION) * weights
         rates = tl.sum(pairs, 1) - tl.sum(pairs, 0)
         grad_scaled = tl.dot(tl.trans(weights.to(out.dtype)), out, input_precision=PRECISION)
 
-        # The state before, which the chunk reads, and the one after, to which it adds.
+        # The state before the chunk, which it reads, and the state after, which it updates.
         which = (chunk * batch + row) * heads + head
         own = which.to(tl.int64) * (H * K)
         own += tl.arange(0, H)[:, None] * K + tl.arange(0, K)[None, :]
@@ -143,7 +143,7 @@ def group_gradients(
     CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one chunk's B and C, some of their numbers, summed over some heads."""
+    """Compute one chunk's gradients of some columns of B and C, summed over some heads."""
     chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
     tiles = K // BLOCK
     tile, part = tl.program_id(2) % tiles, tl.program_id(2) // tiles
