@@ -21,7 +21,14 @@ from mcore_models.qk_clip.config import QKClipConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
-from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig, SGDConfig
+from mcore_parallel.optimizers.config import (
+    AdamConfig,
+    LionConfig,
+    MainWeightsConfig,
+    MuonConfig,
+    SGDConfig,
+    SoapConfig,
+)
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.precision.config import Fp8Config
 from mcore_train.config import (
@@ -32,6 +39,7 @@ from mcore_train.config import (
     LogConfig,
     MemoryConfig,
     OptimizerConfig,
+    ParameterRatesConfig,
     RunConfig,
     SampleConfig,
     SaveConfig,
@@ -56,6 +64,10 @@ class TrainConfig:
     qk_clipping: QKClipConfig = field(default_factory=QKClipConfig)
     adam: AdamConfig = field(default_factory=AdamConfig)
     sgd: SGDConfig = field(default_factory=SGDConfig)
+    lion: LionConfig = field(default_factory=LionConfig)
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    soap: SoapConfig = field(default_factory=SoapConfig)
+    parameter_rates: ParameterRatesConfig = field(default_factory=ParameterRatesConfig)
     main_weights: MainWeightsConfig = field(default_factory=MainWeightsConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -60,9 +60,11 @@ class BatchConfig(Options):
 class OptimizerConfig(Options):
     """What a step does with the gradient."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: Literal["adam", "sgd", "lion", "muon", "soap"] = "adam"
     """adam: AdamW with bias correction and decoupled weight decay; sgd: gradient descent with
-    momentum, weight decay added to the gradient."""
+    momentum, weight decay added to the gradient; lion: the sign of an interpolated momentum;
+    muon: orthogonalized momentum of matrices; soap: Adam in the eigenbasis of Shampoo. With the
+    last two, AdamW updates embeddings, head, norms, biases and routers."""
     lr: float = option(0.0, minimum=0, shrinks_to=1e-2)
     """Highest learning rate; required."""
     min_lr: float = option(0.0, minimum=0)
@@ -96,6 +98,35 @@ class OptimizerConfig(Options):
             ),
             "--weight-decay-incr-style {weight_decay_incr_style} needs both "
             "--start-weight-decay and --end-weight-decay.",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterRatesConfig(Options):
+    """Learning rates, decay and rules that single parameters have."""
+
+    decoupled_lr: float = option(0.0, minimum=0, shrinks_to=2e-2)
+    """Highest learning rate of embeddings and the output head; 0: --lr."""
+    decoupled_min_lr: float = option(0.0, minimum=0, needs={"decoupled_lr": ON})
+    """Their learning rate at the end of the decay."""
+    apply_wd_to_qk_layernorm: bool = option(False, needs={"qk_layernorm": ON})
+    """Decay the weights of the norms of queries and keys too."""
+    layer_lr_decay: float = option(1.0, above=0, maximum=1)
+    """Factor on the learning rate of each layer, against that of the layer after it; embeddings
+    are before the first layer. For fine-tuning; 1: all alike."""
+    parameter_groups: tuple[str, ...] = ()
+    """Entries PATTERN KEY=VALUE ..., each quoted: a kind (embedding, head, norm, bias, router,
+    vector, matrix) or a pattern of logical names such as blocks.*.mlp.*, and what is set for
+    what matches: lr and min_lr (highest and last learning rate), lr_factor, decay_factor (of
+    --weight-decay), beta1, beta2 (of AdamW), optimizer=adam (of a matrix). Later ones win."""
+
+    rules = (
+        Rule(
+            ("decoupled_min_lr", "decoupled_lr"),
+            lambda v: v.decoupled_min_lr > v.decoupled_lr,
+            "--decoupled-min-lr {decoupled_min_lr} must not be above --decoupled-lr "
+            "{decoupled_lr}.",
         ),
     )
 

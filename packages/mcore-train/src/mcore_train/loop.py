@@ -20,6 +20,7 @@ from mcore_train.reporting.log import Reporter, StepReport
 from mcore_train.sample_texts import TextWriter
 from mcore_train.step import StepResult, train_step
 from mcore_train.updating.lr_schedule import learning_rate, weight_decay
+from mcore_train.updating.parameter_groups import named_rates
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,7 @@ def one_step(
         learning_rate(schedule, progress.schedule_samples),
         weight_decay(schedule, progress.schedule_samples),
         before_update,
+        named_rates(run.plan.config.parameter_rates, schedule, progress.schedule_samples),
     )
     progress.count_step(batch_size, is_skipped=result.is_skipped)
     return result

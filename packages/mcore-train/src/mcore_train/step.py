@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_models.protocol import MicroBatch
 from mcore_models.qk_clip.row_factors import row_factors
 from mcore_moe.routing.router_stats import SUMMARY, RouterStats, finish_step, summarize
+from mcore_parallel.data_parallel.distributed_optimizer import NO_RATES
 from mcore_parallel.data_parallel.grads import clip_coefficient
 from mcore_parallel.pipeline_parallel.runner import Payload, StageFunction, StageOutput
 from mcore_train.assembly import Run
@@ -53,6 +54,7 @@ def train_step(
     lr: float,
     weight_decay: float,
     before_update: Callable[[], None] | None = None,
+    named_lrs: Mapping[str, float] = NO_RATES,
 ) -> StepResult:
     """Train on one global batch; every rank calls it with its own part.
 
@@ -62,6 +64,7 @@ def train_step(
         lr: learning rate.
         weight_decay: decoupled decay.
         before_update: called right before weights and optimizer state change.
+        named_lrs: learning rates of parameters with their own, see ``named_rates``.
     """
     losses = backward(run, batches)
     row_scales = _qk_clip_scales(run)
@@ -80,7 +83,7 @@ def train_step(
             before_update()
         if run.precision.fp8_scales is not None:
             run.precision.fp8_scales.move_on()
-        run.optimizer.step(lr, weight_decay, clip * unscale, row_scales)
+        run.optimizer.step(lr, weight_decay, clip * unscale, row_scales, named_lrs)
     balance = _finish_routers(run) if run.plan.config.experts.num_experts else None
     return StepResult(losses.named, losses.aux_loss, norm, lr, balance, is_skipped)
 

@@ -28,7 +28,6 @@ from mcore_ckpt.save_load.hf_saving import HFView
 from mcore_ckpt.save_load.plan_cache import PlanCache
 from mcore_ckpt.save_load.rank_agreement import (
     any_rank,
-    gather_bytes,
     gather_json,
     pack,
     raise_on_all_ranks,
@@ -39,6 +38,7 @@ from mcore_ckpt.save_load.saving import KEEP_ALL, PlannedSave, begin, commit_ste
 from mcore_ckpt.save_load.staging import Copies, Staging
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.paths import step_folder
+from mcore_parallel.collectives import gather_bytes
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
 

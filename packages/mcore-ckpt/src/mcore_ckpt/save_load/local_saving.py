@@ -26,12 +26,13 @@ from mcore_base.atomic_files import write_durably
 from mcore_ckpt.config import LocalConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.claims import build_claims, piece_box
-from mcore_ckpt.save_load.rank_agreement import gather_json, host_device, raise_on_all_ranks
+from mcore_ckpt.save_load.rank_agreement import gather_json, raise_on_all_ranks
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange
 from mcore_ckpt.storage.checksums import check_files, finalize_index
 from mcore_ckpt.storage.files import DTYPES, Item, Reader, cut_slabs, write_file
 from mcore_ckpt.storage.index import Index, StoredBox, TensorEntry, read_index
 from mcore_ckpt.storage.paths import INDEX, is_complete, remove
+from mcore_parallel.collectives import host_device
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
 

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_parallel.collectives import all_gather, start_all_reduce, wait
+from mcore_parallel.collectives import gather_bytes, host_device, start_all_reduce, wait
 from mcore_parallel.mesh import Axis
 
 
@@ -41,18 +40,6 @@ def pack(value: Any) -> bytes:
 def unpack(content: bytes) -> Any:
     """Inverse of ``pack``."""
     return json.loads(zlib.decompress(content))
-
-
-def gather_bytes(content: bytes, axis: Axis) -> list[bytes]:
-    """Collect bytes of any length from each rank; all-gathers over ``axis`` twice."""
-    if axis.size == 1:
-        return [content]
-    device = host_device(axis)
-    sizes = all_gather(torch.tensor([len(content)], device=device), axis).tolist()
-    mine = torch.zeros(max(sizes), dtype=torch.uint8)
-    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    rows = all_gather(mine.to(device), axis).cpu().view(axis.size, -1)
-    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 def any_rank(flags: Sequence[bool], axis: Axis) -> list[bool]:
@@ -105,10 +92,3 @@ def _kind(failure: Exception) -> int:
     if isinstance(failure, ValueError):
         return 0
     return 1 if isinstance(failure, (CheckpointError, OSError)) else 2
-
-
-def host_device(axis: Axis) -> torch.device:
-    """Return the device of small tensors sent over the axis: the host if possible."""
-    if axis.size == 1 or "cpu" in str(dist.get_backend_config(axis.group)):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

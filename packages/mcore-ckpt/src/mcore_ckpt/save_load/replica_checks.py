@@ -15,18 +15,13 @@ from math import inf, prod
 import torch
 from torch import Tensor
 
-from mcore_ckpt.save_load.rank_agreement import (
-    any_rank,
-    gather_json,
-    host_device,
-    raise_on_all_ranks,
-)
+from mcore_ckpt.save_load.rank_agreement import any_rank, gather_json, raise_on_all_ranks
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, box_text, intersect, shifted, small_spans
 from mcore_ckpt.storage.files import narrowed
 from mcore_ckpt.storage.index import DTYPE_BYTES
 from mcore_ckpt.storage.shard_plans import Claim, Write, listed
-from mcore_parallel.collectives import all_reduce
+from mcore_parallel.collectives import all_reduce, host_device
 from mcore_parallel.digests import digest
 from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard

@@ -110,6 +110,14 @@ SPELLINGS: dict[str, Spelling] = {
     "--moe-extended-tp": Spelling(note="--expert-tensor-parallel-size says it"),
     "--empty-unused-memory-level": Spelling(num_values=1, note="memory is kept"),
     "--variable-seq-lengths": Spelling(note="every stage reads lengths off its own batch"),
+    "--muon-use-nesterov": Spelling(("--muon-nesterov",)),
+    "--muon-no-split-qkv": Spelling(("--no-muon-split-qkv",)),
+    "--muon-scalar-optimizer": Spelling(
+        num_values=1, only="adam", note="AdamW updates what matrices leave"
+    ),
+    "--muon-fp32-matmul-prec": Spelling(
+        num_values=1, note="products of the iteration are of bfloat16, which is medium"
+    ),
     "--cpu-optimizer": Spelling(("--optimizer-cpu-offload",)),
     "--cpu-optimizer-type": Spelling(
         ("--optimizer", "adam"), num_values=1, only="ADAM", needs="--cpu-optimizer"
@@ -173,6 +181,7 @@ SPELLINGS: dict[str, Spelling] = {
 VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("--cp-comm-type", "allgather"): ("--cp-comm-type", "all_gather"),
     ("--cuda-graph-impl", "transformer_engine"): ("--cuda-graph-impl", "local"),
+    ("--optimizer", "dist_muon"): ("--optimizer", "muon"),
     ("--moe-token-dispatcher-type", "flex"): ("--moe-token-dispatcher-type", "deepep"),
     ("--position-embedding-type", "yarn"): (
         *("--position-embedding-type", "rope", "--rope-type", "yarn"),
@@ -333,8 +342,6 @@ INSTEAD: dict[str, str] = {
     "--cuda-graph-scope --cuda-graph-modules": (
         "use --cuda-graph-impl full_iteration for a graph of the step, local for one a layer."
     ),
-    "--decoupled-*": "embedding and output layer take the rate of all weights; use --lr.",
-    "--apply-wd-to-qk-layernorm": "vectors never decay; leave it out.",
     "--eval-micro-batch-size --eval-global-batch-size": (
         "validation takes the training batch; use --eval-iters for more or fewer of them."
     ),
@@ -401,7 +408,7 @@ INSTEAD: dict[str, str] = {
         "use --moe-expert-capacity-factor, or --moe-expert-rows-limit to bound memory."
     ),
     "--moe-paged-stash*": "use --cpu-offloading to keep activations in host memory.",
-    "--muon-* --lion-* --soap-*": "only adam and sgd are here: use --optimizer adam.",
+    "--muon-*": "use the options of --optimizer muon that mcore-train gpt --help lists.",
     "--no-weight-decay-cond-type": "vectors never decay; leave it out.",
     "--mamba-training-ssm-states-dtype": "states are kept in float32; leave it out.",
     "--perform-rl-step --rl-* --no-rl-* --grpo-* --langrl-* --refit-method": (
