@@ -166,10 +166,12 @@ def _is_far(
         and any(intersect(box, write.box) == write.box for box in held[write.name].boxes)
     ]
     size = DTYPE_BYTES[claims[ranks[0]][write.name].dtype]
-    whole = (0,) * len(write.box[1]), write.box[1]
-    parts = list(small_spans(whole[1], whole, _PART_BYTES // size))
+    full = (0,) * len(write.box[1]), write.box[1]
+    parts = list(small_spans(full[1], full, _PART_BYTES // size))
     gaps = [_Gap() for _ in mine]
     for part in parts:
+        # Boxes that this rank holds twice are compared here; other ranks compare theirs with
+        # the box that the first holder sends.
         for gap, other in zip(gaps[1:], mine[1:], strict=True):
             gap.widen(narrowed(mine[0], part), narrowed(other, part))
 

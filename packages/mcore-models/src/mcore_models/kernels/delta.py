@@ -72,6 +72,8 @@ def _inverse(system, CHUNK: tl.constexpr):
     own = number[:, None, None, None] == number[None, None, :, None]
     inner = tl.sum(tl.where(own, blocks, 0.0), 2)  # [COUNT, 16, 16], the diagonal blocks
     inverse = tl.where((place[:, None] == place[None, :])[None, :, :], 1.0, inner * 0.0)
+    # Forward substitution in all diagonal blocks at once: row i of the inverse is e_i minus
+    # the sum over j < i of inner[i, j] times row j.
     for row in range(1, 16):
         is_row = (place == row)[None, :, None]
         factors = tl.sum(tl.where(is_row, inner, 0.0), 1)
@@ -81,6 +83,7 @@ def _inverse(system, CHUNK: tl.constexpr):
     if COUNT == 1:
         return inverse
     block = tl.arange(0, CHUNK) // 16
+    # D: the diagonal blocks, O: the rest. (D + O)^-1 = D^-1 - D^-1 O (D + O)^-1.
     outer = tl.where(block[:, None] == block[None, :], 0.0, system)
     step = tl.dot(inverse, outer, input_precision="tf32x3")
     result = inverse
@@ -108,6 +111,7 @@ def _corrections(
     share = tl.load(beta + at, mask=inside, other=0.0)
     keys = of_group(k, k_token, k_row, token, row, head // per_group, length, K, K)
     place = tl.arange(0, CHUNK)
+    # S = I + A with A_ij = beta_i (k_i . k_j) e^{G_i - G_j} for j < i.
     if IS_SOLVED:
         solved = tl.load(
             inverse + at[:, None] * CHUNK + place[None, :], mask=inside[:, None], other=0.0
@@ -119,10 +123,12 @@ def _corrections(
         solved = _inverse(system, CHUNK).to(inverse.dtype.element_ty)
         tl.store(inverse + at[:, None] * CHUNK + place[None, :], solved, mask=inside[:, None])
     values = of_group(v, v_token, v_row, token, row, head, length, H, H)
+    # new = S^-1 (beta V)
     values = (values * share[:, None]).to(solved.dtype)
     result = tl.dot(solved, values, input_precision=PRECISION)
     where = at[:, None] * H + tl.arange(0, H)[None, :]
     tl.store(new + where, result.to(new.dtype.element_ty), mask=inside[:, None])
+    # erased = S^-1 (beta e^G K); e^G is 0 for tokens of documents that begin in this chunk.
     keys = (keys * (share * from_before)[:, None]).to(solved.dtype)
     result = tl.dot(solved, keys, input_precision=PRECISION)
     where = at[:, None] * K + tl.arange(0, K)[None, :]
@@ -154,6 +160,7 @@ def _states(
         token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
         inside = token < length
         at = ((token * batch + row) * heads + head)[:, None]
+        # Corrections of the tokens: fixed = new - erased M.
         taken = tl.load(erased + at * K + number[None, :], mask=inside[:, None], other=0.0)
         correction = tl.load(new + at * H + channel[None, :], mask=inside[:, None], other=0.0)
         correction = correction.to(tl.float32)
@@ -169,6 +176,7 @@ def _states(
             mask=inside[None, :],
             other=0.0,
         )
+        # M <- e^{G_Q} M + K^T (e^{G_Q - G} fixed); keys were loaded as [K, Q].
         correction = (correction * to_end[:, None]).to(keys.dtype)
         state = state * over + tl.dot(keys, correction, input_precision=PRECISION)
     tl.store(end + own + place, state)
@@ -191,6 +199,7 @@ def _outputs(
     )
     queries = of_group(q, q_token, q_row, token, row, group, length, K, K)
     keys = of_group(k, k_token, k_row, token, row, group, length, K, K)
+    # o = e^G q M + W fixed with W_ij = (q_i . k_j) e^{G_i - G_j} for j <= i.
     weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     weights *= inside_chunk(sums, mine, CHUNK, HAS_DOCS)
     own = ((chunk * batch + row) * heads + head).to(tl.int64) * (H * K)

@@ -86,6 +86,7 @@ def _states(
             mask=inside[:, None],
             other=0.0,
         )
+        # Each token adds dt x B^T, decayed until the end of the chunk.
         entering = (entering * (step * to_end)[None, :]).to(written.dtype)
         state = state * over + tl.dot(entering, written, input_precision=PRECISION)
     tl.store(end + own + place, state)
@@ -113,11 +114,13 @@ def _outputs(
         step, sums, _, from_before, _, mine = decays(
             dt, A, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
         )
+        # [Q, Q]: C_t . B_s times the decay from s to t and dt_s; zero for s > t.
         weights = scores * inside_chunk(sums, mine, CHUNK, HAS_DOCS) * step[None, :]
         at = row * x_row + head * H + channel[None, :]
         entering = tl.load(x + token[:, None] * x_token + at, mask=inside, other=0.0)
         own = ((chunk * batch + row) * heads + head).to(tl.int64) * H * K
         state = tl.load(before + own + channel[None, :] * K + number[:, None])  # [K, H]
+        # The state before the chunk, the tokens of the chunk, and D x.
         result = tl.dot(read, state, input_precision=PRECISION) * from_before[:, None]
         result += tl.dot(weights.to(entering.dtype), entering, input_precision=PRECISION)
         result += entering.to(tl.float32) * tl.load(D + head).to(tl.float32)

@@ -42,6 +42,8 @@ def state_gradients(
         _, _, over, from_before, _, _ = decays(
             dt, A, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
         )
+        # Gradient of the logarithm of the decay over the chunk, from some numbers of the
+        # state.
         kept = tl.sum(tl.sum(grad * tl.load(before + at).to(tl.float32), 1), 0) * over
         which = (tl.program_id(1) * chunks + chunk) * batch * heads + tl.program_id(0)
         tl.store(passed + which, kept)
@@ -57,6 +59,7 @@ def state_gradients(
             mask=inside[:, None],
             other=0.0,
         )
+        # The state decays to the end of the chunk, and is read by C in its outputs.
         out = (out * from_before[None, :]).to(read.dtype)
         grad = grad * over + tl.dot(out, read, input_precision=PRECISION)
     tl.store(dfirst + own + place, grad)
@@ -163,12 +166,14 @@ def group_gradients(
             CHUNK, H, HAS_DOCS,
         )  # fmt: skip
         scaled = entering * step[:, None]
+        # Gradient of the scores C_t . B_s of this head: dy_t . (x_s dt_s), decayed.
         pairs = tl.dot(out, tl.trans(scaled.to(out.dtype)), input_precision=PRECISION) * decay
         pairs = pairs.to(read.dtype)
         grad_read = tl.dot(pairs, written, grad_read, input_precision=PRECISION)
         grad_written = tl.dot(tl.trans(pairs), read, grad_written, input_precision=PRECISION)
         own = ((chunk * batch + row) * heads + head).to(tl.int64) * (H * K)
         own += tl.arange(0, H)[:, None] * K + number
+        # C also reads the state before the chunk; B also enters the state after it.
         out = (out.to(tl.float32) * from_before[:, None]).to(read.dtype)
         state = tl.load(before + own)
         grad_read = tl.dot(out, state, grad_read, input_precision=PRECISION)

@@ -38,6 +38,8 @@ def running(
     to_end = tl.exp(last - sums)
     mine = tl.zeros([CHUNK], tl.int32)
     if HAS_DOCS:
+        # A state crosses the begin or the end of a chunk only within one document; before the
+        # first chunk is document 0, to which the given state belongs.
         mine = tl.load(docs + token * batch + row, mask=token < length, other=-1)
         end = tl.load(docs + (tl.minimum(chunk * CHUNK + CHUNK, length) - 1) * batch + row)
         previous = tl.load(docs + tl.maximum(chunk * CHUNK - 1, 0) * batch + row)
@@ -102,6 +104,8 @@ def decay_gradients(rates, kept):
     ``rates``: for each token, its reads minus later reads of it; ``kept``: its contribution to
     the state after the chunk.
     """
+    # The decay at a token applies to reads at it and later (a suffix sum of rates), and to
+    # contributions of earlier tokens to the next state (a prefix sum of kept).
     return tl.sum(rates, 0) - tl.cumsum(rates, 0) + rates + tl.cumsum(kept, 0) - kept
 
 
