@@ -106,8 +106,8 @@ def _kinds(model: ModelDescription) -> Iterator[tuple[list[int], tuple[str, ...]
 
 def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iterator[str]:
     config = model.config
-    placed = {"pre": "before", "output": "after", "sandwich": "before and after"}
-    where = placed[config.norm_placement]
+    norm_places = {"pre": "before", "output": "after", "sandwich": "before and after"}
+    where = norm_places[config.norm_placement]
     together = {
         "off": "",
         "two_norms": ", side by side",

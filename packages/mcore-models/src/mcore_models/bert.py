@@ -66,24 +66,24 @@ class BERT(StageModel):
 
     def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:
         """Allocate embeddings, layers and heads, see ``StageModel``."""
-        config, placed = self.config, setups[0].placed
+        config, factory_kwargs = self.config, setups[0].factory_kwargs
         self.has_binary = "binary" in config.bert_heads
         self.loss_coefficients = {LM_LOSS: 1.0} | ({SOP_LOSS: 1.0} if self.has_binary else {})
-        self._add_embeddings(ctx, placed)
+        self._add_embeddings(ctx, factory_kwargs)
         self.blocks = nn.ModuleDict()
         for layer in self.stage.layers:
             block = MaskedBlock(setups[layer], post_norm=config.post_layer_norm)
             self.blocks[str(layer)] = block
-        self._add_heads(ctx, placed)
+        self._add_heads(ctx, factory_kwargs)
 
-    def _add_embeddings(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:
+    def _add_embeddings(self, ctx: ParallelContext, factory_kwargs: Mapping[str, Any]) -> None:
         config, stage = self.config, self.stage
         has_head = "lm" in config.bert_heads
         if stage.has_embedding or (stage.has_loss and has_head):
-            self.add_embedding(ctx.embedding_ends if has_head else SINGLE, placed)
+            self.add_embedding(ctx.embedding_ends if has_head else SINGLE, factory_kwargs)
         if not stage.has_embedding:
             return
-        table: dict[str, Any] = {**self.split(), **placed}
+        table: dict[str, Any] = {**self.split(), **factory_kwargs}
         self.position_embedding = PositionEmbedding(
             config.max_position_embeddings, config.hidden_size, **table
         )
@@ -92,23 +92,27 @@ class BERT(StageModel):
                 config.num_tokentypes, config.hidden_size, **table
             )
         if config.post_layer_norm:
-            self.embedding_norm = stream_norm(config, ctx, **placed)
+            self.embedding_norm = stream_norm(config, ctx, **factory_kwargs)
 
-    def _add_heads(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:
+    def _add_heads(self, ctx: ParallelContext, factory_kwargs: Mapping[str, Any]) -> None:
         config, heads = self.config, self.config.bert_heads
         if not self.stage.has_loss:
             return
         if not config.post_layer_norm:
-            self.final_norm = stream_norm(config, ctx, **placed)
+            self.final_norm = stream_norm(config, ctx, **factory_kwargs)
         if "lm" in heads:
             self.lm_head = MaskedTokenHead(
-                config, self.vocab_size, self.padded_vocab_size, **self.split(), **placed
+                config,
+                self.vocab_size,
+                self.padded_vocab_size,
+                **self.split(),
+                **factory_kwargs,
             )
         if "pooler" in heads:
-            self.pooler = Pooler(config.hidden_size, **self.split(), **placed)
+            self.pooler = Pooler(config.hidden_size, **self.split(), **factory_kwargs)
         if self.has_binary:
             self.binary_head = ReplicatedLinear(
-                config.hidden_size, 2, bias=True, axis=self.tp, **placed
+                config.hidden_size, 2, bias=True, axis=self.tp, **factory_kwargs
             )
 
     def forward(
@@ -233,7 +237,7 @@ class BERT(StageModel):
 
     def _embed(self, tokens: Tensor, types: Tensor | None) -> Tensor:
         num_tokens = tokens.shape[1]
-        positions = self.places(num_tokens, tokens.device)
+        positions = self.local_positions(num_tokens, tokens.device)
         x = self.embedding(tokens) + self.position_embedding(positions)
         if self.config.num_tokentypes:
             types = torch.zeros_like(tokens) if types is None else types

@@ -195,8 +195,8 @@ class MultiTokenPrediction(nn.Module):
                 f"rows of {length} tokens hold none {len(self.layers) + 1} places ahead: use "
                 f"{len(self.layers) + 2} or more."
             )
-        places = torch.arange(length, device=tokens.device)
-        inputs = BlockInputs(rotary=build_rotary(self.config, places, hidden.dtype))
+        positions = torch.arange(length, device=tokens.device)
+        inputs = BlockInputs(rotary=build_rotary(self.config, positions, hidden.dtype))
 
         def run(block: nn.Module, x: Tensor) -> Residual:
             return block(Residual.begin(x), inputs)

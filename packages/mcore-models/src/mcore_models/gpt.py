@@ -49,25 +49,25 @@ class GPT(StageModel, MTPLanguageModel):
 
     def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:
         """Allocate embeddings, layers, norm and head, see ``StageModel``."""
-        config, stage, placed = self.config, self.stage, setups[0].placed
+        config, stage, factory_kwargs = self.config, self.stage, setups[0].factory_kwargs
         self.add_further_losses()
-        self._add_embeddings(ctx, placed)
+        self._add_embeddings(ctx, factory_kwargs)
         self.blocks = nn.ModuleDict(
             {str(layer): build_block(setups[layer]) for layer in stage.layers}
         )
         if self.is_normed:
-            self.final_norm = stream_norm(config, ctx, **placed)
+            self.final_norm = stream_norm(config, ctx, **factory_kwargs)
         if stage.has_loss and config.untie_embeddings_and_output_weights:
             self.head = VocabParallelHead(
-                config.hidden_size, self.vocab_size, **self.vocab_split(), **placed
+                config.hidden_size, self.vocab_size, **self.vocab_split(), **factory_kwargs
             )
         mixers = further_mixers(config, setups[0].moe)
         self.mtp = nn.ModuleList(
-            PredictionLayer(config, ctx, build_block(setup, mixers), **placed)
+            PredictionLayer(config, ctx, build_block(setup, mixers), **factory_kwargs)
             for setup in (setups[config.num_layers :] if stage.has_mtp else ())
         )
 
-    def _add_embeddings(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:
+    def _add_embeddings(self, ctx: ParallelContext, factory_kwargs: Mapping[str, Any]) -> None:
         """Allocate the embedding on stages that embed tokens or share it with a tied head."""
         config, stage = self.config, self.stage
         is_tied = not config.untie_embeddings_and_output_weights
@@ -80,13 +80,16 @@ class GPT(StageModel, MTPLanguageModel):
             )
         if stage.has_embedding or has_copy:
             is_tied = is_tied or config.mtp_num_layers > 0
-            self.add_embedding(ctx.embedding_ends if is_tied else SINGLE, placed)
+            self.add_embedding(ctx.embedding_ends if is_tied else SINGLE, factory_kwargs)
         if stage.has_embedding and config.position_embedding_type == "learned_absolute":
             self.position_embedding = PositionEmbedding(
-                config.max_position_embeddings, config.hidden_size, **self.split(), **placed
+                config.max_position_embeddings,
+                config.hidden_size,
+                **self.split(),
+                **factory_kwargs,
             )
         if stage.has_embedding and config.embedding_layernorm:
-            self.embedding_norm = stream_norm(config, ctx, **placed)
+            self.embedding_norm = stream_norm(config, ctx, **factory_kwargs)
 
     def forward(
         self,
@@ -276,4 +279,4 @@ class GPT(StageModel, MTPLanguageModel):
             return positions[0] if positions.dim() == 2 and len(positions) == 1 else positions
         if state is not None:
             return torch.arange(state.length, state.length + num_tokens, device=device)
-        return self.places(num_tokens, device)
+        return self.local_positions(num_tokens, device)

@@ -89,10 +89,14 @@ class T5(StageModel):
 
     def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:
         """Allocate embeddings, both stacks and the head, see ``StageModel``."""
-        config, layers, placed = self.config, self.stage.layers, setups[0].placed
+        config, layers, factory_kwargs = (
+            self.config,
+            self.stage.layers,
+            setups[0].factory_kwargs,
+        )
         self.is_relative = config.position_embedding_type == "relative"
         self.is_tied = not config.untie_embeddings_and_output_weights
-        self._add_ends(ctx, placed)
+        self._add_ends(ctx, factory_kwargs)
         depth = encoder_layers(config)
         self.encoder, self.decoder = T5Stack(), T5Stack()
         for layer in layers:
@@ -110,27 +114,30 @@ class T5(StageModel):
                     config.relative_attention_num_buckets,
                     config.num_attention_heads,
                     axis=self.tp,
-                    **placed,
+                    **factory_kwargs,
                 )
             if has_norm:
-                stack.final_norm = stream_norm(config, ctx, **placed)
+                stack.final_norm = stream_norm(config, ctx, **factory_kwargs)
 
-    def _add_ends(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:
+    def _add_ends(self, ctx: ParallelContext, factory_kwargs: Mapping[str, Any]) -> None:
         """Allocate embeddings, and the head or the bias of a tied one."""
         config, stage = self.config, self.stage
         if stage.has_embedding or (stage.has_loss and self.is_tied):
-            self.add_embedding(ctx.embedding_ends if self.is_tied else SINGLE, placed)
+            self.add_embedding(ctx.embedding_ends if self.is_tied else SINGLE, factory_kwargs)
         if stage.has_embedding and not self.is_relative:
             self.position_embedding = PositionEmbedding(
-                config.max_position_embeddings, config.hidden_size, **self.split(), **placed
+                config.max_position_embeddings,
+                config.hidden_size,
+                **self.split(),
+                **factory_kwargs,
             )
         if stage.has_loss and not self.is_tied:
             self.head = VocabParallelHead(
-                config.hidden_size, self.vocab_size, **self.vocab_split(), **placed
+                config.hidden_size, self.vocab_size, **self.vocab_split(), **factory_kwargs
             )
         if stage.has_loss and self.is_tied and config.add_output_bias:
             self.lm_head = OutputBias(
-                self.vocab_size, self.padded_vocab_size, axis=self.tp, **placed
+                self.vocab_size, self.padded_vocab_size, axis=self.tp, **factory_kwargs
             )
 
     def forward(
@@ -298,7 +305,9 @@ class T5(StageModel):
         check_inputs(size, config=self.config, axes=axes, flag=flag)
         x = self.embedding(ids)
         if not self.is_relative:
-            x = x + self.position_embedding(self.places(ids.shape[1], ids.device) + begin)
+            x = x + self.position_embedding(
+                self.local_positions(ids.shape[1], ids.device) + begin
+            )
         return self.dropout(x)
 
     def _tables(self) -> dict[str, Tensor]:
@@ -321,7 +330,7 @@ class T5(StageModel):
         begin, is_plain = state.length if state else 0, state is None and not self.is_relative
         if is_plain and (seen is not None or self.cp.size == 1):
             return seen  # None in a decoder: causal attention needs no mask
-        queries = self.places(num_tokens, x.device) + begin
+        queries = self.local_positions(num_tokens, x.device) + begin
         keys = torch.arange(begin + num_tokens * self.cp.size, device=x.device)
         visible = seen
         if is_decoder:

@@ -196,7 +196,7 @@ class AsyncSaver:
             log.error("%s; training goes on", self.last_failure)
             return False
         self._hanging = None
-        beside = Attachments(extra=extra or {}, files=files or {}, folders=folders or {})
+        attachments = Attachments(extra=extra or {}, files=files or {}, folders=folders or {})
         lock = FolderLock(run_folder)
         try:
             begun = begin(
@@ -206,7 +206,7 @@ class AsyncSaver:
                 lock,
                 world=self._world,
                 replace=replace,
-                beside=beside,
+                attachments=attachments,
                 hf=hf,
                 plans=self._plans,
             )

@@ -71,7 +71,7 @@ class PlannedSave:
     """Memory of each section of each entry, in order."""
     hf_files: Mapping[str, bytes]
     """Small files that make the step a Hugging Face folder; empty: it is none."""
-    beside: Attachments
+    attachments: Attachments
     """JSON, small files and folders of the step."""
 
 
@@ -121,7 +121,7 @@ def save(
             do not see one folder.
     """
     lock = FolderLock(run_folder)
-    beside = Attachments(extra=extra or {}, files=files or {}, folders=folders or {})
+    attachments = Attachments(extra=extra or {}, files=files or {}, folders=folders or {})
     try:
         begun = begin(
             run_folder,
@@ -130,7 +130,7 @@ def save(
             lock,
             world=world,
             replace=replace,
-            beside=beside,
+            attachments=attachments,
             hf=hf,
             plans=plans,
         )
@@ -154,7 +154,7 @@ def begin(
     *,
     world: Axis,
     replace: bool,
-    beside: Attachments,
+    attachments: Attachments,
     hf: HFView | None = None,
     plans: PlanCache | None = None,
 ) -> PlannedSave:
@@ -167,7 +167,7 @@ def begin(
     with raise_on_all_ranks(world):
         final = step_folder(run_folder, step)
         mine = plans.claims(shards)
-        beside = beside.kept() if world.rank == 0 else Attachments()
+        attachments = attachments.kept() if world.rank == 0 else Attachments()
     claims, writes = plans.plan(mine, world)
     plans.compare(shards, world)
     hf_plan = None if hf is None else plan_hf(hf.links, claims, writes)
@@ -197,7 +197,7 @@ def begin(
         outputs[hf_plan.names[world.rank]] = hf_plan.entries[world.rank]
     memory += together
     return PlannedSave(
-        run_folder, step, folder, lock, claims, outputs, memory, hf_files, beside
+        run_folder, step, folder, lock, claims, outputs, memory, hf_files, attachments
     )
 
 
@@ -246,11 +246,11 @@ def commit_step(
         CheckpointError: if another job took over the run folder, or files are not visible.
     """
     begun.lock.check()
-    index = Index({}, begun.beside.extra, _files(begun.folder, reports))
+    index = Index({}, begun.attachments.extra, _files(begun.folder, reports))
     rows = _rows(begun.claims, reports)
-    for name, source in begun.beside.folders.items():
+    for name, source in begun.attachments.folders.items():
         copy_durably(Path(source), begun.folder / name)
-    for name, content in begun.beside.files.items():
+    for name, content in begun.attachments.files.items():
         write_durably(begun.folder / name, content)
     for name, content in begun.hf_files.items():
         write_durably(begun.folder / name, content)

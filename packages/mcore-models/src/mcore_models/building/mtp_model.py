@@ -130,8 +130,8 @@ class MTPLanguageModel(LanguageModel):
     def payload_shape(self, batch: MicroBatch, sender: int, num_cuts: int, /) -> PayloadShape:
         """Shape of a hidden state, or of all depths after the stage that predicts further."""
         shape = super().payload_shape(batch, sender, num_cuts)
-        placed = self.stage.mtp_stage
-        if placed < 0 or sender < placed or isinstance(shape, Mapping):
+        mtp_stage = self.stage.mtp_stage
+        if mtp_stage < 0 or sender < mtp_stage or isinstance(shape, Mapping):
             return shape
         return dict.fromkeys(self.loss_coefficients, shape)
 

@@ -158,10 +158,14 @@ class StageModel(TrainableModel):
             setups: of every layer, by global number; then of those that predict further tokens.
         """
 
-    def add_embedding(self, tied: Axis, placed: Mapping[str, Any]) -> None:
+    def add_embedding(self, tied: Axis, factory_kwargs: Mapping[str, Any]) -> None:
         """Allocate this rank's rows of the embedding."""
         self.embedding = VocabParallelEmbedding(
-            self.vocab_size, self.config.hidden_size, tied=tied, **self.vocab_split(), **placed
+            self.vocab_size,
+            self.config.hidden_size,
+            tied=tied,
+            **self.vocab_split(),
+            **factory_kwargs,
         )
 
     def vocab_split(self) -> dict[str, Any]:
@@ -210,7 +214,7 @@ class StageModel(TrainableModel):
             stream = self.call_block(block, stream, inputs)
         return stream
 
-    def places(self, num_tokens: int, device: torch.device) -> Tensor:
+    def local_positions(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the positions of this context rank's tokens, in the zigzag order of ``cp``."""
         if self.cp.size == 1:
             return torch.arange(num_tokens, device=device)

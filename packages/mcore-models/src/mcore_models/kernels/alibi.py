@@ -48,7 +48,7 @@ def with_distances(
     v: Float[Tensor, "Z B G J"],
     slopes: Float[Tensor, " N"],
     scale: float,
-    places: Int[Tensor, " Z"] | None = None,
+    key_positions: Int[Tensor, " Z"] | None = None,
 ) -> tuple[Float[Tensor, "S B N I"], Float[Tensor, "Z B G I"], Float[Tensor, "Z B G K"]]:
     """Append channels to queries and keys whose product is the slope times the key's position.
 
@@ -58,12 +58,13 @@ def with_distances(
         v: values, which get as many channels of zeros; drop these from the result.
         slopes: of the heads of ``q``.
         scale: factor that the kernel applies to scores.
-        places: positions of the keys; None: counted from 0.
+        key_positions: positions of the keys; None: counted from 0.
     """
-    places = torch.arange(k.shape[0], device=k.device) if places is None else places
+    if key_positions is None:
+        key_positions = torch.arange(k.shape[0], device=k.device)
     factors, dtype, more = slopes / scale, q.dtype, num_channels(q.dtype)
     if dtype not in _DIGITS:
-        of_heads, of_keys = factors[:, None].to(dtype), places[:, None].to(dtype)
+        of_heads, of_keys = factors[:, None].to(dtype), key_positions[:, None].to(dtype)
     else:
         # slope * place = sum over digits and slope parts of (part * worth) * digit: a slope
         # is a rounded part and the remainder, a position its digits in base 256 or 2048. Each
@@ -77,7 +78,7 @@ def with_distances(
         of_heads = torch.stack([part * worth for part in parts for worth in worths], -1)
         bounds = (*digits[1:], 2**62)
         rows = zip(digits, bounds, lifts, strict=True)
-        found = [places % above // worth * up for worth, above, up in rows]
+        found = [key_positions % above // worth * up for worth, above, up in rows]
         of_keys = torch.stack(found * 2, -1).to(dtype)
         missing = more - of_keys.shape[-1]
         of_heads, of_keys = F.pad(of_heads, (0, missing)), F.pad(of_keys, (0, missing))

@@ -94,15 +94,17 @@ class Attention(nn.Module):
             **setup.split,
         }
         self.proj = RowParallelLinear(N * H, config.hidden_size, **row)
-        self.q_norm = self._build_qk_norm(N, tp, setup.placed)
-        self.k_norm = self._build_qk_norm(G, tp, setup.placed)
+        self.q_norm = self._build_qk_norm(N, tp, setup.factory_kwargs)
+        self.k_norm = self._build_qk_norm(G, tp, setup.factory_kwargs)
         self.score_scale = score_scale(config, H)
         self.tp, self.sinks = tp, None
         self.tracker: ScoreTracker | None = None
         if config.softmax_type == "learnable":
-            self.sinks = nn.Parameter(torch.zeros(N // tp.size, **setup.placed))
+            self.sinks = nn.Parameter(torch.zeros(N // tp.size, **setup.factory_kwargs))
 
-    def _build_qk_norm(self, heads: int, tp: Axis, placed: dict[str, Any]) -> nn.Module | None:
+    def _build_qk_norm(
+        self, heads: int, tp: Axis, factory_kwargs: dict[str, Any]
+    ) -> nn.Module | None:
         config, H = self.config, head_dim(self.config)
         if not config.qk_layernorm:
             return None
@@ -111,11 +113,11 @@ class Attention(nn.Module):
                 "epsilon": config.norm_epsilon,
                 "zero_centered": config.apply_layernorm_1p,
             }
-            return SplitRMSNorm(heads * H, axis=tp, **options, **placed)
+            return SplitRMSNorm(heads * H, axis=tp, **options, **factory_kwargs)
         if config.qk_norm_width == "own_head":
-            return HeadNorm(config, heads, axis=tp, **placed)
+            return HeadNorm(config, heads, axis=tp, **factory_kwargs)
         # Each rank norms its own heads: their gradient is a share of the sum over ranks.
-        return build_norm(config, H, replicas=tp, partial=tp, **placed)
+        return build_norm(config, H, replicas=tp, partial=tp, **factory_kwargs)
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the sinks, see ``mcore_parallel.sharding``."""

@@ -72,7 +72,7 @@ class TransformerBlock(ResidualBlock):
         self.norms = layer_norms(config, self.mixers)
         for name, around in zip(self.mixers, self.norms, strict=True):
             for norm_name in filter(None, around):
-                self.add_module(norm_name, stream_norm(config, ctx, **setup.placed))
+                self.add_module(norm_name, stream_norm(config, ctx, **setup.factory_kwargs))
             self.add_module(name, parts.get(name, MIXERS[name].build)(setup))
 
     def forward(self, stream: Residual, inputs: BlockInputs) -> Residual:

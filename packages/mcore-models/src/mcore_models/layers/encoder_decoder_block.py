@@ -81,7 +81,7 @@ class MaskedBlock(ResidualBlock):
         self.is_decoder, self.layer = is_decoder, setup.layer
         self.norms_sums = post_norm
         for name in self._mixers(MaskedInputs()):
-            norm = stream_norm(config, ctx, **setup.placed)
+            norm = stream_norm(config, ctx, **setup.factory_kwargs)
             self.add_module(f"{name}_post_norm" if post_norm else f"{name}_norm", norm)
 
     def forward(self, stream: Residual, inputs: MaskedInputs) -> Residual:

@@ -52,13 +52,13 @@ class MaskedTokenHead(nn.Module):
         """
         super().__init__()
         self.vocab_size, self.axis = vocab_size, axis
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         D = config.hidden_size
         cut: dict[str, Any] = {"axis": axis, "sequence_parallel": sequence_parallel}
-        self.dense = ReplicatedLinear(D, D, bias=True, **cut, **placed)
+        self.dense = ReplicatedLinear(D, D, bias=True, **cut, **factory_kwargs)
         partial = axis if sequence_parallel else SINGLE
-        self.norm = build_norm(config, D, replicas=axis, partial=partial, **placed)
-        self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **placed))
+        self.norm = build_norm(config, D, replicas=axis, partial=partial, **factory_kwargs)
+        self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **factory_kwargs))
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Return the input of the product with the embedding; no communication."""
@@ -116,12 +116,12 @@ class OutputBias(nn.Module):
     """A bias for each token of a tied head, split over the tensor ranks."""
 
     def __init__(
-        self, vocab_size: int, padded_vocab_size: int, axis: Axis, **placed: Any
+        self, vocab_size: int, padded_vocab_size: int, axis: Axis, **factory_kwargs: Any
     ) -> None:
         """Allocate this rank's part; zeros."""
         super().__init__()
         self.vocab_size, self.axis = vocab_size, axis
-        self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **placed))
+        self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **factory_kwargs))
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the bias, see ``mcore_parallel.sharding``."""

@@ -49,7 +49,7 @@ class LayerSetup:
     """Dtype of the parameters."""
 
     @property
-    def placed(self) -> dict[str, Any]:
+    def factory_kwargs(self) -> dict[str, Any]:
         """Device and dtype."""
         return {"device": self.device, "dtype": self.dtype}
 
@@ -57,7 +57,7 @@ class LayerSetup:
     def split(self) -> dict[str, Any]:
         """Keyword arguments of split linears whose weights the model fills."""
         cut = {"axis": self.ctx.tp, "sequence_parallel": self.sequence_parallel}
-        return {**cut, "init_std": 0.0, **self.placed}
+        return {**cut, "init_std": 0.0, **self.factory_kwargs}
 
     @property
     def recomputed(self) -> frozenset[str]:

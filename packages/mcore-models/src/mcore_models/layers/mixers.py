@@ -49,7 +49,7 @@ def _build_mlp(setup: LayerSetup) -> MLP:
         "offset": setup.config.glu_linear_offset,
         "sequence_parallel": setup.sequence_parallel,
         "init_std": 0.0,
-        **setup.placed,
+        **setup.factory_kwargs,
     }
     kind = Fp8GatedMLP if Fp8GatedMLP.supports(**options) else MLP
     return kind(
@@ -85,7 +85,7 @@ def _build_experts(setup: LayerSetup) -> MoELayer:
         recompute_shared="shared_experts" in setup.recomputed,
         equal_tokens=True,
         fp8_casts=setup.gemms.casts,
-        **setup.placed,
+        **setup.factory_kwargs,
     )
 
 

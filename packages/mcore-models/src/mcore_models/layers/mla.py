@@ -89,18 +89,21 @@ class LatentAttention(nn.Module):
         R, rotated = config.kv_lora_rank, config.qk_pos_emb_head_dim
         self.key_sizes = (config.qk_head_dim, rotated)
         self.score_factor = _score_factor(config)
-        placed, cut = setup.placed, {"sequence_parallel": self.sequence_parallel}
-        whole: dict[str, Any] = {"axis": ctx.tp, **cut, **placed}
+        factory_kwargs, cut = (
+            setup.factory_kwargs,
+            {"sequence_parallel": self.sequence_parallel},
+        )
+        whole: dict[str, Any] = {"axis": ctx.tp, **cut, **factory_kwargs}
         up: dict[str, Any] = {"gemm": setup.gemms.column, **setup.split}
         queries = N * sum(self.key_sizes)
         if config.q_lora_rank:
             self.q_down = ReplicatedLinear(D, config.q_lora_rank, **whole)
-            self.q_norm = self._norm(config.q_lora_rank, placed)
+            self.q_norm = self._norm(config.q_lora_rank, factory_kwargs)
             self.q_up = ColumnParallelLinear(config.q_lora_rank, queries, **up)
         else:
             self.q = ColumnParallelLinear(D, queries, **up)
         self.kv_down = ReplicatedLinear(D, R + rotated, **whole)
-        self.kv_norm = self._norm(R, placed)
+        self.kv_norm = self._norm(R, factory_kwargs)
         self.kv_up = ColumnParallelLinear(R, N * (config.qk_head_dim + config.v_head_dim), **up)
         row: dict[str, Any] = {
             "bias": config.add_bias_linear,
@@ -109,13 +112,13 @@ class LatentAttention(nn.Module):
         }
         self.proj = RowParallelLinear(N * config.v_head_dim, D, **row)
 
-    def _norm(self, size: int, placed: dict[str, Any]) -> RMSNorm | None:
+    def _norm(self, size: int, factory_kwargs: dict[str, Any]) -> RMSNorm | None:
         """Build the norm of a latent vector, or return None if the model has none."""
         if not self.config.qk_layernorm:
             return None
         partial = self.tp if self.sequence_parallel else SINGLE
         return RMSNorm(
-            size, epsilon=LATENT_EPSILON, replicas=self.tp, partial=partial, **placed
+            size, epsilon=LATENT_EPSILON, replicas=self.tp, partial=partial, **factory_kwargs
         )
 
     def forward(

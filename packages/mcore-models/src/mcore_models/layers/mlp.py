@@ -74,15 +74,17 @@ class MLP(nn.Module):
         self.clamp, self.offset = clamp, offset
         self.recompute_activation = recompute_activation
         F_ = ffn_hidden_size
-        placed: dict[str, Any] = {
+        factory_kwargs: dict[str, Any] = {
             "bias": bias,
             "axis": axis,
             "sequence_parallel": sequence_parallel,
         }
-        placed |= {"init_std": init_std, "device": device, "dtype": dtype}
+        factory_kwargs |= {"init_std": init_std, "device": device, "dtype": dtype}
         outputs = [Output("gate", F_), Output("up", F_)] if gated else F_
-        self.fc1 = ColumnParallelLinear(hidden_size, outputs, gemm=gemms.column, **placed)
-        self.fc2 = RowParallelLinear(F_, hidden_size, gemm=gemms.row, **placed)
+        self.fc1 = ColumnParallelLinear(
+            hidden_size, outputs, gemm=gemms.column, **factory_kwargs
+        )
+        self.fc2 = RowParallelLinear(F_, hidden_size, gemm=gemms.row, **factory_kwargs)
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Transform every token; communicates as the two linears do."""

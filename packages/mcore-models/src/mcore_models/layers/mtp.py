@@ -45,15 +45,15 @@ class PredictionLayer(nn.Module):
         """Allocate this rank's share; weights are zero until the model fills them."""
         super().__init__()
         D = config.hidden_size
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.enorm = stream_norm(config, ctx, **placed)
-        self.hnorm = stream_norm(config, ctx, **placed)
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.enorm = stream_norm(config, ctx, **factory_kwargs)
+        self.hnorm = stream_norm(config, ctx, **factory_kwargs)
         is_cut = stream_cuts(ctx).size > 1
         self.eh_proj = ReplicatedLinear(
-            2 * D, D, axis=ctx.tp, sequence_parallel=is_cut, **placed
+            2 * D, D, axis=ctx.tp, sequence_parallel=is_cut, **factory_kwargs
         )
         self.block = block
-        self.final_norm = stream_norm(config, ctx, **placed)
+        self.final_norm = stream_norm(config, ctx, **factory_kwargs)
 
     def forward(
         self,
@@ -99,9 +99,9 @@ def has_token(
     rows: Sequence[Sequence[int]] = [(0, length)] * num_rows
     if documents is not None:
         rows = [pieces.borders for pieces in documents.rows]
-    places = torch.arange(length)
+    positions = torch.arange(length)
     ends = [
         torch.tensor(borders[1:]).repeat_interleave(torch.tensor(borders).diff())
         for borders in rows
     ]
-    return places + by < torch.stack(ends)
+    return positions + by < torch.stack(ends)

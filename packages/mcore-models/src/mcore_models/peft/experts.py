@@ -59,9 +59,9 @@ class ExpertsAdapter(nn.Module):
         self.num_experts, D, self.width = weight.shape
 
         def allocate(count: int, *shape: int) -> nn.Parameter | None:
-            placed = {"device": weight.device, "dtype": weight.dtype}
+            factory_kwargs = {"device": weight.device, "dtype": weight.dtype}
             full = (self.num_experts, *shape)
-            return nn.Parameter(torch.zeros(full, **placed)) if count else None
+            return nn.Parameter(torch.zeros(full, **factory_kwargs)) if count else None
 
         n = sum(self.first)
         self.fc1_A = allocate(n, n * self.rank, D)

@@ -80,8 +80,8 @@ class LinearAdapter(nn.Module, ABC):
         assert sum(self.sizes) == rows
 
         def allocate(*shape: int, fill: float = 0.0) -> nn.Parameter:
-            placed = {"device": weight.device, "dtype": weight.dtype}
-            return nn.Parameter(torch.full(shape, fill, **placed))
+            factory_kwargs = {"device": weight.device, "dtype": weight.dtype}
+            return nn.Parameter(torch.full(shape, fill, **factory_kwargs))
 
         self.lora_A = allocate(sum(is_adapted) * self.rank, columns)
         self.lora_B = allocate(adapted, self.rank)

@@ -44,9 +44,11 @@ class CausalConv(nn.Module):
         super().__init__()
         self.outputs, self.axis = tuple(outputs), axis
         self.sizes = [output.local_size(axis) for output in outputs]
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.zeros(sum(self.sizes), 1, width, **placed))
-        self.bias = nn.Parameter(torch.zeros(sum(self.sizes), **placed)) if bias else None
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.zeros(sum(self.sizes), 1, width, **factory_kwargs))
+        self.bias = (
+            nn.Parameter(torch.zeros(sum(self.sizes), **factory_kwargs)) if bias else None
+        )
 
     def recent(
         self, x: Float[Tensor, "S B F"], before: Float[Tensor, "w B F"] | None

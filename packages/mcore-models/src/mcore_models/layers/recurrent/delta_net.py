@@ -52,7 +52,7 @@ class DeltaNet(nn.Module):
     def __init__(self, setup: LayerSetup) -> None:
         """Allocate this rank's heads; matrices are zero until the model fills them."""
         super().__init__()
-        config, ctx, placed = setup.config, setup.ctx, setup.placed
+        config, ctx, factory_kwargs = setup.config, setup.ctx, setup.factory_kwargs
         self.config, self.layer, self.tp, self.cp = config, setup.layer, ctx.tp, ctx.cp
         self.sizes = sizes = delta_sizes(config)
         mixed = [Output("q", sizes.keys), Output("k", sizes.keys), Output("v", sizes.values)]
@@ -64,17 +64,17 @@ class DeltaNet(nn.Module):
             **setup.split,
         )
         width = config.linear_conv_kernel_dim
-        self.conv1d = CausalConv(mixed, width, bias=False, axis=ctx.tp, **placed)
+        self.conv1d = CausalConv(mixed, width, bias=False, axis=ctx.tp, **factory_kwargs)
         heads = sizes.value_heads // ctx.tp.size
-        self.dt_bias = nn.Parameter(torch.ones(heads, **placed))
-        self.A_log = nn.Parameter(torch.zeros(heads, **placed))
+        self.dt_bias = nn.Parameter(torch.ones(heads, **factory_kwargs))
+        self.A_log = nn.Parameter(torch.zeros(heads, **factory_kwargs))
         # Each rank norms its own heads: their gradient is a share of the sum over ranks.
         self.norm = RMSNorm(
             config.linear_value_head_dim,
             epsilon=config.norm_epsilon,
             replicas=ctx.tp,
             partial=ctx.tp,
-            **placed,
+            **factory_kwargs,
         )
         self.out_proj = RowParallelLinear(
             sizes.values, config.hidden_size, gemm=setup.gemms.row, **setup.split

@@ -52,7 +52,7 @@ class Mamba(nn.Module):
     def __init__(self, setup: LayerSetup) -> None:
         """Allocate this rank's heads; matrices are zero until the model fills them."""
         super().__init__()
-        config, ctx, placed = setup.config, setup.ctx, setup.placed
+        config, ctx, factory_kwargs = setup.config, setup.ctx, setup.factory_kwargs
         self.config, self.layer, self.cp = config, setup.layer, ctx.cp
         sizes, tp = mamba_sizes(config), ctx.tp
         holders = ctx.tp_block(max(1, tp.size // sizes.groups))
@@ -69,13 +69,17 @@ class Mamba(nn.Module):
             **linear,
         )
         self.conv1d = CausalConv(
-            mixed, config.mamba_conv_kernel, bias=config.mamba_conv_bias, axis=tp, **placed
+            mixed,
+            config.mamba_conv_kernel,
+            bias=config.mamba_conv_bias,
+            axis=tp,
+            **factory_kwargs,
         )
         heads = sizes.heads // tp.size
         self.num_heads, self.axis = sizes.heads, tp
-        self.dt_bias = nn.Parameter(torch.zeros(heads, **placed))
-        self.A_log = nn.Parameter(torch.zeros(heads, **placed))
-        self.D = nn.Parameter(torch.ones(heads, **placed))
+        self.dt_bias = nn.Parameter(torch.zeros(heads, **factory_kwargs))
+        self.A_log = nn.Parameter(torch.zeros(heads, **factory_kwargs))
+        self.D = nn.Parameter(torch.ones(heads, **factory_kwargs))
         self.norm = None
         if config.mamba_norm != "none":
             self.norm = GatedNorm(
@@ -85,7 +89,7 @@ class Mamba(nn.Module):
                 gates_first=config.mamba_norm == "gated",
                 axis=tp,
                 holders=holders,
-                **placed,
+                **factory_kwargs,
             )
         self.out_proj = RowParallelLinear(
             sizes.inner, config.hidden_size, gemm=setup.gemms.row, **linear
