@@ -137,6 +137,12 @@ INJECTED = {
         "NVIDIA's 25.04",
     ),
     "same program": (lambda f: f[7].update(program="/home/me/python"), "/home/me/python"),
+    "same source": (lambda f: f[6].update(source="other"), "files other"),
+    "same folder": (lambda f: f[6].update(working_folder="/elsewhere"), "folder /elsewhere"),
+    "one worker group": (
+        on_host(1, lambda f: f["environment"].update(MASTER_PORT="1")),
+        "MASTER_PORT 1",
+    ),
     "ranks of a host": (lambda f: f.pop(), "ranks 3, elsewhere 4"),
     "GPUs of a host": (on_host(0, lambda f: f.update(num_gpus=8)), "4 ranks and 8 GPUs"),
     "ECC": (on_gpu(ecc_errors=2), "2 errors"),
