@@ -482,7 +482,7 @@ def test_a_folder_without_a_tokenizer_says_so(home, capsys):
     delete("hf/tokenizer.json")(home)
     code, told = said(IN, capsys)
     assert code == 0
-    assert "There was no tokenizer to go along." in told
+    assert "There was no tokenizer to copy." in told
 
 
 def in_a_child(words, prepare):

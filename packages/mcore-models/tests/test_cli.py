@@ -125,7 +125,7 @@ def test_count_takes_flags_alone(capsys, family):
     [
         ("counts", "unknown command counts: did you mean count?"),
         ("count t5 --preset bert-base", "is no t5: use mcore-models count bert"),
-        ("count --preset nope", "no preset is called nope"),
+        ("count --preset nope", "there is no preset nope"),
         ("count --preset tiny --world-size 0", "--world-size and --micro-batch-size must be"),
         ("count --preset tiny --hybrid-override-pattern", "needs a value"),
         ("count --preset tiny --num-layer 3", "did you mean --num-layers?"),

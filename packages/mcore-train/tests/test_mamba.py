@@ -61,10 +61,10 @@ def test_a_pattern_says_layers_heads_and_stages():
     [
         ("--hybrid-override-pattern MxM", "x stand for no layer"),
         ("--hybrid-override-pattern --bf16", "--hybrid-override-pattern needs a value"),
-        ("--hybrid-override-pattern M/", "behind each / stand the same letters"),
+        ("--hybrid-override-pattern M/", "after each / there must be the same letters"),
         (
             "--num-attention-heads 2 --hybrid-override-pattern M/*/M",
-            "behind each / stand the same letters",
+            "after each / there must be the same letters",
         ),
         (
             "--num-attention-heads 2 --hybrid-override-pattern M/*- --mtp-num-layers 2",

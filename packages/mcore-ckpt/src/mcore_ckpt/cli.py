@@ -79,15 +79,15 @@ def convert(direction: str, /, *, input: Path, output: Path, conversion: Convert
 def _print_report(report: "Report", *, was_cut: bool) -> None:
     out = sys.stderr if was_cut else sys.stdout  # stdout may be a file that the shell made
     proof = "each used once, read back and equal" if report.is_proven else "not read back"
-    behind = f" Left behind, as no weights: {report.left_behind}." * bool(report.left_behind)
-    tokens = "" if report.has_tokenizer else " There was no tokenizer to go along."
+    rest = f" Left behind, as no weights: {report.left_behind}." * bool(report.left_behind)
+    tokens = "" if report.has_tokenizer else " There was no tokenizer to copy."
     if report.quantization:
         tokens += f" Dequantized on reading: {report.quantization}."
     if report.not_carried:
         tokens += f" Not taken along: {', '.join(report.not_carried)}."
     print(
         f"{report.output}: {report.family}, {report.num_tensors} tensors, "
-        f"{size_text(report.num_bytes)}; {proof}.{behind}{tokens}",
+        f"{size_text(report.num_bytes)}; {proof}.{rest}{tokens}",
         file=out,
     )
     if report.fingerprint:

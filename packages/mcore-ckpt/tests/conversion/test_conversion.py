@@ -17,7 +17,7 @@ from mcore_ckpt.conversion.inspection import check, differences
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families import family_for, find_family
-from mcore_ckpt.families.common.fields import CARRIED, GENERATION_WORDS
+from mcore_ckpt.families.common.fields import CARRIED, GENERATION_FIELDS
 from mcore_ckpt.save_load.loading import load, read_tensor
 from mcore_ckpt.storage.files import narrowed
 from mcore_ckpt.storage.index import read_index
@@ -375,7 +375,7 @@ def test_words_of_generate_in_an_old_config_json_are_carried(tmp_path):
 
 
 def test_the_words_of_generate_are_those_of_transformers():
-    assert set(GENERATION_WORDS) <= vars(transformers.GenerationConfig()).keys()
+    assert set(GENERATION_FIELDS) <= vars(transformers.GenerationConfig()).keys()
 
 
 def test_sharded_folders_come_in_and_go_out(tmp_path):

@@ -3,14 +3,14 @@
 import pytest
 from warm_ranks import run_ranks
 
-from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
+from mcore_ckpt.save_load.rank_agreement import gather_json, raise_on_all_ranks
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import SINGLE, ParallelContext
 
 
 def test_one_rank_hears_itself_as_json_says_it():
     assert gather_json({"a": (1, 2)}, SINGLE) == [{"a": [1, 2]}]
-    with pytest.raises(KeyError), agreed(SINGLE):
+    with pytest.raises(KeyError), raise_on_all_ranks(SINGLE):
         raise KeyError("own")
 
 
@@ -45,7 +45,7 @@ def test_the_well_ranks_raise_what_the_others_said():
 def fail_on(ranks, kind):
     ctx = ParallelContext.build(ParallelConfig())
     try:
-        with agreed(ctx.world):
+        with raise_on_all_ranks(ctx.world):
             if ctx.world.rank in ranks:
                 kinds = {"value": ValueError, "world": OSError, "program": KeyError}
                 raise kinds[kind](f"rank {ctx.world.rank} is unwell")

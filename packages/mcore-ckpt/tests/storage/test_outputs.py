@@ -11,7 +11,7 @@ from forks import exit_code, fork
 from mcore_base.file_lock import Holder
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.storage.folder_lock import LOCK
-from mcore_ckpt.storage.outputs import appearing
+from mcore_ckpt.storage.outputs import atomic_dir
 
 
 def left_behind(output, holder=None):
@@ -25,7 +25,7 @@ def left_behind(output, holder=None):
 
 
 def make(output, meanwhile=None):
-    with appearing(output) as folder:
+    with atomic_dir(output) as folder:
         (folder / "whole").write_bytes(b"whole")
         if meanwhile:
             meanwhile(folder)
@@ -75,7 +75,7 @@ def test_a_writer_that_lost_its_place_makes_nothing_final_and_takes_nothing_away
 def test_an_empty_folder_behind_a_link_becomes_the_output(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    with appearing(tmp_path / "link") as folder:
+    with atomic_dir(tmp_path / "link") as folder:
         (folder / "x").write_text("here")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real" / "x").read_text() == "here"
@@ -83,13 +83,13 @@ def test_an_empty_folder_behind_a_link_becomes_the_output(tmp_path):
 
 def test_a_folder_whose_place_cannot_be_taken_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="where this command runs"), appearing(Path()):
+    with pytest.raises(ValueError, match="where this command runs"), atomic_dir(Path()):
         pass
-    with pytest.raises(ValueError, match="is not empty"), appearing(Path("..")):
+    with pytest.raises(ValueError, match="is not empty"), atomic_dir(Path("..")):
         pass
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
-    with pytest.raises(ValueError, match="a disk is mounted"), appearing(tmp_path / "disk"):
+    with pytest.raises(ValueError, match="a disk is mounted"), atomic_dir(tmp_path / "disk"):
         pass
 
 

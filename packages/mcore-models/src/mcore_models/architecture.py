@@ -1,6 +1,6 @@
-"""``mcore-models show``: a model as a tree that a person reads, without torch.
+"""``mcore-models show``: prints a model as a tree, without torch.
 
-Layers that are alike are shown once, with the numbers of those that are.
+Equal layers are shown once, with their numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from mcore_moe.config import MoEConfig
 
 
 def tree(model: ModelDescription) -> Iterator[str]:
-    """Draw a model, a line a part, with the parameters of each."""
+    """Yield the lines of a model's tree, one for each part, with its parameters."""
     config = model.config
     shapes = FAMILIES[model.family].tensor_shapes(config, model.vocab_size, model.moe)
     counts = {name: prod(shape) for name, shape in shapes.items()}
@@ -79,7 +79,7 @@ def _bert(
 
 
 def _stacks(config: T5Config, size: Callable[[str], str]) -> Iterator[str]:
-    """Draw encoder and decoder of a T5."""
+    """Yield the lines of encoder and decoder of a T5."""
     gated, activation = feed_forward(config)
     heads = f"{config.num_attention_heads} heads of {head_dim(config)}"
     for stack, depth in (
@@ -95,7 +95,7 @@ def _stacks(config: T5Config, size: Callable[[str], str]) -> Iterator[str]:
 
 
 def _kinds(model: ModelDescription) -> Iterator[tuple[list[int], tuple[str, ...]]]:
-    """Group the layers that read alike, in the order of the first of each."""
+    """Group layers with equal lines, in the order of the first of each group."""
     mixers = layer_mixers(model.config, model.moe)
     kinds: dict[tuple[str, ...], list[int]] = {}
     for layer in range(model.config.num_layers):
@@ -106,8 +106,8 @@ def _kinds(model: ModelDescription) -> Iterator[tuple[list[int], tuple[str, ...]
 
 def _lines(model: ModelDescription, layer: int, mixers: tuple[str, ...]) -> Iterator[str]:
     config = model.config
-    placed = {"pre": "before", "output": "after", "sandwich": "before and after"}
-    where = placed[config.norm_placement]
+    norm_places = {"pre": "before", "output": "after", "sandwich": "before and after"}
+    where = norm_places[config.norm_placement]
     together = {
         "off": "",
         "two_norms": ", side by side",
@@ -182,7 +182,7 @@ def _experts(model: ModelDescription, moe: MoEConfig) -> Iterator[str]:
 
 
 def _ranges(layers: list[int]) -> str:
-    """Name layers in few words: "layers 0-31", "layers 5, 11, 17, ... (every 6th)"."""
+    """Shorten a list of layers: "layers 0-31", "layers 5, 11, 17, ... (every 6th)"."""
     first, last, count = layers[0], layers[-1], len(layers)
     if count == 1:
         return f"layer {first}"

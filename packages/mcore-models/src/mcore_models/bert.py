@@ -1,8 +1,8 @@
-"""BERT: an encoder that predicts hidden tokens, and which of two parts came first.
+"""BERT: an encoder that predicts masked tokens, and which of two segments came first.
 
-Norms stand before each half of a layer (Megatron) or after it (as published): see
-``BertConfig``. Every token sees all tokens of its row that are no padding. Rows are cut over
-context ranks in the same order as a GPT's, and every rank gathers keys and values.
+Norms come before each half of a layer (Megatron) or after it (as published): see
+``BertConfig``. Every token attends to all tokens of its row except padding. Rows are split over
+context ranks in the order of a GPT's, and every rank gathers keys and values.
 
 Devlin et al. 2018, arXiv:1810.04805.
 """
@@ -33,21 +33,21 @@ from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 TEXT, TYPES, PADDING_MASK, IS_RANDOM = "text", "types", "padding_mask", "is_random"
 ROW_MASK = "row_mask"
-"""Made here: 1 for rows that count, which have a hidden token."""
+"""Entry added by ``prepare``: 1 for rows with a masked token, which count in the loss."""
 SOP_LOSS = "sop loss"
-"""Name of the loss of the parts' order, as in Megatron's log."""
+"""Name of the loss of the segments' order, as in Megatron's log."""
 
 
 class BERT(StageModel):
-    """Token ids with hidden ones to scores of what they were.
+    """Predicts masked tokens from token ids.
 
     Attributes:
         embedding, position_embedding, tokentype_embedding: on the first stage; the first is
-            also on the last, whose head it is.
+            also on the last, as the head's weight.
         embedding_norm: on the first stage, if norms come after.
         blocks: this stage's layers by global number.
         final_norm: on the last stage, if norms come before.
-        lm_head, pooler, binary_head: on the last stage, as ``bert_heads`` says.
+        lm_head, pooler, binary_head: on the last stage, by ``bert_heads``.
     """
 
     config: BertConfig
@@ -66,24 +66,24 @@ class BERT(StageModel):
 
     def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:
         """Allocate embeddings, layers and heads, see ``StageModel``."""
-        config, placed = self.config, setups[0].placed
+        config, factory_kwargs = self.config, setups[0].factory_kwargs
         self.has_binary = "binary" in config.bert_heads
         self.loss_coefficients = {LM_LOSS: 1.0} | ({SOP_LOSS: 1.0} if self.has_binary else {})
-        self._add_embeddings(ctx, placed)
+        self._add_embeddings(ctx, factory_kwargs)
         self.blocks = nn.ModuleDict()
         for layer in self.stage.layers:
             block = MaskedBlock(setups[layer], post_norm=config.post_layer_norm)
             self.blocks[str(layer)] = block
-        self._add_heads(ctx, placed)
+        self._add_heads(ctx, factory_kwargs)
 
-    def _add_embeddings(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:
+    def _add_embeddings(self, ctx: ParallelContext, factory_kwargs: Mapping[str, Any]) -> None:
         config, stage = self.config, self.stage
         has_head = "lm" in config.bert_heads
         if stage.has_embedding or (stage.has_loss and has_head):
-            self.add_embedding(ctx.embedding_ends if has_head else SINGLE, placed)
+            self.add_embedding(ctx.embedding_ends if has_head else SINGLE, factory_kwargs)
         if not stage.has_embedding:
             return
-        table: dict[str, Any] = {**self.split(), **placed}
+        table: dict[str, Any] = {**self.split(), **factory_kwargs}
         self.position_embedding = PositionEmbedding(
             config.max_position_embeddings, config.hidden_size, **table
         )
@@ -92,23 +92,27 @@ class BERT(StageModel):
                 config.num_tokentypes, config.hidden_size, **table
             )
         if config.post_layer_norm:
-            self.embedding_norm = stream_norm(config, ctx, **placed)
+            self.embedding_norm = stream_norm(config, ctx, **factory_kwargs)
 
-    def _add_heads(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:
+    def _add_heads(self, ctx: ParallelContext, factory_kwargs: Mapping[str, Any]) -> None:
         config, heads = self.config, self.config.bert_heads
         if not self.stage.has_loss:
             return
         if not config.post_layer_norm:
-            self.final_norm = stream_norm(config, ctx, **placed)
+            self.final_norm = stream_norm(config, ctx, **factory_kwargs)
         if "lm" in heads:
             self.lm_head = MaskedTokenHead(
-                config, self.vocab_size, self.padded_vocab_size, **self.split(), **placed
+                config,
+                self.vocab_size,
+                self.padded_vocab_size,
+                **self.split(),
+                **factory_kwargs,
             )
         if "pooler" in heads:
-            self.pooler = Pooler(config.hidden_size, **self.split(), **placed)
+            self.pooler = Pooler(config.hidden_size, **self.split(), **factory_kwargs)
         if self.has_binary:
             self.binary_head = ReplicatedLinear(
-                config.hidden_size, 2, bias=True, axis=self.tp, **placed
+                config.hidden_size, 2, bias=True, axis=self.tp, **factory_kwargs
             )
 
     def forward(
@@ -122,16 +126,15 @@ class BERT(StageModel):
         Args:
             x: token ids ``[B, S/cp]`` on the first stage, else the hidden state ``[S/cp, B,
                 D]`` (``[S/cp/tp, B, D]`` under sequence parallelism) of the stage before.
-            types: parts that the tokens belong to; None: all to the first. Only read on the
-                first stage.
+            types: segment of each token; None: all in the first. Read on the first stage only.
             padding_mask: 1 for tokens, 0 for padding, of whole rows; None: no padding.
 
         Returns:
-            The hidden state; on the last stage what the heads read.
+            The hidden state; on the last stage the input of the heads.
 
         Raises:
-            ValueError: if the sequence is longer than the model's positions, or does not
-                divide over the tensor ranks.
+            ValueError: if the sequence is longer than the model's positions, or cannot be split
+                over the tensor ranks.
         """
         if self.stage.has_embedding:
             check_inputs(
@@ -149,7 +152,7 @@ class BERT(StageModel):
         return stream.total()
 
     def logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "S B v"]:
-        """Score the vocabulary at every place: this rank's slice of it, padding included.
+        """Score the vocabulary at every position: this rank's slice of it, padding included.
 
         Gathers the sequence under sequence parallelism.
 
@@ -165,7 +168,7 @@ class BERT(StageModel):
         )
 
     def binary_logits(self, hidden: Float[Tensor, "s B D"]) -> Float[Tensor, "B 2"]:
-        """Score whether a row's parts are in order (0) or swapped (1).
+        """Score whether a row's segments are in order (0) or swapped (1).
 
         Args:
             hidden: of ``forward`` on the last stage, of the first context rank.
@@ -206,7 +209,7 @@ class BERT(StageModel):
         return length // num_cuts, num_rows, self.config.hidden_size
 
     def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
-        """Hidden tokens; and rows, which the rank with their first token counts."""
+        """Masked tokens; and rows, counted by the context rank with their first token."""
         masks = {LM_LOSS: batch[LOSS_MASK]}
         if self.has_binary:
             masks[SOP_LOSS] = batch[ROW_MASK] * float(self.cp.rank == 0)
@@ -215,12 +218,12 @@ class BERT(StageModel):
     def unreduced_losses(
         self, output: Payload, batch: MicroBatch
     ) -> Mapping[str, Float[Tensor, "..."]]:
-        """Cross-entropy of every place ``[B, S/cp]`` and of every row ``[B]``."""
+        """Cross-entropy of every position ``[B, S/cp]`` and of every row ``[B]``."""
         assert isinstance(output, Tensor)
         found = {
             LM_LOSS: vocab_parallel_cross_entropy(
                 self.logits(output),
-                batch[LABELS].clamp(min=0).t(),  # -1 where nothing is hidden: weighs nothing
+                batch[LABELS].clamp(min=0).t(),  # -1 where no token is masked: weight 0
                 vocab_size=self.vocab_size,
                 padded_vocab_size=self.padded_vocab_size,
                 axis=self.tp,
@@ -234,7 +237,7 @@ class BERT(StageModel):
 
     def _embed(self, tokens: Tensor, types: Tensor | None) -> Tensor:
         num_tokens = tokens.shape[1]
-        positions = self.places(num_tokens, tokens.device)
+        positions = self.local_positions(num_tokens, tokens.device)
         x = self.embedding(tokens) + self.position_embedding(positions)
         if self.config.num_tokentypes:
             types = torch.zeros_like(tokens) if types is None else types

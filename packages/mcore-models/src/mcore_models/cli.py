@@ -1,7 +1,7 @@
-"""The command ``mcore-models``: what a model holds and costs, before anything is built.
+"""The command ``mcore-models``: sizes and costs of a model, before anything is built.
 
-``list`` shows the presets, ``show`` the architecture of one, ``count`` what one model holds and
-costs: a preset, flags, or a preset with flags laid over it. None of them loads torch.
+``list`` prints the presets, ``show`` the architecture of one, ``count`` sizes and costs of a
+model: a preset, flags, or a preset with flags that override it. None of them loads torch.
 """
 
 import json
@@ -68,15 +68,15 @@ def list_presets() -> int:
 
 
 def show(name: str, config: CountConfig, unused: Sequence[str]) -> int:
-    """Print the architecture of a preset as a tree, and what it holds and costs.
+    """Print the architecture of a preset as a tree, and its sizes and costs.
 
     Args:
         name: of the preset.
         config: the model and the run, as of ``count``.
-        unused: flags of training that count nothing, to be named.
+        unused: training flags without effect here, which are named.
 
     Raises:
-        ValueError: for options that contradict.
+        ValueError: for contradicting options.
     """
     if not config.options.json:
         print(
@@ -90,10 +90,10 @@ def count(config: CountConfig, unused: Sequence[str]) -> int:
 
     Args:
         config: the model and the run.
-        unused: flags of training that count nothing, to be named.
+        unused: training flags without effect here, which are named.
 
     Raises:
-        ValueError: for options that contradict.
+        ValueError: for contradicting options.
     """
     report = build_report(config)
     if config.options.json:

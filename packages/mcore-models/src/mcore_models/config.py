@@ -1,8 +1,8 @@
-"""What a decoder-only transformer is: plain frozen data, and what follows from it alone.
+"""Configuration of a decoder-only transformer, and functions of it alone.
 
 Field names are Megatron's flags with underscores; each field's docstring is its help text.
-0 means "derive it" or "off": ``mcore_models.logical_tensors`` and the functions below derive
-it, and no one writes a derived number back. The standard library only.
+0 means "derived" or "off": ``mcore_models.logical_tensors`` and the functions below compute
+derived values, which are never written back. The standard library only.
 """
 
 import difflib
@@ -24,7 +24,7 @@ Config = TypeVar("Config")
 
 
 def expert_sizes(values: Any) -> tuple[int, int]:
-    """Return the widths of an expert's input and of its inside.
+    """Return the input and inner widths of an expert.
 
     Args:
         values: options of a model with experts, as ``Values``.
@@ -33,7 +33,7 @@ def expert_sizes(values: Any) -> tuple[int, int]:
 
 
 def _letters_of(pattern: str) -> set[str]:
-    """Return the letters of a hybrid pattern; none where it is no pattern."""
+    """Return the letters of a hybrid pattern; empty if the text is no pattern."""
     try:
         return set("".join(pattern_layers(pattern)) + further_letters(pattern))
     except ValueError:
@@ -57,7 +57,7 @@ _DELTA_NET = (
 
 
 def _wrong_heads(values: Any) -> str:
-    """Return why the width cannot be split over heads; empty: it can."""
+    """Return why the width cannot be split over heads; empty if it can."""
     heads, width = values.num_attention_heads, values.hidden_size
     if values.kv_channels or values.multi_latent_attention or width % heads == 0:
         return ""
@@ -68,7 +68,7 @@ def _wrong_heads(values: Any) -> str:
 
 
 def _wrong_rotation(values: Any) -> Iterator[str]:
-    """Yield what is wrong with the channels that are rotated."""
+    """Yield faults of the number of rotated channels."""
     if values.position_embedding_type != "rope":
         return
     size = rotary_size(values)
@@ -85,7 +85,7 @@ def _wrong_rotation(values: Any) -> Iterator[str]:
 
 
 def _wrong_layers(values: Any, name: str) -> str:
-    """Return why the layers of a pattern of numbers cannot be read; empty: they can."""
+    """Return why a list of layers cannot be read; empty if it can."""
     try:
         layers_skip(getattr(values, name), values.num_layers, name)
     except ValueError as error:
@@ -94,7 +94,7 @@ def _wrong_layers(values: Any, name: str) -> str:
 
 
 def _several_activations(values: Any) -> str:
-    """Return which activations exclude each other; empty: at most one is chosen."""
+    """Return the activations that exclude each other; empty if at most one is chosen."""
     kinds = ("swiglu", "geglu", "exact_geglu", "quick_geglu", "squared_relu", "openai_gelu")
     chosen = [flag(name) for name in kinds if getattr(values, name)]
     if len(chosen) < 2:
@@ -104,7 +104,7 @@ def _several_activations(values: Any) -> str:
 
 
 def _wrong_pattern(values: Any) -> str:
-    """Return why a hybrid pattern cannot be read or contradicts counts; empty: it fits."""
+    """Return why a hybrid pattern cannot be read or contradicts counts; empty if it fits."""
     pattern = values.hybrid_override_pattern
     try:
         layers = pattern_layers(pattern)
@@ -120,14 +120,14 @@ def _wrong_pattern(values: Any) -> str:
     if layers and further != values.mtp_num_layers:
         return (
             f"--hybrid-override-pattern {pattern} has {further} layers of multi-token "
-            "prediction, each behind a /, --mtp-num-layers says "
+            "prediction, each after a /, but --mtp-num-layers is "
             f"{values.mtp_num_layers}: leave --mtp-num-layers out."
         )
     return ""
 
 
 def _wrong_mamba_heads(values: Any) -> str:
-    """Return why heads and groups of a Mamba layer do not divide; empty: they do."""
+    """Return why heads and groups of a Mamba layer do not divide; empty if they do."""
     inner = 2 * values.hidden_size
     if not values.mamba_num_heads and inner % values.mamba_head_dim:
         return (
@@ -176,12 +176,12 @@ class TransformerConfig(Options):
     # Positions.
 
     max_position_embeddings: int = option(0, minimum=0)
-    """Longest sequence the model takes, in tokens; 0: no limit. Learned positions need it.
+    """Longest sequence of the model, in tokens; 0: no limit. Required by learned positions.
     Megatron's default: none."""
 
     position_embedding_type: PositionEmbedding = "rope"
-    """How positions enter: rotated queries and keys, a learned table, scores that fall with
-    distance (alibi), or not at all. Megatron's default: learned_absolute."""
+    """Encoding of positions: rotated queries and keys, a learned table, scores that fall with
+    distance (alibi), or none. Megatron's default: learned_absolute."""
 
     rotary_base: float = option(10000.0, above=0)
     """Base of the rotary wavelengths."""
@@ -192,64 +192,66 @@ class TransformerConfig(Options):
         idle_with={"multi_latent_attention": ON},
         needs=(When("has_windows", bool, "--window-size"),),
     )
-    """Base of the rotary wavelengths in windowed layers, unstretched; 0: as the others."""
+    """Base of the rotary wavelengths in windowed layers, without scaling; 0: as in other
+    layers."""
 
     rotary_percent: float = option(
         1.0, above=0, maximum=1, idle_with={"multi_latent_attention": ON}
     )
-    """Share of each head's channels that is rotated, above 0 to 1."""
+    """Share of each head's channels that rotates, above 0 to 1."""
 
     rotary_interleaved: bool = option(False, needs={"position_embedding_type": "rope"})
     """Rotate neighbouring channels (2i, 2i+1) together instead of (i, i + half)."""
 
     rope_skip_freq: str = option("0", idle_with={"multi_latent_attention": ON})
-    """Layers without rotation: "N" for every N-th, or a list of 0 and 1 (without), one a
+    """Layers without rotation: "N" for every N-th, or a list with 0 or 1 (without) for each
     layer; "0": none."""
 
     # Stretching of rotary wavelengths for longer contexts: linear, Llama 3.1's, YaRN, LongRoPE.
 
     rotary_seq_len_interpolation_factor: float = option(1.0, above=0)
-    """Positions are divided by this before they are rotated by; 1: not at all."""
+    """Positions are divided by this before rotation; 1: unchanged."""
 
     use_rope_scaling: bool = option(False, needs={"position_embedding_type": "rope"})
     """Stretch long rotary wavelengths as LLaMA 3.1 does, for longer contexts."""
 
     rope_scaling_factor: float = option(8.0, part_of={"use_rope_scaling": ON})
-    """By how much the longest wavelengths are stretched."""
+    """Factor of the longest wavelengths."""
 
     rope_scaling_low_freq_factor: float = option(1.0, part_of={"use_rope_scaling": ON})
     """Wavelengths above the original context divided by this are stretched fully."""
 
     rope_scaling_high_freq_factor: float = option(4.0, part_of={"use_rope_scaling": ON})
-    """Wavelengths below the original context divided by this stay."""
+    """Wavelengths below the original context divided by this are unchanged."""
 
     rope_scaling_original_max_position_embeddings: int = option(
         8192, part_of={"use_rope_scaling": ON}
     )
-    """Context, in tokens, that the model knew before it was stretched."""
+    """Context, in tokens, of the model before its wavelengths were stretched."""
 
     rope_type: Literal["rope", "yarn", "dynamic", "longrope"] = option(
         "rope", needs={"position_embedding_type": "rope"}
     )
-    """How rotary wavelengths are stretched for longer contexts: not, as YaRN does, by a base
+    """Scaling of rotary wavelengths for longer contexts: none (rope), as YaRN does, by a base
     that grows with the sequence (dynamic), or by a factor for each channel (longrope).
     Megatron's default: yarn with latent attention."""
 
     rotary_scaling_factor: float = option(
         40.0, above=0, part_of={"rope_type": ("yarn", "dynamic", "longrope")}
     )
-    """By how much --rope-type stretches the longest wavelengths. Megatron's default: 1.0."""
+    """Factor by which --rope-type stretches the longest wavelengths. Megatron's default:
+    1.0."""
 
     original_max_position_embeddings: int = option(
         4096, above=0, part_of={"rope_type": ("yarn", "dynamic", "longrope")}
     )
-    """Context, in tokens, that the model knew before --rope-type stretched it."""
+    """Context, in tokens, of the model before --rope-type stretched it."""
 
     beta_fast: float = option(32.0, part_of={"rope_type": "yarn"})
-    """Channels that turn more often than this within the original context stay."""
+    """Channels with more turns than this within the original context are unchanged."""
 
     beta_slow: float = option(1.0, above=0, part_of={"rope_type": "yarn"})
-    """Channels that turn less often than this are stretched fully."""
+    """Channels with fewer turns than this are stretched fully."""
 
     mscale: float = option(1.0, minimum=0, part_of={"rope_type": "yarn"})
     """YaRN multiplies cosines and sines by m(this) / m(--mscale-all-dim), where m(x) is
@@ -262,31 +264,31 @@ class TransformerConfig(Options):
     """YaRN's bounds between stretched and other channels are rounded to whole channels."""
 
     rope_attention_factor: float = option(0.0, part_of={"rope_type": ("yarn", "longrope")})
-    """Factor on cosines and sines where --rope-type is yarn or longrope; 0: by its formula."""
+    """Factor on cosines and sines with --rope-type yarn or longrope; 0: by its formula."""
 
     longrope_short_factor: tuple[float, ...] = ()
     """Factor on the wavelength of each pair of channels, in sequences up to
     --original-max-position-embeddings."""
 
     longrope_long_factor: tuple[float, ...] = ()
-    """The same in longer sequences."""
+    """The same factors for longer sequences."""
 
-    # Norms, and how a layer adds to the residual stream.
+    # Norms, and the addition to the residual stream.
 
     normalization: Normalization = "RMSNorm"
     """Kind of the norms. Megatron's default: LayerNorm."""
 
     norm_epsilon: float = option(1e-5, above=0)
-    """Added to the mean square inside a norm."""
+    """Added to the mean square or variance inside a norm."""
 
     apply_layernorm_1p: bool = False
-    """Store norm weights minus 1, so that they begin at zero."""
+    """Store norm weights minus 1, so that they start at zero."""
 
     norm_bias: bool = option(True, needs={"normalization": "LayerNorm"})
     """Give LayerNorms a bias; --no-norm-bias: a weight only."""
 
     norm_placement: NormPlacement = "pre"
-    """Norms stand before each half of a layer (pre), on what it adds (output, OLMo-2), or
+    """Norms before each half of a layer (pre), on the output of each half (output, OLMo-2), or
     both (sandwich, Gemma)."""
 
     embedding_layernorm: bool = False
@@ -295,8 +297,8 @@ class TransformerConfig(Options):
     parallel_residual: ParallelResidual = option(
         "off", needs={"norm_placement": Because("as its norms are before both halves", "pre")}
     )
-    """Attention and feed-forward layer read the same stream, through a norm each (two_norms,
-    GPT-NeoX) or one (one_norm, Cohere), and are added together."""
+    """Attention and MLP read the same stream, through a norm each (two_norms, GPT-NeoX) or one
+    norm (one_norm, Cohere), and their outputs are added together."""
 
     # Attention: projections, norms of queries and keys, scores.
 
@@ -313,8 +315,9 @@ class TransformerConfig(Options):
     qk_norm_width: Literal["head", "own_head", "layer"] = option(
         "head", idle_with={"multi_latent_attention": ON}, part_of={"qk_layernorm": ON}
     )
-    """With --qk-layernorm: norm each head alone, all with one gain; own_head: each with a gain
-    of its own and no bias (Command R+); layer: all heads of a layer as one (OLMo-2)."""
+    """With --qk-layernorm: norm each head separately, with one weight for all; own_head: each
+    with its own weight and no bias (Command R+); layer: all heads of a layer as one
+    (OLMo-2)."""
 
     qk_l2_norm: bool = option(False, idle_with={"multi_latent_attention": ON})
     """Divide rotated queries and keys by their root mean square, without weights (Llama 4)."""
@@ -336,24 +339,24 @@ class TransformerConfig(Options):
             )
         },
     )
-    """Bound scores smoothly by c x tanh(score / c); 0: not at all."""
+    """Cap scores smoothly by c x tanh(score / c); 0: no cap."""
 
     softmax_type: Literal["vanilla", "learnable"] = option(
         "vanilla", idle_with={"multi_latent_attention": ON}
     )
-    """Let each head put a learned share of its attention on nothing: a sink (gpt-oss)."""
+    """Give each head a learned share of attention without a value: a sink (gpt-oss)."""
 
     # Attention: windows, chunks, temperature.
 
     window_size: tuple[int, int] = option((-1, 0), idle_with={"multi_latent_attention": ON})
-    """Tokens that a query sees before and after its own; -1 before: all. The second is 0 in
-    a causal model."""
+    """Tokens before and after a query's own that it attends to; -1 before: all. The second is 0
+    in a causal model."""
 
     window_attn_skip_freq: str = option(
         "0", needs=(When("has_windows", bool, "--window-size"),)
     )
-    """Layers that see all earlier tokens though others have a window: "N" for every N-th, or
-    a list of 0 (all) and 1 (window), one a layer; "0": none."""
+    """Layers without the window of the others: "N" for every N-th, or a list with 0 (all
+    tokens) or 1 (window) for each layer; "0": none."""
 
     attention_chunk_size: int = option(0, minimum=0, idle_with={"multi_latent_attention": ON})
     """Windowed layers attend within chunks of so many tokens instead (Llama 4); 0: off."""
@@ -362,7 +365,7 @@ class TransformerConfig(Options):
         0, minimum=0, idle_with={"multi_latent_attention": ON}
     )
     """In layers without rotation, multiply queries by 1 + --attention-temperature-scale x
-    ln(1 + n), n being how many times this many tokens came before; 0: off."""
+    ln(1 + n), n being the tokens so far divided by this, rounded down; 0: off."""
 
     attention_temperature_scale: float = option(0.1, part_of={"attention_temperature_span": ON})
     """See --attention-temperature-span."""
@@ -370,8 +373,8 @@ class TransformerConfig(Options):
     attention_temperature_layers: Literal["unrotated", "all"] = option(
         "unrotated", part_of={"attention_temperature_span": ON}
     )
-    """Layers of --attention-temperature-span; in all layers the token itself is not counted,
-    as Ministral 3 does."""
+    """Layers of --attention-temperature-span; in all layers the token itself is not counted, as
+    in Ministral 3."""
 
     # Latent attention.
 
@@ -380,7 +383,7 @@ class TransformerConfig(Options):
     also have --qk-layernorm and --rotary-interleaved."""
 
     q_lora_rank: int = option(0, minimum=0, part_of={"multi_latent_attention": ON})
-    """Width of the latent vector of the queries; 0: they are not compressed."""
+    """Width of the latent vector of queries; 0: queries are not compressed."""
 
     kv_lora_rank: int = option(512, above=0, part_of={"multi_latent_attention": ON})
     """Width of the latent vector of keys and values. Megatron's default: 32."""
@@ -398,8 +401,8 @@ class TransformerConfig(Options):
     # Feed-forward layers.
 
     swiglu: bool = True
-    """Feed-forward layers gated by SiLU; --no-swiglu: exact GELU without a gate, or what
-    the next three, --geglu or --exact-geglu say. Megatron's default: off."""
+    """Feed-forward layers gated by SiLU; --no-swiglu: exact GELU without a gate, or the
+    activation of the next three flags, --geglu or --exact-geglu. Megatron's default: off."""
 
     quick_geglu: bool = False
     """Feed-forward layers gated by x * sigmoid(1.702 x); needs --no-swiglu."""
@@ -408,22 +411,22 @@ class TransformerConfig(Options):
     """Activation relu(x) squared, no gate; needs --no-swiglu."""
 
     openai_gelu: bool = False
-    """GELU by tanh, as Megatron's fused one; no gate; needs --no-swiglu."""
+    """tanh approximation of GELU, as in Megatron's fused kernel; no gate; needs --no-swiglu."""
 
     geglu: bool = False
-    """Feed-forward layers gated by GELU by tanh; needs --no-swiglu."""
+    """Feed-forward layers gated by the tanh approximation of GELU; needs --no-swiglu."""
 
     exact_geglu: bool = False
     """Feed-forward layers gated by the exact GELU; needs --no-swiglu."""
 
     activation_func_clamp_value: float = option(0.0, minimum=0, needs=_GATED)
-    """Clamp gates from above and up-projections on both sides before they meet; 0: off."""
+    """Clamp gates from above and up-projections on both sides before they multiply; 0: off."""
 
     glu_linear_offset: float = option(0.0, needs=_GATED)
-    """Added to up-projections before they meet their gate."""
+    """Added to up-projections before they are multiplied by their gate."""
 
     add_bias_linear: bool = False
-    """Biases in all linears but head and router. Megatron's default: on."""
+    """Biases in all linears except head and router. Megatron's default: on."""
 
     # Embedding, output head, multipliers.
 
@@ -437,13 +440,13 @@ class TransformerConfig(Options):
     """Factor on embeddings."""
 
     residual_multiplier: float = option(1.0, above=0)
-    """Factor on what attention and feed-forward layers add to the residual stream."""
+    """Factor on the outputs of attention and feed-forward layers in the residual stream."""
 
     logits_multiplier: float = option(1.0, above=0)
     """Factor on the scores of the vocabulary."""
 
     final_logit_softcapping: float = option(0.0, minimum=0)
-    """Bound the scores of the vocabulary by c x tanh(score / c); 0: not at all."""
+    """Cap the scores of the vocabulary by c x tanh(score / c); 0: no cap."""
 
     # Dropout and initial weights.
 
@@ -455,8 +458,8 @@ class TransformerConfig(Options):
     """Probability of dropping an attention weight. Megatron's default: 0.1."""
 
     init_method_std: float = option(0.02, above=0)
-    """Standard deviation of initial weights; those that write to the residual stream get it
-    divided by sqrt(2 x --num-layers)."""
+    """Standard deviation of initial weights; for weights that write to the residual stream it
+    is divided by sqrt(2 x --num-layers)."""
 
     embedding_init_method_std: float = option(0.0, minimum=0)
     """Standard deviation of initial embeddings; 0: --init-method-std."""
@@ -472,23 +475,23 @@ class TransformerConfig(Options):
         },
     )
     """Parametrize by muP: --lr, --adam-eps and --init-method-std are those of a model of
-    --mup-base-hidden-size, and hold for every width."""
+    --mup-base-hidden-size, and transfer to every width."""
 
     mup_base_hidden_size: int = option(0, needs={"use_mup": ON}, shrinks_to=4)
-    """Width at which muP changes nothing; required with --use-mup."""
+    """Width at which muP has no effect; required with --use-mup."""
 
     mup_embedding_mult: float = option(1.0, above=0, needs={"use_mup": ON})
     """Factor on embeddings with --use-mup, the same at every width."""
 
     mup_output_mult: float = option(1.0, above=0, needs={"use_mup": ON})
-    """Factor on the scores of the vocabulary with --use-mup, beside the base width over the
-    model's."""
+    """Factor on the scores of the vocabulary with --use-mup, in addition to the base width over
+    the model's."""
 
     mup_attn_scale_power: float = option(1.0, above=0, needs={"use_mup": ON})
     """With --use-mup attention scores fall with the width of a head to this power."""
 
     mup_base_head_dim: int = option(0, minimum=0, needs={"use_mup": ON})
-    """Width of a head at which attention scores are as without muP; 0: the model's own."""
+    """Width of a head at which attention scores equal those without muP; 0: the model's own."""
 
     # Multi-token prediction.
 
@@ -506,23 +509,23 @@ class TransformerConfig(Options):
             ),
         },
     )
-    """Layers behind the model, each predicting one token further than the one before; 0:
-    none. They share embedding and output head."""
+    """Layers after the model, each predicting one token further than the one before; 0: none.
+    They share embedding and output head."""
 
     mtp_loss_scaling_factor: float = option(0.1, minimum=0, part_of={"mtp_num_layers": ON})
-    """Weight of the mean loss of these layers beside the main loss."""
+    """Weight of the mean loss of these layers relative to the main loss."""
 
-    # Hybrid stacks: which mixers the layers have, and the sizes of recurrent ones.
+    # Hybrid stacks: the mixers of layers, and the sizes of recurrent mixers.
 
     hybrid_override_pattern: str = ""
-    """One letter a layer instead of attention and feed-forward in each: M Mamba-2, G gated
-    delta net, * attention, - feed-forward, E experts; letters in brackets are one layer of
-    several, [G-]; | between pipeline stages, a layout of this run that its checkpoints do not
-    keep; / before the letters of each layer of multi-token prediction, /*-. Empty: a
+    """One letter for each layer instead of attention and feed-forward in each: M Mamba-2, G
+    gated delta net, * attention, - feed-forward, E experts; letters in brackets are one layer
+    of several, [G-]; | between pipeline stages, a layout of this run that checkpoints do not
+    store; / before the letters of each layer of multi-token prediction, /*-. Empty: a
     transformer."""
 
     mamba_state_dim: int = option(128, minimum=1, part_of=_MAMBA, shrinks_to=6)
-    """Numbers of state for each channel of a Mamba head."""
+    """Size of the state of each channel of a Mamba head."""
 
     mamba_head_dim: int = option(64, minimum=1, part_of=_MAMBA, shrinks_to=4)
     """Channels of a Mamba head."""
@@ -531,34 +534,34 @@ class TransformerConfig(Options):
     """Mamba heads of a layer; 0: 2 x --hidden-size / --mamba-head-dim."""
 
     mamba_num_groups: int = option(8, minimum=1, part_of=_MAMBA)
-    """Groups of Mamba heads that enter and read their state alike."""
+    """Groups of Mamba heads that share B and C."""
 
     mamba_conv_kernel: int = option(4, minimum=1, part_of=_MAMBA)
-    """Tokens, its own among them, that the convolution of a Mamba layer mixes."""
+    """Kernel size of the convolution of a Mamba layer, its own token included."""
 
     mamba_conv_bias: bool = option(True, part_of=_MAMBA)
-    """Bias of that convolution."""
+    """Bias of the convolution of a Mamba layer."""
 
     mamba_proj_bias: bool = option(False, part_of=_MAMBA)
     """Biases of a Mamba layer's two linears."""
 
     mamba_norm: Literal["gated", "before_gate", "none"] = option("gated", part_of=_MAMBA)
-    """Norm a Mamba layer's output after it is gated (gated), before, or not at all."""
+    """Norm of a Mamba layer's output: after the gate (gated), before it, or none."""
 
     mamba_chunk_size: int = option(128, minimum=1, part_of=_MAMBA, shrinks_to=4)
-    """Tokens that a Mamba layer computes together; changes time and memory, not results."""
+    """Tokens that a Mamba layer computes together; affects time and memory, not results."""
 
     mamba_dt_limit: tuple[float, float] = option((0.0, 0.0), part_of=_MAMBA)
-    """Smallest and largest step size of a Mamba head; 0 as the second: no limit."""
+    """Smallest and largest step size of a Mamba head; 0 as the largest: no limit."""
 
     mamba_dt_min: float = option(0.001, part_of=_MAMBA, above=0)
-    """Smallest step size that a Mamba head may begin with."""
+    """Smallest initial step size of a Mamba head."""
 
     mamba_dt_max: float = option(0.1, part_of=_MAMBA)
-    """Largest step size that a Mamba head may begin with."""
+    """Largest initial step size of a Mamba head."""
 
     mamba_dt_init_floor: float = option(1e-4, part_of=_MAMBA)
-    """Step sizes below it are raised to it at the beginning."""
+    """Lower bound of initial step sizes."""
 
     linear_num_key_heads: int = option(16, minimum=1, part_of=_DELTA_NET)
     """Key heads of a gated delta net."""
@@ -573,7 +576,7 @@ class TransformerConfig(Options):
     """Channels of a gated delta net's values."""
 
     linear_conv_kernel_dim: int = option(4, minimum=1, part_of=_DELTA_NET)
-    """Tokens, its own among them, that the convolution of a gated delta net mixes."""
+    """Kernel size of the convolution of a gated delta net, its own token included."""
 
     rules = (
         Rule(
@@ -721,7 +724,7 @@ class TransformerConfig(Options):
 
     @property
     def depth(self) -> int:
-        """Layers that pipeline stages share, without those of multi-token prediction."""
+        """Number of layers that pipeline stages share, without multi-token prediction."""
         return self.num_layers
 
     @property
@@ -739,11 +742,11 @@ RECOMPUTE_MODULES = (
     *("core_attn", "layernorm", "mla_up_proj", "mlp", "mlp_act", "moe", "moe_act"),
     "shared_experts",
 )
-"""What --recompute-modules may name; all but mlp_act are Megatron's words."""
+"""Choices of --recompute-modules; all but mlp_act are Megatron's."""
 
 
 def _unknown_modules(values: Any) -> Iterator[str]:
-    """Yield the words that are no module."""
+    """Yield a fault for each unknown module."""
     for module in values.recompute_modules:
         if module not in RECOMPUTE_MODULES:
             yield f"--recompute-modules {module} is not known: use {listed(RECOMPUTE_MODULES)}."
@@ -751,30 +754,30 @@ def _unknown_modules(values: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputeConfig(Options):
-    """What is computed again in backward instead of being kept."""
+    """What backward recomputes instead of keeping it from forward."""
 
     recompute_granularity: Literal["", "full", "selective"] = ""
-    """Recompute nothing, whole layers, or the parts that --recompute-modules names."""
+    """Recompute nothing, complete layers, or the parts that --recompute-modules names."""
 
     recompute_method: Literal["", "uniform", "block"] = option(
         "", needs={"recompute_granularity": "full"}
     )
-    """With full: every --recompute-num-layers layers together, or only the first
-    --recompute-num-layers layers of each stage, one by one; empty: uniform."""
+    """With full: groups of --recompute-num-layers layers (uniform), or only the first
+    --recompute-num-layers layers of each stage, one by one (block); empty: uniform."""
 
     recompute_num_layers: int = option(1, minimum=1, needs={"recompute_granularity": "full"})
-    """Layers recomputed together (uniform), or layers of a stage that are (block)."""
+    """Layers of a group (uniform), or recomputed layers of a stage (block)."""
 
     recompute_modules: tuple[str, ...] = option(
         ("core_attn",), needs={"recompute_granularity": "selective"}
     )
     """With selective: core_attn (attention without its projections), mla_up_proj (latent
-    attention behind its latent vectors), mlp, moe, shared_experts; and, whose outputs are
-    forgotten: layernorm, mlp_act and moe_act (activations)."""
+    attention after its latent vectors), mlp, moe, shared_experts; and, whose outputs alone are
+    recomputed: layernorm, mlp_act and moe_act (activations)."""
 
     distribute_saved_activations: bool = option(False, needs={"recompute_granularity": "full"})
-    """With full: each tensor rank keeps a piece of what a recomputed layer begins from, and
-    gathers the others' in backward."""
+    """With full: each tensor rank keeps a slice of the input of a recomputed layer, and gathers
+    the other slices in backward."""
 
     rules = (
         Rule(("recompute_modules",), _unknown_modules),
@@ -785,7 +788,7 @@ class RecomputeConfig(Options):
                 and (v.tensor_model_parallel_size == 1 or v.sequence_parallel)
             ),
             "--distribute-saved-activations has no effect with --tensor-model-parallel-size 1, "
-            "nor with --sequence-parallel, which cuts them already: leave it out.",
+            "nor with --sequence-parallel, which splits inputs already: leave it out.",
         ),
         *(
             Rule(
@@ -872,7 +875,7 @@ _NOT_IN_TRANSFORMER_ENGINE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], s
         f"{_TE_ATTENTION} needs --cp-comm-type a2a over context ranks: give it, or {_NAME_ONE}",
     ),
 )
-"""What Transformer Engine is not used for: options, condition, message."""
+"""Combinations that Transformer Engine does not support: options, condition, message."""
 
 
 def _unless_ours(is_broken: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -882,21 +885,21 @@ def _unless_ours(is_broken: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelConfig(Options):
-    """Which kernels compute a model; none of it changes what is computed."""
+    """Kernels that compute a model; they do not change what is computed."""
 
     transformer_impl: Literal["local", "transformer_engine"] = option(
         "local", selects_path="layers.{transformer_impl}"
     )
-    """What computes linears, norms, experts and, with --attention-backend auto, attention:
-    local, this package and torch, or NVIDIA's Transformer Engine (an extra; GPUs, --bf16 or
-    --fp16). Weights and checkpoints are the same. Megatron's default: transformer_engine."""
+    """Library of linears, norms, experts and, with --attention-backend auto, attention: local
+    (this package and torch), or NVIDIA's Transformer Engine (an extra; GPUs, --bf16 or --fp16).
+    Weights and checkpoints are the same. Megatron's default: transformer_engine."""
 
     attention_backend: AttentionBackend = option(
         "auto", selects_path="attention.{attention_backend}"
     )
     """Kernels of attention: flash4 (flash-attn-4, an extra), fused (cuDNN), flash (flash-attn
-    where it is installed, else torch's own), unfused (torch's unfused kernel), local (plain
-    torch); auto: the fastest that is there and takes the shapes."""
+    if installed, else torch's own), unfused (torch's unfused kernel), local (plain torch);
+    auto: the fastest available kernel for the shapes."""
 
     rules = (
         *(
@@ -907,14 +910,14 @@ class KernelConfig(Options):
 
 
 def rotary_size(config: TransformerConfig) -> int:
-    """Channels of each head that are rotated."""
+    """Return the number of channels of each head that rotate."""
     if config.multi_latent_attention:
         return config.qk_pos_emb_head_dim
     return int(head_dim(config) * config.rotary_percent)
 
 
 def activation(config: TransformerConfig) -> str:
-    """Name of the function in feed-forward layers, see ``mcore_moe.activations``."""
+    """Return the name of the feed-forward activation, see ``mcore_moe.activations``."""
     if config.swiglu:
         return "silu"
     if config.geglu:
@@ -929,12 +932,12 @@ def activation(config: TransformerConfig) -> str:
 
 
 def window(config: TransformerConfig, layer: int) -> int:
-    """Earlier tokens that a query of this layer (counted from 0) sees; -1: all."""
+    """Return how many earlier tokens a query of this layer (from 0) attends to; -1: all."""
     return config.window_size[0] if is_local(config, layer) else -1
 
 
 def chunk(config: TransformerConfig, layer: int) -> int:
-    """Tokens of the chunks within which this layer attends; 0: it is not cut."""
+    """Return the chunk length of this layer's attention, in tokens; 0: no chunks."""
     return config.attention_chunk_size if is_local(config, layer) else 0
 
 
@@ -954,12 +957,12 @@ def is_rotated(config: TransformerConfig, layer: int) -> bool:
 
 
 def has_plain_scores(config: TransformerConfig) -> bool:
-    """Whether fused kernels compute the scores of attention: no caps, no sinks."""
+    """Whether fused kernels can compute the attention scores: no caps, no sinks."""
     return not config.attn_logit_softcapping and config.softmax_type == "vanilla"
 
 
 def yarn_magnitude(factor: float, scale: float) -> float:
-    """How YaRN scales attention for positions stretched by ``factor``; 1 without stretching.
+    """Return YaRN's factor on attention for positions stretched by ``factor``; 1 for none.
 
     Reference:
         Peng et al. 2023, YaRN, arXiv:2309.00071, equation 22.
@@ -968,13 +971,13 @@ def yarn_magnitude(factor: float, scale: float) -> float:
 
 
 def layers_skip(text: str, num_layers: int, name: str, ones: bool = True) -> tuple[bool, ...]:
-    """Say for each layer whether it goes without something.
+    """Return for each layer whether it skips a feature.
 
     Args:
-        text: "N" for every N-th layer, "0" for none, or a list of 0 and 1, one a layer.
-        num_layers: how many there are.
+        text: "N" for every N-th layer, "0" for none, or a list with 0 or 1 for each layer.
+        num_layers: number of layers.
         name: of the field, for errors.
-        ones: whether 1 in a list stands for the layers without it.
+        ones: whether 1 in a list means skipped.
     """
     pattern = read_pattern(text, flag(name))
     if isinstance(pattern, int):
@@ -990,19 +993,19 @@ def layers_skip(text: str, num_layers: int, name: str, ones: bool = True) -> tup
 
 
 def sizes_of_pattern(pattern: str) -> dict[str, int]:
-    """Return the fields of a model that follow from its hybrid pattern, if it has one."""
+    """Return the fields that follow from a hybrid pattern; empty without a pattern."""
     layers = pattern_layers(pattern)
     if not layers:
         return {}
     sizes = {"num_layers": len(layers), "mtp_num_layers": pattern.count("/")}
     if "*" not in pattern:
-        # Without effect, and checked all the same.
+        # Unused, but validated.
         sizes |= {"num_attention_heads": 1, "num_query_groups": 0}
     return sizes
 
 
 def stages_of_pattern(pattern: str) -> dict[str, str]:
-    """Return the pipeline layout that the | of a hybrid pattern spell, if it has any."""
+    """Return the pipeline layout given by the | of a hybrid pattern; empty without any."""
     stages = pattern.partition("/")[0].split("|")
     if len(stages) == 1:
         return {}
@@ -1011,18 +1014,18 @@ def stages_of_pattern(pattern: str) -> dict[str, str]:
 
 
 def divisors(number: int) -> list[int]:
-    """Divide ``number`` evenly: all numbers that do, ascending."""
+    """Return all divisors of ``number``, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def config_to_dict(config: object) -> dict[str, Any]:
-    """Turn a config into what JSON and TOML hold: tuples become lists."""
+    """Convert a config to JSON and TOML types: tuples become lists."""
     table = {field.name: getattr(config, field.name) for field in fields(config)}  # pyrefly: ignore
     return {n: list(v) if isinstance(v, tuple) else v for n, v in table.items()}
 
 
 def config_from_dict(config_type: type[Config], table: Mapping[str, Any]) -> Config:
-    """Build a config from what ``config_to_dict`` gave; missing fields keep their defaults."""
+    """Build a config from ``config_to_dict``'s result; missing fields get their defaults."""
     known = {field.name: field.type for field in fields(config_type)}  # pyrefly: ignore
     values = {}
     for name, value in table.items():

@@ -1,7 +1,7 @@
-"""What ``mcore-models count`` reads and computes: a model and a run, in training's own flags.
+"""Options and results of ``mcore-models count``: a model and a run, in training's own flags.
 
-A command line of ``mcore-train gpt`` can be given as it is, recipes included: flags that
-change no size, such as ``--lr``, are named and left out. Loads no torch.
+A command line of ``mcore-train gpt`` can be passed unchanged, recipes included: flags without
+effect on sizes, such as ``--lr``, are named and ignored. Loads no torch.
 """
 
 import difflib
@@ -45,17 +45,17 @@ GPU_GIB = {
     "rtx-3090": 23,
     "rtx-4090": 23,
 }
-"""Memory that a program sees, rounded down."""
+"""Memory visible to a program, rounded down."""
 USABLE = 0.9
-"""Share of a GPU's memory that the estimate may take: buffers of up to 6 % of it (as measured,
-see ``rank_bytes``), CUDA, NCCL and fragmentation come on top."""
+"""Share of a GPU's memory that the estimate may use: temporary buffers of up to 6 % of it (as
+measured, see ``rank_bytes``), CUDA, NCCL and fragmentation are not part of the estimate."""
 PATTERN = "--hybrid-override-pattern"
 _SAME = {
     "--model": ("--preset",),
     "--nproc": ("--world-size",),
     "--recompute-activations": ("--recompute-granularity", "selective"),
 }
-"""Flags of training that are other flags here."""
+"""Flags of training that have another name here."""
 
 
 USUAL = (
@@ -75,7 +75,7 @@ USUAL = (
     *("context_parallel_size", "expert_model_parallel_size", "recompute_granularity"),
     *("use_distributed_optimizer", "data_parallel_sharding_strategy"),
 )
-"""What count --help shows."""
+"""Shown by count --help."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ class CountOptions:
     """What is counted, and for which run."""
 
     preset: str = ""
-    """Begin from this preset; flags change it. --model says the same."""
+    """Start from this preset; flags override it. --model is the same."""
 
     vocab_size: int = 0
     """Token ids of the model."""
@@ -92,7 +92,7 @@ class CountOptions:
     """Tokens in a sequence; 0: 4096, or the model's positions if those are fewer."""
 
     decoder_seq_length: int = 0
-    """Tokens of a T5's decoder; 0: as many as --seq-length."""
+    """Tokens of a T5's decoder; 0: --seq-length."""
 
     micro_batch_size: int = 1
     """Sequences in one forward pass."""
@@ -101,13 +101,13 @@ class CountOptions:
     """Sequences in one step over all ranks; 0: enough to fill the pipeline."""
 
     world_size: int = 1
-    """Ranks that train it; --nproc says the same."""
+    """Ranks of the run; --nproc is the same."""
 
     bf16: bool = False
     """Weights and activations in bfloat16; main weights and optimizer in float32."""
 
     gpu: str = ""
-    """Say whether it fits: a GPU's name, such as h100, or its memory in GiB."""
+    """Report whether it fits a GPU, given by name, such as h100, or by memory in GiB."""
 
     json: bool = False
     """Print one JSON object."""
@@ -115,7 +115,7 @@ class CountOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountConfig:
-    """What a model of this shape costs, in the flags of mcore-train gpt (--recipe FILE too)."""
+    """Sizes and costs of a model, in the flags of mcore-train gpt (--recipe FILE too)."""
 
     model: TransformerConfig
     options: CountOptions = field(default_factory=CountOptions)
@@ -133,14 +133,14 @@ class CountConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BertCountConfig(CountConfig):
-    """What a BERT of this shape costs, in the flags of mcore-train bert (--recipe FILE too)."""
+    """Sizes and costs of a BERT, in the flags of mcore-train bert (--recipe FILE too)."""
 
     model: BertConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class T5CountConfig(CountConfig):
-    """What a T5 of this shape costs, in the flags of mcore-train t5 (--recipe FILE too)."""
+    """Sizes and costs of a T5, in the flags of mcore-train t5 (--recipe FILE too)."""
 
     model: T5Config
 
@@ -155,16 +155,16 @@ _KINDS: dict[str, type[CountConfig]] = {
 
 
 def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
-    """Read flags, laid over recipes, laid over a preset.
+    """Parse flags over recipes over a preset.
 
     Args:
-        words: after the command; before the flags perhaps what ``mcore-train`` would train.
+        words: after the command, optionally beginning with the model kind of ``mcore-train``.
 
     Returns:
-        The options, and the flags of training that count nothing.
+        The options, and the training flags without effect here.
 
     Raises:
-        ValueError: for an unknown preset, or a flag that is nearly one of ours.
+        ValueError: for an unknown preset, or a flag similar to one of ours.
         FileNotFoundError: if there is no such recipe.
         SystemExit: after help.
     """
@@ -210,13 +210,13 @@ def parse_count(words: Sequence[str]) -> tuple[CountConfig, list[str]]:
 
 
 def _last_value(groups: Sequence[list[str]], flag: str) -> str:
-    """Return the value of a flag where it is given last; empty: it is not given."""
+    """Return the last value of a flag; empty if it is not given."""
     found = [values[0] for name, *values in groups if name == flag and values]
     return found[-1] if found else ""
 
 
 def described_model(config: CountConfig) -> ModelDescription:
-    """Return the model that is counted."""
+    """Return the model to count."""
     kind = type(config.model)
     return ModelDescription(
         config=config.model,
@@ -227,7 +227,7 @@ def described_model(config: CountConfig) -> ModelDescription:
 
 
 def _groups(words: Sequence[str]) -> Iterator[list[str]]:
-    """Cut a command line into flags, spelled with dashes, each with its values."""
+    """Split a command line into flags, normalized to dashes, each with its values."""
     group: list[str] = []
     for word in words:
         if not is_flag(word):
@@ -243,7 +243,7 @@ def _groups(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _recipe_groups(files: Sequence[str]) -> Iterator[list[str]]:
-    """Spell the fields of TOML recipes as flags with their values."""
+    """Convert the fields of TOML recipes to flags with values."""
     for file in files:
         tables: Any = tomllib.loads(Path(file).read_text(encoding="utf-8"))
         for name, value in _leaves(tables):
@@ -267,7 +267,7 @@ def build_report(config: CountConfig) -> dict[str, int | float | str]:
     """Compute every number that ``count`` prints.
 
     Raises:
-        ValueError: if the model does not fit the layout, or the GPU is not known.
+        ValueError: if the model does not fit the layout, or the GPU is unknown.
     """
     options, parallel = config.options, config.parallelism
     model = described_model(config)
@@ -303,7 +303,7 @@ def build_report(config: CountConfig) -> dict[str, int | float | str]:
 
 
 def _memory(config: CountConfig, model: ModelDescription, seq_length: int) -> RankBytes:
-    """Estimate the fullest rank."""
+    """Estimate the memory of the rank that needs most."""
     options, parallel = config.options, config.parallelism
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     ranks *= parallel.pipeline_model_parallel_size
@@ -342,7 +342,7 @@ def _memory(config: CountConfig, model: ModelDescription, seq_length: int) -> Ra
 
 
 def _gpu_gib(name: str) -> float:
-    """Return a GPU's memory; 0.0 for no name."""
+    """Return a GPU's memory in GiB; 0.0 without a name."""
     known = GPU_GIB.get(name.lower().replace("_", "-"))
     try:
         return float(known or name or 0)

@@ -1,4 +1,4 @@
-"""A whole model as data: what a checkpoint says about itself, and what a preset is.
+"""A complete model as data: as checkpoints store it and as presets define it.
 
 In a checkpoint it is nested JSON, ``{"family", "vocab_size", "config", "moe"}``; as a preset
 or a recipe it is one flat table of flags. No torch here.
@@ -15,7 +15,7 @@ from mcore_moe.config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDescription:
-    """Everything needed to build a model, but its layout and its weights."""
+    """Everything needed to build a model, except its layout and its weights."""
 
     config: TransformerConfig
     """Shape and numerics of the layers."""
@@ -27,10 +27,10 @@ class ModelDescription:
     """Experts; none by default."""
 
     family: str = "gpt"
-    """Which architecture, by its name in ``FAMILIES``."""
+    """Name of the architecture in ``FAMILIES``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Turn into JSON's types, nested."""
+        """Convert to nested JSON types."""
         return {
             "family": self.family,
             "vocab_size": self.vocab_size,
@@ -42,7 +42,7 @@ class ModelDescription:
     def from_dict(
         cls, table: Mapping[str, Any], families: Mapping[str, Family] = FAMILIES
     ) -> "ModelDescription":
-        """Build from what ``to_dict`` gave; fields that are missing keep their defaults.
+        """Build from ``to_dict``'s result; missing fields get their defaults.
 
         Raises:
             ValueError: for another family or an unknown field.

@@ -1,4 +1,4 @@
-"""What models with an encoder are: BERT and T5. Plain frozen data, the standard library only.
+"""Configuration of models with an encoder, BERT and T5. The standard library only.
 
 They have the fields of a GPT's layers, with the defaults of their own papers, and a few more.
 """
@@ -10,7 +10,7 @@ from mcore_base.options import Rule, flag, option
 from mcore_models.config import Normalization, PositionEmbedding, TransformerConfig
 
 BERT_HEADS = ("pooler", "lm", "binary")
-"""What --bert-heads may name."""
+"""Choices of --bert-heads."""
 
 
 FeedForward = Literal["gelu", "gelu_tanh", "relu", "gated-gelu", "gated-silu"]
@@ -21,10 +21,10 @@ class BertConfig(TransformerConfig):
     """Shape and numerics of a BERT."""
 
     position_embedding_type: PositionEmbedding = "learned_absolute"
-    """How positions enter: only learned_absolute, a learned table."""
+    """Encoding of positions: only learned_absolute, a learned table."""
 
     max_position_embeddings: int = 512
-    """Longest sequence the model takes, in tokens."""
+    """Longest sequence of the model, in tokens."""
 
     normalization: Normalization = "LayerNorm"
     """Kind of the norms."""
@@ -45,15 +45,15 @@ class BertConfig(TransformerConfig):
     """Probability of dropping an attention weight."""
 
     num_tokentypes: int = option(2, minimum=0)
-    """Kinds of tokens that have an embedding of their own: the parts of a pair; 0: none."""
+    """Segments with a token type embedding of their own; 0: none."""
 
     post_layer_norm: bool = False
     """Norms after each half of a layer and on the embeddings, as BERT was published; off:
     before each half and after the last layer, as Megatron trains it."""
 
     bert_heads: tuple[str, ...] = BERT_HEADS
-    """What is on top: pooler (of the first token), lm (hidden tokens), binary (order of the
-    two parts, on the pooler). Training needs lm."""
+    """Heads: pooler (of the first token), lm (masked tokens), binary (order of the two
+    segments, on the pooler). Training needs lm."""
 
     rules = (
         Rule(
@@ -83,10 +83,10 @@ class BertConfig(TransformerConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class T5Config(TransformerConfig):
-    """Shape and numerics of a T5: defaults are Megatron's; the paper's form by its fields."""
+    """Shape and numerics of a T5: Megatron's defaults; the published form by its fields."""
 
     num_layers: int = 12
-    """Layers of the encoder, and as many of the decoder, where the next two say nothing."""
+    """Layers of the encoder and of the decoder, unless the next two are set."""
 
     encoder_num_layers: int = option(0, minimum=0)
     """Layers of the encoder; 0: --num-layers."""
@@ -95,14 +95,14 @@ class T5Config(TransformerConfig):
     """Layers of the decoder; 0: --num-layers."""
 
     position_embedding_type: Literal["learned_absolute", "relative"] = "learned_absolute"  # pyrefly: ignore
-    """How positions enter: a learned table, or a bias for each distance and head on
-    attention scores, as T5 was published."""
+    """Encoding of positions: a learned table, or a bias on attention scores for each distance
+    and head, as T5 was published."""
 
     relative_attention_num_buckets: int = 32
-    """With relative positions: distances that have a bias of their own."""
+    """With relative positions: number of distances with a bias of their own."""
 
     relative_attention_max_distance: int = 128
-    """With relative positions: tokens from which on all distances share a bias."""
+    """With relative positions: distance from which on all share a bias."""
 
     max_position_embeddings: int = 512
     """Longest sequence of encoder or decoder, in tokens; 0: no limit."""
@@ -111,23 +111,23 @@ class T5Config(TransformerConfig):
     """Kind of the norms; RMSNorm as published."""
 
     swiglu: bool = False
-    """Not for T5: --feed-forward-proj says what gates."""
+    """Not for T5: use --feed-forward-proj."""
 
     feed_forward_proj: FeedForward = "gelu"
-    """Activation of feed-forward layers: exact GELU, GELU by tanh, ReLU (T5), or gated by GELU
-    by tanh (T5 1.1) or SiLU."""
+    """Activation of feed-forward layers: exact GELU, tanh approximation of GELU, ReLU (T5), or
+    gated by the tanh approximation of GELU (T5 1.1) or SiLU."""
 
     add_bias_linear: bool = True
-    """Biases in all linears but the head; off as published."""
+    """Biases in all linears except the head; off as published."""
 
     add_output_bias: bool = True
     """A bias for each token of the vocabulary in a tied head; off as published."""
 
     scale_attention_scores: bool = True
-    """Divide attention scores by the root of the head's width; off as published."""
+    """Divide attention scores by the square root of the head's width; off as published."""
 
     scale_decoder_outputs: bool = False
-    """Divide what a tied head reads by the root of --hidden-size; on as published."""
+    """Divide the input of a tied head by the square root of --hidden-size; on as published."""
 
     hidden_dropout: float = 0.1
     """Probability of dropping a channel before it joins the residual stream."""
@@ -140,8 +140,7 @@ class T5Config(TransformerConfig):
             Rule(
                 (name,),
                 lambda v, name=name: getattr(v, name),
-                f"{flag(name)}: T5's feed-forward layers are what --feed-forward-proj says; "
-                "leave it out.",
+                f"{flag(name)}: --feed-forward-proj sets the activation of a T5; leave it out.",
             )
             for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu")
         ),
@@ -165,22 +164,22 @@ class T5Config(TransformerConfig):
 
 
 def encoder_layers(config: T5Config) -> int:
-    """Layers of the encoder."""
+    """Return the number of layers of the encoder."""
     return config.encoder_num_layers or config.num_layers
 
 
 def decoder_layers(config: T5Config) -> int:
-    """Layers of the decoder."""
+    """Return the number of layers of the decoder."""
     return config.decoder_num_layers or config.num_layers
 
 
 def num_stack_layers(config: T5Config) -> int:
-    """Layers that pipeline stages share: the encoder's, then the decoder's."""
+    """Return the number of layers that pipeline stages share: encoder and decoder."""
     return encoder_layers(config) + decoder_layers(config)
 
 
 def feed_forward(config: T5Config) -> tuple[bool, str]:
-    """Whether feed-forward layers are gated, and the name of their activation."""
+    """Return whether feed-forward layers are gated, and the name of their activation."""
     kind = config.feed_forward_proj
     if kind.startswith("gated-"):
         return True, {"gated-gelu": "gelu_tanh", "gated-silu": "silu"}[kind]

@@ -1,6 +1,6 @@
-"""What tensors BERT and T5 have, and what a token of training costs them.
+"""Tensors of BERT and T5, and their training cost for each token.
 
-Pure questions about configs; no torch here.
+Pure functions of configs; no torch here.
 """
 
 from math import prod
@@ -55,10 +55,9 @@ def bert_shapes(
 def bert_flops_per_token(
     config: BertConfig, padded_vocab_size: int, seq_length: int, moe: MoEConfig = _NO_EXPERTS
 ) -> float:
-    """Floating-point operations of training for each token: every token sees all others.
+    """Floating-point operations of training for each token: every token attends to all others.
 
-    Multiplications and additions each count as one; the pooler, lookups and norms are left
-    out.
+    Multiplications and additions each count as one; pooler, lookups and norms are not counted.
     """
     N, H = config.num_attention_heads, head_dim(config)
     weights = sum(
@@ -123,7 +122,7 @@ def t5_shapes(config: T5Config, vocab_size: int, _moe: Any = _NO_EXPERTS) -> dic
 
 
 def t5_ffn_size(config: T5Config) -> int:
-    """Width inside a feed-forward layer over all ranks, F."""
+    """Return the width inside a feed-forward layer over all ranks, F."""
     return ffn_size(config)
 
 
@@ -132,8 +131,8 @@ def t5_flops_per_token(
 ) -> float:
     """Floating-point operations of training for each token of the encoder.
 
-    The decoder is taken to have a quarter of the encoder's tokens, as in T5's pre-training,
-    since the encoder's are those that throughput counts.
+    The decoder is assumed to have a quarter of the encoder's tokens, as in T5's pre-training;
+    throughput counts the encoder's tokens.
     """
     N, H = config.num_attention_heads, head_dim(config)
     matrices = {

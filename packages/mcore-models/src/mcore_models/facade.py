@@ -1,8 +1,8 @@
-"""The plain front: a GPT that takes a batch and gives its loss, for a hand-written loop.
+"""A GPT as a function of a batch to its loss, for hand-written training loops.
 
-The layout comes from ``parallel_state``; without it the model is on one rank. Gradients are
-made whole in backward itself, so any torch optimizer may step right after it. For speed,
-pipelines and long runs there is ``GPT`` with the trainer.
+The layout comes from ``parallel_state``; without one the model is on one rank. Backward itself
+reduces gradients over ranks, so that any torch optimizer may step right after it. For speed,
+pipelines and long runs use ``GPT`` with the trainer.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,10 +35,10 @@ _NO_EXPERTS = MoEConfig()
 
 
 class GPTModel(nn.Module):
-    """A batch to its mean loss.
+    """Computes the mean loss of a batch.
 
-    The same weights and, for the same batches, the same losses on any number of tensor and
-    expert ranks. Data ranks may be given different batches; the loss is the mean over all.
+    Weights and losses are the same on any number of tensor and expert ranks. Data ranks may get
+    different batches; the loss is the mean over all.
 
     Attributes:
         gpt: the ``GPT``.
@@ -56,13 +56,13 @@ class GPTModel(nn.Module):
     ) -> None:
         """Build the model on this rank's device, by the layout of ``parallel_state``.
 
-        In fp8 if ``parallel_state.set_fp8_training_enabled`` says so.
+        GEMMs are in fp8 after ``parallel_state.set_fp8_training_enabled``.
 
         Args:
             config: shape and numerics of the layers.
             vocab_size: true number of tokens.
             moe: experts, none by default.
-            parts: modules of one's own in place of mixers, see ``TransformerBlock``.
+            parts: modules in place of mixers, see ``TransformerBlock``.
             seed: of the initial weights, equal on all ranks.
             dtype: of the parameters.
 
@@ -92,8 +92,8 @@ class GPTModel(nn.Module):
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean loss over the valid tokens of all data ranks.
 
-        All-reduces the count and the loss over the data ranks. Auxiliary losses of experts
-        are in it while training.
+        All-reduces the count and the loss over the data ranks. In training it includes
+        auxiliary losses of experts.
 
         Args:
             batch: ``tokens`` and ``labels`` ``[B, S]`` int64, ``loss_mask`` ``[B, S]`` of 0
@@ -120,10 +120,10 @@ class GPTModel(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """Layers that let any model predict further tokens, with its own embedding and head.
+    """Layers that predict further tokens for any model, with its own embedding and head.
 
-    Plain torch, whole on every rank: train it under DDP or FSDP like the model itself. Inside
-    ``GPT`` the same layers come by ``mtp_num_layers``, split like the model.
+    Plain torch, replicated on every rank: train it under DDP or FSDP like the model itself. In
+    ``GPT`` the same layers are enabled by ``mtp_num_layers``, and split like the model.
 
     Attributes:
         layers: one ``PredictionLayer`` for each further token.
@@ -142,8 +142,8 @@ class MultiTokenPrediction(nn.Module):
 
         Args:
             hidden_size: D, of the model.
-            num_predictions: further tokens, behind the next one that the model predicts.
-            num_attention_heads: of each layer; 0: one for every 64 channels.
+            num_predictions: further tokens, after the next one that the model predicts.
+            num_attention_heads: heads of each layer; 0: one for every 64 channels.
             seed: of the initial weights, equal on all ranks.
             dtype: of the parameters.
 
@@ -174,11 +174,11 @@ class MultiTokenPrediction(nn.Module):
         embedding: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
     ) -> Float[Tensor, ""]:
-        """Compute the mean loss over all further tokens that the rows hold.
+        """Compute the mean loss over all further tokens in the rows.
 
         Args:
-            hidden: of the model, behind its final norm: place i predicts token i + 1.
-            tokens: that the model read.
+            hidden: of the model, after its final norm: position i predicts token i + 1.
+            tokens: input tokens of the model.
             embedding: of the model: ids ``[B, S]`` to ``[B, S, D]``.
             head: of the model: ``[B, S, D]`` to logits ``[B, S, V]``.
 
@@ -187,7 +187,7 @@ class MultiTokenPrediction(nn.Module):
             loss times a factor such as 0.1.
 
         Raises:
-            ValueError: if rows have no token so far ahead.
+            ValueError: if rows are too short for the furthest prediction.
         """
         length = tokens.shape[1]
         if length < len(self.layers) + 2:
@@ -195,8 +195,8 @@ class MultiTokenPrediction(nn.Module):
                 f"rows of {length} tokens hold none {len(self.layers) + 1} places ahead: use "
                 f"{len(self.layers) + 2} or more."
             )
-        places = torch.arange(length, device=tokens.device)
-        inputs = BlockInputs(rotary=build_rotary(self.config, places, hidden.dtype))
+        positions = torch.arange(length, device=tokens.device)
+        inputs = BlockInputs(rotary=build_rotary(self.config, positions, hidden.dtype))
 
         def run(block: nn.Module, x: Tensor) -> Residual:
             return block(Residual.begin(x), inputs)
@@ -212,10 +212,10 @@ class MultiTokenPrediction(nn.Module):
 
 
 class _Finaliser:
-    """Gradient hook that sums what other ranks hold of one parameter's gradient.
+    """Gradient hook that sums a parameter's gradient over the ranks that hold parts of the sum.
 
-    It acts on each backward's own gradient, before that is added to ``.grad``, so that
-    accumulation over several backward passes stays right.
+    It acts on the gradient of each backward, before that is added to ``.grad``, so that
+    accumulation over several backward passes is correct.
     """
 
     def __init__(self, named: NamedParameter, ctx: ParallelContext) -> None:

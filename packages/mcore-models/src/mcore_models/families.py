@@ -1,8 +1,8 @@
 """The table of model families: how each is built, counted and checked.
 
 A family is one file with its model and one entry here. Training, generation and verification
-use a model as a ``TrainableModel`` and its family as an entry, so a family may also be defined
-outside of this package and given to them. No torch here.
+use a model through ``TrainableModel`` and its family through an entry, so that a family may
+also be defined outside of this package and passed to them. No torch here.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,30 +33,30 @@ class Family:
     """One architecture."""
 
     name: str
-    """What a checkpoint calls it."""
+    """Name of the family in checkpoints."""
 
     model: "str | Callable[..., TrainableModel]"
-    """Builds it, with the arguments of ``GPT``: a class or function, or ``module:name`` of
-    one, which is imported when the first model is built."""
+    """Builds the model, with the arguments of ``GPT``: a class or function, or ``module:name``,
+    which is imported when the first model is built."""
 
     flops_per_token: Callable[..., float]
-    """Cost of training, with the arguments of ``flops.flops_per_token``."""
+    """FLOPs of training, with the arguments of ``flops.flops_per_token``."""
 
     layout_problems: Callable[..., list[str]]
-    """What keeps a model from being split, with the arguments of
-    ``checks.layouts.layout_problems``."""
+    """Returns why a model cannot be split, with the arguments of
+    ``building.layouts.layout_problems``."""
 
     config: type[TransformerConfig] = TransformerConfig
-    """Shape and numerics of its layers."""
+    """Config class of its layers."""
 
     tensor_shapes: Callable[..., dict[str, tuple[int, ...]]] = tensor_shapes
-    """Its logical tensors, with the arguments of ``logical_tensors.tensor_shapes``."""
+    """Lists its logical tensors, with the arguments of ``logical_tensors.tensor_shapes``."""
 
     num_layers: Callable[..., int] = attrgetter("num_layers")
-    """Layers that pipeline stages share."""
+    """Number of layers that pipeline stages share."""
 
     dataset: Literal["gpt", "bert", "t5"] = "gpt"
-    """Samples that it trains on."""
+    """Kind of samples that it trains on."""
 
     def build(self, *arguments: Any, **options: Any) -> "TrainableModel":
         """Build a model, or one pipeline stage of it; see ``GPT`` for the arguments."""

@@ -1,8 +1,8 @@
-"""How large a model is and what it costs: parameters, FLOPs and bytes, from configs alone.
+"""Size and cost of a model: parameters, FLOPs and bytes, from configs alone.
 
 FLOPs are those of the model, not of the machine: forward and backward (three times the
-forward), the causal half of attention, nothing for recomputation, embedding lookup, norms
-or the router. Tokens per second times ``flops_per_token`` over a GPU's peak is its MFU.
+forward), the causal half of attention, nothing for recomputation, embedding lookup, norms or
+the router. MFU is tokens per second times ``flops_per_token`` divided by the GPU's peak.
 """
 
 from collections import Counter
@@ -66,7 +66,7 @@ def num_parameters(
     moe: MoEConfig = _NO_EXPERTS,
     shapes_of: ShapesOf = tensor_shapes,
 ) -> int:
-    """Count the elements of all logical tensors: vocabulary unpadded, tied tables once."""
+    """Count the elements of all logical tensors: unpadded vocabulary, tied tables once."""
     return sum(count_elements(shapes_of(config, vocab_size, moe)).values())
 
 
@@ -76,7 +76,7 @@ def num_active_parameters(
     moe: MoEConfig = _NO_EXPERTS,
     shapes_of: ShapesOf = tensor_shapes,
 ) -> int:
-    """Count the elements that take part in one token: of the experts only the chosen."""
+    """Count the elements used for one token: only the chosen ones of the experts."""
     counts = count_elements(shapes_of(config, vocab_size, moe))
     idle = counts["experts"] // max(1, moe.num_experts)
     return sum(counts.values()) - idle * max(0, moe.num_experts - moe.moe_router_topk)
@@ -88,7 +88,7 @@ def flops_per_token(
     seq_length: int,
     moe: MoEConfig = _NO_EXPERTS,
 ) -> float:
-    """Divide ``model_flops`` of one full sequence by its tokens."""
+    """Return ``model_flops`` of one full sequence divided by its tokens."""
     return model_flops(config, padded_vocab_size, [seq_length], moe) / seq_length
 
 
@@ -102,17 +102,17 @@ def model_flops(
 
     Args:
         config: of the model.
-        padded_vocab_size: columns that the head really computes.
-        seq_lengths: tokens of each sequence; packed ones count on their own.
-        moe: of its experts.
+        padded_vocab_size: columns that the head computes.
+        seq_lengths: tokens of each sequence; packed ones count separately.
+        moe: its experts.
 
     Returns:
-        Multiplications and additions each as one.
+        Multiplications and additions, each counted as one.
 
     Reference:
         Narayanan et al. 2021, arXiv:2104.04473, appendix; with the causal half of attention
-        and grouped key/value heads. Megatron counts the same, but for windows. Layers with a
-        state count as their recurrence, whatever chunks compute beyond it.
+        and grouped key/value heads. Megatron counts the same, except for windows. Recurrent
+        layers count as their recurrence, not as what chunks compute.
     """
     N = config.num_attention_heads
     matrices = {
@@ -137,10 +137,10 @@ def model_flops(
         for name in names
         if name in ("attention", "mla")
     )
-    # Each number of a Mamba state is written once by a token, and read once.
+    # A token writes and reads each element of a Mamba state once.
     num_states = sum("mamba" in names for names in mixers)
     states = num_states and num_states * mamba_sizes(config).inner * config.mamba_state_dim
-    # Each number of a delta net's state is read by key, written and read by query.
+    # A token reads by key, writes, and reads by query each element of a delta net's state.
     num_nets = sum("delta_net" in names for names in mixers)
     memories = num_nets * delta_sizes(config).values * config.linear_key_head_dim
     # 3 passes x 2 operations for each weight and token; scores and their mix for each pair.
@@ -152,20 +152,20 @@ def model_flops(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBytes:
-    """Estimated memory of the fullest rank, in bytes."""
+    """Estimated memory of the rank that needs most, in bytes."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
     host: int = 0
-    """Of these, what is in host memory instead (``OffloadConfig``); not in ``total``."""
+    """Part of the above that is in host memory (``OffloadConfig``); not in ``total``."""
     disk: int = 0
-    """What is in a file instead, read and written once a step; not in ``total``."""
+    """State in a file, read and written once a step; not in ``total``."""
 
     @property
     def total(self) -> int:
-        """Sum of all; temporary buffers and fragmentation come on top."""
+        """Sum of all; temporary buffers and fragmentation are not included."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -190,30 +190,30 @@ def rank_bytes(
     decoder_seq_length: int = 0,
     shapes_of: ShapesOf = tensor_shapes,
 ) -> RankBytes:
-    """Estimate what training with Adam holds on the rank that holds most.
+    """Estimate the memory of training with Adam on the rank that needs most.
 
-    The first pipeline stage, which keeps most micro-batches, is taken to hold the embedding
-    and the most layers. The peaks that were measured on GPUs (``benchmarks/results``) are 1 %
-    to 6 % higher: temporary buffers come on top.
+    The first pipeline stage, which keeps most micro-batches, is assumed to hold the embedding
+    and the most layers. Measured peaks on GPUs (``benchmarks/results``) are 1 % to 6 % higher,
+    by temporary buffers.
 
     Args:
         config: of the model.
         vocab_size: true number of tokens.
-        parallel: the degrees.
+        parallel: the parallel sizes.
         world_size: ranks.
         seq_length: tokens of a sequence.
         micro_batch_size: sequences of a forward pass.
-        num_microbatches: of a rank in a step; 0: enough to fill the pipeline.
-        moe: of its experts.
-        recomputing: what backward computes again.
-        data_parallel: what data ranks share (ZeRO-1, 2 or 3), and how wide gradients are.
-        adam: how wide its moments are.
-        main_weights: whether 16-bit weights are kept in float32 too.
-        offload: what is in host memory.
+        num_microbatches: micro-batches of a rank in a step; 0: enough to fill the pipeline.
+        moe: its experts.
+        recomputing: what backward recomputes.
+        data_parallel: state sharded over data ranks (ZeRO-1, 2 or 3), and dtype of gradients.
+        adam: dtype of its moments.
+        main_weights: whether 16-bit weights have float32 main weights.
+        offload: state in host memory.
         pipeline: stages on each rank.
-        fp8: which GEMMs keep casts of weights and inputs.
-        weight_bytes: of a parameter or activation: 2 for bf16, 4 for float32.
-        decoder_seq_length: tokens of a T5's decoder; 0: as many as its encoder has.
+        fp8: GEMMs that keep casts of weights and inputs.
+        weight_bytes: bytes of a parameter or activation: 2 for bf16, 4 for float32.
+        decoder_seq_length: tokens of a T5's decoder; 0: as many as its encoder's.
         shapes_of: lists the tensors, ``Family.tensor_shapes``.
     """
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
@@ -247,7 +247,8 @@ def rank_bytes(
         decoder_seq_length / seq_length or 1.0,
     )
     waiting, copied = waiting_elements(config, parallel, moe, tokens, num_microbatches or pp)
-    # The head's chunk of logits comes once, on the last of several stages; copies when it went.
+    # One chunk of logits at a time, on the last of several stages; its peak follows the
+    # layers'.
     logits = float(min(tokens, 4096))
     if isinstance(config, (BertConfig, T5Config)):  # all logits, twice in float32 too
         shown = decoder_seq_length or seq_length
@@ -257,8 +258,8 @@ def rank_bytes(
     passing = max(passing, weight_bytes * _expert_rows_elements(config, parallel, moe, tokens))
     own_bytes = 0
     if data_parallel.is_fully_sharded:
-        # Gathered: all layers, or the one that computes and the next; the ends always. Rows of
-        # float32 are main weights, counted as state.
+        # Gathered: all layers, or the one in use and the next; the ends always. float32 rows
+        # are main weights, counted as state.
         layer = (layers + experts) // max(1, -(-config.num_layers // pp))
         is_whole = data_parallel.sharding == "optim_grads"
         weights = ends + (layers + experts if is_whole else 2 * layer)
@@ -270,7 +271,7 @@ def rank_bytes(
         own_bytes, brief = gradient_bytes * own, 0
     layers_here = max(1, -(-config.num_layers // pp))
     passes = _passes_held(pp, pipeline, num_microbatches, layers_here)
-    # The layer that computes and the one whose copy is on its way stay.
+    # The layer in use and the one being copied stay on the GPU.
     away = max(0, offload.cpu_offloading_num_layers - 1) / layers_here
     gone = int(away * kept * passes) if offload.cpu_offloading else 0
     state, kept_away = optimizer_bytes(
@@ -290,10 +291,10 @@ def rank_bytes(
 def _passing_bytes(
     config: TransformerConfig, moe: MoEConfig, fp8: Fp8Config, tokens: int, weight_bytes: int
 ) -> int:
-    """Count the widest gradient within a layer, of what an MLP's first linear gives.
+    """Count the widest gradient within a layer, that of the output of an MLP's first linear.
 
-    In fp8 its codes come beside it. It is there when the head's logits are gone, and is the
-    larger of the two from some 20 000 tokens on.
+    In fp8 its codes are added. It exists after the head's logits are freed, and is the larger
+    of the two from about 20 000 tokens on.
     """
     if not any("mlp" in names for names in stack_mixers(config, moe)):
         return 0
@@ -305,7 +306,7 @@ def _passing_bytes(
 def _expert_rows_elements(
     config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig, tokens: int
 ) -> int:
-    """Count the gradient of what experts' first GEMM gives, where rows have a fixed number."""
+    """Count the gradient of the output of experts' first GEMM, for a fixed number of rows."""
     ep = parallel.expert_model_parallel_size
     if not exchange_elements(config, parallel, moe):
         return 0
@@ -316,10 +317,10 @@ def _expert_rows_elements(
 def _passes_held(
     pp: int, pipeline: PipelineConfig, num_microbatches: int, num_layers: int
 ) -> float:
-    """Micro-batches whose activations the first of ``pp`` ranks holds at once, at most.
+    """Return how many micro-batches' activations the first of ``pp`` ranks holds, at most.
 
-    The simulator counts the same (``simulate(...).peak_activations``, in chunks), but for
-    pairs, whose forward keeps a layer as their backward gives one back.
+    The simulator counts the same (``simulate(...).peak_activations``, in chunks), except for
+    paired passes, whose forward keeps a layer as their backward frees one.
     """
     vpp = pipeline.num_chunks
     held = float(pp)
@@ -333,7 +334,7 @@ def _passes_held(
 
 
 def _doubled_pairs(length: int, seen: int, chunk_tokens: int = 0) -> int:
-    """Twice the pairs of query and key in a causal layer, the diagonal counted by half."""
+    """Return twice the pairs of query and key in a causal layer, the diagonal counted half."""
     if chunk_tokens:
         whole, rest = divmod(length, chunk_tokens)
         return whole * chunk_tokens**2 + rest**2
@@ -342,7 +343,7 @@ def _doubled_pairs(length: int, seen: int, chunk_tokens: int = 0) -> int:
 
 
 def count_elements(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
-    """Count the elements by kind: ``embedding``, ``head``, ``experts``, other ``layers``."""
+    """Count elements by kind: ``embedding``, ``head``, ``experts``, other ``layers``."""
     counts: Counter[str] = Counter()
     for name, shape in shapes.items():
         kind = "experts" if ".experts." in name else "layers"
@@ -356,24 +357,24 @@ def _kept_elements(
     config: TransformerConfig, parallel: ParallelConfig, tokens: int, moe: MoEConfig,
     recomputing: RecomputeConfig, has_both_ends: bool, fp8_change: float, decoder_share: float,
 ) -> int:  # fmt: skip
-    """Count what the first rank keeps of a micro-batch's own tokens for backward.
+    """Count the elements that the first rank keeps of a micro-batch for backward.
 
     The tensors that our layers save, as in Korthikanti et al. 2022, arXiv:2205.05198, with
-    attention that keeps no scores and an activation that keeps no intermediate;
-    ``fp8_change``: added to a token's elements of all layers; ``decoder_share``: tokens of a
-    T5's decoder over those of its encoder.
+    attention that keeps no scores and an activation that keeps no intermediate; ``fp8_change``:
+    added to a token's elements of all layers; ``decoder_share``: tokens of a T5's decoder
+    divided by those of its encoder.
     """
     D = config.hidden_size
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     stream = tp if parallel.sequence_parallel else 1
     widths = kept_widths(config, moe)
     mixers = stack_mixers(config, moe)
-    if has_both_ends:  # else the last stage has them
+    if has_both_ends:  # else the last stage holds them
         mixers += (further_mixers(config, moe),) * config.mtp_num_layers
     names = [name for names in mixers for name in names]
     widths["moe"] += exchange_elements(config, parallel, moe)
-    # Beside what a mixer keeps: its input and the sum that its norm read, in post-norm the
-    # norm's output too, and a byte for each that dropout may take.
+    # Besides what a mixer keeps: its input and the sum that its norm read, in post-norm the
+    # norm's output too, and one byte for each element that dropout may drop.
     around = 2.0 * D + 0.5 * D * bool(config.hidden_dropout)
     around += D * (isinstance(config, BertConfig) and config.post_layer_norm)
     if recomputing.recompute_granularity == "selective":
@@ -398,7 +399,7 @@ def _kept_elements(
 
 
 def _forget(widths: dict[str, int], modules: set[str], config: TransformerConfig) -> int:
-    """Take out of ``widths`` what selective recomputation forgets; return that of a norm."""
+    """Remove from ``widths`` what selective recomputation frees; return a norm's width."""
     parts = 2 if is_gated(config) else 1
     if "mlp_act" in modules:
         widths["mlp"] -= ffn_size(config)
@@ -410,7 +411,7 @@ def _forget(widths: dict[str, int], modules: set[str], config: TransformerConfig
 
 
 def stack_mixers(config: TransformerConfig, moe: MoEConfig) -> tuple[tuple[str, ...], ...]:
-    """Name the mixers of every layer: of an encoder, then of its decoder, in a T5."""
+    """Return the mixers of every layer: in a T5 of the encoder, then of the decoder."""
     if not isinstance(config, T5Config):
         return layer_mixers(config, moe)
     encoder, decoder = ("attention", "mlp"), ("attention", "attention", "mlp")
@@ -418,7 +419,7 @@ def stack_mixers(config: TransformerConfig, moe: MoEConfig) -> tuple[tuple[str, 
 
 
 def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
-    """Elements that each mixer keeps of a token, over all tensor ranks."""
+    """Return the elements that each mixer keeps of a token, over all tensor ranks."""
     N, G = config.num_attention_heads, num_kv_heads(config)
     channels = head_dim(config) + value_dim(config)
     gated = feed_forward(config)[0] if isinstance(config, T5Config) else is_gated(config)
@@ -427,15 +428,15 @@ def kept_widths(config: TransformerConfig, moe: MoEConfig) -> dict[str, int]:
     sizes, delta = mamba_sizes(config), delta_sizes(config)
     mixed = sizes.inner + 2 * sizes.states
     gate = N * head_dim(config) * config.attention_output_gate
-    # Attention with a padding mask reads copies of its inputs.
+    # Attention with a padding mask copies its inputs.
     copies = (N + G) * channels * isinstance(config, BertConfig)
     return {
         "attention": (N + G) * channels + 2 * gate + copies,
-        # Values are a view of what the projection up gave, keys' unrotated channels in it.
+        # Values and the unrotated channels of keys are views of the up-projection's output.
         "mla": (N + G) * channels + N * config.qk_head_dim,
         "mlp": parts * ffn_size(config),
         "moe": parts * (chosen + moe.moe_shared_expert_intermediate_size),
-        # Before and after the convolution, gate, output and what the gated norm gives.
+        # Before and after the convolution, the gate, the output and the gated norm's output.
         "mamba": 2 * mixed + 3 * sizes.inner,
         # Before and after the convolution, and in float32 keys of every value head, gate,
         # corrections, output and the matrices within chunks.

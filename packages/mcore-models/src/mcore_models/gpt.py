@@ -1,9 +1,9 @@
-"""GPT: a decoder-only language model, whole or one pipeline stage of it.
+"""GPT: a decoder-only language model, complete or one pipeline stage of it.
 
-The model is plain torch inside; its layout is the context that it is given.
-Blocks are keyed by global layer number, so names are the same on every stage. ``forward``
-carries the residual stream; ``logits``, ``token_losses`` and ``loss`` are what the last
-stage does with it. Auxiliary losses travel beside the stream, as a second root of backward.
+The context passed to the constructor determines the layout. Blocks are keyed by global layer
+number, so that names are the same on every stage. ``forward`` returns the residual stream;
+``logits``, ``token_losses`` and ``loss`` are computed from it on the last stage. Auxiliary
+losses are returned next to the stream, as a second root of backward.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,42 +33,42 @@ from mcore_parallel.tensor_parallel.linear_cross_entropy import head_loss
 
 
 class GPT(StageModel, MTPLanguageModel):
-    """Token ids to next-token scores.
+    """Maps token ids to next-token scores.
 
     Attributes:
-        embedding: on the first stage; also on the last where the head is tied to it, and on
-            that of ``mtp``.
+        embedding: on the first stage; with a tied head also on the last, and on that of
+            ``mtp``.
         position_embedding: learned positions, on the first stage.
-        embedding_norm: of the embeddings, on the first stage.
-        blocks: this stage's layers by global number; what wrappers work on.
+        embedding_norm: norm of the embeddings, on the first stage.
+        blocks: this stage's layers by global number; wrappers apply to them.
         final_norm: on the last stage, or on that of ``mtp``.
         head: on the last stage, unless tied.
-        mtp: ``mtp_num_layers`` layers that predict further tokens, on the last stage or on that
-            where a pipeline layout places them.
+        mtp: ``mtp_num_layers`` layers that predict further tokens, on the last stage or on the
+            stage that a pipeline layout assigns.
     """
 
     def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:
         """Allocate embeddings, layers, norm and head, see ``StageModel``."""
-        config, stage, placed = self.config, self.stage, setups[0].placed
+        config, stage, factory_kwargs = self.config, self.stage, setups[0].factory_kwargs
         self.add_further_losses()
-        self._add_embeddings(ctx, placed)
+        self._add_embeddings(ctx, factory_kwargs)
         self.blocks = nn.ModuleDict(
             {str(layer): build_block(setups[layer]) for layer in stage.layers}
         )
         if self.is_normed:
-            self.final_norm = stream_norm(config, ctx, **placed)
+            self.final_norm = stream_norm(config, ctx, **factory_kwargs)
         if stage.has_loss and config.untie_embeddings_and_output_weights:
             self.head = VocabParallelHead(
-                config.hidden_size, self.vocab_size, **self.vocab_split(), **placed
+                config.hidden_size, self.vocab_size, **self.vocab_split(), **factory_kwargs
             )
         mixers = further_mixers(config, setups[0].moe)
         self.mtp = nn.ModuleList(
-            PredictionLayer(config, ctx, build_block(setup, mixers), **placed)
+            PredictionLayer(config, ctx, build_block(setup, mixers), **factory_kwargs)
             for setup in (setups[config.num_layers :] if stage.has_mtp else ())
         )
 
-    def _add_embeddings(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:
-        """Allocate the embedding where this stage has one, or is tied to one."""
+    def _add_embeddings(self, ctx: ParallelContext, factory_kwargs: Mapping[str, Any]) -> None:
+        """Allocate the embedding on stages that embed tokens or share it with a tied head."""
         config, stage = self.config, self.stage
         is_tied = not config.untie_embeddings_and_output_weights
         has_copy = (stage.has_loss and is_tied) or self.predicts_further
@@ -80,13 +80,16 @@ class GPT(StageModel, MTPLanguageModel):
             )
         if stage.has_embedding or has_copy:
             is_tied = is_tied or config.mtp_num_layers > 0
-            self.add_embedding(ctx.embedding_ends if is_tied else SINGLE, placed)
+            self.add_embedding(ctx.embedding_ends if is_tied else SINGLE, factory_kwargs)
         if stage.has_embedding and config.position_embedding_type == "learned_absolute":
             self.position_embedding = PositionEmbedding(
-                config.max_position_embeddings, config.hidden_size, **self.split(), **placed
+                config.max_position_embeddings,
+                config.hidden_size,
+                **self.split(),
+                **factory_kwargs,
             )
         if stage.has_embedding and config.embedding_layernorm:
-            self.embedding_norm = stream_norm(config, ctx, **placed)
+            self.embedding_norm = stream_norm(config, ctx, **factory_kwargs)
 
     def forward(
         self,
@@ -100,16 +103,16 @@ class GPT(StageModel, MTPLanguageModel):
         Args:
             x: token ids ``[B, S/cp]`` on the first stage, else the hidden state ``[S/cp, B,
                 D]`` (``[S/cp/tp, B, D]`` under sequence parallelism) of the stage before.
-            positions: of the tokens, ``[S/cp]`` or ``[B, S/cp]``; None: counted from 0, or
-                from the state's length, in the zigzag order of ``cp``. Give them only where
-                sequences begin anew inside a sample.
-            state: what the layers remember of earlier tokens; extended by these.
-            documents: packed in the rows, which are cut over ``cp`` as any others; none sees
-                another. Their ``positions`` go on from one to the next unless given.
+            positions: of the tokens, ``[S/cp]`` or ``[B, S/cp]``; None: counted from 0, or from
+                the state's length, in the zigzag order of ``cp``. Required only if sequences
+                restart inside a sample.
+            state: of earlier tokens in the layers; extended by these.
+            documents: packed in the rows, which are split over ``cp`` like others; documents do
+                not attend to each other. Positions continue across documents unless given.
 
         Returns:
-            The hidden state, normed where ``final_norm`` is, and this stage's auxiliary
-            losses (their coefficients included; 0 without experts).
+            The hidden state, normed on stages with ``final_norm``, and this stage's auxiliary
+            losses (including their coefficients; 0 without experts).
 
         Raises:
             ValueError: if the sequence is longer than the model's positions, a state is given
@@ -119,7 +122,7 @@ class GPT(StageModel, MTPLanguageModel):
         rows, num_tokens = x.shape[:2]
         if not self.stage.has_embedding:  # a hidden state
             rows, num_tokens = num_tokens, rows * self.cuts.size
-        # Else the state's owner counts the positions.
+        # With both a state and positions, the owner of the state counts.
         is_counted = state is None or positions is None
         length = check_inputs(
             (rows, num_tokens),
@@ -191,7 +194,7 @@ class GPT(StageModel, MTPLanguageModel):
         labels: Int[Tensor, "B S"],
         label_smoothing: float = 0.0,
     ) -> Float[Tensor, "B S"]:
-        """Cross-entropy of every token, float32 or wider, with any gradient.
+        """Return the cross-entropy of every token, float32 or wider; any gradient may follow.
 
         Args:
             hidden: of ``forward`` on the last stage.
@@ -214,18 +217,18 @@ class GPT(StageModel, MTPLanguageModel):
         weights: Float[Tensor, "B S"],
         label_smoothing: float = 0.0,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "B S"]]:
-        """Weighted sum of token losses, without whole logits in memory.
+        """Return the weighted sum of token losses; full logits are never in memory.
 
-        The sum must be a root of backward; for anything else use ``token_losses``.
+        The sum must be a root of backward; otherwise use ``token_losses``.
 
         Args:
             hidden: of ``forward`` on the last stage.
             labels: next token of every token.
-            weights: of the token losses: mask over the global count of valid tokens.
+            weights: of the token losses: mask divided by the global count of valid tokens.
             label_smoothing: share of the target spread over the vocabulary.
 
         Returns:
-            The sum, and every token's loss without gradient.
+            The sum, and every token's loss without a gradient.
         """
         return head_loss(
             self._scaled(hidden),
@@ -240,22 +243,22 @@ class GPT(StageModel, MTPLanguageModel):
         )
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """Multiply what the head reads, which multiplies its scores."""
+        """Scale the head's input by muP's or the config's factor on logits."""
         return hidden * factor if (factor := logits_factor(self.config)) != 1 else hidden
 
     @property
     def output_weight(self) -> Float[Tensor, "v D"]:
-        """This rank's rows of the head: its own, or the embedding's."""
+        """This rank's rows of the head's weight: its own, or the embedding's."""
         is_untied = self.config.untie_embeddings_and_output_weights
         return self.head.weight if is_untied else self.embedding.weight
 
     def embedded(
         self, tokens: Int[Tensor, "B S"], positions: Int[Tensor, "*B S"]
     ) -> Float[Tensor, "s B D"]:
-        """Return what the first layer reads."""
+        """Return the input of the first layer."""
         x = self.embedding(tokens)
         if (factor := embedding_factor(self.config)) != 1.0:
-            # Rounded to the model's dtype first, as published models were trained.
+            # Round the factor to the model's dtype first, as in training of published models.
             x = x * torch.tensor(factor, dtype=x.dtype).item()
         if self.config.position_embedding_type == "learned_absolute":
             x = x + self.position_embedding(positions)
@@ -270,10 +273,10 @@ class GPT(StageModel, MTPLanguageModel):
         state: ModelState | None,
         device: torch.device,
     ) -> Tensor:
-        """Return the tokens' positions, counted unless given."""
+        """Return the tokens' positions, counting them if they are not given."""
         if positions is not None:
-            # Tables without a batch are smaller, and fused kernels' own.
+            # Fused kernels require tables without a batch dimension, which are also smaller.
             return positions[0] if positions.dim() == 2 and len(positions) == 1 else positions
         if state is not None:
             return torch.arange(state.length, state.length + num_tokens, device=device)
-        return self.places(num_tokens, device)
+        return self.local_positions(num_tokens, device)

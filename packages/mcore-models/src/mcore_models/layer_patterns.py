@@ -1,4 +1,4 @@
-"""How one string says what each layer of a model is: letters, or a list of numbers.
+"""Reads strings that describe each layer of a model: letters, or a list of numbers.
 
 The standard library only, so that config files may import it.
 """
@@ -14,18 +14,18 @@ PATTERN_MIXERS: Mapping[str, str] = {
     "E": "moe",
     "G": "delta_net",
 }
-"""What each letter of ``--hybrid-override-pattern`` stands for."""
+"""Mixer of each letter of ``--hybrid-override-pattern``."""
 
 MOST_LAYERS = 100_000
-"""Entries that a repetition may write out; more are a mistake, and take all memory."""
+"""Bound of the entries of a repetition; larger ones are mistakes that would fill memory."""
 _LAYERS = re.compile(r"\[([^\[\]]+)\]|([^\[\]])")
 
 
 def pattern_layers(pattern: str) -> tuple[str, ...]:
-    """Return the layers of a hybrid pattern, without pipeline cuts: the letters of each.
+    """Return the letters of each layer of a hybrid pattern, without pipeline cuts.
 
-    A letter is a layer of one mixer; letters in brackets are one layer of several. What stands
-    behind a / is no layer of the model, see ``further_letters``.
+    A letter is a layer of one mixer; letters in brackets are one layer of several. Letters
+    after a / are no layer of the model, see ``further_letters``.
     """
     pattern = pattern.partition("/")[0]
     text = without_stage_marks(pattern)
@@ -53,32 +53,32 @@ def pattern_layers(pattern: str) -> tuple[str, ...]:
 
 
 def without_stage_marks(pattern: str) -> str:
-    """Return a hybrid pattern without its |: the same model, not cut into pipeline stages."""
+    """Return a hybrid pattern without its |: the same model without pipeline stages."""
     layers, slash, further = pattern.partition("/")
     return layers.replace("|", "") + slash + further
 
 
 def further_letters(pattern: str) -> str:
-    """Return the letters of a layer of multi-token prediction, all in one layer."""
+    """Return the letters of a layer of multi-token prediction, as one layer."""
     sections = [section.removeprefix("[").removesuffix("]") for section in pattern.split("/")]
     letters = {*sections[1:]}
     for section in letters:
         is_known = section and set(section) <= PATTERN_MIXERS.keys()
         if not is_known or len(set(section)) < len(section) or len(letters) > 1:
             raise ValueError(
-                f"--hybrid-override-pattern {pattern}: behind each / stand the same letters, "
-                "each once, of one layer of multi-token prediction, such as /*-/*-."
+                f"--hybrid-override-pattern {pattern}: after each / there must be the same "
+                "letters, each once, of one layer of multi-token prediction, such as /*-/*-."
             )
     return sections[1] if letters else ""
 
 
 def join_layers(layers: Iterable[str]) -> str:
-    """Write layers as a hybrid pattern; undoes ``pattern_layers``."""
+    """Write layers as a hybrid pattern; inverse of ``pattern_layers``."""
     return "".join(one if len(one) == 1 else f"[{one}]" for one in layers)
 
 
 def read_pattern(text: str, flag: str) -> int | list[int]:
-    """Read a number, or a list of numbers that may be written with + and *."""
+    """Parse a number, or a list of numbers that may be written with + and *."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
@@ -88,7 +88,7 @@ def read_pattern(text: str, flag: str) -> int | list[int]:
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
-    """Evaluate numbers, lists of numbers, + and *: data, so nothing else is looked at."""
+    """Evaluate numbers, lists of numbers, + and *; other syntax raises TypeError."""
     match node:
         case ast.Constant(value=int(value)):
             return value

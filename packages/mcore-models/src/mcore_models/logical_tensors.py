@@ -1,11 +1,11 @@
-"""The logical tensors of a decoder-only transformer: names and shapes, from its settings.
+"""The logical tensors of a decoder-only transformer: names and shapes, from its config.
 
-The one owner of what the settings leave to be derived (widths, heads, which layers have
-experts) and of the list of tensors that follows. Models are built, counted, checkpointed and
-converted by it. The standard library only: config files and mcore-ckpt import it.
+The single definition of derived sizes (widths, heads, layers with experts) and of the list of
+tensors that follows from them. Models are built, counted, checkpointed and converted by it. The
+standard library only: config files and mcore-ckpt import it.
 
 ``config`` is any object with the fields of ``TransformerConfig``, ``moe`` any with those of
-mcore-moe's ``MoEConfig``; 0 means "derive it" or "none".
+mcore-moe's ``MoEConfig``; 0 means "derived" or "none".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ def ffn_size(config: Any) -> int:
     if config.ffn_hidden_size:
         return config.ffn_hidden_size
     if is_gated(config):
-        # Three matrices instead of two: two thirds of the width cost the same.
+        # Three matrices instead of two: with two thirds of the width the cost is the same.
         return max(64, int(4 * config.hidden_size * 2 / 3) // 64 * 64)
     return 4 * config.hidden_size
 
@@ -69,7 +69,7 @@ def has_attention_bias(config: Any) -> bool:
 
 
 def moe_layers(moe: Any, num_layers: int) -> tuple[bool, ...]:
-    """Say for each layer of a model whether it has experts."""
+    """Return for each layer of a model whether it has experts."""
     if moe.num_experts == 0:
         return (False,) * num_layers
     pattern = read_pattern(moe.moe_layer_freq, "--moe-layer-freq")
@@ -86,7 +86,7 @@ def moe_layers(moe: Any, num_layers: int) -> tuple[bool, ...]:
 
 
 def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
-    """Say for each layer which mixers of ``MIXER_SHAPES`` it consists of, in order.
+    """Return the mixers of each layer, in order; names of ``MIXER_SHAPES``.
 
     Raises:
         ValueError: as ``moe_layers`` and ``pattern_layers``.
@@ -101,9 +101,9 @@ def layer_mixers(config: Any, moe: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def further_mixers(config: Any, moe: Any) -> tuple[str, ...]:
-    """Say of which mixers a layer of multi-token prediction consists.
+    """Return the mixers of a layer of multi-token prediction.
 
-    They are those behind / in the pattern of a hybrid, and of the last layer of a transformer.
+    They are those after a / in the pattern of a hybrid, else those of the last layer.
     """
     attention = "mla" if config.multi_latent_attention else "attention"
     mixers = {**PATTERN_MIXERS, "*": attention}
@@ -118,7 +118,7 @@ def num_halves(config: Any) -> int:
 
 
 def layer_norms(config: Any, mixers: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Name the norms before and after each mixer of a layer; empty: there is none."""
+    """Return the norms before and after each mixer of a layer; empty: no norm."""
     found = []
     for place, mixer in enumerate(mixers):
         before = MIXER_NORMS[mixer]
@@ -131,7 +131,7 @@ def layer_norms(config: Any, mixers: Sequence[str]) -> tuple[tuple[str, str], ..
 
 
 class MambaSizes(NamedTuple):
-    """Of a Mamba-2 layer over all ranks."""
+    """Widths inside a Mamba-2 layer over all ranks."""
 
     heads: int
     groups: int
@@ -142,7 +142,7 @@ class MambaSizes(NamedTuple):
 
 
 def mamba_sizes(config: Any) -> MambaSizes:
-    """Derive the widths inside a Mamba-2 layer."""
+    """Return the widths inside a Mamba-2 layer."""
     heads = config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim
     groups = config.mamba_num_groups
     inner = heads * config.mamba_head_dim
@@ -150,18 +150,18 @@ def mamba_sizes(config: Any) -> MambaSizes:
 
 
 class DeltaSizes(NamedTuple):
-    """Of a gated delta net over all ranks."""
+    """Widths inside a gated delta net over all ranks."""
 
     key_heads: int
     value_heads: int
     keys: int
-    """Channels of all key heads; as many of queries."""
+    """Channels of all key heads; queries have as many."""
     values: int
-    """Channels of all value heads; as many of output gates."""
+    """Channels of all value heads; output gates have as many."""
 
 
 def delta_sizes(config: Any) -> DeltaSizes:
-    """Derive the widths inside a gated delta net."""
+    """Return the widths inside a gated delta net."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     widths = config.linear_key_head_dim, config.linear_value_head_dim
     return DeltaSizes(keys, values, keys * widths[0], values * widths[1])
@@ -172,12 +172,12 @@ def tensor_shapes(config: Any, vocab_size: int, moe: Any) -> dict[str, Shape]:
 
     Args:
         config: of the layers.
-        vocab_size: true number of tokens; padding is no logical tensor's.
+        vocab_size: true number of tokens; padding is not part of logical tensors.
         moe: of the experts.
 
     Returns:
-        By the names of ``named_shards``, in the order of the layers: fused projections in
-        their parts (q, k, v; gate, up), experts one by one, tied tables once.
+        By the names of ``named_shards``, in the order of the layers: fused projections as
+            their parts (q, k, v; gate, up), experts one by one, tied tables once.
 
     Raises:
         ValueError: as ``moe_layers``.
@@ -216,7 +216,7 @@ def _layer(config: Any, moe: Any, mixers: Sequence[str]) -> dict[str, Shape]:
 
 
 def norm_has_bias(config: Any) -> bool:
-    """Whether norms have a bias beside their weight."""
+    """Whether norms have a bias in addition to their weight."""
     return config.normalization == "LayerNorm" and config.norm_bias
 
 
@@ -338,7 +338,7 @@ MIXER_SHAPES: Mapping[str, Callable[[Any, Any], dict[str, Shape]]] = {
     "mamba": _mamba,
     "delta_net": _delta_net,
 }
-"""Tensors of each mixer below its block, from the settings of layers and experts."""
+"""Functions that list the tensors of each mixer, from the configs of layers and experts."""
 
 MIXER_NORMS: Mapping[str, str] = {
     "attention": "attention_norm",

@@ -1,10 +1,10 @@
-"""What options change in the memory of a rank, from configs alone.
+"""Effects of options on the memory of a rank, from configs alone.
 
-In fp8 a step keeps each weight's cast and its transpose beside the weight, and each linear the
-codes of its input instead of the input, where nothing else needs that. What a column-parallel
-linear reads is kept as it came under sequence parallelism, cut and in the model's own format.
-Exchanges between experts may keep rows for the worst routing. The optimizer's state may be
-narrow, or in host memory.
+In fp8 a step keeps each weight's cast and its transpose in addition to the weight, and each
+linear keeps the codes of its input instead of the input if nothing else needs it. Under
+sequence parallelism the input of a column-parallel linear is kept split and in the model's own
+format. Exchanges between experts may keep rows for the worst routing. The optimizer's state may
+have a narrow dtype, or be in host memory.
 """
 
 import re
@@ -23,7 +23,7 @@ from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig
 from mcore_parallel.precision.config import Fp8Config
 
 CODE_BYTES = {"blockwise": 1 + 4 / 128}
-"""Of an element with its share of a scale, by recipe; 1 elsewhere."""
+"""Bytes of an element with its share of a scale, by recipe; 1 elsewhere."""
 _ROW_PARALLEL = ("proj", "fc2", "out_proj")
 _LINEAR = re.compile(
     r"(?P<linear>.+\.(?P<mixer>(?:cross_)?attention|mla|mlp|mamba|delta_net)"
@@ -39,19 +39,19 @@ def fp8_bytes(
     moe: MoEConfig,
     weight_bytes: int,
 ) -> tuple[int, float]:
-    """Estimate what fp8 adds on one of the ranks that share a layer.
+    """Estimate the additional memory of fp8 on one of the ranks that share a layer.
 
     Args:
         fp8: format and recipe.
         config: of the model.
         shapes: of all logical tensors.
-        parallel: the degrees.
-        moe: of its experts.
-        weight_bytes: of a parameter or activation outside fp8.
+        parallel: the parallel sizes.
+        moe: its experts.
+        weight_bytes: bytes of a parameter or activation outside fp8.
 
     Returns:
-        Bytes of the casts of all weights, and of what is kept of a token in all layers:
-        below 0, since inputs go.
+        Bytes of the casts of all weights; and of what is kept of a token in all layers, which
+        is below 0 because inputs are freed.
     """
     if not fp8.fp8_format:
         return 0, 0.0
@@ -70,7 +70,7 @@ def fp8_bytes(
         seen.add(found["linear"])
         is_row = found["name"] in _ROW_PARALLEL
         if is_row or not is_cut:
-            # Attention's backward needs its output, and the projection to latents its input.
+            # Attention's backward needs its output, and the down-projections their input.
             stays = found["mixer"] in ("attention", "cross_attention", "mla") and is_row
             stays &= not config.attention_output_gate
             stays |= found["mixer"] == "mla" and found["name"] == "q"
@@ -88,21 +88,21 @@ def waiting_elements(
     tokens: int,
     num_microbatches: int,
 ) -> tuple[int, int]:
-    """Count what waits for the last of ``moe_wgrad_micro_batches`` on a rank, in elements.
+    """Count the elements that wait for the last of ``moe_wgrad_micro_batches`` on a rank.
 
-    The inputs of the experts' GEMMs and the gradients of their results, where GEMMs gather
-    tokens; others keep a token for each of its choices. quack's GEMMs read copies of a weight
-    at a time, at most those of the first linear's gradients and its tokens.
+    These are the inputs of the experts' GEMMs and the gradients of their outputs, if GEMMs
+    gather tokens; otherwise a token is kept for each of its choices. quack's GEMMs read copies
+    of one weight at a time, at most those of the first linear's gradients and its tokens.
 
     Args:
         config: of the model.
-        parallel: the degrees.
-        moe: of its experts.
-        tokens: of a micro-batch.
-        num_microbatches: of a step.
+        parallel: the parallel sizes.
+        moe: its experts.
+        tokens: tokens of a micro-batch.
+        num_microbatches: micro-batches of a step.
 
     Returns:
-        What waits, and the copies.
+        Waiting elements, and elements of the copies.
     """
     num_together = min(moe.moe_wgrad_micro_batches, num_microbatches)
     if num_together < 2:
@@ -120,15 +120,16 @@ def waiting_elements(
 def fuller(
     head: tuple[int, int], layer: tuple[int, int], gradient_bytes: int
 ) -> tuple[int, int]:
-    """Return the moment of backward that holds more while a fully sharded model computes.
+    """Return the larger of two memory peaks of backward in a fully sharded model.
 
-    Whole gradients go as soon as they are summed: the head's, which come with its
-    logits, before a layer's, which come with the widest gradient within it.
+    Complete gradients are freed once they are reduced: the head's, which coincide with its
+    logits, before a layer's, which coincide with the widest gradient within it.
 
     Args:
         head: bytes of the logits, and the elements of the head's gradient.
-        layer: bytes of the widest gradient in a layer, and the elements of its weights'.
-        gradient_bytes: of an element.
+        layer: bytes of the widest gradient in a layer, and the elements of its weights'
+            gradients.
+        gradient_bytes: bytes of an element.
     """
     return max(head, layer, key=lambda moment: moment[0] + gradient_bytes * moment[1])
 
@@ -136,16 +137,17 @@ def fuller(
 def exchange_elements(
     config: TransformerConfig, parallel: ParallelConfig, moe: MoEConfig
 ) -> int:
-    """Count what a layer of experts keeps more of a token than one without an exchange.
+    """Count the elements of a token that an exchange between experts keeps in addition.
 
-    An all-gather keeps the tokens of all ranks, and symmetric reads a row for each choice.
-    Where no host waits for numbers, experts have as many rows as the worst routing gives, and
-    all that lies within the experts is as long. Parts are not counted: they are computed again.
+    An all-gather keeps the tokens of all ranks, and symmetric reads a row for each choice. If
+    no host waits for counts, experts have as many rows as the worst routing needs, and all
+    tensors within the experts have that length. Parts are not counted, since they are
+    recomputed.
 
     Args:
         config: of the model.
-        parallel: the degrees.
-        moe: of its experts.
+        parallel: the parallel sizes.
+        moe: its experts.
 
     Returns:
         Elements, over all tensor ranks.
@@ -169,18 +171,18 @@ def optimizer_bytes(
     offload: OffloadConfig,
     weight_bytes: int,
 ) -> tuple[int, int]:
-    """Count the state of Adam, main weights of 16-bit weights and float32 rows included.
+    """Count the bytes of Adam's state, including main weights and float32 rows.
 
     Args:
         own: weights that the rank updates.
-        adam: how wide its moments are.
-        main_weights: whether 16-bit weights are kept in float32 too.
+        adam: dtype of its moments.
+        main_weights: whether 16-bit weights have float32 main weights.
         data_parallel: whether weights are rows of float32, which stay on the device.
-        offload: the share that is in host memory, of which a few pieces pass the device.
-        weight_bytes: of a weight.
+        offload: share in host memory, of which a few pieces pass through the device.
+        weight_bytes: bytes of a weight.
 
     Returns:
-        Bytes on the device, and away from it.
+        Bytes on the device, and bytes elsewhere.
     """
     moments = sum(4 - 2 * (k == "bf16") for k in (adam.exp_avg_dtype, adam.exp_avg_sq_dtype))
     has_rows = data_parallel.is_fully_sharded and data_parallel.main_grads_dtype == "fp32"

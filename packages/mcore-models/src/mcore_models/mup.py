@@ -1,14 +1,15 @@
-"""muP: initial spreads, learning rates and factors that follow from a model's width.
+"""muP: initial standard deviations, learning rates and factors that depend on a model's width.
 
-With m the width over that of a base model: matrices inside the layers begin with a spread of
-1/sqrt(m), and Adam's step and epsilon are 1/m; scores of the vocabulary are divided by m, those
-of attention by the width of a head instead of its root. Embeddings, the output head, norms,
-biases and convolutions stay as they are. Then activations change by the same amount in a step
-at every width, and a learning rate found at the base width is good at the real one.
+With m the width divided by that of a base model: matrices inside the layers start with a
+standard deviation times 1/sqrt(m), and Adam's step and epsilon are divided by m; scores of the
+vocabulary are divided by m, those of attention by the width of a head instead of its square
+root. Embeddings, the output head, norms, biases and convolutions are unchanged. Then
+activations change by the same amount in a step at every width, and a learning rate tuned at the
+base width transfers.
 
-Yang et al. 2022, Tensor Programs V, arXiv:2203.03466, table 8. Weight decay of a step stays
-the same at every width: Wang and Aitchison 2024, arXiv:2405.13698. ``config`` is any object
-with the fields of ``TransformerConfig``. The standard library only.
+Yang et al. 2022, Tensor Programs V, arXiv:2203.03466, table 8. The weight decay of a step is
+equal at every width: Wang and Aitchison 2024, arXiv:2405.13698. ``config`` is any object with
+the fields of ``TransformerConfig``. The standard library only.
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ _NO_SUM_OVER_WIDTH = (".conv1d.weight",)
 
 
 def width_ratio(config: Any) -> float:
-    """Return m, the model's width over the base's; 1 without muP."""
+    """Return m, the model's width divided by the base's; 1 without muP."""
     return config.hidden_size / config.mup_base_hidden_size if config.use_mup else 1.0
 
 
@@ -31,7 +32,7 @@ def spread_factor(name: str, config: Any) -> float:
 
 
 def step_width(tensors: Iterable[tuple[str, tuple[int, ...]]], config: Any) -> float:
-    """Return what divides a parameter's learning rate and Adam's epsilon.
+    """Return the divisor of a parameter's learning rate and Adam's epsilon.
 
     Args:
         tensors: names and shapes of its logical tensors.

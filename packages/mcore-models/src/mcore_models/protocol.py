@@ -1,9 +1,8 @@
-"""What others give to a model or need from it, as types.
+"""Interfaces between models and their users: training, verification, generation.
 
-Training and verification use models as ``TrainableModel``, independent of their layers:
-named tensors of a batch in, a payload from stage to stage, named losses out. Generation
-needs a ``LanguageModel``. A model runs with any ``ModelState``; no class need
-be inherited for one.
+Training and verification use models as ``TrainableModel``, independent of their layers: named
+tensors of a batch in, a payload from stage to stage, named losses out. Generation needs a
+``LanguageModel``. A model accepts any object with the methods of ``ModelState``.
 """
 
 from abc import ABC, abstractmethod
@@ -33,29 +32,29 @@ class Entry:
     """One named tensor of a batch."""
 
     length: str = "seq_length"
-    """Option that says how long its rows are; empty: one number a row."""
+    """Option that sets the length of its rows; empty: one number for each row."""
     is_cut: bool = True
-    """Whether context ranks each keep their part of a row; else all keep it whole."""
+    """Whether context ranks each keep their part of a row; else all keep complete rows."""
     is_derived: bool = False
-    """Whether ``TrainableModel.prepare`` adds it, so that no dataset has it."""
+    """Whether ``TrainableModel.prepare`` adds it, instead of the dataset."""
 
 
 TOKENS, LABELS, LOSS_MASK = "tokens", "labels", "loss_mask"
-"""Entries of a batch of plain text, all ``[B, S]``: ids, next ids, 1 where they count."""
+"""Entries of a batch of plain text, all ``[B, S]``: ids, next ids, 1 for tokens that count."""
 TEXT: Mapping[str, Entry] = MappingProxyType({n: Entry() for n in (TOKENS, LABELS, LOSS_MASK)})
-"""What a decoder-only model reads."""
+"""Entries of a decoder-only model."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch as a rank sees it: its context rank's part of each sequence."""
+    """One micro-batch on a rank: its context rank's part of each sequence."""
 
     entries: Mapping[str, Shaped[Tensor, "B ..."]]
-    """By name, batch first; on the meta device what no stage of this rank reads."""
+    """Entries by name, batch first; on the meta device if no stage of this rank reads them."""
     positions: Int[Tensor, "B Q"] | None = None
-    """Places of the tokens where rows count them themselves; None: from 0 to S-1."""
+    """Positions of the tokens if they are not 0 to S-1."""
     documents: Documents | None = field(default=None)
-    """Documents that the whole rows pack and that do not see each other."""
+    """Documents packed in the complete rows; they do not attend to each other."""
 
     def __getitem__(self, name: str) -> Shaped[Tensor, "B ..."]:
         """Return an entry."""
@@ -64,7 +63,7 @@ class MicroBatch:
 
 @runtime_checkable
 class LayerState(Protocol):
-    """What one attention layer remembers of earlier tokens, however it is stored."""
+    """State of earlier tokens in one attention layer, in any storage."""
 
     def attend(
         self,
@@ -77,35 +76,36 @@ class LayerState(Protocol):
         backend: AttentionBackend = "auto",
         **scores: Any,
     ) -> Float[Tensor, "S B N J"]:
-        """Remember the new tokens, and let them attend to themselves and all earlier ones.
+        """Store the new tokens' keys and values; attend to them and to all earlier ones.
 
         Args:
             q: queries of the new tokens, rotated; this rank's heads.
             k: their keys, rotated.
             v: their values; None (latent attention): the first J channels of ``k``.
-            value_dim: J where ``v`` is None.
-            window: earlier keys that a query sees besides its own; -1: all.
+            value_dim: J if ``v`` is None.
+            window: earlier keys that a query attends to besides its own; -1: all.
             backend: kernels to use, see ``attend``.
-            scores: ``scale``, ``chunk``, ``softcap`` and ``sinks`` where a model has them, for
+            scores: ``scale``, ``chunk``, ``softcap`` and ``sinks`` of the model, if any, for
                 ``attend``.
         """
 
 
 @runtime_checkable
 class RecurrentState(Protocol):
-    """What one recurrent layer remembers: tensors that each forward replaces."""
+    """State of one recurrent layer: tensors that each forward replaces."""
 
     def run(
         self,
         mix: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
         *inputs: Shaped[Tensor, "S B ..."],
     ) -> Shaped[Tensor, "S B ..."]:
-        """Mix the new tokens with what is remembered, and remember what is behind them.
+        """Continue from the stored state over the new tokens; store the state after them.
 
         Args:
-            mix: takes the state before some texts' tokens (a tuple of tensors ``[B, ...]``;
-                None: their first) and their inputs, and returns its output and the state
-                behind. May be called for parts of the batch.
+            mix: gets the state before the tokens of some texts (a tuple of tensors ``[B,
+                ...]``;
+                None: at their start) and their inputs; returns its output and the state after
+                them. May be called for parts of the batch.
             inputs: of all tokens.
 
         Returns:
@@ -115,39 +115,39 @@ class RecurrentState(Protocol):
 
 @runtime_checkable
 class ModelState(Protocol):
-    """What a model remembers of earlier tokens, layer by layer; made by an engine.
+    """State of earlier tokens in a model, layer by layer; provided by an engine.
 
-    During one forward ``length`` stays what it was before; it grows by the new tokens when
-    the forward is over, by its owner's doing (in the last layer, or outside).
+    During one forward ``length`` does not change; its owner adds the new tokens after the
+    forward (in the last layer, or outside).
     """
 
     @property
     def length(self) -> int:
-        """Tokens held before this forward: the position of the first new one."""
+        """Tokens stored before this forward: the position of the first new one."""
 
     def layer(self, number: int) -> LayerState:
-        """Return the view of a layer, by its global number.
+        """Return the state of a layer, by its global number.
 
-        That of a recurrent layer is a ``RecurrentState`` too.
+        That of a recurrent layer is also a ``RecurrentState``.
         """
 
 
 class TrainableModel(nn.Module, ABC):
-    """A model that trains, whole or one pipeline stage of it.
+    """A model for training, complete or one pipeline stage of it.
 
-    A stage runs on a micro-batch and on what the stage before sent, and sends on; the last
-    one turns what it has into losses, each with its own mask. A loss is the sum of its token
-    losses over the number of those that count, over all micro-batches, data and context
-    ranks, times its coefficient; what is trained is the sum of all.
+    A stage runs on a micro-batch and on the payload of the stage before, and returns a payload;
+    the last stage computes losses from it, each with its own mask. A loss is the sum of its
+    token losses divided by the number of counting tokens, over all micro-batches, data and
+    context ranks, times its coefficient; training minimizes the sum of all losses.
 
     Attributes:
         config: shape and numerics of the layers.
         vocab_size: true number of tokens.
-        stage: which layers are here, and whether embedding and loss are.
+        stage: layers of this stage, and whether it has embedding and loss.
         tp: ranks that share a head's rows.
         pp: ranks that hold the stages.
-        dtype: of the activations that stages send on.
-        entries: of a batch; the first of each ``length`` says how long the rows are.
+        dtype: of the activations in payloads.
+        entries: of a batch; the first one with each ``length`` determines the rows' length.
         loss_coefficients: by name of the loss, the main one first; the same on all stages.
     """
 
@@ -161,14 +161,14 @@ class TrainableModel(nn.Module, ABC):
     loss_coefficients: Mapping[str, float] = MappingProxyType({LM_LOSS: 1.0})
 
     def initialize(self, weights: Mapping[str, Shard], seed: int) -> None:
-        """Set what weights begin as, equal under every layout; no communication.
+        """Fill the initial weights, equal under every layout; no communication.
 
-        Called by a model that fills itself, and after a model that left its matrices on the
-        meta device was sharded.
+        Called by a model that fills itself, and after a model with matrices on the meta device
+        was sharded.
 
         Args:
-            weights: what this rank holds of some or all of them, by logical name.
-            seed: of the whole model, equal on all ranks.
+            weights: this rank's part of some or all weights, by logical name.
+            seed: of the complete model, equal on all ranks.
         """
         initialize_(weights, self.config, seed)
 
@@ -178,13 +178,13 @@ class TrainableModel(nn.Module, ABC):
         """Entries that this stage reads, after ``prepare``."""
 
     def prepare(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Add entries that follow from others and need whole rows, before they are cut.
+        """Add entries that follow from others and need complete rows, before these are split.
 
         Args:
-            batch: whole rows of what this stage and others on its rank read.
+            batch: complete rows of the entries that stages of this rank read.
 
         Returns:
-            The batch; its own entries must stay as they are.
+            The batch with added entries; existing ones must be unchanged.
         """
         return batch
 
@@ -195,30 +195,30 @@ class TrainableModel(nn.Module, ABC):
         """Run this stage's layers on one micro-batch.
 
         Args:
-            batch: has what ``read_entries`` says.
-            received: from the stage before; None on the first.
+            batch: with the entries of ``read_entries``.
+            received: payload of the stage before; None on the first.
 
         Returns:
-            What the next stage needs, or ``losses`` on the last one; and this stage's
+            Payload for the next stage, or for ``losses`` on the last one; and this stage's
             auxiliary losses, coefficients included.
         """
 
     @abstractmethod
     def payload_shape(self, batch: MicroBatch, sender: int, num_cuts: int, /) -> PayloadShape:
-        """Shape of what a stage sends on, from shapes of the batch alone.
+        """Return the shape of a stage's payload, from shapes of the batch alone.
 
         Args:
-            batch: also with entries on the meta device.
+            batch: possibly with entries on the meta device.
             sender: the stage, counted in the order of the model.
             num_cuts: tensor ranks that share a sequence; 1 without sequence parallelism.
         """
 
     @abstractmethod
     def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
-        """Say which token losses of each loss count on this rank; on the last stage.
+        """Return which token losses of each loss count on this rank; on the last stage.
 
         Returns:
-            By name of the loss, of the shape that ``unreduced_losses`` gives it.
+            Masks by name of the loss, in the shape of ``unreduced_losses``.
         """
 
     def losses(
@@ -228,7 +228,7 @@ class TrainableModel(nn.Module, ABC):
 
         Args:
             output: of ``run_stage`` on the last stage.
-            batch: the same.
+            batch: of ``run_stage``.
             weights: of each token loss: mask x coefficient / global count.
         """
         found = self.unreduced_losses(output, batch)
@@ -238,11 +238,11 @@ class TrainableModel(nn.Module, ABC):
     def unreduced_losses(
         self, output: Payload, batch: MicroBatch
     ) -> Mapping[str, Float[Tensor, "..."]]:
-        """Return every token's losses, float32 or wider, coefficients left out.
+        """Return every token's losses, float32 or wider, without coefficients.
 
         Args:
             output: of ``run_stage`` on the last stage.
-            batch: the same.
+            batch: of ``run_stage``.
         """
 
     @abstractmethod
@@ -250,17 +250,17 @@ class TrainableModel(nn.Module, ABC):
         """Score the vocabulary: this rank's slice of it, padding included.
 
         Args:
-            hidden: that the head reads, of ``forward`` on the last stage.
+            hidden: input of the head, from ``forward`` on the last stage.
         """
 
     def stage_logits(self, output: Payload) -> Float[Tensor, "S B v"]:
-        """Return ``logits`` of what ``run_stage`` returned on the last stage."""
+        """Return ``logits`` for the result of ``run_stage`` on the last stage."""
         assert isinstance(output, Tensor)
         return self.logits(output)
 
 
 class LanguageModel(TrainableModel):
-    """A causal model: scores the next token at every place, and can generate."""
+    """A causal model: scores the next token at every position, and can generate."""
 
     @abstractmethod
     def forward(
@@ -273,11 +273,11 @@ class LanguageModel(TrainableModel):
         """Run this stage's layers.
 
         Args:
-            x: token ids ``[B, S/cp]`` on the first stage, else what the stage before
-                returned.
+            x: token ids ``[B, S/cp]`` on the first stage, else the hidden state of the stage
+                before.
             positions: of the tokens, ``[S/cp]`` or ``[B, S/cp]``; None: counted.
-            state: what the layers remember of earlier tokens; extended by these.
-            documents: packed in the rows; none sees another.
+            state: of earlier tokens in the layers; extended by these.
+            documents: packed in the rows; they do not attend to each other.
 
         Returns:
             The hidden state, and this stage's auxiliary losses, coefficients included.
@@ -287,7 +287,7 @@ class LanguageModel(TrainableModel):
     def token_losses(
         self, hidden: Float[Tensor, "s B D"], labels: Int[Tensor, "B S"]
     ) -> Float[Tensor, "B S"]:
-        """Cross-entropy of every token, float32 or wider, with any gradient."""
+        """Return the cross-entropy of every token, float32 or wider, differentiable."""
 
     @abstractmethod
     def loss(
@@ -296,20 +296,20 @@ class LanguageModel(TrainableModel):
         labels: Int[Tensor, "B S"],
         weights: Float[Tensor, "B S"],
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "B S"]]:
-        """Weighted sum of token losses; the sum must be a root of backward.
+        """Return the weighted sum of token losses; the sum must be a root of backward.
 
         Args:
             hidden: of ``forward`` on the last stage.
-            labels: the right token at every place.
-            weights: of the token losses: mask over the global count of valid tokens.
+            labels: the right token at every position.
+            weights: of the token losses: mask divided by the global count of valid tokens.
 
         Returns:
-            The sum, and every token's loss without gradient.
+            The sum, and every token's loss without a gradient.
         """
 
     @property
     def read_entries(self) -> frozenset[str]:
-        """Tokens where they are embedded, labels and mask where the loss is."""
+        """Tokens on the stage that embeds them, labels and mask on that of the loss."""
         names = (TOKENS,) * self.stage.has_embedding
         names += (LABELS, LOSS_MASK) * self.stage.has_loss
         return frozenset(names)
@@ -347,10 +347,10 @@ class LanguageModel(TrainableModel):
 
 
 def share_embedding(chunks: Sequence[nn.Module]) -> None:
-    """Give the chunks of one rank one embedding, the first one's, in place.
+    """Make all chunks of one rank use the embedding of the first chunk, in place.
 
-    In a V the first rank holds both ends of the model, which a tied head, or multi-token
-    prediction, joins. Comes before ``DataParallel``.
+    In a V schedule the first rank holds both ends of the model, which a tied head or
+    multi-token prediction connects. Call it before ``DataParallel``.
     """
     first, *others = chunks
     for chunk in others:

@@ -40,9 +40,8 @@ from mcore_parallel.tensor_parallel.linear_autograd import column_parallel
 
 TEXT_ENC, TEXT_DEC, ENC_MASK = "text_enc", "text_dec", "enc_mask"
 ENCODER, DECODER, TABLES = "encoder", "decoder", "relative_position_bias"
-"""What stages send on: both streams, and the tables of relative positions."""
+"""Payload entries between stages: both streams and the tables of relative positions."""
 _DECODER_LENGTH = "decoder_seq_length"
-
 
 Streams = Mapping[str, Tensor]
 """``encoder`` ``[S, B, D]``, ``decoder`` ``[S', B, D]``, this rank's tokens; and
@@ -50,12 +49,12 @@ Streams = Mapping[str, Tensor]
 
 
 class T5Stack(nn.Module):
-    """What one stage has of the encoder or of the decoder.
+    """One stage's part of the encoder or of the decoder.
 
     Attributes:
         relative_position_bias: on the first stage, with relative positions.
         blocks: layers by their number in the stack.
-        final_norm: where the stack's last layer is.
+        final_norm: on the stage with the stack's last layer.
     """
 
     def __init__(self) -> None:
@@ -66,13 +65,13 @@ class T5Stack(nn.Module):
 
 
 class T5(StageModel):
-    """Two texts to scores of the second one's next tokens.
+    """Maps two texts to scores of the second text's next tokens.
 
     Attributes:
-        embedding, position_embedding: on the first stage; the first one is also on the last
-            where the head is tied to it.
+        embedding, position_embedding: on the first stage; the last stage also holds the
+            token embedding if the head is tied to it.
         encoder, decoder: this stage's part of each stack.
-        head, lm_head: on the last stage: its weight if untied, a tied one's bias.
+        head, lm_head: on the last stage: the weight of an untied head, the bias of a tied one.
     """
 
     config: T5Config
@@ -90,10 +89,14 @@ class T5(StageModel):
 
     def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:
         """Allocate embeddings, both stacks and the head, see ``StageModel``."""
-        config, layers, placed = self.config, self.stage.layers, setups[0].placed
+        config, layers, factory_kwargs = (
+            self.config,
+            self.stage.layers,
+            setups[0].factory_kwargs,
+        )
         self.is_relative = config.position_embedding_type == "relative"
         self.is_tied = not config.untie_embeddings_and_output_weights
-        self._add_ends(ctx, placed)
+        self._add_ends(ctx, factory_kwargs)
         depth = encoder_layers(config)
         self.encoder, self.decoder = T5Stack(), T5Stack()
         for layer in layers:
@@ -111,27 +114,30 @@ class T5(StageModel):
                     config.relative_attention_num_buckets,
                     config.num_attention_heads,
                     axis=self.tp,
-                    **placed,
+                    **factory_kwargs,
                 )
             if has_norm:
-                stack.final_norm = stream_norm(config, ctx, **placed)
+                stack.final_norm = stream_norm(config, ctx, **factory_kwargs)
 
-    def _add_ends(self, ctx: ParallelContext, placed: Mapping[str, Any]) -> None:
-        """Allocate embeddings, and the head or what a tied one adds."""
+    def _add_ends(self, ctx: ParallelContext, factory_kwargs: Mapping[str, Any]) -> None:
+        """Allocate embeddings, and the head or the bias of a tied one."""
         config, stage = self.config, self.stage
         if stage.has_embedding or (stage.has_loss and self.is_tied):
-            self.add_embedding(ctx.embedding_ends if self.is_tied else SINGLE, placed)
+            self.add_embedding(ctx.embedding_ends if self.is_tied else SINGLE, factory_kwargs)
         if stage.has_embedding and not self.is_relative:
             self.position_embedding = PositionEmbedding(
-                config.max_position_embeddings, config.hidden_size, **self.split(), **placed
+                config.max_position_embeddings,
+                config.hidden_size,
+                **self.split(),
+                **factory_kwargs,
             )
         if stage.has_loss and not self.is_tied:
             self.head = VocabParallelHead(
-                config.hidden_size, self.vocab_size, **self.vocab_split(), **placed
+                config.hidden_size, self.vocab_size, **self.vocab_split(), **factory_kwargs
             )
         if stage.has_loss and self.is_tied and config.add_output_bias:
             self.lm_head = OutputBias(
-                self.vocab_size, self.padded_vocab_size, axis=self.tp, **placed
+                self.vocab_size, self.padded_vocab_size, axis=self.tp, **factory_kwargs
             )
 
     def forward(
@@ -142,13 +148,13 @@ class T5(StageModel):
         """Run this stage's layers.
 
         Args:
-            x: token ids of encoder and decoder on the first stage, cut over context ranks,
-                else what the stage before returned.
-            encoder_mask: 1 for tokens of the encoder, 0 for padding, of whole rows; None: no
-                padding.
+            x: on the first stage token ids of encoder and decoder, split over context ranks;
+                on others the output of the stage before.
+            encoder_mask: 1 for tokens of the encoder, 0 for padding, complete rows on every
+                context rank; None: no padding.
 
         Returns:
-            Both streams; on the last stage the decoder's is what the head reads.
+            Both streams; on the last stage the decoder's stream is the input of the head.
 
         Raises:
             ValueError: if a sequence is longer than the model's positions, or does not divide
@@ -175,14 +181,14 @@ class T5(StageModel):
     def read(
         self, texts: Int[Tensor, "B S"], mask: Int[Tensor, "B S"] | None = None
     ) -> Streams:
-        """Run the encoder of a whole model.
+        """Run the encoder of an unsplit model.
 
         Args:
             texts: token ids.
             mask: 1 for tokens, 0 for padding; None: no padding.
 
         Returns:
-            What ``write`` reads: the encoder's stream and the tables.
+            The encoder's stream and the tables, the input of ``write``.
 
         Raises:
             ValueError: if texts are longer than the model's positions.
@@ -199,13 +205,14 @@ class T5(StageModel):
         mask: Int[Tensor, "B S"] | None,
         state: ModelState,
     ) -> Float[Tensor, "R B D"]:
-        """Run the decoder of a whole model on the next tokens.
+        """Run the decoder of an unsplit model on the next tokens.
 
         Args:
-            tokens: behind those that the state holds.
-            texts: of ``read``.
-            mask: its mask.
-            state: keys and values of earlier tokens and of the texts; extended by these.
+            tokens: following those whose keys the state holds.
+            texts: output of ``read``.
+            mask: the mask given to ``read``.
+            state: keys and values of earlier tokens and of the texts; those of ``tokens``
+                are appended.
         """
         x = self._embedded(tokens, "--decoder-seq-length", state.length)
         seen = None if mask is None else (mask > 0)[:, None, None, :]
@@ -270,7 +277,7 @@ class T5(StageModel):
     def unreduced_losses(
         self, output: Payload, batch: MicroBatch
     ) -> Mapping[str, Float[Tensor, "..."]]:
-        """Cross-entropy of every place of the decoder ``[B, S/cp]``."""
+        """Cross-entropy of every position of the decoder ``[B, S/cp]``."""
         assert isinstance(output, Tensor)
         losses = vocab_parallel_cross_entropy(
             self.logits(output),
@@ -298,7 +305,9 @@ class T5(StageModel):
         check_inputs(size, config=self.config, axes=axes, flag=flag)
         x = self.embedding(ids)
         if not self.is_relative:
-            x = x + self.position_embedding(self.places(ids.shape[1], ids.device) + begin)
+            x = x + self.position_embedding(
+                self.local_positions(ids.shape[1], ids.device) + begin
+            )
         return self.dropout(x)
 
     def _tables(self) -> dict[str, Tensor]:
@@ -321,7 +330,7 @@ class T5(StageModel):
         begin, is_plain = state.length if state else 0, state is None and not self.is_relative
         if is_plain and (seen is not None or self.cp.size == 1):
             return seen  # None in a decoder: causal attention needs no mask
-        queries = self.places(num_tokens, x.device) + begin
+        queries = self.local_positions(num_tokens, x.device) + begin
         keys = torch.arange(begin + num_tokens * self.cp.size, device=x.device)
         visible = seen
         if is_decoder:

@@ -215,7 +215,7 @@ def test_adapters_out_of_range_name_their_flag(options, message):
 def test_experts_are_all_meant_or_none_and_take_lora_alone():
     moe = MoEConfig(num_experts=4, moe_ffn_hidden_size=8)
     some = PeftConfig(peft="lora", lora_target_modules=("experts.2",))
-    with pytest.raises(ValueError, match=r"means some experts of blocks\.0\.moe\.experts"):
+    with pytest.raises(ValueError, match=r"matches some experts of blocks\.0\.moe\.experts"):
         attach_adapters(gpt(moe=moe), some, streams=streams())
     all_of_them = PeftConfig(peft="dora", lora_target_modules=("experts",))
     with pytest.raises(ValueError, match="--peft dora has no routed experts"):

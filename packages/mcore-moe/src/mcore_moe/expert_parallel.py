@@ -5,15 +5,13 @@ over which ranks. torch's DDP and FSDP2 treat every parameter as a replica, but 
 ``ep`` hold different experts, and each expert has seen the tokens of all these ranks.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from mcore_moe.routing.router import Router
-from mcore_parallel.collectives import all_gather, all_reduce
-from mcore_parallel.digests import digest
+from mcore_parallel.collectives import all_reduce
+from mcore_parallel.digests import unlike_tensors
 from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.sharding import named_parameters
 
@@ -98,28 +96,22 @@ def average_expert_gradients(model: nn.Module, ctx: ParallelContext) -> None:
         named.parameter.grad.copy_(total / ctx.dp_cp.size)
 
 
-def check_same(tensors: Mapping[str, Tensor], axis: Axis) -> None:
-    """Compare tensors over an axis by their digests: one all-gather; the host waits for it.
+def check_same(name: str, tensor: Tensor, axis: Axis) -> None:
+    """Compare a tensor over an axis by digests: one all-gather; the host waits for it.
 
     Raises:
         ValueError: on all ranks, with the tensor's name and the ranks that differ.
     """
-    if axis.size == 1 or not tensors:
-        return
-    own = torch.stack([digest(x) for x in tensors.values()])
-    for name, found in zip(
-        tensors, all_gather(own.unsqueeze(1), axis, dim=1).tolist(), strict=True
-    ):
-        others = [rank for rank, number in enumerate(found) if number != found[0]]
-        if others:
-            raise ValueError(
-                f"{name} of ranks {others} of axis {axis.name} is not that of its rank 0: "
-                "these ranks were seeded apart. Give all ranks one torch.manual_seed before "
-                "the layers are made, or call reset_parameters(seed=...) on them."
-            )
+    for _, digests in unlike_tensors([(name, tensor)], axis):
+        others = [rank for rank, number in enumerate(digests) if number != digests[0]]
+        raise ValueError(
+            f"{name} of ranks {others} of axis {axis.name} differs from rank 0: these ranks "
+            "were seeded apart. Call torch.manual_seed with one seed on all ranks before the "
+            "layers are made, or reset_parameters(seed=...) on the layers."
+        )
 
 
 def _compare_once(parameter: nn.Parameter, axis: Axis, name: str) -> None:
     if axis.size > 1 and not getattr(parameter, "is_compared", False):
         parameter.is_compared = True  # pyrefly: ignore
-        check_same({name: parameter}, axis)
+        check_same(name, parameter, axis)

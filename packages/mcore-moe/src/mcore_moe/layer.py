@@ -269,7 +269,7 @@ class MoELayer(nn.Module):
         weight = self.router.weight
         if not isinstance(weight, DTensor):  # FSDP2 has sharded one weight: nothing to compare
             for axis in self.peers:
-                check_same({"the router": weight}, axis)
+                check_same("the router", weight, axis)
 
     def _own_range(self, num_tokens: int) -> tuple[int, int]:
         """Return the range of tokens that this rank routes; shares differ by one at most."""

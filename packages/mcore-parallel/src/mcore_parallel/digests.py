@@ -1,11 +1,14 @@
 """Digests of tensors: ranks compare one integer instead of exchanging a tensor."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Int, Shaped
 from torch import Tensor
+
+from mcore_parallel.collectives import all_gather
+from mcore_parallel.mesh import Axis
 
 PART_BYTES = 1 << 26
 """Temporary memory of a digest, unless a single row of the tensor is larger."""
@@ -24,6 +27,29 @@ def digest(x: Shaped[Tensor, "..."]) -> Int[Tensor, ""]:
     for part in in_parts(x.detach()):
         total = total * _MIX + _digest_of_words(_words(part))
     return total
+
+
+def unlike_tensors(
+    tensors: Sequence[tuple[str, Tensor]], axis: Axis
+) -> list[tuple[str, list[int]]]:
+    """Compare tensors over an axis by their digests: one all-gather; the host waits for it.
+
+    Args:
+        tensors: names and tensors, in the same order on all ranks.
+        axis: the ranks to compare.
+
+    Returns:
+        Of each tensor that differs, its name and every rank's digest; equal on all ranks.
+    """
+    if axis.size == 1 or not tensors:
+        return []
+    own = torch.stack([digest(x) for _, x in tensors])
+    columns = all_gather(own[None], axis).t().tolist()  # [n] -> [ranks, n] -> [n, ranks]
+    return [
+        (name, column)
+        for (name, _), column in zip(tensors, columns, strict=True)
+        if len(set(column)) > 1
+    ]
 
 
 def in_parts(x: Shaped[Tensor, "..."]) -> Iterator[Shaped[Tensor, " n"]]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from mcore_ckpt.save_load.rank_agreement import agreed
+from mcore_ckpt.save_load.rank_agreement import raise_on_all_ranks
 from mcore_parallel.mesh import Axis
 from mcore_parallel.precision.capability import best_format, bf16_problem
 from mcore_train.composition import TrainConfig
@@ -65,7 +65,7 @@ def check_device_format(dtype: torch.dtype, device: torch.device, world: Axis) -
     """
     if dtype != torch.bfloat16 or device.type != "cuda":
         return
-    with agreed(world):
+    with raise_on_all_ranks(world):
         found = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         if problem := bf16_problem(*found):
             raise ValueError(problem)

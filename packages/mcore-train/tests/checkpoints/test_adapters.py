@@ -267,7 +267,10 @@ def test_dora_begins_beside_a_loaded_base_however_data_ranks_share_it(tmp_path, 
             {**DORA, "save": "x", "save_hf": True},
             "which writes whole models: convert a",
         ),
-        ({**DORA, "peft_base_bits": 8, "use_torch_fsdp2": True}, "no rows to gather by layers"),
+        (
+            {**DORA, "peft_base_bits": 8, "use_torch_fsdp2": True},
+            "excludes gathering rows by layers",
+        ),
         (
             {
                 **DORA,

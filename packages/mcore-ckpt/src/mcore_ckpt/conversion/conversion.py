@@ -25,7 +25,7 @@ from mcore_ckpt.conversion.logit_check import (
 )
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.resharding import write_whole
-from mcore_ckpt.conversion.round_trip import proven, proven_native
+from mcore_ckpt.conversion.round_trip import verify_native, verify_written
 from mcore_ckpt.conversion.targets import (
     WRITERS,
     Watch,
@@ -37,11 +37,11 @@ from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES, num_tokens, read_hf_fo
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.sources import FORMATS, opened
 from mcore_ckpt.mapping.row_streams import Progress, Rows, read_ahead, with_progress
-from mcore_ckpt.storage.checksums import sealed
+from mcore_ckpt.storage.checksums import finalize_index
 from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.index import Index
 from mcore_ckpt.storage.outputs import (
-    appearing,
+    atomic_dir,
     check_place,
     check_room,
     check_run_folder,
@@ -146,15 +146,15 @@ def convert(
 
         print_ = ""
         if target_format == "mcore":
-            prove = None
+            verify = None
             if options.verify or options.check:
-                prove = partial(proven_native, judge=judge, on_progress=on_progress)
-            word, print_ = _write_native(found, output, watch, prove)
+                verify = partial(verify_native, judge=judge, on_progress=on_progress)
+            word, print_ = _write_native(found, output, watch, verify)
         else:
-            with appearing(output) as folder:
+            with atomic_dir(output) as folder:
                 word = WRITERS[target_format](folder, found, options, watch)
                 if options.verify or options.check:
-                    print_ = proven(found, target_format, folder, judge, on_progress)
+                    print_ = verify_written(found, target_format, folder, judge, on_progress)
         return Report(
             output,
             word,
@@ -206,7 +206,7 @@ def _write_native(
     source: OpenCheckpoint,
     output: Path,
     watch: Watch,
-    prove: Callable[[OpenCheckpoint, Path, Index], str] | None,
+    verify: Callable[[OpenCheckpoint, Path, Index], str] | None,
 ) -> tuple[str, str]:
     """Write a release of a run folder, or, with an optimizer's state, the step of that state.
 
@@ -222,8 +222,8 @@ def _write_native(
     with fresh_step(output, step) as target:
         index = write_whole(target, watch(our_items(source)), extra)
         write_small_files(target, source)
-        print_ = prove(source, target, index) if prove else ""
-        commit(target, output, step, sealed(index, target))
+        print_ = verify(source, target, index) if verify else ""
+        commit(target, output, step, finalize_index(index, target))
     return source.hf.get("model_type") or source.description["family"], print_
 
 

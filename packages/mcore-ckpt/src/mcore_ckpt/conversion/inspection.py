@@ -98,8 +98,8 @@ def contents(folder: str | Path, config: str = "") -> Contents:
     form, path = find_format(folder)
     if form == "megatron" and not (path / DCP_METADATA).is_file():
         with opened("megatron", path, ConvertOptions(config=config)) as found:
-            said = {"model": found.description}
-            return _of_entries(form, path, found.theirs.entries, said)
+            model = {"model": found.description}
+            return _of_entries(form, path, found.theirs.entries, model)
     if config:
         raise ValueError(
             f"--config {config} has no effect without --compare: {path} is listed without it. "

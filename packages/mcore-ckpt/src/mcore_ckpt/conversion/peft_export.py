@@ -23,7 +23,7 @@ from mcore_ckpt.mapping.rules import Link, expand
 from mcore_ckpt.storage.checksums import check_files
 from mcore_ckpt.storage.files import Reader
 from mcore_ckpt.storage.index import ADAPTER, read_index
-from mcore_ckpt.storage.outputs import appearing, check_place
+from mcore_ckpt.storage.outputs import atomic_dir, check_place
 from mcore_ckpt.storage.paths import is_hf_folder
 
 
@@ -82,7 +82,7 @@ def export_adapters(source: str | Path, output: str | Path) -> Report:
         rows = Source(reader, entries)
         adapters = {name: rows.rows(name, 0, entry.shape[0]) for name, entry in entries.items()}
     links, model_type = _links(step)
-    with appearing(output) as folder:
+    with atomic_dir(output) as folder:
         write_adapters(folder, adapters, links, config)
         again = read_adapters(folder, links).rows.tensors
         _compare(adapters, again)

@@ -28,7 +28,7 @@ from mcore_ckpt.mapping.row_streams import (
     with_progress,
 )
 from mcore_ckpt.save_load.hf_saving import HF_INDEX
-from mcore_ckpt.storage.checksums import check_files, sealed
+from mcore_ckpt.storage.checksums import check_files, finalize_index
 from mcore_ckpt.storage.files import DTYPES, Item, Reader, write_file
 from mcore_ckpt.storage.index import DTYPE_BYTES, Index, StoredBox, TensorEntry, read_index
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
@@ -225,7 +225,7 @@ def write_step(
     with fresh_step(output, number) as target:
         new = write_whole(target, items, extra, num_files)
         _copy_small_files(origin[0], target, origin[1])
-        return commit(target, output, number, sealed(new, target))
+        return commit(target, output, number, finalize_index(new, target))
 
 
 def _copy_small_files(step: Path, target: Path, index: Index) -> None:

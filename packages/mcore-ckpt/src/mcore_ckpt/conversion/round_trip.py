@@ -56,7 +56,7 @@ def fingerprint(
     return total.hexdigest()[:32]
 
 
-def prove(
+def verify_tensors(
     source: OpenCheckpoint | StateKind, again: Rows, on_progress: Progress | None = None
 ) -> None:
     """Map tensors that were read back from the output to the source's, and compare them."""
@@ -81,7 +81,7 @@ def prove(
         _compare(link.theirs, their_slabs(link, back), source.theirs, rows)
 
 
-def proven(
+def verify_written(
     source: OpenCheckpoint,
     form: str,
     folder: Path,
@@ -100,15 +100,15 @@ def proven(
         vocab_size=size, optimizer=has_state, keep_unknown_config_fields=form == "hf"
     )
     with opened(form, folder, options) as again:
-        prove(source, again.ours, on_progress)
+        verify_tensors(source, again.ours, on_progress)
         if source.state is not None and again.state is not None:
             for kind, part in source.state.parts.items():
-                prove(part, again.state.parts[kind].ours, on_progress)
+                verify_tensors(part, again.state.parts[kind].ours, on_progress)
         judge(again.ours, folder)
         return fingerprint(again.ours, on_progress)
 
 
-def proven_native(
+def verify_native(
     source: OpenCheckpoint,
     folder: Path,
     index: Index,
@@ -132,9 +132,9 @@ def proven_native(
             return Source(reader, entries)
 
         weights = written(PREFIX)
-        prove(source, weights, on_progress)
+        verify_tensors(source, weights, on_progress)
         for kind, part in source.state.parts.items() if source.state else ():
-            prove(part, written(native_name(kind, "")), on_progress)
+            verify_tensors(part, written(native_name(kind, "")), on_progress)
         judge(weights, folder)
         return fingerprint(weights)
 

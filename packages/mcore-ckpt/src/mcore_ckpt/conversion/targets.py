@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_base.atomic_files import write_durably
 from mcore_ckpt.conversion.options import ConvertOptions
-from mcore_ckpt.families import family_for, find_family, own_fields
+from mcore_ckpt.families import family_for, find_family, inference_fields
 from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.optimizer import state_items, to_common
@@ -85,7 +85,7 @@ def write_hf(
     family = find_family(model_type)
     origin = source.hf.get("model_type", model_type)
     # Fields that only the source's family has are dropped.
-    alone = () if origin == model_type else own_fields(find_family(origin))
+    alone = () if origin == model_type else inference_fields(find_family(origin))
     carried = {n: value for n, value in source.hf.get("config", {}).items() if n not in alone}
     # Carried fields first, so that those of the family override them.
     try:

@@ -26,7 +26,7 @@ from mcore_ckpt.formats.open_checkpoint import PREFIX
 from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import Progress, Rows, row_groups, slabs, with_progress
-from mcore_ckpt.storage.checksums import sealed
+from mcore_ckpt.storage.checksums import finalize_index
 from mcore_ckpt.storage.files import DTYPES, Item
 from mcore_ckpt.storage.outputs import check_place, check_room, check_run_folder, fresh_step
 from mcore_ckpt.storage.paths import RELEASE, commit, resolve_folder
@@ -96,7 +96,7 @@ def upcycle(
         with fresh_step(output, RELEASE) as target:
             index = write_whole(target, with_progress(items, on_progress), extra)
             write_small_files(target, found)
-            return commit(target, output, RELEASE, sealed(index, target))
+            return commit(target, output, RELEASE, finalize_index(index, target))
 
 
 def _layers(step: Path, description: Mapping[str, Any], options: UpcycleOptions) -> list[int]:

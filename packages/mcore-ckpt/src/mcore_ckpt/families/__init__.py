@@ -117,7 +117,7 @@ def find_family(model_type: str) -> Any:
     return families[model_type]
 
 
-def own_fields(family: Any) -> tuple[str, ...]:
+def inference_fields(family: Any) -> tuple[str, ...]:
     """Return a family's config.json fields that are copied unread, for inference engines."""
     return (*getattr(family, "carries", ()), *getattr(family, "unread", ()))
 

@@ -48,7 +48,7 @@ def open_dcp(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     entries = unstacked({mine: found[name] for mine, name in weights.items()}, links)
     tokenizer, _ = small_files(path / "tokenizer")
     _, generation = small_files(path)
-    behind = len(folder.tensors) - len(weights) + len(folder.objects.keys() - {EXTRA})
+    left_behind = len(folder.tensors) - len(weights) + len(folder.objects.keys() - {EXTRA})
     with Reader(path) as reader:
         yield link_tensors(
             table,
@@ -58,7 +58,7 @@ def open_dcp(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
             hf=dict((extra or {}).get("hf", {})),
             tokenizer=tokenizer,
             generation=generation,
-            left_behind=behind,
+            left_behind=left_behind,
             took_config=extra is None,
         )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.conversion.options import ConvertOptions
-from mcore_ckpt.families import find_family, own_fields, stored_model, unknown_fields
+from mcore_ckpt.families import find_family, inference_fields, stored_model, unknown_fields
 from mcore_ckpt.families.common.fields import CARRIED
 from mcore_ckpt.families.common.shapes import check_counts
 from mcore_ckpt.formats.hf_folder import not_carried, read_hf_folder, small_files
@@ -58,7 +58,7 @@ def open_hf(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
         from mcore_ckpt.formats.model_heads import take_head_off
 
         bare = take_head_off(config, tensors)
-        config, tensors, head_tensors, head = bare.config, bare.tensors, bare.head, bare.said
+        config, tensors, head_tensors, head = bare.config, bare.tensors, bare.head, bare.record
     unread = unknown_fields(config) if options.keep_unknown_config_fields else {}
     known = {name: value for name, value in config.items() if name not in unread}
     description, tensors = stored_model(known, tensors)
@@ -66,7 +66,7 @@ def open_hf(path: Path, options: ConvertOptions) -> Iterator[OpenCheckpoint]:
     table = family.table(description)
     tensors = unstacked(tensors, expand(table))
     tokenizer, generation = small_files(folder.path)
-    names = (*CARRIED, *own_fields(family))
+    names = (*CARRIED, *inference_fields(family))
     fields = {name: carried[name] for name in names if name in carried}
     hf: dict[str, Any] = {"model_type": known["model_type"], "config": fields | unread}
     with Reader(folder.path) as reader:

@@ -40,7 +40,7 @@ class BareModel:
     """Tensors of the model, named as below a head that predicts tokens."""
     head: dict[str, TensorEntry]
     """Tensors of the head."""
-    said: dict[str, Any]
+    record: dict[str, Any]
     """Facts needed to write the head again; empty: nothing was removed."""
 
 
@@ -57,50 +57,51 @@ def take_head_off(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry])
     head = {name: entry for name, entry in tensors.items() if _TENSOR.fullmatch(name)}
     left = {name: entry for name, entry in tensors.items() if name not in head}
     kept = {name: config[name] for name in _LABELS if name in config}
-    said: dict[str, Any] = {"architecture": found.group(), "config": kept}
+    record: dict[str, Any] = {"architecture": found.group(), "config": kept}
     bare = {name: value for name, value in config.items() if name not in kept}
     if model_type in _BERTS:
         left = {name.removeprefix("bert."): entry for name, entry in left.items()}
-        return BareModel({**bare, "architectures": [f"{stem}Model"]}, left, head, said)
+        return BareModel({**bare, "architectures": [f"{stem}Model"]}, left, head, record)
     if not has_classes:
         prefix = _PREFIXES.get(model_type, "model.")
         if any(name.startswith(prefix) for name in left):
             return whole
         left = {f"{prefix}{name}": entry for name, entry in left.items()}
-        said["prefix"] = prefix
-    said["config"]["tie_word_embeddings"] = config.get("tie_word_embeddings")
+        record["prefix"] = prefix
+    record["config"]["tie_word_embeddings"] = config.get("tie_word_embeddings")
     bare |= {"architectures": [f"{stem}ForCausalLM"], "tie_word_embeddings": True}
-    return BareModel(bare, left, head, said)
+    return BareModel(bare, left, head, record)
 
 
-def with_tensors(said: Mapping[str, Any], head: Rows) -> dict[str, Any]:
+def with_tensors(record: Mapping[str, Any], head: Rows) -> dict[str, Any]:
     """Return the facts of a head with its tensors added."""
     found = {}
     for name, entry in head.entries.items():
         if entry.num_bytes > _MAX_BYTES or entry.dtype not in _DTYPES:
             raise ValueError(
-                f"{said['architecture']} has {name} of {entry.num_bytes} bytes, {entry.dtype}: "
-                f"only heads in {', '.join(_DTYPES)} up to {_MAX_BYTES} bytes are kept."
+                f"{record['architecture']} has {name} of {entry.num_bytes} bytes, "
+                f"{entry.dtype}: only heads in {', '.join(_DTYPES)} up to "
+                f"{_MAX_BYTES} bytes are kept."
             )
         rows = head.rows(name, 0, entry.shape[0])
         data = base64.b64encode(memory(rows.contiguous())).decode()
         found[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data": data}
-    return {**said, "tensors": found}
+    return {**record, "tensors": found}
 
 
 def put_head_on(
-    said: Mapping[str, Any], config: dict[str, Any], items: list[Item]
+    record: Mapping[str, Any], config: dict[str, Any], items: list[Item]
 ) -> tuple[dict[str, Any], list[Item]]:
     """Return the config.json and tensors of a folder with its head."""
-    config = {**config, "architectures": [said["architecture"]], **said["config"]}
-    for name, value in said["config"].items():
+    config = {**config, "architectures": [record["architecture"]], **record["config"]}
+    for name, value in record["config"].items():
         if value is None:
             del config[name]
     if config["model_type"] in _BERTS:
         items = [replace(item, name=f"bert.{item.name}") for item in items]
-    prefix = said.get("prefix", "")
+    prefix = record.get("prefix", "")
     items = [replace(item, name=item.name.removeprefix(prefix)) for item in items]
-    return config, [*items, *(_item(name, row) for name, row in said["tensors"].items())]
+    return config, [*items, *(_item(name, row) for name, row in record["tensors"].items())]
 
 
 def _item(name: str, row: Mapping[str, Any]) -> Item:

@@ -133,5 +133,5 @@ def with_state(
         kind: replace(part, ours=ResizedTensors(part.ours, sizes))
         for kind, part in state.parts.items()
     }
-    behind = found.left_behind - state.num_entries
-    return replace(found, state=replace(state, parts=parts), left_behind=behind)
+    left_behind = found.left_behind - state.num_entries
+    return replace(found, state=replace(state, parts=parts), left_behind=left_behind)

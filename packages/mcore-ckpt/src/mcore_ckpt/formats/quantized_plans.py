@@ -90,10 +90,10 @@ class QuantPlan:
         return config
 
 
-def read_plan(said: Mapping[str, Any]) -> QuantPlan:
+def read_plan(config: Mapping[str, Any]) -> QuantPlan:
     """Read hf_quant_config.json or a ``quantization_config``, in either form."""
-    nested = said.get("quantization")
-    layers = _layers(nested if isinstance(nested, Mapping) else said)
+    nested = config.get("quantization")
+    layers = _layers(nested if isinstance(nested, Mapping) else config)
     if isinstance(nested, Mapping):
         return QuantPlan(
             layout=_main_layout(nested, nested.get("group_size") or 0, layers),
@@ -101,24 +101,24 @@ def read_plan(said: Mapping[str, Any]) -> QuantPlan:
             exclude_modules=tuple(nested.get("exclude_modules") or ()),
             kv_cache=_is_fp8_cache(nested.get("kv_cache_quant_algo")),
         )
-    groups = said.get("config_groups") or {}
+    groups = config.get("config_groups") or {}
     sizes = {(g.get("weights") or {}).get("group_size") or 0 for g in groups.values()}
     if len(sizes) > 1 and not layers:
         raise ValueError(f"quantization_config has groups of several sizes: {sorted(sizes)}.")
     return QuantPlan(
-        layout=_main_layout(said, max(sizes, default=0), layers),
+        layout=_main_layout(config, max(sizes, default=0), layers),
         layers=layers,
-        exclude_modules=tuple(said.get("ignore") or said.get("exclude_modules") or ()),
-        kv_cache=bool(said.get("kv_cache_scheme"))
-        or _is_fp8_cache(said.get("kv_cache_quant_algo")),
+        exclude_modules=tuple(config.get("ignore") or config.get("exclude_modules") or ()),
+        kv_cache=bool(config.get("kv_cache_scheme"))
+        or _is_fp8_cache(config.get("kv_cache_quant_algo")),
     )
 
 
-def _layers(said: Mapping[str, Any]) -> dict[str, QuantLayout]:
+def _layers(config: Mapping[str, Any]) -> dict[str, QuantLayout]:
     """Read the layouts of single modules."""
-    if said.get("quant_algo") != MIXED:
+    if config.get("quant_algo") != MIXED:
         return {}
-    listed: Mapping[str, Mapping[str, Any]] = said.get("quantized_layers") or {}
+    listed: Mapping[str, Mapping[str, Any]] = config.get("quantized_layers") or {}
     if not listed:
         raise ValueError(f"quant_algo {MIXED} needs quantized_layers, which lists modules.")
     return {
@@ -128,11 +128,11 @@ def _layers(said: Mapping[str, Any]) -> dict[str, QuantLayout]:
 
 
 def _main_layout(
-    said: Mapping[str, Any], group_size: int, layers: Mapping[str, QuantLayout]
+    config: Mapping[str, Any], group_size: int, layers: Mapping[str, QuantLayout]
 ) -> QuantLayout:
     if layers:
         return next(iter(layers.values()))
-    return find_layout(str(said.get("quant_algo")), group_size)
+    return find_layout(str(config.get("quant_algo")), group_size)
 
 
 def _is_fp8_cache(algo: object) -> bool:
@@ -143,19 +143,19 @@ def _is_fp8_cache(algo: object) -> bool:
 
 def _said(layout: QuantLayout) -> dict[str, Any]:
     """Return the entries of hf_quant_config.json for a layout."""
-    said: dict[str, Any] = {"quant_algo": layout.algo}
+    config: dict[str, Any] = {"quant_algo": layout.algo}
     if layout.group[1]:
-        said["group_size"] = layout.group[1]
+        config["group_size"] = layout.group[1]
     if layout.code == "int4":
-        said["has_zero_point"] = False
-        said["pre_quant_scale"] = bool(layout.pre_quant_scale)
-    return said
+        config["has_zero_point"] = False
+        config["pre_quant_scale"] = bool(layout.pre_quant_scale)
+    return config
 
 
 def _numbers(code: str, *, dynamic: bool, group: int = 0) -> dict[str, Any]:
     num_bits, kind = _BITS[code]
-    said: dict[str, Any] = {"dynamic": dynamic, "num_bits": num_bits, "type": kind}
-    return said | ({"group_size": group} if group else {})
+    config: dict[str, Any] = {"dynamic": dynamic, "num_bits": num_bits, "type": kind}
+    return config | ({"group_size": group} if group else {})
 
 
 def _numbers_of(layout: QuantLayout) -> dict[str, Any]:

@@ -31,8 +31,8 @@ def text_tower(
     model_type = config["model_type"]
     top = {name: config[name] for name in _TOP if name in config}
     text = config.get("text_config") or config
-    stated = {**top, **text, "tie_word_embeddings": _ties(config, text)}
-    own = {name: v for name, v in stated.items() if not name.startswith(_ELSEWHERE)}
+    merged = {**top, **text, "tie_word_embeddings": _ties(config, text)}
+    own = {name: v for name, v in merged.items() if not name.startswith(_ELSEWHERE)}
     for name in ("rope_scaling", "rope_parameters"):
         if own.get(name):
             own[name] = _of_text(own[name])

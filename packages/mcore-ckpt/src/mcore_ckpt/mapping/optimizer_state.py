@@ -103,7 +103,7 @@ def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> Opti
     return OptimizerState(kept, progress, count)
 
 
-def turned(links: list[Link], theirs: Rows) -> StateKind:
+def remap_state(links: list[Link], theirs: Rows) -> StateKind:
     """Map one kind of foreign state by the links of its weights."""
     return StateKind(tuple(links), theirs, RenamedRows(links, theirs))
 

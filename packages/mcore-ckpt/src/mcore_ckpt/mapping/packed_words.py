@@ -131,18 +131,20 @@ class ByInputs:
         """Read rows ``begin`` to ``stop``; see ``Scheme``."""
         _, inputs = self.shape(under, module)
         words, zeros, scales = (
-            _whole(under, f"{module}.{n}") for n in ("qweight", "qzeros", "scales")
+            _all_rows(under, f"{module}.{n}") for n in ("qweight", "qzeros", "scales")
         )
         if self.packs_outputs:
+            # AWQ: words are packed along outputs, in an interleaved order.
             codes = word_codes(words, 4)[:, :, list(_AWQ_ORDER)].flatten(1)
             zero = word_codes(zeros, 4)[:, :, list(_AWQ_ORDER)].flatten(1)
         else:
+            # GPTQ: words are packed along inputs; those of zeros along outputs.
             codes = word_codes(words, self.bits).transpose(1, 2).flatten(0, 1)  # [D, F]
             zero = word_codes(zeros, self.bits).flatten(1)
         zero = zero + self.zero_offset
         group = torch.arange(inputs) // (self.group_size if self.group_size > 0 else inputs)
         if f"{module}.g_idx" in under.entries:
-            group = _whole(under, f"{module}.g_idx").long()
+            group = _all_rows(under, f"{module}.g_idx").long()
         part = slice(begin, stop)
         wide = (codes[:, part] - zero[group][:, part]) * scales.float()[group][:, part]
         return wide.t().contiguous()
@@ -184,7 +186,7 @@ class ByOutputs:
                 f"{module} was quantized in the order of activations, which is not read here."
             )
         if self.form == "pack-quantized":
-            rows, columns = map(int, _whole(under, f"{module}.weight_shape").tolist())
+            rows, columns = map(int, _all_rows(under, f"{module}.weight_shape").tolist())
             words = -(-columns * self.bits // 32)
             _expect(under, module, "weight_packed", "I32", (rows, words))
             if not self.symmetric:
@@ -217,10 +219,13 @@ class ByOutputs:
         """Read rows ``begin`` to ``stop``; see ``Scheme``."""
         rows, columns = self.shape(under, module)
         tall, across = self.block[0] or rows, self.block[1] or columns
-        scale = _whole(under, f"{module}.weight_scale").float().view(self._grid(rows, columns))
+        scale = (
+            _all_rows(under, f"{module}.weight_scale").float().view(self._grid(rows, columns))
+        )
 
         def spread(grid: Tensor) -> Tensor:
             low, high = begin // tall, -(-stop // tall)
+            # [low:high]: rows of the grid of scales that apply to our rows.
             wide = grid[low:high].repeat_interleave(tall, 0)[begin - low * tall :][
                 : stop - begin
             ]
@@ -229,7 +234,7 @@ class ByOutputs:
         if self.form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
             packed = under.rows(f"{module}.weight_packed", begin, stop)
             if self.form == "nvfp4-pack-quantized":
-                scale = scale / _whole(under, f"{module}.weight_global_scale").float()
+                scale = scale / _all_rows(under, f"{module}.weight_global_scale").float()
             else:  # exponents of two, biased by 127
                 scale = torch.exp2(scale - 127)
             return decode(unpack(packed, "e2m1"), "e2m1") * spread(scale)
@@ -239,7 +244,7 @@ class ByOutputs:
         codes = word_codes(words, self.bits).flatten(1)[:, :columns]
         zero: Tensor | int = 1 << (self.bits - 1)
         if not self.symmetric:
-            packed = word_codes(_whole(under, f"{module}.weight_zero_point"), self.bits)
+            packed = word_codes(_all_rows(under, f"{module}.weight_zero_point"), self.bits)
             zero = spread(packed.transpose(1, 2).flatten(0, 1)[:rows])
         return (codes - zero) * spread(scale)
 
@@ -250,7 +255,7 @@ def word_codes(words: Int[Tensor, "a b"], bits: int) -> Int[Tensor, "a b n"]:
     return (words[..., None] >> places) & ((1 << bits) - 1)
 
 
-def _whole(under: Rows, name: str) -> Tensor:
+def _all_rows(under: Rows, name: str) -> Tensor:
     return under.rows(name, 0, under.entries[name].shape[0])
 
 

@@ -50,6 +50,9 @@ class RenamedRows:
         first = link.rows(shape)[number][0]
         if link.is_plain or not shape:
             return self._theirs.rows(link.theirs, first + begin, first + stop)
+        # Their rows are ``groups`` blocks; each block has ``shares[0]`` rows of our first
+        # tensor, then ``shares[1]`` of the second, and so on, such as q, k and v of a group
+        # of heads.
         shares = [rows // link.groups for rows in link.shares(shape)]
         block, share = sum(shares), shares[number]
         if link.transposed:
@@ -58,6 +61,8 @@ class RenamedRows:
                 parts = matrix.unflatten(0, (link.groups, block)).split(shares, dim=1)
                 return parts[number].flatten(0, 1)[begin:stop].contiguous()
             return matrix[first + begin : first + stop].contiguous()
+        # Blocks that contain the rows; of each only our tensor's share, then without the rows
+        # before ``begin`` and from ``stop`` on.
         low, high = begin // share, -(-stop // share)
         blocks = self._theirs.rows(link.theirs, low * block, high * block)
         mine = blocks.unflatten(0, (high - low, block)).split(shares, dim=1)[number]

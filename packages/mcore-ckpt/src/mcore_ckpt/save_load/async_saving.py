@@ -27,10 +27,10 @@ from mcore_ckpt.save_load.attachments import Attachments
 from mcore_ckpt.save_load.hf_saving import HFView
 from mcore_ckpt.save_load.plan_cache import PlanCache
 from mcore_ckpt.save_load.rank_agreement import (
-    agreed,
     any_rank,
     gather_json,
     pack,
+    raise_on_all_ranks,
     start_any_rank,
     unpack,
 )
@@ -196,7 +196,7 @@ class AsyncSaver:
             log.error("%s; training goes on", self.last_failure)
             return False
         self._hanging = None
-        beside = Attachments(extra=extra or {}, files=files or {}, folders=folders or {})
+        attachments = Attachments(extra=extra or {}, files=files or {}, folders=folders or {})
         lock = FolderLock(run_folder)
         try:
             begun = begin(
@@ -206,11 +206,11 @@ class AsyncSaver:
                 lock,
                 world=self._world,
                 replace=replace,
-                beside=beside,
+                attachments=attachments,
                 hf=hf,
                 plans=self._plans,
             )
-            with agreed(self._world):
+            with raise_on_all_ranks(self._world):
                 copies = self._staging.start(begun.memory)
         except BaseException:
             lock.release()

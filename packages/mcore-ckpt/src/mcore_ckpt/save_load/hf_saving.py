@@ -64,15 +64,15 @@ def hf_view(
     family = find_family(model_type)
     config = {**carried, **family.to_theirs(description)}
     links = tuple(expand(family.table(description)))
-    turned = [
+    rotated = [
         link.theirs
         for link in links
         if not link.is_plain or link.padding or split_index(link.theirs)[1]
     ]
-    if turned:
+    if rotated:
         raise ValueError(
             f"--save-hf cannot write {model_type}, which does not store our rows unchanged "
-            f"({turned[0]}): leave it out, and use mcore-ckpt convert mcore-to-hf."
+            f"({rotated[0]}): leave it out, and use mcore-ckpt convert mcore-to-hf."
         )
     return HFView(config, links)
 

@@ -23,7 +23,7 @@ from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families.common.shapes import check_description
 from mcore_ckpt.save_load.claims import build_claims, piece_box
-from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
+from mcore_ckpt.save_load.rank_agreement import gather_json, raise_on_all_ranks
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, shifted
 from mcore_ckpt.storage.checksums import check_files
@@ -91,7 +91,7 @@ def load(
         CheckpointError: if files are missing, cut short or damaged.
     """
     with ExitStack() as stack:
-        with agreed(world):
+        with raise_on_all_ranks(world):
             folder = resolve_folder(folder, takes_any=True)
             index, reader, fingerprint = stack.enter_context(
                 opened_checkpoint(folder, checksums=checksums)
@@ -107,11 +107,11 @@ def load(
         names = {name for _, mine in gathered for name in mine}
         held = [n for n in index.tensors if n in names or not n.startswith(tuple(ignore))]
         problems = name_problems(names, held)
-        with agreed(world):
+        with raise_on_all_ranks(world):
             skipped = _check_wanted(folder, index, wanted, problems, strictness, cast=cast)
         taken = {n: s for n, s in shards.items() if n in index.tensors and n not in skipped}
         if world.size == 1 or share == "never":
-            with agreed(world):
+            with raise_on_all_ranks(world):
                 _read(reader, taken, index.tensors, ())
             return index.extra
         pieces = (piece.data for shard in shards.values() for piece in shard.pieces)
@@ -120,7 +120,7 @@ def load(
         if share == "always" or device.type != "cpu":
             shared = _plan_shared({name: wanted[name] for name in taken}, index, world)
         from_others = {one.write for one in shared if world.rank in one.others}
-        with agreed(world):
+        with raise_on_all_ranks(world):
             _read(reader, taken, index.tensors, from_others)
         _spread(shared, taken, world, device)
         return index.extra
@@ -152,8 +152,8 @@ def opened_checkpoint(
 
     with opened_foreign(folder) as (index, reader):
         names = {name: entry.shape for name, entry in index.tensors.items()}
-        said = json.dumps([index.extra, names], sort_keys=True)
-        yield index, reader, zlib.crc32(said.encode())
+        digest_text = json.dumps([index.extra, names], sort_keys=True)
+        yield index, reader, zlib.crc32(digest_text.encode())
 
 
 def describe_checkpoint(folder: str | Path) -> Index:

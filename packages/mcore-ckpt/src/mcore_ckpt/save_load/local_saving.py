@@ -26,9 +26,9 @@ from mcore_base.atomic_files import write_durably
 from mcore_ckpt.config import LocalConfig
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.save_load.claims import build_claims, piece_box
-from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
+from mcore_ckpt.save_load.rank_agreement import gather_json, raise_on_all_ranks
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange
-from mcore_ckpt.storage.checksums import check_files, sealed
+from mcore_ckpt.storage.checksums import check_files, finalize_index
 from mcore_ckpt.storage.files import DTYPES, Item, Reader, cut_slabs, write_file
 from mcore_ckpt.storage.index import Index, StoredBox, TensorEntry, read_index
 from mcore_ckpt.storage.paths import INDEX, is_complete, remove
@@ -99,7 +99,7 @@ class LocalSaver:
             CheckpointError: on all ranks, if one could not write; the previous step stays.
         """
         newest = self.latest()
-        with agreed(self._world):
+        with raise_on_all_ranks(self._world):
             build_claims(shards)
             if newest is not None and step <= newest:
                 raise ValueError(f"local step {newest} exists: step {step} is not newer.")
@@ -135,12 +135,12 @@ class LocalSaver:
         newest = self.latest()
         if newest is None:
             raise ValueError(f"{self._files.folder} holds no local checkpoint of all ranks.")
-        state = self._brought(newest)
-        with agreed(self._world):
+        state = self._fetch_remote(newest)
+        with raise_on_all_ranks(self._world):
             state.fill(shards)
         return state.extra
 
-    def _brought(self, step: int) -> "_State":
+    def _fetch_remote(self, step: int) -> "_State":
         """Read this rank's own state, or receive it; send copies to ranks that lost theirs."""
         world = self._world
         held = gather_json(self._files.owners(step), world)
@@ -148,7 +148,7 @@ class LocalSaver:
         ranks = range(world.size)
         keepers = [[rank for rank in ranks if owner in held[rank]] for owner in ranks]
         givers = [owner if owner in keepers[owner] else keepers[owner][0] for owner in ranks]
-        with agreed(world):
+        with raise_on_all_ranks(world):
             owners = [owner for owner, giver in enumerate(givers) if giver == world.rank]
             given = {owner: self._files.read(step, owner) for owner in owners}
         hollow = {o: [s.keys, s.extra] for o, s in given.items() if o != world.rank}
@@ -328,7 +328,7 @@ def _write(folder: Path, state: _State) -> None:
         for name, (entry, mine) in chunks.items()
     }
     index = Index(tensors, state.extra, {_FILE: written.entry})
-    write_durably(folder / INDEX, sealed(index, folder))
+    write_durably(folder / INDEX, finalize_index(index, folder))
 
 
 def _manager(files: _Files, config: LocalConfig) -> Any:

@@ -1,8 +1,8 @@
 """Agreement between ranks: exchange of JSON, and errors raised on all ranks; no pickle.
 
 A rank that raises alone leaves the others waiting in their next collective. Work that can fail
-on one rank therefore runs inside ``agreed``, which ends with an exchange of the errors of all
-ranks.
+on one rank therefore runs inside ``raise_on_all_ranks``, which ends with an exchange of all
+ranks' errors.
 """
 
 import json
@@ -57,7 +57,7 @@ def start_any_rank(flags: Sequence[bool], axis: Axis) -> Callable[[], list[bool]
 
 
 @contextmanager
-def agreed(axis: Axis) -> Iterator[None]:
+def raise_on_all_ranks(axis: Axis) -> Iterator[None]:
     """Run the body on every rank of ``axis``; if it raises on one rank, raise on all.
 
     All-gathers at the end. The body itself must not communicate.

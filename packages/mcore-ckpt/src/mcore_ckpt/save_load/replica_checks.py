@@ -15,7 +15,7 @@ from math import inf, prod
 import torch
 from torch import Tensor
 
-from mcore_ckpt.save_load.rank_agreement import agreed, any_rank, gather_json
+from mcore_ckpt.save_load.rank_agreement import any_rank, gather_json, raise_on_all_ranks
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, box_text, intersect, shifted, small_spans
 from mcore_ckpt.storage.files import narrowed
@@ -61,7 +61,7 @@ def compare_replicas(
         return
     held = _held(common, shards)
     digests: list[int] = []
-    with agreed(world):  # a device may be out of memory
+    with raise_on_all_ranks(world):  # a device may be out of memory
         digests = _on_host([digest(box) for boxes in held.values() for box in boxes])
     own = {number: [digests.pop(0) for _ in boxes] for number, boxes in held.items()}
     unlike = _unlike(own, len(common), world)
@@ -166,10 +166,12 @@ def _is_far(
         and any(intersect(box, write.box) == write.box for box in held[write.name].boxes)
     ]
     size = DTYPE_BYTES[claims[ranks[0]][write.name].dtype]
-    whole = (0,) * len(write.box[1]), write.box[1]
-    parts = list(small_spans(whole[1], whole, _PART_BYTES // size))
+    full = (0,) * len(write.box[1]), write.box[1]
+    parts = list(small_spans(full[1], full, _PART_BYTES // size))
     gaps = [_Gap() for _ in mine]
     for part in parts:
+        # Boxes that this rank holds twice are compared here; other ranks compare theirs with
+        # the box that the first holder sends.
         for gap, other in zip(gaps[1:], mine[1:], strict=True):
             gap.widen(narrowed(mine[0], part), narrowed(other, part))
 

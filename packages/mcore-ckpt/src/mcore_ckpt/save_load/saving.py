@@ -26,10 +26,10 @@ from mcore_ckpt.save_load.attachments import Attachments
 from mcore_ckpt.save_load.claims import piece_box
 from mcore_ckpt.save_load.hf_saving import HFView, assemble, plan_hf, put_tokenizer_at_root
 from mcore_ckpt.save_load.plan_cache import PlanCache
-from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
+from mcore_ckpt.save_load.rank_agreement import gather_json, raise_on_all_ranks
 from mcore_ckpt.save_load.retention import prune
 from mcore_ckpt.save_load.tensor_exchange import travel_device
-from mcore_ckpt.storage.checksums import sealed
+from mcore_ckpt.storage.checksums import finalize_index
 from mcore_ckpt.storage.files import Item, cut_slabs, write_file
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.index import (
@@ -71,7 +71,7 @@ class PlannedSave:
     """Memory of each section of each entry, in order."""
     hf_files: Mapping[str, bytes]
     """Small files that make the step a Hugging Face folder; empty: it is none."""
-    beside: Attachments
+    attachments: Attachments
     """JSON, small files and folders of the step."""
 
 
@@ -121,7 +121,7 @@ def save(
             do not see one folder.
     """
     lock = FolderLock(run_folder)
-    beside = Attachments(extra=extra or {}, files=files or {}, folders=folders or {})
+    attachments = Attachments(extra=extra or {}, files=files or {}, folders=folders or {})
     try:
         begun = begin(
             run_folder,
@@ -130,15 +130,15 @@ def save(
             lock,
             world=world,
             replace=replace,
-            beside=beside,
+            attachments=attachments,
             hf=hf,
             plans=plans,
         )
         chunks: dict[str, Any] = {}
-        with agreed(world):
+        with raise_on_all_ranks(world):
             chunks = write(begun, [[tensor] for tensor in begun.memory])
         reports = gather_json(chunks, world)
-        with agreed(world):
+        with raise_on_all_ranks(world):
             if world.rank == 0:
                 commit_step(begun, reports, retention)
     finally:
@@ -154,7 +154,7 @@ def begin(
     *,
     world: Axis,
     replace: bool,
-    beside: Attachments,
+    attachments: Attachments,
     hf: HFView | None = None,
     plans: PlanCache | None = None,
 ) -> PlannedSave:
@@ -164,15 +164,15 @@ def begin(
     """
     run_folder = as_path(run_folder)
     plans = plans or PlanCache()
-    with agreed(world):
+    with raise_on_all_ranks(world):
         final = step_folder(run_folder, step)
         mine = plans.claims(shards)
-        beside = beside.kept() if world.rank == 0 else Attachments()
+        attachments = attachments.kept() if world.rank == 0 else Attachments()
     claims, writes = plans.plan(mine, world)
     plans.compare(shards, world)
     hf_plan = None if hf is None else plan_hf(hf.links, claims, writes)
     made = ""
-    with agreed(world):
+    with raise_on_all_ranks(world):
         if world.rank == 0:
             lock.acquire()
             made = str(make_fresh(final, replace=replace))
@@ -197,7 +197,7 @@ def begin(
         outputs[hf_plan.names[world.rank]] = hf_plan.entries[world.rank]
     memory += together
     return PlannedSave(
-        run_folder, step, folder, lock, claims, outputs, memory, hf_files, beside
+        run_folder, step, folder, lock, claims, outputs, memory, hf_files, attachments
     )
 
 
@@ -246,18 +246,18 @@ def commit_step(
         CheckpointError: if another job took over the run folder, or files are not visible.
     """
     begun.lock.check()
-    index = Index({}, begun.beside.extra, _files(begun.folder, reports))
+    index = Index({}, begun.attachments.extra, _files(begun.folder, reports))
     rows = _rows(begun.claims, reports)
-    for name, source in begun.beside.folders.items():
+    for name, source in begun.attachments.folders.items():
         copy_durably(Path(source), begun.folder / name)
-    for name, content in begun.beside.files.items():
+    for name, content in begun.attachments.files.items():
         write_durably(begun.folder / name, content)
     for name, content in begun.hf_files.items():
         write_durably(begun.folder / name, content)
     if begun.hf_files:
         put_tokenizer_at_root(begun.folder)
     final = commit(
-        begun.folder, begun.run_folder, begun.step, sealed(index, begun.folder, rows)
+        begun.folder, begun.run_folder, begun.step, finalize_index(index, begun.folder, rows)
     )
     log.info("saved step %s to %s", begun.step, final)
     if retention != KEEP_ALL:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from mcore_ckpt.config import RetentionConfig
 from mcore_ckpt.save_load.dtensors import tensor_shards
 from mcore_ckpt.save_load.loading import load
-from mcore_ckpt.save_load.rank_agreement import agreed
+from mcore_ckpt.save_load.rank_agreement import raise_on_all_ranks
 from mcore_ckpt.save_load.saving import KEEP_ALL, save
 from mcore_ckpt.storage.files import DTYPES
 from mcore_ckpt.storage.index import Index, read_index
@@ -58,7 +58,7 @@ def save_torch(
             dictionary, or state of a parameter that the model lacks; and as ``save``.
         CheckpointError: as ``save``.
     """
-    with agreed(world):
+    with raise_on_all_ranks(world):
         shards = tensor_shards(model.state_dict(), "model.")
         more = dict(extra or {})
         if _KEPT in more:
@@ -92,7 +92,7 @@ def load_torch(
             ``load``.
         CheckpointError: as ``load``.
     """
-    with agreed(world):
+    with raise_on_all_ranks(world):
         shards = tensor_shards(model.state_dict(), "model.")
         if optimizer is not None:
             tensors: dict[str, Tensor] = {}

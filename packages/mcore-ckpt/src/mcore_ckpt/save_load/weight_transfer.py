@@ -11,7 +11,7 @@ from math import prod
 from torch import Tensor
 
 from mcore_ckpt.save_load.claims import build_claims, piece_box
-from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
+from mcore_ckpt.save_load.rank_agreement import gather_json, raise_on_all_ranks
 from mcore_ckpt.save_load.tensor_exchange import ROUND_BYTES, Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, cover_problems, intersect, shifted
 from mcore_ckpt.storage.files import DTYPES, narrowed
@@ -46,7 +46,7 @@ def transfer_weights(
         ValueError: on all ranks, before anything is sent: if names or shapes differ, or the
             source lacks a part of a tensor.
     """
-    with agreed(world):
+    with raise_on_all_ranks(world):
         mine = [build_claims(source), build_claims(target)]
     texts = [{name: claim.to_json() for name, claim in one.items()} for one in mine]
     held: list[Claims] = []

@@ -81,6 +81,8 @@ def small_spans(shape: Sequence[int], box: Box, limit: int) -> Iterator[Box]:
     A box that is contiguous in memory is split too, into groups of rows.
     """
     first, stop = span(shape, box)
+    # Split along the first dimension of more than one index: the parts are as long as
+    # possible in memory.
     dim = next((i for i, n in enumerate(box[1]) if n > 1), None)
     if stop - first <= limit or dim is None:
         yield box

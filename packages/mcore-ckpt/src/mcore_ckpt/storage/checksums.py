@@ -16,7 +16,7 @@ from mcore_ckpt.storage.index import FileEntry, Index, digest
 from mcore_ckpt.storage.paths import INDEX
 
 
-def sealed(index: Index, folder: Path, rows: Mapping[str, str] | None = None) -> bytes:
+def finalize_index(index: Index, folder: Path, rows: Mapping[str, str] | None = None) -> bytes:
     """Return the content of ``index.json`` for a step whose other files are all written.
 
     Args:

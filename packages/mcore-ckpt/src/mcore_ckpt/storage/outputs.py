@@ -100,7 +100,7 @@ def fresh_step(run_folder: Path, step: int | str) -> Iterator[Path]:
 
 
 @contextmanager
-def appearing(output: Path) -> Iterator[Path]:
+def atomic_dir(output: Path) -> Iterator[Path]:
     """Yield a folder to write to; it becomes ``output`` on success and is removed otherwise.
 
     It is in ``.<output>.partial`` next to the output, which this process holds by a

@@ -13,7 +13,7 @@ from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import Progress, read_ahead, with_progress
 from mcore_ckpt.storage.files import Item
-from mcore_ckpt.storage.outputs import appearing, check_place, check_room
+from mcore_ckpt.storage.outputs import atomic_dir, check_place, check_room
 from mcore_infer.export.trtllm import write_trtllm
 from mcore_infer.export.trtllm_model import RankGrid
 from mcore_infer.quantization.compressed_tensors import write_compressed_tensors
@@ -96,7 +96,7 @@ def export_model(
     with (
         opened(form, folder) as source,
         ThreadPoolExecutor(1) as reading,
-        appearing(output) as unfinished,
+        atomic_dir(output) as unfinished,
     ):
         if format == "trtllm":
             made = write_trtllm(unfinished, source, grid, DTYPE_WORDS.get(dtype, ""), watch)

@@ -31,7 +31,7 @@ from mcore_ckpt.formats.recognition import folder_format
 from mcore_ckpt.formats.sources import OpenCheckpoint, opened
 from mcore_ckpt.mapping.rules import Link
 from mcore_ckpt.storage.files import Item
-from mcore_ckpt.storage.outputs import appearing, check_place
+from mcore_ckpt.storage.outputs import atomic_dir, check_place
 from mcore_ckpt.storage.paths import resolve_folder
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import SamplingConfig
@@ -155,7 +155,7 @@ def quantize(
     windows, scored = _cut(loaded, tokenizer, text, config)
     batch = (config.micro_batch_size, windows[0].shape[1])
     token_losses = partial(_losses, tokenizer, scored, batch)
-    with opened(folder_format(folder), folder) as source, appearing(output) as fresh:
+    with opened(folder_format(folder), folder) as source, atomic_dir(output) as fresh:
         if isinstance(source.theirs, WidenedRows):
             raise ValueError(
                 f"{folder} is quantized already: give the model that it was made from."

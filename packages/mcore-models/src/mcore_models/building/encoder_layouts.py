@@ -1,6 +1,6 @@
-"""Whether a model with an encoder fits a layout: what BERT and T5 refuse beside GPT's checks.
+"""Checks whether a model with an encoder fits a layout: rules of BERT and T5 beyond GPT's.
 
-Pure questions about configs; no torch here.
+Pure functions of configs; no torch here.
 """
 
 from dataclasses import fields, replace
@@ -22,7 +22,7 @@ _DECODERS_ALONE = (
     *("final_logit_softcapping", "multi_latent_attention", "hybrid_override_pattern"),
     *("mtp_num_layers", "embedding_layernorm"),
 )
-"""Fields that layers of an encoder, and of a decoder beside one, do not read."""
+"""Fields that layers of an encoder, and of its decoder, ignore."""
 
 
 def encoder_layout_problems(
@@ -31,7 +31,7 @@ def encoder_layout_problems(
     moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> list[str]:
-    """Return what keeps a model with an encoder from being split; see ``layout_problems``."""
+    """Return why a model with an encoder cannot be split; see ``layout_problems``."""
     problems = layout_problems(config, parallel, moe, seq_length)
     if moe.num_experts:
         problems.append("--num-experts: models with an encoder have none here; leave it out.")
@@ -61,6 +61,6 @@ def t5_layout_problems(
     moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> list[str]:
-    """Return what keeps a T5 from being split; see ``layout_problems``."""
+    """Return why a T5 cannot be split; see ``layout_problems``."""
     stacked = replace(config, num_layers=num_stack_layers(config))
     return encoder_layout_problems(stacked, parallel, moe, seq_length)

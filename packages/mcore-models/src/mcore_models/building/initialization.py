@@ -1,4 +1,4 @@
-"""What weights begin as, by logical name: the same bits under every layout.
+"""Initial weights by logical name, with the same bits under every layout.
 
 | logical tensor | begins as |
 | --- | --- |
@@ -6,12 +6,12 @@
 | embedding tables | N(0, embedding std) |
 | every other matrix, head and router among them | N(0, std) |
 | norms and biases | the constants of their modules: 1 and 0 |
-| convolutions | U(-1, 1) / sqrt(tokens that they see) |
-| Mamba's decay rates | U(1, 16), kept as logarithms |
-| a delta net's decay rates | U(0.01, 16), kept as logarithms |
-| Mamba's step sizes | exp U(ln min, ln max), at least a floor; kept before the softplus |
+| convolutions | U(-1, 1) / sqrt(kernel size) |
+| Mamba's decay rates | U(1, 16), stored as logarithms |
+| a delta net's decay rates | U(0.01, 16), stored as logarithms |
+| Mamba's step sizes | exp U(ln min, ln max), at least a floor; stored before the softplus |
 
-With ``--use-mup`` spreads fall with the width too, see ``mcore_models.mup``.
+With ``--use-mup`` standard deviations fall with the width too, see ``mcore_models.mup``.
 The smaller residual weights keep the variance of the stream independent of depth: Radford
 et al. 2019, section 2.3 (GPT-2). Mamba's are those of Dao and Gu 2024, arXiv:2405.21060,
 a delta net's those of Yang et al. 2024, arXiv:2412.06464.
@@ -40,13 +40,13 @@ _RESIDUAL = (
 
 
 def initialize_(weights: Mapping[str, Shard], config: TransformerConfig, seed: int) -> None:
-    """Fill the matrices of a model, or what a rank holds of them, in place.
+    """Fill this rank's part of a model's matrices in place.
 
     No communication.
 
     Args:
-        weights: by logical name, with global layer numbers. What is no matrix keeps what its
-            module made it, padding too; pieces on the meta device are left.
+        weights: by logical name, with global layer numbers. Tensors other than matrices, and
+            padding, keep their values; pieces on the meta device are skipped.
         config: standard deviations and depth.
         seed: of the whole model, equal on all ranks.
     """
@@ -63,7 +63,7 @@ def initialize_(weights: Mapping[str, Shard], config: TransformerConfig, seed: i
 
 
 def initial_std(name: str, config: TransformerConfig) -> float:
-    """Standard deviation of a logical matrix by its name."""
+    """Return the standard deviation of a logical matrix by its name."""
     if name in TABLES:
         return config.embedding_init_method_std or config.init_method_std
     std = config.init_method_std * spread_factor(name, config)
@@ -72,7 +72,7 @@ def initial_std(name: str, config: TransformerConfig) -> float:
 
 
 def _fill_recurrent_(name: str, shard: Shard, config: TransformerConfig, seed: int) -> bool:
-    """Fill what is special in a layer with a state; False for its other tensors."""
+    """Fill the special tensors of a recurrent layer; return False for other tensors."""
     if ".conv1d." in name and name.endswith(".weight"):
         scale = math.sqrt(shard.shape[-1])
         for piece, uniform in _uniform(name, shard, seed):
@@ -92,9 +92,9 @@ def _fill_recurrent_(name: str, shard: Shard, config: TransformerConfig, seed: i
 
 
 def _uniform(name: str, shard: Shard, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pieces and their numbers of U(0, 1): normal ones, by their distribution function.
+    """Yield pieces with values of U(0, 1): normal values, by their distribution function.
 
-    Normal numbers are rounded to the pieces' dtype first.
+    Normal values are rounded to the pieces' dtype first.
     """
     fill_shards_([(name, shard, 1.0)], seed=seed)
     for piece in shard.pieces:

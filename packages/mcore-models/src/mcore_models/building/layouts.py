@@ -1,7 +1,7 @@
-"""Whether a model fits a layout: pure functions, called before anything is allocated.
+"""Checks whether a model fits a layout: pure functions, called before anything is allocated.
 
-All problems are found at once, each with the flag and what it may be, so that every rank
-refuses alike and no collective is left waiting. No torch here.
+All problems are found together, each with its flag and allowed values, so that every rank
+raises the same error and no collective waits. No torch here.
 """
 
 from mcore_models.config import TransformerConfig, divisors, has_plain_scores, is_local
@@ -25,10 +25,10 @@ def check_layout(
     moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> None:
-    """Raise all of ``layout_problems`` together.
+    """Raise ``layout_problems`` together.
 
     Raises:
-        ValueError: one line a problem.
+        ValueError: with one line for each problem.
     """
     problems = layout_problems(config, parallel, moe, seq_length)
     if problems:
@@ -41,13 +41,13 @@ def layout_problems(
     moe: MoEConfig = _NO_EXPERTS,
     seq_length: int = 0,
 ) -> list[str]:
-    """Return what keeps a model from being split; an empty list: nothing.
+    """Return why a model cannot be split; empty if it can.
 
     Args:
         config: of the model.
-        parallel: the degrees.
-        moe: of its experts.
-        seq_length: tokens of a training sequence; 0: not known, sequences are not checked.
+        parallel: the parallel sizes.
+        moe: its experts.
+        seq_length: tokens of a training sequence; 0: unknown, and not checked.
     """
     problems = _pattern_problems(config, moe)
     if problems:
@@ -65,7 +65,7 @@ def layout_problems(
     problems += _width_problems(config, parallel, moe, used)
     if moe.num_experts:
         problems += _expert_problems(moe, parallel)
-    # Embedding and loss may have stages of their own: --pipeline-model-parallel-layout.
+    # Embedding and loss may have stages of their own (--pipeline-model-parallel-layout).
     most = config.num_layers + 2
     if parallel.pipeline_model_parallel_size > most:
         problems.append(
@@ -245,13 +245,13 @@ def _sequence_problems(
 def check_length(
     config: TransformerConfig, num_tokens: int, num_remembered: int, flag: str = "--seq-length"
 ) -> None:
-    """Refuse sequences that a model's positions do not reach.
+    """Raise ValueError for sequences that are longer than a model's positions.
 
     Args:
         config: of the model.
-        num_tokens: new ones, over all context ranks.
-        num_remembered: tokens before them that a state holds.
-        flag: option that says how long sequences are.
+        num_tokens: new tokens, over all context ranks.
+        num_remembered: tokens before them in a state.
+        flag: option that sets the sequence length.
     """
     limit, length = config.max_position_embeddings, num_tokens + num_remembered
     if limit and length > limit:
@@ -259,14 +259,14 @@ def check_length(
     context = config.original_max_position_embeddings
     if config.rope_type == "longrope" and 0 < num_remembered <= context < length:
         raise ValueError(
-            f"--rope-type longrope rotates all positions anew beyond {context} tokens, and "
-            f"{num_remembered} are remembered as they were rotated: start again without a "
+            f"--rope-type longrope rotates all positions anew beyond {context} tokens, but "
+            f"{num_remembered} were rotated for a shorter sequence: start again without a "
             "state, from all tokens."
         )
 
 
 def too_long(seq_length: int, limit: int, flag: str = "--seq-length") -> str:
-    """Say that a sequence exceeds the positions of a model."""
+    """Return the message for a sequence that exceeds the positions of a model."""
     return (
         f"a sequence of {seq_length} tokens is longer than --max-position-embeddings {limit}: "
         f"use {flag} {limit} or less, or a model with more positions."
@@ -274,14 +274,14 @@ def too_long(seq_length: int, limit: int, flag: str = "--seq-length") -> str:
 
 
 def cp_comm_type(config: TransformerConfig, parallel: ParallelConfig, layer: int) -> str:
-    """Return how a layer (counted from 0) reaches other context ranks' keys, see the flag."""
+    """Return how a layer (counted from 0) gets keys of other context ranks, see the flag."""
     if parallel.cp_comm_type:
         return parallel.cp_comm_type
     return "all_gather" if cannot_be_cut(config, layer) else "p2p"
 
 
 def cannot_be_cut(config: TransformerConfig, layer: int) -> bool:
-    """Whether a layer attends in a way that cannot be cut into blocks."""
+    """Whether a layer's attention cannot be computed in blocks of keys."""
     return (
         is_local(config, layer) or config.attention_dropout > 0 or not has_plain_scores(config)
     )

@@ -1,8 +1,8 @@
-"""A language model with layers that predict further tokens: their batches, masks and losses.
+"""Language models with multi-token prediction: batches, masks and losses of further tokens.
 
-Rows are shifted whole, before context ranks cut them, so that the last token of a rank's
-chunk gets the first of the next one, wherever that is. Each depth has a loss of its own by
-its own global count of valid tokens, logged beside the main one: ``mtp_1 loss`` and so on.
+Complete rows are shifted, before context ranks split them, so that the last token of a rank's
+chunk gets the first token of the next chunk. Each depth has a loss of its own, divided by its
+own global count of valid tokens and logged next to the main loss: ``mtp_1 loss`` and so on.
 """
 
 from abc import abstractmethod
@@ -39,12 +39,12 @@ _ENTRIES = MappingProxyType(
 class MTPLanguageModel(LanguageModel):
     """A causal model with ``mtp_num_layers`` layers that predict further tokens.
 
-    They run on the stage of the loss; or on one before it, which then has the final norm as
-    well, and sends every depth's hidden state on to the loss.
+    These layers run on the stage of the loss, or on an earlier stage, which then also has the
+    final norm and sends the hidden states of all depths to the stage of the loss.
     """
 
     def add_further_losses(self) -> None:
-        """Declare entries and losses of every depth; call it where the model is built."""
+        """Declare entries and losses of every depth; called when the model is built."""
         depths = self.config.mtp_num_layers
         if depths:
             self.entries = _ENTRIES
@@ -54,12 +54,12 @@ class MTPLanguageModel(LanguageModel):
 
     @property
     def predicts_further(self) -> bool:
-        """Whether this stage runs the layers that do."""
+        """Whether this stage runs the layers that predict further tokens."""
         return self.config.mtp_num_layers > 0 and self.stage.has_mtp
 
     @property
     def is_normed(self) -> bool:
-        """Whether this stage has the norm behind the last layer."""
+        """Whether this stage has the final norm."""
         return self.stage.has_mtp if self.config.mtp_num_layers else self.stage.has_loss
 
     @abstractmethod
@@ -76,18 +76,18 @@ class MTPLanguageModel(LanguageModel):
         positions: Int[Tensor, " T"],
         state: ModelState,
     ) -> Float[Tensor, "T 1 D"]:
-        """Run the first of these layers while text is written; ``logits`` scores what it says.
+        """Run the first of these layers during generation; ``logits`` scores its result.
 
         Args:
-            hidden: of ``forward``, normed; or what this returned for the token before.
-            tokens: each one place behind its hidden state.
+            hidden: normed result of ``forward``, or this method's result for the token before.
+            tokens: each one position after its hidden state.
             positions: of the hidden states.
-            state: what the layer remembers of earlier ones; extended by these.
+            state: of earlier tokens in this layer; extended by these.
         """
 
     @property
     def read_entries(self) -> frozenset[str]:
-        """As a language model's, and those of each depth where they are used."""
+        """Entries of a language model, and those of each depth where they are used."""
         names = super().read_entries
         if self.predicts_further:
             names |= {TOKENS, MTP_TOKENS}
@@ -96,7 +96,7 @@ class MTPLanguageModel(LanguageModel):
         return names
 
     def prepare(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Add tokens, labels and masks of every depth, shifted within whole rows."""
+        """Add tokens, labels and masks of every depth, shifted within complete rows."""
         if not self.config.mtp_num_layers:
             return batch
         found, ways = dict(batch), range(1, self.config.mtp_num_layers + 1)
@@ -115,7 +115,7 @@ class MTPLanguageModel(LanguageModel):
     def run_stage(
         self, batch: MicroBatch, received: Payload | None
     ) -> tuple[Payload, Float[Tensor, ""]]:
-        """Run ``forward`` and the layers of every depth; stages behind them pass all on."""
+        """Run ``forward`` and the layers of every depth; later stages pass all states on."""
         if isinstance(received, Mapping):
             hidden = received[LM_LOSS]
             wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -128,15 +128,15 @@ class MTPLanguageModel(LanguageModel):
         return {LM_LOSS: hidden, **dict(zip(self._names(), further, strict=True))}, aux + more
 
     def payload_shape(self, batch: MicroBatch, sender: int, num_cuts: int, /) -> PayloadShape:
-        """Shape of a hidden state; of several behind the stage that predicts further."""
+        """Shape of a hidden state, or of all depths after the stage that predicts further."""
         shape = super().payload_shape(batch, sender, num_cuts)
-        placed = self.stage.mtp_stage
-        if placed < 0 or sender < placed or isinstance(shape, Mapping):
+        mtp_stage = self.stage.mtp_stage
+        if mtp_stage < 0 or sender < mtp_stage or isinstance(shape, Mapping):
             return shape
         return dict.fromkeys(self.loss_coefficients, shape)
 
     def loss_masks(self, batch: MicroBatch) -> Mapping[str, Float[Tensor, "..."]]:
-        """Return the masks of the next tokens and of those further ahead."""
+        """Return the masks of the next token and of further tokens."""
         masks = {n: batch[MTP_MASK][..., depth] for depth, n in enumerate(self._names())}
         return {**super().loss_masks(batch), **masks}
 
@@ -159,7 +159,7 @@ class MTPLanguageModel(LanguageModel):
         }
 
     def stage_logits(self, output: Payload) -> Float[Tensor, "S B v"]:
-        """Return ``logits`` of the next tokens."""
+        """Return ``logits`` of the next token."""
         return super().stage_logits(output if isinstance(output, Tensor) else output[LM_LOSS])
 
     def _names(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""How GPT, BERT and T5 are built under a layout: one constructor, and the parts they share.
+"""Construction of GPT, BERT and T5 under a layout: one constructor, and their shared parts.
 
 The constructor checks model and layout, pads the vocabulary, sets up random streams and
-recompute, calls ``build_parts``, which is where models differ, and fills the weights.
+recomputation, calls ``build_parts``, which differs between models, and fills the weights.
 """
 
 from abc import abstractmethod
@@ -34,32 +34,32 @@ _NO_EXPERTS = MoEConfig()
 _KEEP_ALL = RecomputeConfig()
 
 BlockCaller = Callable[[nn.Module, Residual, Any], Residual]
-"""Called with a block, the residual stream and the inputs that all blocks share."""
+"""Calls a block with the residual stream and the inputs that all blocks share."""
 
 
 _ANY_KERNELS = KernelConfig()
 
 
 class StageModel(TrainableModel):
-    """A model whose tables and layers are shared by tensor, context and pipeline ranks.
+    """A model whose tables and layers are split over tensor, context and pipeline ranks.
 
     Attributes:
         embedding: rows of tokens, where ``add_embedding`` was called.
         cp: ranks that share a sequence.
-        cuts: ranks that hold the tokens between mixers: ``tp`` under sequence parallelism,
+        cuts: ranks that split the tokens between mixers: ``tp`` under sequence parallelism,
             else one.
-        sequence_parallel: whether they are several.
-        recomputing: what backward computes again.
-        saved_by: ranks that each keep a piece of what a recomputed layer begins from.
+        sequence_parallel: whether ``cuts`` has several ranks.
+        recomputing: what backward recomputes.
+        saved_by: ranks that each keep a slice of the input of a recomputed layer.
         streams: random streams of dropout; their state belongs in a checkpoint.
         dropout: of embedded tokens.
         padded_vocab_size: rows of the tables over all ranks.
     """
 
     layout_problems: Callable[..., list[str]] = staticmethod(layout_problems)
-    """What keeps the model from being split, see ``Family``."""
+    """Returns why the model cannot be split, see ``Family``."""
     num_layers: Callable[..., int] = staticmethod(attrgetter("num_layers"))
-    """Layers that pipeline stages share, see ``Family``."""
+    """Number of layers that pipeline stages share, see ``Family``."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class StageModel(TrainableModel):
         dtype: torch.dtype = torch.float32,
         is_filled: bool = True,
     ) -> None:
-        """Allocate this rank's share and fill it; no communication.
+        """Allocate and fill this rank's part; no communication.
 
         Args:
             config: shape and numerics of the layers.
@@ -88,16 +88,16 @@ class StageModel(TrainableModel):
             moe: experts, none by default.
             stage: layers of a pipeline stage; None: all.
             seed: of the initial weights, equal on all ranks.
-            recomputing: what backward computes again.
-            kernels: which compute it.
-            gemms: of every layer, by global number (``layer_gemms``); empty: of none but in
-                the model's dtype.
-            parts: of the layers of a GPT, in place of its own, see ``TransformerBlock``.
-            streams: of dropout; None: made from ``seed``. Chunks of one rank share one.
+            recomputing: what backward recomputes.
+            kernels: kernels of the computation.
+            gemms: GEMMs of every layer, by global number (``layer_gemms``); empty: GEMMs in the
+                model's dtype.
+            parts: modules in place of mixers of a GPT, see ``TransformerBlock``.
+            streams: random streams; None: made from ``seed``. Chunks of one rank share them.
             device: of the parameters; None: that of ``ctx``.
             dtype: of the parameters and activations.
-            is_filled: fill the weights; False: matrices are left on the meta device, for an
-                engine that shards them, and ``initialize`` fills what it holds.
+            is_filled: fill the weights; False: matrices stay on the meta device, for an engine
+                that shards them, and ``initialize`` fills the shards.
 
         Raises:
             ValueError: if the model does not fit the layout, or a kernel is not installed.
@@ -132,7 +132,7 @@ class StageModel(TrainableModel):
             LayerSetup(
                 config=config,
                 ctx=ctx,
-                layer=min(place, count - 1),  # layers behind the last one are made like it
+                layer=min(place, count - 1),  # further layers are built like the last one
                 streams=self.streams,
                 moe=moe,
                 recomputing=recomputing,
@@ -151,26 +151,29 @@ class StageModel(TrainableModel):
 
     @abstractmethod
     def build_parts(self, ctx: ParallelContext, setups: Sequence[LayerSetup]) -> None:
-        """Allocate what this stage has; weights are filled later.
+        """Allocate the modules of this stage; weights are filled later.
 
         Args:
             ctx: the layout.
-            setups: of every layer, by global number; of those that predict further tokens
-                behind them.
+            setups: of every layer, by global number; then of those that predict further tokens.
         """
 
-    def add_embedding(self, tied: Axis, placed: Mapping[str, Any]) -> None:
+    def add_embedding(self, tied: Axis, factory_kwargs: Mapping[str, Any]) -> None:
         """Allocate this rank's rows of the embedding."""
         self.embedding = VocabParallelEmbedding(
-            self.vocab_size, self.config.hidden_size, tied=tied, **self.vocab_split(), **placed
+            self.vocab_size,
+            self.config.hidden_size,
+            tied=tied,
+            **self.vocab_split(),
+            **factory_kwargs,
         )
 
     def vocab_split(self) -> dict[str, Any]:
-        """Options of modules that hold rows of the vocabulary."""
+        """Keyword arguments of modules that hold rows of the vocabulary."""
         return self.split() | {"padded_vocab_size": self.padded_vocab_size, "init_std": 0.0}
 
     def split(self) -> dict[str, Any]:
-        """Options of modules that are split over the tensor ranks."""
+        """Keyword arguments of modules that are split over the tensor ranks."""
         return {"axis": self.tp, "sequence_parallel": self.sequence_parallel}
 
     def run_blocks(
@@ -188,7 +191,7 @@ class StageModel(TrainableModel):
         recomputing = self.recomputing if is_trained else _KEEP_ALL
         for group, is_recomputed in block_groups(blocks, recomputing):
             if is_recomputed:
-                begin = stream.total()  # so that one tensor is kept, not two
+                begin = stream.total()  # recomputation saves one tensor instead of two
                 stream = recompute(
                     self._run_group,
                     begin,
@@ -211,8 +214,8 @@ class StageModel(TrainableModel):
             stream = self.call_block(block, stream, inputs)
         return stream
 
-    def places(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Count the positions of this context rank's tokens, in the zigzag order of ``cp``."""
+    def local_positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return the positions of this context rank's tokens, in the zigzag order of ``cp``."""
         if self.cp.size == 1:
             return torch.arange(num_tokens, device=device)
         return zigzag_positions(num_tokens * self.cp.size, self.cp, device)
@@ -232,20 +235,20 @@ def check_inputs(
 
     Args:
         size: rows, and tokens of this context rank's part of each.
-        state: what the layers remember of earlier tokens.
+        state: of earlier tokens in the layers.
         documents: packed in the rows.
         config: of the model.
-        axes: ranks that cut the sequence, and those that cut a rank's part again, one rank
-            without sequence parallelism.
-        is_counted: whether positions go on from the state's length; else they are given.
-        flag: option that says how long sequences are.
+        axes: ranks that split the sequence, and ranks that split a rank's part again (one rank
+            without sequence parallelism).
+        is_counted: positions continue from the state's length; else they are given.
+        flag: option that sets the sequence length.
 
     Returns:
-        Tokens of the whole sequence, those of the state among them.
+        Tokens of the complete sequence, including those of the state.
 
     Raises:
-        ValueError: if the sequence is too long or cannot be cut, a state is given under context
-            parallelism or with documents, or the documents are of other rows.
+        ValueError: if the sequence is too long or cannot be split, a state is given under
+            context parallelism or with documents, or the documents are of other rows.
     """
     (num_rows, num_tokens), (cp, tp) = size, axes
     if state is not None and cp.size > 1:
@@ -262,7 +265,7 @@ def check_inputs(
         )
     if documents is not None:
         if state is not None:
-            raise ValueError("a cache holds one document a row: generate without packing.")
+            raise ValueError("a cache holds one document for each row: generate unpacked.")
         documents.check(num_rows, num_tokens * cp.size)
     return num_tokens * cp.size + remembered
 
@@ -270,7 +273,7 @@ def check_inputs(
 def block_groups(
     blocks: Sequence[nn.Module], recomputing: RecomputeConfig
 ) -> Iterator[tuple[Sequence[nn.Module], bool]]:
-    """Cut a stage's blocks into runs, and say which are recomputed as one."""
+    """Group a stage's blocks into runs; yield each with whether it is recomputed together."""
     if recomputing.recompute_granularity != "full":
         yield blocks, False
         return

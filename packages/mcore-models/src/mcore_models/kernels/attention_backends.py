@@ -1,10 +1,10 @@
-"""``attend``: causal attention over grouped heads, one function, several backends.
+"""``attend``: causal attention over grouped heads, one function with several backends.
 
-Tensors come sequence first and are handed on as strided views. On a GPU flash-attn-4 is used
-where it is installed, works and takes the shapes; else torch's scaled_dot_product_attention
-tries cuDNN before its own flash kernel: on an H200 with heads of 128 channels cuDNN is 1.7
-times as fast. Key/value heads are never repeated in memory. Packed documents go
-through torch's variable-length kernel on a GPU, and through a mask elsewhere.
+Tensors have the sequence dimension first and are passed to kernels as strided views. On a GPU
+flash-attn-4 is used if it is installed, passes its trial and supports the shapes; otherwise
+torch's scaled_dot_product_attention prefers cuDNN to its own flash kernel: on an H200 with
+heads of 128 channels cuDNN is 1.7 times as fast. Key/value heads are never repeated in memory.
+Packed documents use torch's variable-length kernel on a GPU, and a mask elsewhere.
 """
 
 from typing import Any
@@ -28,11 +28,11 @@ GPU_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""Torch's kernels in the order of their speed on H200; the first that takes the shapes is
+"""Torch's kernels in the order of their speed on H200; the first that supports the shapes is
 used."""
 
 DETERMINISTIC_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-"""Torch's kernels whose backward adds in one order, under torch's deterministic algorithms."""
+"""Torch's kernels with deterministic backward."""
 
 _TORCH_BACKENDS: dict[str, list[SDPBackend]] = {
     "auto": GPU_BACKENDS,
@@ -41,7 +41,7 @@ _TORCH_BACKENDS: dict[str, list[SDPBackend]] = {
     "unfused": [SDPBackend.MATH],
 }
 _NO_KERNEL = ("No viable backend", "No available kernel")
-"""Beginnings of torch's message that no kernel takes the shapes, on a CPU and on a GPU."""
+"""Beginnings of torch's message for unsupported shapes, on a CPU and on a GPU."""
 
 
 def attend(
@@ -61,38 +61,36 @@ def attend(
     backend: AttentionBackend = "auto",
     sizes_repeat: bool = True,
 ) -> Float[Tensor, "S B N J"]:
-    """Mix values by softmax(q·k) over the keys that each query may see.
+    """Mix values by softmax(q·k) over the keys that each query attends to.
 
-    Z is the number of keys. The last query belongs to the last key: with Z > S the queries
-    are the end of a longer sequence (a cache, or a slice of a context-parallel sequence).
-    Query head n uses key/value head n * G / N, rounded down.
+    Z is the number of keys. The last query is at the position of the last key: with Z > S the
+    queries are the end of a longer sequence (a cache, or a slice of a context-parallel
+    sequence). Query head n uses key/value head n * G / N, rounded down.
 
     Args:
         q: queries.
         k: keys, G dividing N.
-        v: values, of a width J of their own.
-        causal: whether a query sees only keys up to its own place.
+        v: values, whose width J may differ.
+        causal: whether a query attends only to keys up to its own position.
         scale: of the scores; None: 1/sqrt(H).
-        window: earlier keys that a query sees besides its own; -1: all. Only if causal.
-        chunk: keys of each document are cut into chunks of so many, and a query sees those of
-            its own; 0: not.
-        softcap: scores become softcap x tanh(score / softcap); 0: they stay.
-        sinks: a score of each head that takes part in the softmax and mixes no value. Caps and
-            sinks have no fused kernel: they are computed in plain torch.
-        slopes: of each head: scores fall by so much with each token between, see ``alibi``.
+        window: earlier keys that a query attends to besides its own; -1: all. Only if causal.
+        chunk: chunk length; a query attends to keys of its own chunk of its document; 0: off.
+        softcap: scores become softcap x tanh(score / softcap); 0: unchanged.
+        sinks: a score of each head that is part of the softmax without a value. Caps and sinks
+            have no fused kernel: they are computed in plain torch.
+        slopes: of each head: scores fall by this for each token of distance, see ``alibi``.
         dropout_prob: of dropping an attention weight, drawn from the default generator.
-        documents: packed in the rows, of which the keys are the first Z tokens; none sees
-            another. Only if causal. On a GPU they have one kernel of their own.
-        backend: kernels to use; ``auto`` takes the fastest that takes the shapes, and under
-            ``torch.use_deterministic_algorithms`` the fastest that gives the same bits.
-        sizes_repeat: whether tensors of these sizes come again. If not, ``auto`` leaves cuDNN
-            out, which plans each size anew, for tenths of a second.
+        documents: packed in the rows, whose first Z tokens are the keys; documents do not
+            attend to each other. Only if causal. On a GPU they have one kernel of their own.
+        backend: kernels to use; ``auto`` uses the fastest that supports the shapes, and under
+            ``torch.use_deterministic_algorithms`` the fastest deterministic one.
+        sizes_repeat: whether these sizes occur again. If not, ``auto`` excludes cuDNN, which
+            plans each new size for tenths of a second.
 
     Raises:
         ValueError: if there are more queries than keys, a window or documents without
-            causality, documents of another batch, or ``flash4`` or flash-attn cannot be used
-            for these tensors, or a fused backend is named for caps, sinks or windows that it
-            does not have, or another one for shapes or a device that it does not take.
+            causality, documents of another batch, or the named backend does not support these
+            tensors, options or device.
     """
     if slopes is not None:
         scale, width = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1]
@@ -101,7 +99,8 @@ def attend(
         others |= {"causal": causal, "sinks": sinks, "sizes_repeat": sizes_repeat}
         dtype = q.dtype
         if sinks is not None or backend == "local":
-            # Plain scores are rounded as they are computed, and those of far keys are large.
+            # Plain scores are rounded as they are computed, and scores of distant keys are
+            # large.
             q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
         y = attend(*with_distances(q, k, v, slopes, scale), scale=scale, **others)
         return y[..., :width].to(dtype)
@@ -154,7 +153,7 @@ def _mask(
     documents: Documents | None,
     is_plain: bool,
 ) -> Tensor | None:
-    """Return which keys each query sees, where a kernel's own causal rule does not."""
+    """Return which keys each query attends to; None if the kernel's causal rule suffices."""
     sizes = q.shape[0], k.shape[0]
     if documents is not None:
         seen = visible_keys(*sizes, window, q.device)
@@ -173,10 +172,10 @@ def _by_torch(
     backend: AttentionBackend,
     sizes_repeat: bool,
 ) -> Float[Tensor, "S B N J"]:
-    """Attend by torch's scaled_dot_product_attention."""
+    """Compute attention by torch's scaled_dot_product_attention."""
     options["enable_gqa"] = q.shape[2] != k.shape[2]
     if q.is_cuda and not sizes_repeat and options["attn_mask"] is not None:
-        # Without cuDNN no kernel takes a mask and shared heads both.
+        # Without cuDNN no kernel supports both a mask and shared heads.
         k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
         options["enable_gqa"] = False
     batch_first = [t.permute(1, 2, 0, 3) for t in (q, k, v)]  # [S, B, N, H] -> [B, N, S, H]
@@ -207,7 +206,7 @@ def _by_flash2(
     sinks: Tensor | None,
     rules: dict[str, Any],
 ) -> Tensor:
-    """Attend by flash-attn, which was named; whole rows of documents only."""
+    """Compute attention by flash-attn, named by the user; complete rows of documents only."""
     why_not = flash2.misfit(q, v)
     if chunk or sinks is not None:
         why_not = "it has no chunks and no sinks"
@@ -221,7 +220,7 @@ def _by_flash2(
 
 
 def _torch_backends(backend: AttentionBackend, sizes_repeat: bool = True) -> list[SDPBackend]:
-    """List torch's kernels to choose from: under deterministic algorithms those that are."""
+    """Return torch's kernels to choose from, under torch's setting for determinism."""
     if backend == "auto" and torch.are_deterministic_algorithms_enabled():
         return DETERMINISTIC_BACKENDS
     if backend == "auto" and not sizes_repeat:
@@ -246,7 +245,7 @@ def _uses_flash4(
 
 
 def check_backend(backend: AttentionBackend) -> None:
-    """Raise if a backend cannot be used whatever the tensors."""
+    """Raise ValueError if a backend cannot be used for any tensors."""
     if backend == "flash4" and not flash4.is_installed():
         raise ValueError(f"--attention-backend flash4: {flash4.EXTRA}, or use auto.")
 
@@ -258,14 +257,14 @@ def visible_keys(
     device: torch.device | None = None,
     chunk: int = 0,
 ) -> Bool[Tensor, "S Z"]:
-    """Return which keys each query sees; the last query has the place of the last key.
+    """Return which keys each query attends to; the last query is at the last key's position.
 
     Args:
         num_queries: S.
         num_keys: Z.
-        window: earlier keys in sight besides the own; -1: all.
+        window: earlier keys that a query attends to besides its own; -1: all.
         device: of the result.
-        chunk: a query sees the keys of its own chunk of so many; 0: of all.
+        chunk: length of chunks that attention is limited to; 0: no chunks.
     """
     place = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
     key = torch.arange(num_keys, device=device)
@@ -285,9 +284,9 @@ def _plain(
     sinks: Tensor | None,
     dropout_prob: float,
 ) -> Float[Tensor, "S B N H"]:
-    """Attend with all scores in memory, float32 or wider: what no fused kernel has.
+    """Compute attention with all scores in memory, float32 or wider; for caps and sinks.
 
-    A sink's score is one more column of the softmax, which mixes nothing: Xiao et al. 2023,
+    A sink's score is one more column of the softmax without a value: Xiao et al. 2023,
     arXiv:2309.17453, in the learned form. Caps: Gemma team 2024, arXiv:2408.00118.
     """
     per_group = q.shape[2] // k.shape[2]
@@ -310,11 +309,11 @@ def _plain(
 def same_document(
     documents: Documents, num_queries: int, num_keys: int, device: torch.device | None = None
 ) -> Bool[Tensor, "B 1 S Z"]:
-    """Return which of the keys before a query belong to its document, for masks.
+    """Return which keys belong to a query's document, as a mask.
 
     Args:
-        documents: of whole rows.
-        num_queries: S; the last query has the place of the last key.
+        documents: of complete rows.
+        num_queries: S; the last query is at the last key's position.
         num_keys: Z, the first tokens of the rows.
         device: of the result.
     """
@@ -335,7 +334,7 @@ def _check_documents(
 
 
 def takes_borders(q: Tensor, dropout_prob: float, backend: AttentionBackend) -> bool:
-    """Whether torch's variable-length kernel takes these queries: 16-bit, on a GPU."""
+    """Whether torch's variable-length kernel supports these queries: 16-bit, on a GPU."""
     is_short = q.dtype in (torch.bfloat16, torch.float16)
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     is_fused = backend not in ("unfused", "local")
@@ -345,12 +344,12 @@ def takes_borders(q: Tensor, dropout_prob: float, backend: AttentionBackend) -> 
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, window: int
 ) -> Tensor:
-    """Attend within documents by the kernel that takes their borders, without any mask."""
+    """Compute attention within documents by the variable-length kernel, without a mask."""
     pieces = documents.flat()
     borders, longest = pieces.cu_seqlens(q.device), pieces.longest
     J = v.shape[-1]
-    v = F.pad(v, (0, q.shape[-1] - J))  # the kernel has one width for all
-    # The rows' ends are borders too: [S, B, N, H] -> [B * S, N, H], free of copies for one row.
+    v = F.pad(v, (0, q.shape[-1] - J))  # the kernel requires equal widths
+    # The rows' ends are borders too: [S, B, N, H] -> [B * S, N, H], without a copy for B = 1.
     flat_q, flat_k, flat_v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
     out = varlen_attn(
         flat_q,
@@ -363,5 +362,5 @@ def _varlen(
         scale=scale,
         window_size=(window, 0),
     )
-    assert isinstance(out, Tensor)  # a pair where log-sum-exps are returned too
+    assert isinstance(out, Tensor)  # a pair if log-sum-exps are returned too
     return out.unflatten(0, (q.shape[1], -1)).transpose(0, 1)[..., :J]

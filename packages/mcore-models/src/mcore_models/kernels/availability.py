@@ -1,4 +1,4 @@
-"""What wrappers of optional kernel packages share: is it installed, usable, and quiet."""
+"""Shared by wrappers of optional kernel packages: installed, usable, and without warnings."""
 
 import warnings
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @cache
 def is_installed(package: str) -> bool:
-    """Whether a package of this name is there; imports nothing."""
+    """Whether a package is installed; imports nothing."""
     try:
         version(package)
     except PackageNotFoundError:
@@ -51,7 +51,7 @@ def refusal(x: Tensor, particular: Iterable[tuple[bool, str]], package: str, ext
 
 @contextmanager
 def without_compiler_noise() -> Iterator[None]:
-    """Hide warnings that the CuTe compiler, and packages of it, give about their own code."""
+    """Hide warnings of the CuTe compiler and its packages about their own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)

@@ -1,4 +1,4 @@
-"""Which optional kernels a model would take, so that ranks can agree on them at the start."""
+"""Optional kernels that a model may use, so that ranks agree on them before training."""
 
 from collections.abc import Hashable
 
@@ -27,7 +27,7 @@ from mcore_parallel.optional_kernels import OptionalKernel
 from mcore_parallel.precision.config import Fp8Config
 
 Choice = tuple[OptionalKernel, tuple[Hashable, ...]]
-"""A kernel and what it is compiled for."""
+"""A kernel and the key that it is compiled for."""
 _NO_FP8 = Fp8Config()
 _NO_EXPERTS = MoEConfig()
 
@@ -41,7 +41,7 @@ def optional_kernels(
     fp8: Fp8Config = _NO_FP8,
     moe: MoEConfig = _NO_EXPERTS,
 ) -> list[Choice]:
-    """List what a training step of a model may choose on a GPU, for ``agree_on_kernels``."""
+    """List the kernels that a training step may use on a GPU, for ``agree_on_kernels``."""
     H = head_dim(config)
     found: list[Choice] = [
         (add_rows_, ()),

@@ -1,8 +1,8 @@
-"""The short causal convolution before a recurrent state: Triton kernels and reference.
+"""The short causal convolution of recurrent layers: Triton kernels and reference.
 
-A program has a tile of tokens and channels; its few earlier tokens come from the cache.
+A program computes a tile of tokens and channels; its few earlier tokens come from the cache.
 Backward writes the gradient before the activation once, in the inputs' dtype, and sums the
-weights' over each tile; the tiles are summed in a fixed order.
+weights' gradients over each tile; the tiles are then summed in a fixed order.
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ from mcore_parallel.optional_kernels import (
 )
 
 _TOKENS, _CHANNELS = 32, 128
-"""Of a tile."""
+"""Tokens and channels of a tile."""
 
 
 @triton.jit
 @no_type_check
 def _tile(length, width, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Tokens, channels and which of them are there."""
+    """Return tokens, channels and the mask of those inside the tensor."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     return token.to(tl.int64), channel, (token < length)[:, None] & (channel < width)[None, :]
@@ -40,7 +40,7 @@ def _tile(length, width, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
 def _before(
     x, x_token, x_row, docs, token, channel, mine, lag, inside, batch, HAS_DOCS: tl.constexpr
 ):  # fmt: skip
-    """Load the tokens ``lag`` before those of a tile; 0 where they are not seen."""
+    """Load the tokens ``lag`` before those of a tile; 0 if not of the same document."""
     earlier = token - lag
     sees = earlier >= 0
     row = tl.program_id(2)
@@ -87,7 +87,7 @@ def _forward(
         x, x_token, x_row, weight, bias, docs, token, channel, mine, inside, batch, width,
         W, HAS_BIAS, HAS_DOCS, TOKENS, CHANNELS,
     )  # fmt: skip
-    mixed = mixed.to(y.dtype.element_ty).to(tl.float32)  # as without a kernel
+    mixed = mixed.to(y.dtype.element_ty).to(tl.float32)  # rounded like the reference
     at = (token[:, None] * batch + tl.program_id(2)) * width + channel[None, :]
     tl.store(y + at, (mixed * tl.sigmoid(mixed)).to(y.dtype.element_ty), mask=inside)
 
@@ -99,7 +99,7 @@ def _before_activation(
     W: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCS: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient before SiLU, and a tile's part of those of weight and bias."""
+    """Write the gradient before SiLU, and a tile's share of those of weight and bias."""
     token, channel, inside = _tile(length, width, TOKENS, CHANNELS)
     row = tl.program_id(2)
     mine = tl.zeros([TOKENS], tl.int32)
@@ -132,7 +132,7 @@ def _inputs(
     dmixed, weight, docs, dx, length, batch, width,
     W: tl.constexpr, HAS_DOCS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Gather what later tokens of the document took of each."""
+    """Compute the inputs' gradient from later tokens of the same document."""
     token, channel, inside = _tile(length, width, TOKENS, CHANNELS)
     row = tl.program_id(2)
     mine = tl.zeros([TOKENS], tl.int32)
@@ -179,7 +179,7 @@ class _Convolution(OnceDifferentiable):
         taps = weight.shape[-1]
         dy = dy.contiguous()
         dmixed, dx = torch.empty_like(dy), torch.empty_like(dy)
-        # Of each tile: the gradients of its W taps, then of the bias; summed below in a fixed
+        # For each tile: the gradients of its W taps, then of the bias; summed below in a fixed
         # order, so that every run gives the same bits.
         parts = dy.new_empty((ctx.grid[0], batch, taps + 1, width), dtype=torch.float32)
         strided, sizes = (x, x.stride(0), x.stride(1)), (length, batch, width)
@@ -203,13 +203,13 @@ def causal_conv(
     starts: Bool[Tensor, "S B"] | None = None,
     before: Float[Tensor, "w B F"] | None = None,
 ) -> Float[Tensor, "S B F"]:
-    """Mix every channel with its last W tokens; no communication.
+    """Mix every channel over its last W tokens; no communication.
 
     Args:
         x: inputs.
         weight: of each channel, the newest token's last.
         bias: of each channel.
-        starts: first tokens of documents, which see none before.
+        starts: first tokens of documents, which are not mixed with earlier tokens.
         before: the W - 1 inputs before the first; None: zeros.
     """
     width, length = weight.shape[-1], x.shape[0]
@@ -223,7 +223,7 @@ def causal_conv(
     for lag in range(1, width):
         earlier = padded[width - 1 - lag : width - 1 - lag + length] * taps[:, -1 - lag]
         if sees is not None and starts is not None:
-            # A token sees the one ``lag`` before it if no document begins in between.
+            # Token t mixes token t - lag only if no document starts in between.
             newer = F.pad(starts, (0, 0, lag - 1, 0))[:length]
             sees = sees & ~newer
             earlier = earlier * sees[..., None]
@@ -264,8 +264,8 @@ def conv_silu(
     starts: Bool[Tensor, "S B"] | None = None,
     before: Float[Tensor, "w B F"] | None = None,  # noqa: ARG001 - the reference continues
 ) -> Float[Tensor, "S B F"]:
-    """Apply SiLU to ``causal_conv``, whose arguments these are; on a GPU in one kernel."""
-    # Numbers of documents: two tokens see each other if theirs are equal.
+    """Apply SiLU to ``causal_conv``, with the same arguments; one kernel on a GPU."""
+    # Document numbers: tokens with equal numbers are mixed.
     docs = None if starts is None else starts.cumsum(0, dtype=torch.int32)
     x = x if x.stride(2) == 1 else x.contiguous()
     return _Convolution.apply(x, weight.contiguous(), bias, docs)

@@ -1,7 +1,7 @@
-"""The gated delta rule: a state that decays, and is corrected where a key points, by chunks.
+"""The gated delta rule: a decaying state, corrected at each token's key, computed by chunks.
 
-Every head keeps a state M of K x H numbers. A token lets it decay, replaces what it holds
-under the token's key by a share of the token's value, and reads it by the token's query:
+Every head has a state M of K x H numbers. A token lets it decay, replaces a share of the value
+stored under the token's key by the token's value, and reads it by the token's query:
 
     M_t = e^{g_t} M_{t-1}
     M_t = M_t + k_t (beta_t (v_t - M_t^T k_t))^T        o_t = M_t^T q_t
@@ -10,12 +10,12 @@ Inside a chunk of Q tokens each correction depends on the earlier ones, through 
 triangular system of Q equations: with A_ij = beta_i (k_i . k_j) e^{G_i - G_j} for j < i and G
 the running sum of g, the corrections are (I + A)^{-1} (beta V - beta e^G K M). So most of the
 work is GEMMs, only the states at the chunks' ends are sequential, and the result does not
-depend on Q but for rounding. A step of generation is the same maths with one token.
+depend on Q except for rounding. A step of generation is the same computation with one token.
 
 In the Triton kernels, with S = I + A, the products S^{-1} (beta V) and S^{-1} (beta e^G K) are
-computed chunk by chunk; then one kernel walks over the chunks of a head, keeps a part of the
-state in registers and writes what each chunk begins from and its corrections; at last each
-chunk is read. Only the inputs and S^{-1} are kept for backward.
+computed chunk by chunk; then one kernel loops over the chunks of a head, keeps a part of the
+state in registers and writes the state before each chunk and its corrections; finally the
+outputs of each chunk are computed. Only the inputs and S^{-1} are saved for backward.
 
 N heads with values of H channels, G key heads (each the query and key of N / G neighbouring
 heads) of K channels.
@@ -47,31 +47,33 @@ from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton,
 CHUNK = 64
 """Tokens of a chunk, Q; memory grows with S x Q, the sequential steps with S / Q."""
 RAN_ON_GPU = ((128, 128),)
-"""Channels of keys and values with which the kernels are right on an H200, least first: 16 x 16
-gave NaN and 64 x 32 errors of 1, so others are not tried. Narrower keys and values are padded
-with zeros; wider values are cut into several heads, which are independent."""
+"""Channels of keys and values for which the kernels were correct on an H200, least first: 16 x
+16 gave NaN and 64 x 32 errors of 1, so others are not used. Narrower keys and values are padded
+with zeros; wider values are split into several heads, which are independent."""
 _SYSTEM = {"num_warps": 4, "num_stages": 1}
 _STATES = {"num_warps": 4, "num_stages": 3}
 _OUTPUTS = {"num_warps": 4, "num_stages": 1}
 _GRADIENTS = {"num_warps": 4, "num_stages": 1}
-"""How the kernels are compiled."""
+"""Compilation options of the kernels."""
 _BLOCK, _TILE = 32, 64
-"""Values of a head whose state a program walks with; channels of a GEMM in backward."""
+"""Value channels of a program's part of the state; channels of a GEMM in backward."""
 
 
 @triton.jit
 @no_type_check
 def _inverse(system, CHUNK: tl.constexpr):
-    """Invert I + ``system``, which is below the diagonal: blocks of 16 by rows, then by blocks.
+    """Invert I + ``system``, strictly lower triangular: blocks of 16 by rows, then by blocks.
 
-    As exact as substitution: no powers of the system are formed, which may be huge.
+    As accurate as substitution: powers of the system, which may be huge, are not formed.
     """
     COUNT: tl.constexpr = CHUNK // 16
     number, place = tl.arange(0, COUNT), tl.arange(0, 16)
     blocks = tl.reshape(system, [COUNT, 16, COUNT, 16])
     own = number[:, None, None, None] == number[None, None, :, None]
-    inner = tl.sum(tl.where(own, blocks, 0.0), 2)  # [COUNT, 16, 16] of the diagonal
+    inner = tl.sum(tl.where(own, blocks, 0.0), 2)  # [COUNT, 16, 16], the diagonal blocks
     inverse = tl.where((place[:, None] == place[None, :])[None, :, :], 1.0, inner * 0.0)
+    # Forward substitution in all diagonal blocks at once: row i of the inverse is e_i minus
+    # the sum over j < i of inner[i, j] times row j.
     for row in range(1, 16):
         is_row = (place == row)[None, :, None]
         factors = tl.sum(tl.where(is_row, inner, 0.0), 1)
@@ -81,10 +83,11 @@ def _inverse(system, CHUNK: tl.constexpr):
     if COUNT == 1:
         return inverse
     block = tl.arange(0, CHUNK) // 16
+    # D: the diagonal blocks, O: the rest. (D + O)^-1 = D^-1 - D^-1 O (D + O)^-1.
     outer = tl.where(block[:, None] == block[None, :], 0.0, system)
     step = tl.dot(inverse, outer, input_precision="tf32x3")
     result = inverse
-    for _ in tl.static_range(COUNT - 1):  # each makes one more row of blocks exact
+    for _ in tl.static_range(COUNT - 1):  # each iteration completes one more row of blocks
         result = inverse - tl.dot(step, result, input_precision="tf32x3")
     return result
 
@@ -97,7 +100,7 @@ def _corrections(
     CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
     HAS_DOCS: tl.constexpr, IS_SOLVED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Solve a chunk's system for its values, and for what its keys take from the state."""
+    """Solve a chunk's system for its values, and for what its keys subtract from the state."""
     chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
     inside = token < length
@@ -108,6 +111,7 @@ def _corrections(
     share = tl.load(beta + at, mask=inside, other=0.0)
     keys = of_group(k, k_token, k_row, token, row, head // per_group, length, K, K)
     place = tl.arange(0, CHUNK)
+    # S = I + A with A_ij = beta_i (k_i . k_j) e^{G_i - G_j} for j < i.
     if IS_SOLVED:
         solved = tl.load(
             inverse + at[:, None] * CHUNK + place[None, :], mask=inside[:, None], other=0.0
@@ -119,10 +123,12 @@ def _corrections(
         solved = _inverse(system, CHUNK).to(inverse.dtype.element_ty)
         tl.store(inverse + at[:, None] * CHUNK + place[None, :], solved, mask=inside[:, None])
     values = of_group(v, v_token, v_row, token, row, head, length, H, H)
+    # new = S^-1 (beta V)
     values = (values * share[:, None]).to(solved.dtype)
     result = tl.dot(solved, values, input_precision=PRECISION)
     where = at[:, None] * H + tl.arange(0, H)[None, :]
     tl.store(new + where, result.to(new.dtype.element_ty), mask=inside[:, None])
+    # erased = S^-1 (beta e^G K); e^G is 0 for tokens of documents that begin in this chunk.
     keys = (keys * (share * from_before)[:, None]).to(solved.dtype)
     result = tl.dot(solved, keys, input_precision=PRECISION)
     where = at[:, None] * K + tl.arange(0, K)[None, :]
@@ -137,7 +143,7 @@ def _states(
     CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
     HAS_DOCS: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the chunks of a head: the state before each, its corrections, and the last."""
+    """Loop over the chunks of a head: store the states, and each chunk's corrections."""
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     number, channel = tl.arange(0, K), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = number[:, None] * H + channel[None, :]
@@ -154,6 +160,7 @@ def _states(
         token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
         inside = token < length
         at = ((token * batch + row) * heads + head)[:, None]
+        # Corrections of the tokens: fixed = new - erased M.
         taken = tl.load(erased + at * K + number[None, :], mask=inside[:, None], other=0.0)
         correction = tl.load(new + at * H + channel[None, :], mask=inside[:, None], other=0.0)
         correction = correction.to(tl.float32)
@@ -169,6 +176,7 @@ def _states(
             mask=inside[None, :],
             other=0.0,
         )
+        # M <- e^{G_Q} M + K^T (e^{G_Q - G} fixed); keys were loaded as [K, Q].
         correction = (correction * to_end[:, None]).to(keys.dtype)
         state = state * over + tl.dot(keys, correction, input_precision=PRECISION)
     tl.store(end + own + place, state)
@@ -182,7 +190,7 @@ def _outputs(
     CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Read a chunk: the corrections of its own tokens, and the state before them."""
+    """Compute a chunk's outputs from its tokens' corrections and the state before them."""
     chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
     group = head // per_group
@@ -191,6 +199,7 @@ def _outputs(
     )
     queries = of_group(q, q_token, q_row, token, row, group, length, K, K)
     keys = of_group(k, k_token, k_row, token, row, group, length, K, K)
+    # o = e^G q M + W fixed with W_ij = (q_i . k_j) e^{G_i - G_j} for j <= i.
     weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     weights *= inside_chunk(sums, mine, CHUNK, HAS_DOCS)
     own = ((chunk * batch + row) * heads + head).to(tl.int64) * (H * K)
@@ -229,7 +238,7 @@ class _Rule(OnceDifferentiable):
 
 
 class _Call:
-    """The arguments that all kernels share."""
+    """Arguments shared by all kernels."""
 
     def __init__(
         self,
@@ -259,11 +268,11 @@ class _Call:
         }
 
     def of_heads(self, *numbers: int) -> list[Tensor]:
-        """Allocate so many numbers of each token and value head, in the inputs' dtype."""
+        """Allocate numbers of these sizes for each token and value head."""
         return [self.v.new_empty(*self.v.shape[:3], number) for number in numbers]
 
     def corrections(self, inverse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the systems' inverses, corrected values, and what keys take of a state."""
+        """Return the inverse systems, corrected values, and what keys subtract from a state."""
         new, erased = self.of_heads(self.channels, self.numbers)
         solved = self.of_heads(CHUNK)[0] if inverse is None else inverse
         _corrections[self.per_head](
@@ -358,7 +367,7 @@ def delta_rule_plain(
     starts: Bool[Tensor, "S B"] | None = None,
     state: Float[Tensor, "B N K H"] | None = None,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
-    """Compute ``gated_delta_rule`` in plain torch."""
+    """Compute ``gated_delta_rule`` in plain torch, the reference."""
     length, heads = v.shape[0], v.shape[2]
     wide = torch.promote_types(v.dtype, torch.float32)
     size = min(chunk_size, length)
@@ -366,7 +375,7 @@ def delta_rule_plain(
     q, k, values = (_chunks(x, size) for x in (q, k, v.to(wide)))  # [b, N, c, Q, K or H]
     decay, share = (_chunks(x.to(wide)[..., None], size) for x in (g, beta))  # [b, N, c, Q, 1]
     sums = decay.cumsum(3)
-    last = sums[:, :, :, -1:]  # the decay over the whole chunk
+    last = sums[:, :, :, -1:]  # the decay over the complete chunk
     sees = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
     from_before, to_end, over = sums.exp(), (last - sums).exp(), last.exp()
     if starts is not None:
@@ -378,7 +387,7 @@ def delta_rule_plain(
         from_before = from_before * (mine == previous)[..., None]
         to_end = to_end * (mine == ends)[..., None]
         over = over * (ends == previous)[..., None]
-    # Masked before exp: the sum above the diagonal grows without bound.
+    # Masked before exp: the sum above the diagonal is unbounded.
     inside = (sums - sums.transpose(3, 4)).masked_fill(~sees, -torch.inf).exp()  # [.., Q, Q]
 
     system = (share * (k @ k.transpose(3, 4)) * inside).tril(-1)
@@ -405,13 +414,13 @@ def delta_rule_plain(
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """Cut ``[S, b, N, X]`` into ``[b, N, c, Q, X]``; zeros change no state."""
+    """Split ``[S, b, N, X]`` into ``[b, N, c, Q, X]``, padded with neutral zeros."""
     padded = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -x.shape[0] % size))
     return padded.permute(1, 2, 0, 3).unflatten(2, (-1, size))
 
 
 def kernel_widths(keys: int, values: int) -> tuple[int, int] | None:
-    """Return the widths of keys and values that kernels compute with; None: they cannot.
+    """Return the widths of keys and values that kernels compute with; None: unsupported.
 
     Args:
         keys: channels of a key, K.
@@ -462,21 +471,21 @@ def gated_delta_rule(
     starts: Bool[Tensor, "S B"] | None = None,
     state: Float[Tensor, "B N K H"] | None = None,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
-    """Run the recurrence over whole sequences; no communication.
+    """Compute the recurrence over complete sequences; no communication.
 
     Args:
         q: queries, already scaled.
-        k: keys; of length 1, else the state may grow without bound.
+        k: keys of length 1, without which the state may grow without bound.
         v: values.
         g: logarithms of the decay, 0 or less.
-        beta: share of what a key holds that is replaced, from 0 to 1.
-        chunk_size: tokens of a chunk; kernels have their own.
-        starts: tokens before which the state is cleared: the first of each packed document.
-        state: before the first token; None: zeros.
+        beta: share of a key's stored value that is replaced, from 0 to 1.
+        chunk_size: tokens of a chunk; kernels use their own.
+        starts: tokens before which the state is reset: the first of each packed document.
+        state: state before the first token; None: zeros.
 
     Returns:
         The outputs in the dtype of ``v``, and the state after the last token, float32 or
-        wider, as all that is computed between. In the kernels GEMMs read the dtype of ``v``,
+        wider, like all intermediate results. In the kernels GEMMs read the dtype of ``v``,
         and the states between chunks have it too.
     """
     widths = kernel_widths(k.shape[-1], v.shape[-1])
@@ -498,8 +507,8 @@ def in_widths(
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
     """Compute ``gated_delta_rule`` by a rule for keys and values of other widths.
 
-    Padding a key or a value with zeros changes nothing. The columns of a state are
-    independent: a wider value is cut into several heads that share decay, share and key.
+    Zero padding of keys and values changes nothing. The columns of a state are independent, so
+    a wider value is split into several heads with the same decay, share and key.
     """
     numbers, channels, heads = k.shape[-1], v.shape[-1], v.shape[2]
     width = widths[1]
@@ -531,7 +540,7 @@ def launch_widths(
     starts: Bool[Tensor, "S B"] | None = None,
     state: Float[Tensor, "B N K H"] | None = None,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
-    """Launch the kernels as they are; K and H are powers of two, from 16 to 128."""
+    """Launch the kernels without padding; K and H are powers of two, from 16 to 128."""
     q, k, v = (_dense(x.to(v.dtype)) for x in (q, k, v))
     docs: Int[Tensor, "S B"] | None = None
     if starts is not None:
@@ -542,6 +551,6 @@ def launch_widths(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Make the last two dimensions contiguous, and tokens wherever they are."""
+    """Make the last two dimensions contiguous; strides of tokens may be arbitrary."""
     is_dense = x.stride(3) == 1 and x.stride(2) == x.shape[3]
     return x if is_dense else x.contiguous()

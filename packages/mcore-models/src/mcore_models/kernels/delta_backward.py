@@ -1,7 +1,7 @@
 """Triton kernels of the gated delta rule's gradients; see ``kernels.delta``.
 
-Key heads are shared by neighbouring value heads: a program computes all of them, and adds
-their gradients of queries and keys where it has written those of the first.
+Neighbouring value heads share a key head: a program computes all of them, and adds their
+gradients of queries and keys to those that it wrote for the first.
 """
 
 from typing import no_type_check
@@ -36,7 +36,7 @@ def correction_gradients(
     CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a chunk's corrections by what its own tokens read of them."""
+    """Compute gradients of a chunk's corrections from the outputs of its own tokens."""
     chunk, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
     sums, _, _, _, mine = running_of(
@@ -48,6 +48,7 @@ def correction_gradients(
     )  # fmt: skip
     weights *= inside_chunk(sums, mine, CHUNK, HAS_DOCS)
     out = of_head(dy, token, row, head, length, batch, heads, H, H)
+    # o = e^G q M + W fixed, so that dfixed = W^T do.
     result = tl.dot(tl.trans(weights.to(out.dtype)), out, input_precision=PRECISION)
     at = ((token * batch + row) * heads + head)[:, None] * H + tl.arange(0, H)[None, :]
     tl.store(dfixed + at, result.to(dfixed.dtype.element_ty), mask=(token < length)[:, None])
@@ -62,9 +63,9 @@ def state_gradients(
     CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk back over the chunks of a head: the gradient of the state after each.
+    """Loop backwards over the chunks of a head: gradient of the state after each chunk.
 
-    Adds what the state passes on to the gradients of the corrections.
+    Adds the state's share to the gradients of the corrections.
     """
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     number, channel = tl.arange(0, K), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -81,6 +82,7 @@ def state_gradients(
         _, over, from_before, to_end, _ = running_of(
             g, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
         )
+        # Gradient of G_Q, the logarithm of the decay of M over the chunk, from some channels.
         kept = tl.sum(tl.sum(grad * tl.load(before + at).to(tl.float32), 1), 0) * over
         which = (tl.program_id(1) * chunks + chunk) * batch * heads + tl.program_id(0)
         tl.store(passed + which, kept)
@@ -89,10 +91,13 @@ def state_gradients(
         at = ((token * batch + row) * heads + head)[:, None]
         keys = of_group(k, k_token, k_row, token, row, head // per_group, length, K, K)
         where = at * H + channel[None, :]
+        # The next state contains K^T (e^{G_Q - G} fixed).
         correction = tl.load(dfixed + where, mask=inside[:, None], other=0.0).to(tl.float32)
         correction += tl.dot(keys, narrow, input_precision=PRECISION) * to_end[:, None]
         correction = correction.to(keys.dtype)
         tl.store(dfixed + where, correction, mask=inside[:, None])
+        # M decays to the next state, is multiplied by e^G q in the outputs, and by erased in
+        # the corrections.
         out = tl.load(dy + where, mask=inside[:, None], other=0.0)
         out = (out * from_before[:, None]).to(keys.dtype)
         queries = tl.load(
@@ -113,8 +118,8 @@ def state_gradients(
 @triton.jit
 @no_type_check
 def _add(total, at, value, inside, others):
-    """Add to what was written for other heads, if there were any."""
-    tl.debug_barrier()  # other threads wrote it
+    """Add to the value stored for other heads, if there are any."""
+    tl.debug_barrier()  # another thread may have written it
     earlier = tl.load(total + at, mask=inside & (others > 0), other=0.0)
     tl.store(total + at, earlier + value, mask=inside)
 
@@ -128,7 +133,7 @@ def output_gradients(
     CHUNK: tl.constexpr, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a chunk's queries, of keys and decays but for the system, and of erased."""
+    """Gradients of a chunk's queries and of erased; of keys and decays outside the system."""
     groups = heads // per_group
     chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
@@ -143,6 +148,8 @@ def output_gradients(
         )
         out = of_head(dy, token, row, head, length, batch, heads, H, H)
         written = of_head(fixed, token, row, head, length, batch, heads, H, H)
+        # With dW = do fixed^T: dW_ij W_ij is added to the gradient of G_i, subtracted from
+        # that of G_j.
         pairs = tl.dot(out, tl.trans(written), input_precision=PRECISION)
         pairs *= inside_chunk(sums, mine, CHUNK, HAS_DOCS)
         rates = tl.sum(pairs * scores, 1) - tl.sum(pairs * scores, 0)
@@ -156,15 +163,18 @@ def output_gradients(
             keys = of_group(k + first, k_token, k_row, token, row, group, length, K, TILE)
             own = which.to(tl.int64) * (H * K) + tl.arange(0, H)[:, None] + number[None, :] * H
             state = tl.load(before + own)  # [H, TILE]
+            # Through the state before the chunk: o contains e^G q M.
             read = tl.dot(out, state, input_precision=PRECISION) * from_before[:, None]
             rates += tl.sum(read * queries, 1)
             read += tl.dot(pairs, keys, input_precision=PRECISION)
             _add(dq, shared, read, inside[:, None], number_of_head)
+            # fixed = new - erased M
             correction = of_head(dfixed, token, row, head, length, batch, heads, H, H)
             taken = -tl.dot(correction, state, input_precision=PRECISION)
             at = ((token * batch + row) * heads + head)[:, None] * K + number[None, :]
             tl.store(derased + at, taken.to(derased.dtype.element_ty), mask=inside[:, None])
             state = tl.load(dafter + own)
+            # Through the state after the chunk: it contains K^T (e^{G_Q - G} fixed).
             left = tl.dot(written, state, input_precision=PRECISION) * to_end[:, None]
             kept += tl.sum(left * keys, 1)
             left += tl.dot(tl.trans(pairs), queries, input_precision=PRECISION)
@@ -185,7 +195,7 @@ def system_gradients(
 ):  # fmt: skip
     """Gradients through a chunk's system: of values and shares; adds those of keys and decays.
 
-    With S X = R: the gradient of R is S^-T times that of X, and S has minus R's times X^T.
+    With S X = R: dR = S^-T dX, and dS = -dR X^T.
     """
     groups = heads // per_group
     chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
@@ -206,6 +216,8 @@ def system_gradients(
         solved = tl.load(  # transposed
             inverse + at[None, :] * CHUNK + place[:, None], mask=inside[None, :], other=0.0
         )
+        # S new = beta V: ``values`` is d(beta V), and ``pairs`` sums -dS over both right
+        # sides.
         dshare = tl.zeros([CHUNK], tl.float32)
         pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
         for first in range(0, H, TILE):
@@ -219,6 +231,7 @@ def system_gradients(
             where = at[:, None] * H + first + tl.arange(0, TILE)[None, :]
             grad = (values * share[:, None]).to(dv.dtype.element_ty)
             tl.store(dv + where, grad, mask=inside[:, None])
+        # S erased = beta e^G K: ``taken`` is d(beta e^G K).
         of_keys = tl.zeros([CHUNK], tl.float32)
         for first in range(0, K, TILE):
             grad = of_head(derased + first, token, row, head, length, batch, heads, K, TILE)
@@ -229,13 +242,16 @@ def system_gradients(
             keys = of_group(k + first, k_token, k_row, token, row, group, length, K, TILE)
             of_keys += tl.sum(taken * keys, 1)
         of_keys *= from_before
+        # Gradient of beta_i (k_i . k_j), the part of A without its decay.
         pairs = tl.where(below, -pairs, 0.0) * inside_chunk(sums, mine, CHUNK, HAS_DOCS)
         dshare += of_keys + tl.sum(pairs * likeness, 1)
         tl.store(dbeta + at, dshare, mask=inside)
         pairs *= share[:, None]
+        # G_i raises rows i of A and of beta e^G K; G_j lowers column j of A.
         rates = tl.sum(pairs * likeness, 1) - tl.sum(pairs * likeness, 0) + of_keys * share
         decay = tl.load(dg + at, mask=inside, other=0.0) + decay_gradients(rates, rates * 0.0)
         tl.store(dg + at, decay, mask=inside)
+        # k_i . k_j has gradients of both factors.
         both = (pairs + tl.trans(pairs)).to(solved.dtype)
         for first in range(0, K, TILE):
             grad = of_head(derased + first, token, row, head, length, batch, heads, K, TILE)

@@ -1,7 +1,7 @@
-"""Weights dequantized from 4-bit levels, codes and scales: Triton kernel and reference.
+"""Weights dequantized from 4-bit codes, levels and scales: Triton kernel and reference.
 
-A program reads bytes, two levels in each, looks both up among the 16, multiplies them by the
-scale of their block of 64 and writes the rounded numbers. The reference gives the same bits.
+A program reads bytes with two codes each, looks both levels up, multiplies them by the scale of
+their block of 64 and writes the rounded numbers. The reference gives the same bits.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 _BYTES = 1024
-"""Of a program."""
+"""Bytes of a program."""
 
 
 @triton.jit
@@ -27,14 +27,14 @@ def _widen(
     at = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     inside = at < num_bytes
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
-    # 64 columns share a scale, and two of them a byte.
+    # 64 columns, two to a byte, share a scale.
     scale = tl.load(scales + at // 32, mask=inside, other=0.0)
     even = tl.load(levels + (code & 15)) * scale
     odd = tl.load(levels + (code >> 4)) * scale
     pairs = tl.interleave(even, odd).to(out.dtype.element_ty)
     place = tl.program_id(0).to(tl.int64) * (2 * BYTES) + tl.arange(0, 2 * BYTES)
     there = place < 2 * num_bytes
-    if not IS_WHOLE:  # rows end within a block
+    if not IS_WHOLE:  # the last block of a row is partial
         row = place // (2 * row_bytes)
         column = place - row * (2 * row_bytes)
         there = there & (column < columns)
@@ -49,7 +49,7 @@ def _plain(
     out: Float[Tensor, "F D"],
 ) -> None:
     byte = torch.arange(256, device=codes.device)
-    pairs = torch.stack([levels[byte & 15], levels[byte >> 4]], 1)  # of each byte
+    pairs = torch.stack([levels[byte & 15], levels[byte >> 4]], 1)  # levels of each byte value
     shares = F.embedding(codes.int(), pairs).flatten(-2)  # [F, blocks, 32] -> [F, blocks, 64]
     out.copy_(shares.mul_(scales).flatten(1)[:, : out.shape[1]])
 
@@ -76,7 +76,7 @@ def widen_levels(
     levels: Float[Tensor, "16"],
     out: Float[Tensor, "F D"],
 ) -> None:
-    """Write levels times scales into a contiguous matrix, whatever its dtype; D <= 64 blocks.
+    """Write levels times scales into a contiguous matrix of any dtype; D <= 64 blocks.
 
     Args:
         codes: contiguous; the even column's level in the low bits.

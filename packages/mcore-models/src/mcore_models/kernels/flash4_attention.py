@@ -1,8 +1,8 @@
-"""Attention by flash-attn-4, the fastest seen on Hopper: an extra, never imported unless used.
+"""Attention by flash-attn-4, the fastest measured on Hopper: an extra, imported when used.
 
 On an H200, causal, 32 heads of 128 channels over 8192 tokens: 636 TFLOP/s forward and 550
-backward, where cuDNN gives 564 and 487. The package compiles its kernels at the first call
-of a kind of shape, some seconds each. Tensors stay sequence first: results are written
+backward, where cuDNN has 564 and 487. The package compiles its kernels at the first call for a
+kind of shape, some seconds each. Tensors keep the sequence dimension first: results are written
 through strided views.
 
 ``forward_block`` and ``backward_block`` are the same kernels for blocks of context parallelism.
@@ -30,25 +30,25 @@ _PACKAGE = "flash-attn-4"
 EXTRA = 'flash-attn-4 is not installed: pip install "mcore-models[flash4]"'
 _SIZES = (64, 128)
 _SHORTEST = 1024
-"""Queries below which launching costs more than the faster kernel gains."""
+"""Queries below which the launch costs more than the faster kernel gains."""
 
 
 def is_installed() -> bool:
-    """Whether the package is there; imports nothing."""
+    """Whether the package is installed; imports nothing."""
     return availability.is_installed(_PACKAGE)
 
 
 def refusal(q: Tensor, v: Tensor, dropout_prob: float) -> str:
-    """Return why these tensors need another backend; empty: they do not.
+    """Return why these tensors need another backend; empty if they do not.
 
-    The kernels are tried the first time that nothing else excludes them.
+    The kernels are tried the first time that no other reason excludes them.
     """
     why_not = misfit(q, v, dropout_prob)
     return why_not or kernel_failure(flash4_attention, q.device, *kind(q, v))
 
 
 def misfit(q: Tensor, v: Tensor, dropout_prob: float) -> str:
-    """Return why the kernels are not made for these tensors or this device; tries nothing."""
+    """Return why the kernels do not support these tensors or device; runs no trial."""
     particular = (
         (
             q.shape[-1] not in _SIZES or v.shape[-1] != q.shape[-1],
@@ -60,12 +60,12 @@ def misfit(q: Tensor, v: Tensor, dropout_prob: float) -> str:
 
 
 def kind(q: Tensor, v: Tensor) -> tuple[torch.dtype, int, int]:
-    """Return what kernels are compiled for: dtype, channels, queries to a key/value head."""
+    """Return the key of compiled kernels: dtype, channels, queries per key/value head."""
     return q.dtype, q.shape[-1], q.shape[-2] // v.shape[-2]
 
 
 def is_faster(q: Tensor, k: Tensor) -> bool:
-    """Whether measurements put it before cuDNN for these tensors."""
+    """Whether it was measured to be faster than cuDNN for these tensors."""
     return min(q.shape[0], k.shape[0]) >= _SHORTEST
 
 
@@ -78,7 +78,7 @@ def _plain(
     scale: float | None,
     window: int,
 ) -> Float[Tensor, "S B N H"]:
-    # Written out in float32: torch's own kernels may refuse under deterministic algorithms.
+    # Written out in float32: torch's kernels may refuse under deterministic algorithms.
     assert causal
     assert scale is None
     assert window < 0
@@ -114,9 +114,9 @@ def flash4_attention(
     scale: float | None,
     window: int,
 ) -> Float[Tensor, "S B N H"]:
-    """Attend by flash-attn-4; the arguments are those of ``attention_backends.attend``.
+    """Compute attention by flash-attn-4; arguments as of ``attention_backends.attend``.
 
-    The gradient is the same in every run if torch's deterministic algorithms are on.
+    The gradient is reproducible under torch's deterministic algorithms.
     """
     return _Flash4.apply(q, k, v, causal, scale, None if window < 0 else window)
 
@@ -199,7 +199,7 @@ def _package() -> Any:
 def forward_block(
     q: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B N"]]:
-    """Attend, for ``fused_blocks``; see ``BlockAttention``."""
+    """Compute a block of attention for ``fused_blocks``; see ``BlockAttention``."""
     out, lse = _forward(q, k, v, causal)
     return out, lse.permute(2, 0, 1)  # [B, N, S] -> [S, B, N]
 

@@ -1,8 +1,8 @@
-"""Attention by flash-attn 2, which is built on the host: never imported unless named.
+"""Attention by flash-attn 2, which is compiled on the host: imported only if it is named.
 
-``--attention-backend flash`` takes it where it is installed, and torch's own flash kernel
-elsewhere. It was not run by this package's developers: its published interface is what tests
-hold, by a stub.
+``--attention-backend flash`` uses it if it is installed, and torch's own flash kernel
+otherwise. It was not run by the developers of this package: tests check its published interface
+by a stub.
 
 Reference:
     Dao 2023, FlashAttention-2. arXiv:2307.08691.
@@ -23,12 +23,12 @@ _WIDEST = 256
 
 
 def is_installed() -> bool:
-    """Whether the package is there; imports nothing."""
+    """Whether the package is installed; imports nothing."""
     return availability.is_installed(_PACKAGE)
 
 
 def misfit(q: Float[Tensor, "S B N H"], v: Float[Tensor, "Z B G J"]) -> str:
-    """Return why the kernels do not take these tensors; empty: they do."""
+    """Return why the kernels do not support these tensors; empty if they do."""
     widths = q.shape[-1], v.shape[-1]
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype} is not a format of 16 bits"
@@ -49,12 +49,12 @@ def flash_attention(
     dropout_prob: float,
     documents: Documents | None = None,
 ) -> Float[Tensor, "S B N J"]:
-    """Attend by flash-attn 2; the arguments are those of ``attention_backends.attend``.
+    """Compute attention by flash-attn 2; arguments as of ``attention_backends.attend``.
 
-    The gradient is the same in every run if torch's deterministic algorithms are on.
+    The gradient is reproducible under torch's deterministic algorithms.
     """
     kernels, J = import_module("flash_attn"), v.shape[-1]
-    v = F.pad(v, (0, q.shape[-1] - J))  # the kernel has one width for all
+    v = F.pad(v, (0, q.shape[-1] - J))  # the kernel requires equal widths
     rules = {
         "dropout_p": dropout_prob,
         "softmax_scale": scale,

@@ -1,10 +1,9 @@
 """Blocks of attention on a GPU, for ring attention and attention to gathered keys.
 
-Dense blocks go through the kernel that ``--attention-backend`` names or that is fastest.
-cuDNN plans for every new shape, which takes longer than a step, and flash-attn-4 compiles: so
-blocks of packed rows, whose lengths differ from batch to batch, go through torch's flash
-kernels, as do heads wider than cuDNN's blocks ran with. The reference is
-``mcore_parallel.context_parallel.block_attention.PLAIN_BLOCKS``.
+Dense blocks use the kernel of ``--attention-backend``, or the fastest. cuDNN plans every new
+shape for longer than a step, and flash-attn-4 compiles: so blocks of packed rows, whose lengths
+change with every batch, use torch's flash kernels, as do heads wider than cuDNN's blocks were
+tested with. The reference is ``mcore_parallel.context_parallel.block_attention.PLAIN_BLOCKS``.
 """
 
 from collections.abc import Callable
@@ -19,17 +18,17 @@ from mcore_parallel.context_parallel.packed_sequences import Pieces
 
 _aten = torch.ops.aten
 WIDEST, _WIDEST_CUDNN = 256, 128
-"""Channels of a head that any fused blocks, and those of cuDNN, ran with on a GPU."""
+"""Channels of a head that fused blocks, and cuDNN's, were tested with on a GPU."""
 
 
 def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> BlockAttention:
-    """Return the blocks for queries and values like these.
+    """Return the block kernels for these queries and values.
 
     Args:
-        q: ``[S, B, N, H]``; fused kernels take 16-bit numbers and heads of up to 256
+        q: ``[S, B, N, H]``; fused kernels require 16-bit numbers and heads of up to 256
             channels, a multiple of 8.
-        v: ``[Z, B, G, J]``, for fused kernels with as many channels.
-        backend: as ``attention_backends.attend`` takes it.
+        v: ``[Z, B, G, J]``; fused kernels require as many channels.
+        backend: as of ``attention_backends.attend``.
     """
     H = q.shape[-1]
     has_format = q.dtype in (torch.bfloat16, torch.float16)
@@ -51,7 +50,7 @@ def blocks_for(q: Tensor, v: Tensor, backend: AttentionBackend = "auto") -> Bloc
 
 
 def has_fused_width(channels: int) -> bool:
-    """Whether fused blocks take heads of this width."""
+    """Whether fused blocks support heads of this width."""
     return channels in range(8, WIDEST + 1, 8)
 
 
@@ -59,14 +58,14 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
         *_batch_first(q, k, v), None, True, 0.0, causal
     )
-    # The kernel keeps a last dimension of 1 in some versions.
+    # Some versions of the kernel return a last dimension of 1.
     return out.permute(2, 0, 1, 3), lse.view(lse.shape[:3]).permute(2, 0, 1)
 
 
 def _cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only with dropout
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read with dropout only
     grads = _aten._scaled_dot_product_cudnn_attention_backward(
         *_batch_first(grad, q, k, v, out),
         lse.permute(1, 2, 0).contiguous().unsqueeze(-1),  # [S, B, N] -> [B, N, S, 1]
@@ -113,7 +112,7 @@ def _flash_backward(
     causal: bool,
     pieces: Pieces | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # read only with dropout
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # read with dropout only
     options = 0.0, causal, seed, seed
     if pieces is None:
         grads = _aten._flash_attention_backward(
@@ -140,7 +139,7 @@ def _flash_backward(
 def _lengths(
     q: Tensor, k: Tensor, causal: bool, pieces: Pieces
 ) -> tuple[Tensor, Tensor, int, int]:
-    """Return borders of queries and keys, and the longest piece of either."""
+    """Return cumulative lengths of queries and keys, and the longest piece of either."""
     borders = pieces.cu_seqlens(q.device)
     if causal:
         return borders, borders, pieces.longest, pieces.longest
@@ -152,7 +151,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def _dense_by(dense_forward: Forward, dense_backward: Backward) -> BlockAttention:
-    """Return blocks that use some kernel for dense blocks and flash kernels for packed ones."""
+    """Return blocks with given kernels for dense blocks and flash kernels for packed ones."""
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, causal: bool, pieces: Pieces | None
@@ -182,4 +181,4 @@ FLASH_BLOCKS = BlockAttention(_flash_forward, _flash_backward)
 """Torch's own flash kernels, dense and packed."""
 CUDNN_BLOCKS = _dense_by(_cudnn_forward, _cudnn_backward)
 FLASH4_BLOCKS = _dense_by(flash4.forward_block, flash4.backward_block)
-"""For what ``flash4_attention.refusal`` does not refuse."""
+"""Blocks for tensors that ``flash4_attention.refusal`` accepts."""

@@ -1,9 +1,9 @@
 """A gated activation, or its gradient, computed and cast to fp8: Triton kernels and references.
 
 One program reads a tile of gate and up-projection, and in backward one of the output's
-gradient; it rounds what it computes to the tensor's own dtype and casts it as
-``mcore_parallel.kernels.fp8_cast`` does, in both orders. A pass over rows finds the largest
-magnitude. The bits are those of ``mcore_moe.kernels.gate`` and that cast in turn.
+gradient; it rounds the result to the tensor's own dtype and casts it like
+``mcore_parallel.kernels.fp8_cast``, in both orders. A pass over rows finds the largest
+magnitude. The result has the bits of ``mcore_moe.kernels.gate`` followed by that cast.
 """
 
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ from mcore_parallel.kernels.fp8_tiles import (
 from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 _TILES = (16, 128, 8), (16, 64, 4)
-"""Words of the transpose, columns and warps of a program: of outputs, and of gradients."""
+"""Words of the transpose, columns and warps of a program, for outputs and for gradients."""
 _LANES, _LANE_WARPS = 2048, 8
-"""Columns of a program that only looks for the largest magnitude of a row."""
+"""Columns of a program that finds the largest magnitude of a row."""
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def gate_reference(
 ) -> Float[Tensor, "T _"]:
     """Return activation(gate) * up, or with ``grad`` the gradient of x, rounded to x's dtype.
 
-    Computed in float32 without any kernel: a trial must not begin another one.
+    Computed in float32 without any kernel, since a trial must not start another trial.
     """
     leaf = x.detach().float().requires_grad_()
     with torch.enable_grad():
@@ -184,7 +184,7 @@ def _cast_samples(device: torch.device, dtype: torch.dtype = torch.float16) -> I
 def largest_gated(
     x: Float[Tensor, "T F2"], grad: Float[Tensor, "T F"] | None, activation: str
 ) -> Float[Tensor, " 1"]:
-    """Return the largest magnitude of the output, or of x's gradient; NaN if there is one."""
+    """Return the largest magnitude of the output, or of x's gradient; NaN if any is NaN."""
     seen = torch.zeros(1, dtype=torch.int32, device=x.device)
     _gate_and_note[(x.shape[0],)](
         x,
@@ -223,9 +223,9 @@ def cast_gated(
         activation: see ``mcore_moe.kernels.gate.KINDS``.
         amax: the magnitude that becomes the format's largest number.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
-        has_rows: whether to write the matrix in its own order, not only its transpose.
-        seen: float32, 0 or above; raised in place to the largest magnitude. What is not
-            finite is then NaN, and its neighbours in the kernel's tile with it.
+        has_rows: whether to write the matrix in its own order in addition to its transpose.
+        seen: float32, 0 or above; raised in place to the largest magnitude. Values that are not
+            finite make it NaN, and their neighbours in the kernel's tile too.
     """
     num_rows, width = x.shape[0], x.shape[1] // 2
     wide = width if grad is None else 2 * width

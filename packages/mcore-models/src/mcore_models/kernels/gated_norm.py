@@ -1,8 +1,8 @@
 """A norm and a gate by groups of channels: Triton kernels and reference.
 
 ``norm(y * silu(z)) * weight``, or with the gate last: ``norm(y) * weight * silu(z)``.
-A row is read once in forward and once in backward. A program of backward walks over many rows
-of a group and keeps its part of the weight's gradient in registers; the parts are summed in a
+A row is read once in forward and once in backward. A program of backward loops over many rows
+of a group and keeps its share of the weight's gradient in registers; the shares are summed in a
 fixed order.
 """
 
@@ -26,9 +26,10 @@ from mcore_parallel.optional_kernels import (
 )
 
 WIDEST = 8192
-"""Channels of a group that the kernels are made for: a row is one program's registers."""
+"""Largest group that the kernels support: a row is held in one program's registers."""
 _PROGRAMS, _WIDE = 528, 2048
-"""Of the backward pass, each over many rows; more where groups are narrower than the second."""
+"""Programs of the backward pass, each over many rows; more for groups narrower than the
+second."""
 
 
 @triton.jit
@@ -153,7 +154,7 @@ def _plain(
     gated = y.to(wide) * gate if gates_first else y.to(wide)
     blocks = gated.unflatten(-1, (-1, group_size // holders.size))
     squares = blocks.square().sum(-1, keepdim=True)
-    # Every holder's output depends on every holder's squares: summed in both passes.
+    # Every holder's output depends on every holder's squares: summed in both directions.
     squares = copy_to(reduce_from(squares, holders), holders)
     normed = blocks * torch.rsqrt(squares / group_size + epsilon)
     if gates_first:

@@ -1,10 +1,10 @@
-"""A norm with the residual addition before it: Triton kernels and references.
+"""A norm combined with the residual addition before it: Triton kernels and references.
 
-A block adds a branch to the residual stream and norms the sum. Forward reads the two once
-and writes the sum and the normed value; backward reads the sum, the normed value's gradient
-and the stream's own, and writes one gradient, that of stream and branch alike. A program of
-backward walks over many rows and keeps its part of the weight's gradient in registers; the
-parts are summed in a fixed order, into the main gradient if the weight has one.
+A block adds a branch to the residual stream and norms the sum. Forward reads both once and
+writes the sum and the normed value; backward reads the sum, the normed value's gradient and the
+stream's own, and writes one gradient, which is that of stream and branch. A program of backward
+loops over many rows and keeps its share of the weight's gradient in registers; the shares are
+summed in a fixed order, into the main gradient if the weight has one.
 """
 
 from collections.abc import Iterator
@@ -26,9 +26,9 @@ from mcore_parallel.optional_kernels import (
 )
 
 NARROWEST, WIDEST = 256, 16384
-"""Channels that the kernels are made for: a row is one program's registers."""
+"""Widths that the kernels support: a row is held in one program's registers."""
 _PROGRAMS_PER_PROCESSOR = 3
-"""Of the backward pass, each over many rows; 3 of 4 warps stay on a processor together."""
+"""Programs of the backward pass, each over many rows; 3 of 4 warps fit on a processor."""
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _forward(
     value = tl.load(x + at, mask=inside, other=0.0)
     if HAS_BRANCH:
         value = value.to(tl.float32) + tl.load(branch + at, mask=inside, other=0.0)
-        value = value.to(x.dtype.element_ty)  # what the stream holds is what is normed
+        value = value.to(x.dtype.element_ty)  # norm the rounded sum, as the stream holds it
         tl.store(total + at, value, mask=inside)
     value = value.to(tl.float32)
     if CENTERED:
@@ -101,7 +101,7 @@ def _backward(
         value = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
         passed = tl.zeros([BLOCK], tl.float32)
-        if HAS_DTOTAL:  # before it is needed, so that it comes with the others
+        if HAS_DTOTAL:  # loaded early, together with the others
             passed = tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(scales + row)
         if CENTERED:
@@ -109,7 +109,7 @@ def _backward(
         normed = value * scale
         dweight += grad * normed
         grad_normed = tl.where(inside, grad * factor, 0.0)
-        # dx = scale * (dn - n * mean(dn * n)), for a LayerNorm also less mean(dn).
+        # dx = scale * (dn - n * mean(dn * n)); for a LayerNorm minus mean(dn) as well.
         result = grad_normed - normed * (tl.sum(grad_normed * normed, 0) / width)
         if CENTERED:
             dbias += grad
@@ -182,7 +182,7 @@ class _AddAndNorm(OnceDifferentiable):
             )
         ctx.save_for_backward(total, weight, means, scales)
         ctx.offset, ctx.has_branch = offset, branch is not None
-        # Saved tensors may come back as copies (recomputation); the slot is the original's.
+        # Saved tensors may be returned as copies (recomputation); the slot is on the original.
         ctx.parameters = (weight, bias)
         ctx.set_materialize_grads(False)
         return (out,) if branch is None else (out, total)
@@ -228,7 +228,7 @@ class _AddAndNorm(OnceDifferentiable):
 
 
 def _parameter_gradient(parameter: Tensor, parts: Tensor) -> Tensor | None:
-    """Sum the parts: into the main gradient, which gives None, or into a new tensor."""
+    """Sum the shares: into the main gradient (returns None), or into a new tensor."""
     if not parameter.requires_grad:
         return None
     slot = slot_of(parameter)
@@ -311,10 +311,10 @@ def norm(
     epsilon: float,
     offset: float = 0.0,
 ) -> Float[Tensor, "*B D"]:
-    """Norm the last dimension; with a bias a LayerNorm, without one an RMSNorm.
+    """Norm the last dimension: a LayerNorm with a bias, an RMSNorm without one.
 
     Args:
-        x: statistics are float32 or wider; the result has its dtype.
+        x: any dtype, which the result has; statistics are float32 or wider.
         weight: of the norm. If it has a main gradient, its gradient is added there.
         bias: of a LayerNorm, likewise.
         epsilon: added to the mean square.

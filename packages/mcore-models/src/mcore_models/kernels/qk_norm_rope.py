@@ -1,8 +1,8 @@
 """Queries and keys split from q·k·v, normed and rotated: Triton kernels and reference.
 
-One read and one write, forward and backward. Norm and rotation happen in float32 without a
-rounding between. The gradients of the two weights are sums over tokens and heads, added up in
-fixed order.
+One read and one write, forward and backward. Norm and rotation are computed in float32 without
+rounding in between. The gradients of the two weights are sums over tokens and heads in a fixed
+order.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ _TOKENS = 4  # of one program in backward, which sums over them
 @triton.jit
 @no_type_check
 def _weights(q_weight, k_weight, is_q, is_k, lane, inside, offset):
-    """Return the norm's weight of each head and lane; 1 for values."""
+    """Return the norm's weight for each head and lane; 1 for values."""
     of_q = tl.load(q_weight + lane, mask=inside & is_q, other=0.0).to(tl.float32)
     of_k = tl.load(k_weight + lane, mask=inside & is_k, other=0.0).to(tl.float32)
     return tl.where(is_q | is_k, of_q + of_k + offset, 1.0)
@@ -40,7 +40,7 @@ def _weights(q_weight, k_weight, is_q, is_k, lane, inside, offset):
 @triton.jit
 @no_type_check
 def _turn(cos, sin, position, lane, half, is_v):
-    """Return cosine and sine of each head's angles; values are not turned."""
+    """Return cosine and sine of each head's angles; values are not rotated."""
     c = tl.load(cos + position * half + lane, mask=lane < half, other=1.0)
     s = tl.load(sin + position * half + lane, mask=lane < half, other=0.0)
     return tl.where(is_v, 1.0, c), tl.where(is_v, 0.0, s)
@@ -100,7 +100,7 @@ def _forward(
 @triton.jit
 @no_type_check
 def _load_gradient(dq, dk, dv, token, head, lane, n, g, half, inside):
-    """Return both halves of the gradients of some heads, from where each head's is."""
+    """Return both halves of the gradients of some heads, from q's, k's or v's tensor."""
     is_q = inside & (head < n)
     is_k = inside & (head >= n) & (head < n + g)
     is_v = inside & (head >= n + g)
@@ -119,7 +119,7 @@ def _load_gradient(dq, dk, dv, token, head, lane, n, g, half, inside):
 @triton.jit
 @no_type_check
 def _store_sums(place, low_sum, high_sum, is_head, half, HALF: tl.constexpr):
-    """Store the sums over some of the heads, of both halves."""
+    """Store the sums over the selected heads, of both halves."""
     lane = tl.arange(0, HALF)
     tl.store(place + lane, tl.sum(tl.where(is_head, low_sum, 0.0), 0), mask=lane < half)
     place += half
@@ -251,7 +251,7 @@ def _plain(
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "S B G H"], Float[Tensor, "S B G H"]]:
     heads, tables = (num_heads, num_groups, num_groups), (cos, sin)
     q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2)
-    # Not rounded between norm and rotation.
+    # No rounding between norm and rotation.
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
     q = F.rms_norm(q, q_weight.shape, q_weight.to(q.dtype) + offset, epsilon)
     k = F.rms_norm(k, k_weight.shape, k_weight.to(k.dtype) + offset, epsilon)
@@ -263,7 +263,7 @@ def _samples(
     device: torch.device, dtype: torch.dtype = torch.float32, size: int = 10
 ) -> Iterator[Sample]:
     tables = (wave(3, size // 2, device=device, dtype=torch.float32) for _ in range(2))
-    # Three heads: the waves of two cancel each other in a weight's gradient at 128 channels.
+    # Three heads: with two, the test waves cancel in a weight's gradient at 128 channels.
     qkv, *weights = (
         sine_leaf(*shape, device=device, dtype=dtype)
         for shape in ((3, 2, 5 * size), (size,), (size,))

@@ -1,6 +1,6 @@
-"""Heads rotated by their positions: in plain torch, and split from q·k·v in one Triton kernel.
+"""Rotary embedding: in plain torch, and fused with the split of q·k·v in one Triton kernel.
 
-The kernel reads and writes once, forward and backward, at the memory limit; a compiled region
+The kernel reads and writes once, forward and backward, at memory bandwidth; a compiled region
 reaches a third of it, because the gradient is a concatenation.
 """
 
@@ -22,8 +22,8 @@ from mcore_parallel.optional_kernels import (
 )
 
 RotaryTables = tuple[Tensor, Tensor]
-"""Cosine and sine of every position's angles, each ``[S, h]``, or ``[S, B, h]`` where the
-sequences of a batch have positions of their own; h is half the rotated channels."""
+"""Cosine and sine of every position's angles, each ``[S, h]``, or ``[S, B, h]`` if the
+sequences of a batch have different positions; h is half the rotated channels."""
 
 
 def rotate(
@@ -76,8 +76,8 @@ def _rotate(
     at_q = q + (token * n + head) * size + lane
     at_k = k + (token * g + head - n) * size + lane
     at_v = v + (token * g + head - n - g) * size + lane
-    # Values have no angle: cosine 1 and sine 0 below. Each head is in one of three outputs, so
-    # that of the three masked loads in backward two give zeros and the sum is the third.
+    # Values have no angle: cosine 1 and sine 0 below. Each head is in one of three outputs:
+    # in backward two of the three masked loads give zeros, and the sum is the third.
     c = tl.load(cos + position * half + lane, mask=lane < half, other=1.0)
     s = tl.load(sin + position * half + lane, mask=lane < half, other=0.0)
     kind = packed.dtype.element_ty
@@ -147,7 +147,7 @@ def _launch_rotate(
     """Fill q, k and v from ``packed``; with ``inverse``, ``packed`` from their gradients."""
     seq, batch, n, size = q.shape
     g, half = k.shape[2], size // 2
-    heads = 16  # so that a thread of 4 warps moves 16 bytes at a time
+    heads = 16  # a thread of 4 warps then moves 16 bytes at a time
     grid = (seq * batch, triton.cdiv(n + 2 * g, heads))
     _rotate[grid](
         packed,
@@ -182,12 +182,12 @@ def _split_plain(
 def kind_of_heads(
     qkv: Tensor, size: int, tables: RotaryTables
 ) -> tuple[torch.dtype, int] | None:
-    """Return what kernels that split and rotate are compiled for; None: they cannot.
+    """Return the key of kernels that split and rotate; None if they do not support the tensors.
 
     Args:
-        qkv: what they split.
+        qkv: their input.
         size: channels of a head.
-        tables: cosine and sine; of each batch entry, they are no kernel's.
+        tables: cosine and sine; tables with a batch dimension are unsupported.
     """
     is_fit = qkv.dtype != torch.float64 and tables[0].dim() == 2
     return (qkv.dtype, size) if is_fit else None

@@ -1,23 +1,22 @@
-"""State-space duality: the recurrence of Mamba-2 over a sequence, a chunk of tokens at a time.
+"""State-space duality: the recurrence of Mamba-2 over a sequence, computed by chunks of tokens.
 
-Every head keeps a state of H x K numbers, which decays, takes the token in and is read:
-
+Every head has a state of H x K numbers, which decays, is updated by the token and is read:
     state_t = exp(dt_t A) state_{t-1} + dt_t x_t B_t^T        y_t = state_t C_t + D x_t
 
 Inside a chunk of Q tokens this is attention without softmax, C_t B_s^T weighted by the decay
 from s to t; across chunks only the states at their ends matter. So most of the work is GEMMs,
-and the result does not depend on Q but for rounding. A step of generation is the same maths
-with one token.
+and the result does not depend on Q except for rounding. A step of generation is the same
+computation with one token.
 
 N heads of H channels, G groups (each the B and C of N / G neighbouring heads), K numbers of
 state for a channel.
 
-In the Triton kernels only the states at the chunks' ends are sequential: one kernel walks over
-the chunks of a head, keeps the state in registers and writes what each chunk begins from;
-another, backwards, does the same for gradients. All else is computed chunk by chunk, all heads
-of a group after another in one program, so that what they share (B, C and the scores C B^T) is
-loaded and computed once, and the gradients of B and C are summed in registers. Nothing of S x Q
-numbers is ever in memory.
+In the Triton kernels only the states at the chunks' ends are sequential: one kernel loops over
+the chunks of a head, keeps the state in registers and writes the state before each chunk;
+another loops backwards over gradients. Everything else is computed chunk by chunk, all heads of
+a group one after another in one program, so that their common data (B, C and the scores C B^T)
+is loaded and computed once, and the gradients of B and C are summed in registers. No tensor of
+S x Q numbers is in memory.
 
 Reference:
     Dao and Gu 2024, Transformers are SSMs, arXiv:2405.21060, section 6.
@@ -37,18 +36,18 @@ from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.optional_kernels import Sample, optional_kernel, tl, triton, wave
 
 WIDTHS = (16, 32, 64, 128)
-"""Channels of a head, and numbers of state, that the kernels ran with."""
+"""Channels of a head, and sizes of state, that the kernels were tested with."""
 NARROW = (torch.bfloat16, torch.float16)
-"""Dtypes of the kernels: in float32 their exact GEMMs compile for half a minute."""
+"""Dtypes of the kernels: their exact float32 GEMMs compile for half a minute."""
 CHUNK = 64
 """Tokens of a chunk."""
 _PROGRAMS = 256
-"""Programs that keep a GPU busy; heads are shared out among as many."""
+"""Programs that keep a GPU busy; heads are divided among as many."""
 _STATES = {"num_warps": 4, "num_stages": 3}
 _OUTPUTS = {"num_warps": 4, "num_stages": 2}
 _INPUTS = {"num_warps": 4, "num_stages": 1}
 _GROUPS = {"num_warps": 4, "num_stages": 1}
-"""How each kernel is compiled: as many registers as it has, without spills."""
+"""Compilation options of each kernel: as many registers as fit without spills."""
 
 
 @triton.jit(do_not_specialize=["length", "batch", "heads", "per_group"])
@@ -59,7 +58,7 @@ def _states(
     CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     HAS_DOCS: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the chunks of a head: write the state before each, and the last."""
+    """Loop over the chunks of a head: write the state before each, and the last."""
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     group = head // per_group
     channel = tl.arange(0, H)
@@ -87,6 +86,7 @@ def _states(
             mask=inside[:, None],
             other=0.0,
         )
+        # Each token adds dt x B^T, decayed until the end of the chunk.
         entering = (entering * (step * to_end)[None, :]).to(written.dtype)
         state = state * over + tl.dot(entering, written, input_precision=PRECISION)
     tl.store(end + own + place, state)
@@ -100,7 +100,7 @@ def _outputs(
     CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Read a chunk: what its own tokens wrote, and the state before them; some heads."""
+    """Compute a chunk's outputs for some heads, from its tokens and the state before."""
     chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
     inside = (token < length)[:, None]
@@ -114,11 +114,13 @@ def _outputs(
         step, sums, _, from_before, _, mine = decays(
             dt, A, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
         )
+        # [Q, Q]: C_t . B_s times the decay from s to t and dt_s; zero for s > t.
         weights = scores * inside_chunk(sums, mine, CHUNK, HAS_DOCS) * step[None, :]
         at = row * x_row + head * H + channel[None, :]
         entering = tl.load(x + token[:, None] * x_token + at, mask=inside, other=0.0)
         own = ((chunk * batch + row) * heads + head).to(tl.int64) * H * K
         state = tl.load(before + own + channel[None, :] * K + number[:, None])  # [K, H]
+        # The state before the chunk, the tokens of the chunk, and D x.
         result = tl.dot(read, state, input_precision=PRECISION) * from_before[:, None]
         result += tl.dot(weights.to(entering.dtype), entering, input_precision=PRECISION)
         result += entering.to(tl.float32) * tl.load(D + head).to(tl.float32)
@@ -155,7 +157,7 @@ class _Scan(OnceDifferentiable):
 
 
 class _Call:
-    """The arguments that all kernels share."""
+    """Arguments shared by all kernels."""
 
     def __init__(
         self,
@@ -275,7 +277,7 @@ class _Call:
         return [dx, ddt, *summed, dD.sum((0, 1)).to(self.D.dtype), dfirst]
 
     def _heads_of_program(self) -> int:
-        """Return as many heads of a group as leave enough programs."""
+        """Return the largest number of heads for which there are enough programs."""
         per_group, others = self.heads // self.groups, self.chunks * self.batch * self.groups
         fitting = [n for n in range(1, per_group + 1) if per_group % n == 0]
         return max(n for n in fitting if n == 1 or others * (per_group // n) >= _PROGRAMS)
@@ -300,7 +302,7 @@ def ssd_plain(
     starts: Bool[Tensor, "S B"] | None = None,
     state: Float[Tensor, "B N H K"] | None = None,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N H K"]]:
-    """Compute ``ssd`` in plain torch."""
+    """Compute ``ssd`` in plain torch, the reference."""
     length, wide = x.shape[0], torch.promote_types(x.dtype, torch.float32)
     size = min(chunk_size, length)
     groups = B.shape[2]
@@ -310,7 +312,7 @@ def ssd_plain(
     entering = _chunks(entering.unflatten(2, (groups, -1)), size)  # [c, Q, b, G, R, H]
     B_, C_ = (_chunks(part.to(wide), size) for part in (B, C))  # [c, Q, b, G, K]
     sums = decay.cumsum(1)
-    last = sums[:, -1]  # [c, b, G, R]: the decay over the whole chunk
+    last = sums[:, -1]  # [c, b, G, R]: the decay over the complete chunk
     documents = None
     if starts is not None:
         documents = _chunks(starts, size).flatten(0, 1).cumsum(0).unflatten(0, (-1, size))
@@ -336,27 +338,27 @@ def ssd_plain(
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """Cut along dimension 0; zeros after the last token leave the state as it is."""
+    """Split along dimension 0; padding zeros do not change the state."""
     padding = -x.shape[0] % size
     return F.pad(x, [0, 0] * (x.dim() - 1) + [0, padding]).unflatten(0, (-1, size))
 
 
 def _alike(documents: Tensor, others: Tensor, like: Tensor) -> Tensor:
-    """Return 1 where tokens of ``[c, Q, b]`` belong to the document of others, else 0."""
+    """Return 1 where tokens of ``[c, Q, b]`` belong to the same document as others, else 0."""
     return (documents == others)[..., None, None].to(like.dtype)
 
 
 def _inside_chunks(
     sums: Tensor, entering: Tensor, B: Tensor, C: Tensor, documents: Tensor | None
 ) -> Tensor:
-    """What tokens read of the tokens of their own chunk."""
+    """Return the outputs of tokens from the tokens of their own chunk."""
     size = sums.shape[1]
     at = sums.movedim(1, -1)  # [c, b, G, R, Q]
     sees = torch.ones(size, size, dtype=torch.bool, device=sums.device).tril()
     if documents is not None:
         mine = documents.movedim(1, -1)  # [c, b, Q]
         sees = sees & (mine[..., :, None] == mine[..., None, :])[:, :, None, None]
-    # Masked before exp: the sum above the diagonal grows without bound.
+    # Masked before exp: the sum above the diagonal is unbounded.
     decay = (at[..., :, None] - at[..., None, :]).masked_fill(~sees, -torch.inf).exp()
     scores = torch.einsum("cqbgk,csbgk->cbgqs", C, B)
     return torch.einsum("cbgrqs,csbgrh->cqbgrh", decay * scores[:, :, :, None], entering)
@@ -379,7 +381,7 @@ def _carry(
 
 
 def is_kernel_width(channels: int, numbers: int) -> bool:
-    """Return whether the kernels are made for heads of such sizes."""
+    """Return whether the kernels support heads of these sizes."""
     return channels in WIDTHS and numbers in WIDTHS
 
 
@@ -422,24 +424,24 @@ def ssd(
     starts: Bool[Tensor, "S B"] | None = None,
     state: Float[Tensor, "B N H K"] | None = None,
 ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N H K"]]:
-    """Run the recurrence over whole sequences; no communication.
+    """Compute the recurrence over complete sequences; no communication.
 
     Args:
-        x: what each head takes in.
+        x: inputs of each head.
         dt: step sizes, positive.
         A: decay rates, negative.
-        B: how a token enters the state.
-        C: how it is read.
-        D: share of the input that goes past the state.
+        B: input projections of the state.
+        C: output projections of the state.
+        D: factor of the input in the output.
         chunk_size: tokens of a chunk, Q; memory grows with S x Q, the rest of the work with
-            S / Q. Kernels choose their own.
-        starts: tokens before which the state is cleared: the first of each packed document.
-        state: before the first token; None: zeros.
+            S / Q. Kernels use their own.
+        starts: tokens before which the state is reset: the first of each packed document.
+        state: state before the first token; None: zeros.
 
     Returns:
         The outputs in the dtype of ``x``, and the state after the last token, float32 or
-        wider, as all that is computed between. In the kernels states between chunks, which
-        GEMMs read, are in the dtype of ``x``; backward computes them again.
+        wider, like all intermediate results. In the kernels states between chunks, which
+        GEMMs read, are in the dtype of ``x``; backward recomputes them.
     """
     x, B, C = (_dense(part) for part in (x, B, C))
     docs: Int[Tensor, "S B"] | None = None
@@ -450,6 +452,6 @@ def ssd(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Make the last two dimensions contiguous, and tokens wherever they are."""
+    """Make the last two dimensions contiguous; strides of tokens may be arbitrary."""
     is_dense = x.stride(3) == 1 and x.stride(2) == x.shape[3]
     return x if is_dense else x.contiguous()

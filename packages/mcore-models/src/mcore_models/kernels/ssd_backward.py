@@ -1,7 +1,7 @@
 """Triton kernels of the state-space form's gradients; see ``kernels.ssd``.
 
-Gradients of decay rates are differences of large sums. Both come from the same float32
-matrix here, so what cancels in theory does so in fact.
+Gradients of decay rates are differences of large sums. Both sums are computed from the same
+float32 matrix, so that terms that cancel in theory cancel exactly.
 """
 
 from typing import no_type_check
@@ -24,7 +24,7 @@ def state_gradients(
     CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk back over the chunks of a head: the gradient of the state after each."""
+    """Loop backwards over the chunks of a head: gradient of the state after each chunk."""
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     group = head // per_group
     channel = tl.arange(0, H)
@@ -40,6 +40,8 @@ def state_gradients(
         _, _, over, from_before, _, _ = decays(
             dt, A, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
         )
+        # Gradient of the logarithm of the decay over the chunk, from some numbers of the
+        # state.
         kept = tl.sum(tl.sum(grad * tl.load(before + at).to(tl.float32), 1), 0) * over
         which = (tl.program_id(1) * chunks + chunk) * batch * heads + tl.program_id(0)
         tl.store(passed + which, kept)
@@ -55,6 +57,7 @@ def state_gradients(
             mask=inside[:, None],
             other=0.0,
         )
+        # The state decays to the end of the chunk, and is read by C in its outputs.
         out = (out * from_before[None, :]).to(read.dtype)
         grad = grad * over + tl.dot(out, read, input_precision=PRECISION)
     tl.store(dfirst + own + place, grad)
@@ -66,7 +69,7 @@ def _of_head(
     x, x_token, x_row, dy, dt, A, docs, head, row, chunk, length, batch, heads,
     CHUNK: tl.constexpr, H: tl.constexpr, HAS_DOCS: tl.constexpr,
 ):  # fmt: skip
-    """Load a head's gradient of outputs and x dt of a chunk, and compute its decays."""
+    """Load a head's gradient of outputs and its x dt in a chunk; compute its decays."""
     step, sums, _, from_before, to_end, mine = decays(
         dt, A, docs, head, row, chunk, length, batch, heads, CHUNK, HAS_DOCS
     )
@@ -88,7 +91,7 @@ def input_gradients(
     CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute a chunk's gradients of x and dt, and its part of A's and D's; some heads."""
+    """Compute a chunk's gradients of x and dt, and its share of A's and D's, for some heads."""
     chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
     token = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
     inside = token < length
@@ -103,13 +106,13 @@ def input_gradients(
             CHUNK, H, HAS_DOCS,
         )  # fmt: skip
         scaled = entering * step[:, None]
-        # Inside the chunk: rows read, columns were written.
+        # Within the chunk: rows are reading tokens, columns the tokens that they read.
         weights = scores * decay
         pairs = tl.dot(out, tl.trans(scaled.to(out.dtype)), input_precision=PRECISION) * weights
         rates = tl.sum(pairs, 1) - tl.sum(pairs, 0)
         grad_scaled = tl.dot(tl.trans(weights.to(out.dtype)), out, input_precision=PRECISION)
 
-        # The state before, which the chunk reads, and the one after, to which it adds.
+        # The state before the chunk, which it reads, and the state after, which it updates.
         which = (chunk * batch + row) * heads + head
         own = which.to(tl.int64) * (H * K)
         own += tl.arange(0, H)[:, None] * K + tl.arange(0, K)[None, :]
@@ -141,7 +144,7 @@ def group_gradients(
     CHUNK: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     HAS_DOCS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one chunk's B and C, some of their numbers, summed over some heads."""
+    """Compute one chunk's gradients of some columns of B and C, summed over some heads."""
     chunk, row, group = tl.program_id(0), tl.program_id(1) // groups, tl.program_id(1) % groups
     tiles = K // BLOCK
     tile, part = tl.program_id(2) % tiles, tl.program_id(2) // tiles
@@ -161,12 +164,14 @@ def group_gradients(
             CHUNK, H, HAS_DOCS,
         )  # fmt: skip
         scaled = entering * step[:, None]
+        # Gradient of the scores C_t . B_s of this head: dy_t . (x_s dt_s), decayed.
         pairs = tl.dot(out, tl.trans(scaled.to(out.dtype)), input_precision=PRECISION) * decay
         pairs = pairs.to(read.dtype)
         grad_read = tl.dot(pairs, written, grad_read, input_precision=PRECISION)
         grad_written = tl.dot(tl.trans(pairs), read, grad_written, input_precision=PRECISION)
         own = ((chunk * batch + row) * heads + head).to(tl.int64) * (H * K)
         own += tl.arange(0, H)[:, None] * K + number
+        # C also reads the state before the chunk; B also enters the state after it.
         out = (out.to(tl.float32) * from_before[:, None]).to(read.dtype)
         state = tl.load(before + own)
         grad_read = tl.dot(out, state, grad_read, input_precision=PRECISION)

@@ -1,11 +1,11 @@
 """``--transformer-impl transformer_engine``: GEMMs, norms and attention by NVIDIA's library.
 
-``use_transformer_engine`` sets what a finished model computes with. Parameters, their names,
-shapes and initial values, communication, gradient slots and checkpoints stay as they are; so do
+``use_transformer_engine`` changes the computation of a finished model. Parameters, their names,
+shapes and initial values, communication, gradient slots and checkpoints are unchanged; so are
 embeddings, heads, rotations, gated activations, the router and blocks of context parallelism.
 
-Its low-level functions (``general_gemm``, the norms of ``transformer_engine_torch``) are what
-its own modules call; the versions that were tested are pinned in the extra.
+The low-level functions (``general_gemm``, the norms of ``transformer_engine_torch``) are those
+that the library's own modules call; the tested versions are pinned in the extra.
 """
 
 from importlib import import_module
@@ -28,16 +28,16 @@ from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParal
 
 
 def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto") -> None:
-    """Let a model's linears, norms, experts and attention compute by Transformer Engine.
+    """Make a model's linears, norms, experts and attention use Transformer Engine.
 
     Changes the model in place, before any forward; no communication.
 
     Args:
         model: on a GPU, in 16 bits.
-        backend: ``auto`` is its attention too, any other name this package's.
+        backend: ``auto`` is Transformer Engine's attention, any other name this package's.
 
     Raises:
-        ValueError: if a linear's fp8 recipe is none of its own, or it has loaded an older
+        ValueError: if it does not support a linear's fp8 recipe, or it has loaded an older
             cuDNN than torch was built for.
         ImportError: if it is not installed, or its libraries cannot be loaded.
     """
@@ -49,7 +49,7 @@ def use_transformer_engine(model: nn.Module, backend: AttentionBackend = "auto")
             raise
         raise ValueError(
             "Transformer Engine loads the cuDNN of the system, which is not torch's: begin "
-            "LD_LIBRARY_PATH with the folder nvidia/cudnn/lib beside torch's own."
+            "LD_LIBRARY_PATH with the folder nvidia/cudnn/lib next to torch's own."
         ) from error
     attend = TransformerEngineAttention()
     for module in model.modules():
@@ -116,7 +116,7 @@ class TransformerEngineAttention:
     """``attend`` by Transformer Engine's ``DotProductAttention``, which chooses the kernel."""
 
     def __init__(self) -> None:
-        """Begin without modules: one is made for each kind of call; none has parameters."""
+        """Set up; a module without parameters is built for each kind of call."""
         self._modules: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -132,7 +132,7 @@ class TransformerEngineAttention:
         documents: Documents | None = None,
         backend: AttentionBackend = "auto",  # noqa: ARG002
     ) -> Float[Tensor, "S B N J"]:
-        """Attend causally over whole sequences; see ``attention_backends.attend``."""
+        """Compute causal attention over complete sequences; arguments as of ``attend``."""
         q, k, v = (cast_factor(t) for t in (q, k, v))
         N, width = q.shape[2], v.shape[3]
         kind = N, k.shape[2], q.shape[3], width, scale, window, softcap, dropout_prob

@@ -1,8 +1,9 @@
 """Self-attention with grouped key/value heads, split by heads over the tensor ranks.
 
-Queries, keys and values are one GEMM. Where there are fewer key/value heads than tensor
-ranks, neighbouring ranks hold the same ones and each sees its own queries' share of their
-gradient. Under context parallelism ``--cp-comm-type`` decides how the keys of other ranks come.
+Queries, keys and values are one GEMM. With fewer key/value heads than tensor ranks,
+neighbouring ranks hold the same ones, and each computes its own queries' share of their
+gradient. Under context parallelism ``--cp-comm-type`` determines how ranks get each other's
+keys.
 """
 
 from collections.abc import Callable
@@ -58,8 +59,8 @@ class Attention(nn.Module):
         qkv: D to this rank's queries, keys, values and any output gates, in this order.
         proj: heads to D.
         q_norm, k_norm: norms of each head, or of all heads as one, or None.
-        sinks: score of each of this rank's heads for nothing, or None.
-        tracker: notes the largest scores of its heads in training, or None.
+        sinks: a score of each of this rank's heads for a sink without a value, or None.
+        tracker: records the largest scores of its heads in training, or None.
     """
 
     def __init__(self, setup: LayerSetup) -> None:
@@ -93,15 +94,17 @@ class Attention(nn.Module):
             **setup.split,
         }
         self.proj = RowParallelLinear(N * H, config.hidden_size, **row)
-        self.q_norm = self._build_qk_norm(N, tp, setup.placed)
-        self.k_norm = self._build_qk_norm(G, tp, setup.placed)
+        self.q_norm = self._build_qk_norm(N, tp, setup.factory_kwargs)
+        self.k_norm = self._build_qk_norm(G, tp, setup.factory_kwargs)
         self.score_scale = score_scale(config, H)
         self.tp, self.sinks = tp, None
         self.tracker: ScoreTracker | None = None
         if config.softmax_type == "learnable":
-            self.sinks = nn.Parameter(torch.zeros(N // tp.size, **setup.placed))
+            self.sinks = nn.Parameter(torch.zeros(N // tp.size, **setup.factory_kwargs))
 
-    def _build_qk_norm(self, heads: int, tp: Axis, placed: dict[str, Any]) -> nn.Module | None:
+    def _build_qk_norm(
+        self, heads: int, tp: Axis, factory_kwargs: dict[str, Any]
+    ) -> nn.Module | None:
         config, H = self.config, head_dim(self.config)
         if not config.qk_layernorm:
             return None
@@ -110,11 +113,11 @@ class Attention(nn.Module):
                 "epsilon": config.norm_epsilon,
                 "zero_centered": config.apply_layernorm_1p,
             }
-            return SplitRMSNorm(heads * H, axis=tp, **options, **placed)
+            return SplitRMSNorm(heads * H, axis=tp, **options, **factory_kwargs)
         if config.qk_norm_width == "own_head":
-            return HeadNorm(config, heads, axis=tp, **placed)
-        # Each rank norms its own heads: its gradient is their share of the sum.
-        return build_norm(config, H, replicas=tp, partial=tp, **placed)
+            return HeadNorm(config, heads, axis=tp, **factory_kwargs)
+        # Each rank norms its own heads: their gradient is a share of the sum over ranks.
+        return build_norm(config, H, replicas=tp, partial=tp, **factory_kwargs)
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the sinks, see ``mcore_parallel.sharding``."""
@@ -127,13 +130,13 @@ class Attention(nn.Module):
         x: Float[Tensor, "s B D"],
         inputs: BlockInputs = _NOTHING_MORE,
     ) -> Float[Tensor, "s B E"]:
-        """Let every token gather from itself and earlier ones.
+        """Attend from every token to itself and earlier tokens.
 
         Communicates as the two linears do, and over ``cp``.
 
         Args:
             x: this rank's tokens.
-            inputs: their rotary tables, documents and what is remembered of earlier ones.
+            inputs: their rotary tables, documents and state.
         """
         qkv = self.qkv(x)
         if self.recompute_core and self.training and inputs.state is None:
@@ -159,7 +162,7 @@ class Attention(nn.Module):
         return mixed if gate is None else mixed * gate.sigmoid()
 
     def _ungated(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Split the GEMM's output into what attention reads, and the gates of its output."""
+        """Split the GEMM's output into attention's input and the gates of its output."""
         if not self.config.attention_output_gate:
             return qkv, None
         gates = self.qkv.output_sizes[-1]
@@ -173,10 +176,10 @@ class Attention(nn.Module):
         return inputs.local_rotary if is_other else inputs.rotary
 
     def _scores(self, q: Tensor) -> dict[str, Any]:
-        """List what makes scores of queries other than plain ones, for ``attend``."""
+        """Return keyword arguments of ``attend`` for scores that are not plain."""
         config, sinks, num_heads = self.config, self.sinks, q.shape[2]
         if sinks is not None and sinks.shape[0] != num_heads:
-            # Heads that were exchanged over context ranks: this rank's share of them.
+            # Heads were exchanged over context ranks: keep this rank's share of sinks.
             sinks = sinks.chunk(self.cp.size)[self.cp.rank]
         found = {
             "scale": self.score_scale,
@@ -189,12 +192,12 @@ class Attention(nn.Module):
         return rules if sinks is None else {**rules, "sinks": sinks}
 
     def _slopes(self, q: Tensor) -> Tensor:
-        """Return the slopes of this rank's heads."""
+        """Return the ALiBi slopes of this rank's heads."""
         slopes = alibi_slopes(self.config.num_attention_heads, q.device)
         return slopes.chunk(self.tp.size)[self.tp.rank]
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        """Attend over the whole sequence, wherever its keys are."""
+        """Attend over the complete sequence, including keys of other context ranks."""
         if self.tracker is not None and self.training:
             rules: dict[str, Any] = {"window": self.window, "chunk": self.chunk}
             rules |= {"scale": self.score_scale, "documents": documents}
@@ -226,13 +229,13 @@ class Attention(nn.Module):
         """Attend in blocks of the score matrix to the keys of all ranks of an axis."""
         width = q.shape[-1]
         scale = self.score_scale or width**-0.5
-        if scale != width**-0.5:  # blocks divide by the root of the head's width
+        if scale != width**-0.5:  # blocks divide by the square root of the head's width
             q = q * (scale * width**0.5)
         return attention(q, k, v, axis, blocks_for(q, v, self.backend), documents)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         prob = self.config.attention_dropout if self.training else 0.0
-        # Heads are split over the tensor ranks, so each rank drops its own weights.
+        # Heads are split over the tensor ranks, so that each rank drops different weights.
         stream = self.streams.fork("tensor_parallel") if prob else nullcontext()
         with stream:
             return self.attend(

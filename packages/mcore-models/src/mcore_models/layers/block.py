@@ -47,7 +47,7 @@ class TransformerBlock(ResidualBlock):
         """Allocate this rank's share; weights are zero until the model fills them.
 
         Args:
-            setup: what the layer is built from.
+            setup: config, context and options of the layer.
             mixers: of this layer; empty: those of the config.
             parts: functions of the setup that build modules in place of mixers, by the
                 mixer's name; added to the setup's own. A module is called as the mixer that
@@ -72,7 +72,7 @@ class TransformerBlock(ResidualBlock):
         self.norms = layer_norms(config, self.mixers)
         for name, around in zip(self.mixers, self.norms, strict=True):
             for norm_name in filter(None, around):
-                self.add_module(norm_name, stream_norm(config, ctx, **setup.placed))
+                self.add_module(norm_name, stream_norm(config, ctx, **setup.factory_kwargs))
             self.add_module(name, parts.get(name, MIXERS[name].build)(setup))
 
     def forward(self, stream: Residual, inputs: BlockInputs) -> Residual:
@@ -99,21 +99,21 @@ class TransformerBlock(ResidualBlock):
         return getattr(self, name) if name else _NO_NORM
 
     def _mixer(self, name: str, inputs: BlockInputs) -> Callable[[Tensor], MixerOutput]:
-        """Return a mixer as a function of the normed stream alone."""
+        """Return a mixer as a function of the normed stream."""
         module, run = getattr(self, name), MIXERS[name].run
         return partial(module, inputs=inputs) if run is None else partial(run, module, inputs)
 
     @property
     def stops_at_experts(self) -> bool:
-        """Whether the last mixer is experts, so that ``to_experts`` is all that precedes."""
+        """Whether the last mixer is experts, so that ``to_experts`` covers all other mixers."""
         return self.mixers[-1] == "moe"
 
     def to_experts(
         self, stream: Residual, inputs: BlockInputs
     ) -> tuple[Residual, RoutedTokens]:
-        """Run the layer up to the dispatch of tokens to experts; no size depends on routing.
+        """Run the layer up to the dispatch of tokens; sizes do not depend on the routing.
 
-        ``from_experts`` does the rest. One after the other they are ``forward``, except that
+        ``from_experts`` runs the rest. Together they are ``forward``, except that
         ``--recompute-modules moe`` has no effect.
         """
         stream = self._through(stream, inputs, len(self.mixers) - 1)
@@ -141,7 +141,7 @@ class ParallelBlock(TransformerBlock):
 
     def forward(self, stream: Residual, inputs: BlockInputs) -> Residual:
         """Transform the residual stream; communicates as the mixers do."""
-        # With one norm the last mixers have none of their own: they read the first one's.
+        # With one norm, the other mixers have none: all read the output of the first one's.
         shared, *others = (self._norm(before) for before, _ in self.norms)
         has_one_norm = all(norm is _NO_NORM for norm in others)
         stream_norm = shared if has_one_norm else _NO_NORM

@@ -19,18 +19,18 @@ from mcore_parallel.context_parallel.packed_sequences import Documents
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockInputs:
-    """One micro-batch as the layers see it, equal for all of them."""
+    """Inputs of one micro-batch that are equal for all layers."""
 
     rotary: RotaryTables | None = None
     """Tables of ``rope.rotary_tables``; None: positions are not rotated."""
     local_rotary: RotaryTables | None = None
-    """Tables of layers with a window, where they are others (``--rotary-base-local``)."""
+    """Tables of layers with a window, if they differ (``--rotary-base-local``)."""
     temperature: Tensor | None = None
     """Factor on queries of layers without rotation, ``[S, 1, 1, 1]`` or ``[S, B, 1, 1]``."""
     documents: Documents | None = None
-    """Packed in the rows; none sees another."""
+    """Documents packed in the rows; they do not attend to each other."""
     state: ModelState | None = None
-    """What the layers remember of earlier tokens, extended by these; None: nothing."""
+    """State of earlier tokens, extended by these; None: no state."""
 
 
 def build_inputs(
@@ -41,15 +41,15 @@ def build_inputs(
     documents: Documents | None = None,
     state: ModelState | None = None,
 ) -> BlockInputs:
-    """Make the tables of some tokens, and put all inputs together.
+    """Compute rotary tables and return the inputs of all blocks.
 
     Args:
         config: of the model.
         positions: of the tokens.
-        length: of the whole sequence, remembered tokens among it.
+        length: tokens of the complete sequence, including those of the state.
         dtype: of the activations.
         documents: packed in the rows.
-        state: what the layers remember of earlier tokens.
+        state: of earlier tokens in the layers.
     """
     return BlockInputs(
         rotary=build_rotary(config, positions, dtype, length),

@@ -1,9 +1,9 @@
-"""Attention of encoders and decoders: to both sides, to an encoder, and with biases on scores.
+"""Attention of encoders and decoders: in both directions, to an encoder, with biases on scores.
 
-Which keys a query sees is one mask, made once a forward pass and given to every layer; None
-means all of them, or with ``causal`` the earlier ones. Heads are split over the tensor ranks.
-Under context parallelism keys and values are gathered in the sequence's own order, so masks
-have all keys and this rank's queries.
+One mask, computed once a forward pass and passed to every layer, determines the keys of each
+query; None means all keys, or with ``causal`` the earlier ones. Heads are split over the tensor
+ranks. Under context parallelism keys and values are gathered in sequence order, so masks have
+all keys and this rank's queries.
 """
 
 from contextlib import nullcontext
@@ -48,9 +48,9 @@ class MaskedAttention(nn.Module):
         """Allocate this rank's heads; weights are zero until the model fills them.
 
         Args:
-            setup: what it is built from.
+            setup: config, context and options of the layer.
             is_cross: keys and values come from an encoder.
-            causal: whether a query sees only keys up to its own place where there is no mask.
+            causal: without a mask, whether a query attends only to keys up to its position.
             scale: of the scores; None: 1/sqrt(head dim).
         """
         super().__init__()
@@ -85,18 +85,17 @@ class MaskedAttention(nn.Module):
         memory: Float[Tensor, "m B D"] | None = None,
         state: RecurrentState | None = None,
     ) -> Float[Tensor, "s B D"]:
-        """Let every token gather from those it sees.
+        """Attend from every token to the keys that the mask allows.
 
         Communicates as the linears do, and all-gathers keys and values over ``cp``.
 
         Args:
             x: this rank's tokens.
-            mask: True where a query sees a key, or a number to add to the score; of this
+            mask: True where a query attends to a key, or a number to add to the score; for this
                 rank's queries and heads and all keys; b, n and q may be 1. None: all keys, or
                 earlier ones.
-            memory: what the encoder returned, this rank's tokens of it; only with
-                ``is_cross``.
-            state: keys and values of earlier tokens, or of the memory once it was read.
+            memory: output of the encoder, this rank's tokens; only with ``is_cross``.
+            state: keys and values of earlier tokens, or of the memory after the first call.
         """
         if state is not None:
             return self.proj(state.run(partial(self._extended, mask=mask, memory=memory), x))
@@ -108,7 +107,7 @@ class MaskedAttention(nn.Module):
         return self.proj(mixed)
 
     def _heads(self, x: Tensor, memory: Tensor | None) -> list[Tensor]:
-        """Return queries, keys and values; no keys and values without a memory to read."""
+        """Return queries, keys and values; without a memory no keys and values of it."""
         if not self.is_cross:
             parts = self.qkv(x).split(self.qkv.output_sizes, dim=-1)
         elif memory is None:
@@ -126,7 +125,7 @@ class MaskedAttention(nn.Module):
         mask: Tensor | None,
         memory: Tensor | None,
     ) -> tuple[Float[Tensor, "S B X"], tuple[Tensor, ...]]:
-        """Attend to what is kept and to what is new; also return both to be kept."""
+        """Attend to stored and new keys; also return all of them, to be stored."""
         q, *found = self._heads(x, None if kept else memory)
         if kept is not None and self.is_cross:
             found = list(kept)
@@ -140,7 +139,7 @@ class MaskedAttention(nn.Module):
     ) -> Float[Tensor, "S B X"]:
         k, v = zigzag_join(k, self.cp), zigzag_join(v, self.cp)
         prob = self.config.attention_dropout if self.training else 0.0
-        # Heads are split over the tensor ranks, so each rank drops its own weights.
+        # Heads are split over the tensor ranks, so that each rank drops different weights.
         with self.streams.fork("tensor_parallel") if prob else nullcontext():
             if mask is None:
                 mixed = attend(
@@ -172,7 +171,7 @@ def attend_masked(
         q: queries.
         k: keys, G dividing N.
         v: values.
-        mask: True where a query sees a key, or a number to add to the score.
+        mask: True where a query attends to a key, or a number to add to the score.
         scale: of the scores; None: 1/sqrt(H).
         dropout_prob: of dropping an attention weight, drawn from the default generator.
     """

@@ -31,13 +31,13 @@ class MaskedInputs:
     """Inputs of all blocks of a stack other than the residual stream."""
 
     mask: Tensor | None = None
-    """Of attention among the stack's own tokens, see ``MaskedAttention``."""
+    """Mask of attention among the stack's own tokens, see ``MaskedAttention``."""
     memory: Tensor | None = None
-    """What the encoder returned; None in an encoder."""
+    """Output of the encoder; None in an encoder."""
     memory_mask: Tensor | None = None
-    """Of attention to it."""
+    """Mask of attention to ``memory``."""
     state: ModelState | None = None
-    """What a decoder remembers of earlier tokens and of the encoder; None: nothing."""
+    """State of earlier tokens and of the encoder in a decoder; None: no state."""
 
 
 class MaskedBlock(ResidualBlock):
@@ -61,13 +61,13 @@ class MaskedBlock(ResidualBlock):
         """Allocate this rank's share; weights are zero until the model fills them.
 
         Args:
-            setup: what the halves are built from.
+            setup: config, context and options of the layer.
             is_decoder: attend causally, and to an encoder as well.
             post_norm: norms after each sum.
             scale: of attention scores; None: 1/sqrt(head dim).
 
         Raises:
-            ValueError: for parts in place of its own.
+            ValueError: if the setup has parts, which only GPT uses.
         """
         config, ctx = setup.config, setup.ctx
         dropout = stream_dropout(config, ctx, setup.streams)
@@ -81,7 +81,7 @@ class MaskedBlock(ResidualBlock):
         self.is_decoder, self.layer = is_decoder, setup.layer
         self.norms_sums = post_norm
         for name in self._mixers(MaskedInputs()):
-            norm = stream_norm(config, ctx, **setup.placed)
+            norm = stream_norm(config, ctx, **setup.factory_kwargs)
             self.add_module(f"{name}_post_norm" if post_norm else f"{name}_norm", norm)
 
     def forward(self, stream: Residual, inputs: MaskedInputs) -> Residual:
@@ -89,7 +89,7 @@ class MaskedBlock(ResidualBlock):
 
         Args:
             stream: ``[S, B, D]``, or this rank's ``[S/tp, B, D]``.
-            inputs: masks, and what the encoder returned.
+            inputs: masks, and the encoder's output.
         """
         for name, mixer in self._mixers(inputs).items():
             recomputed_as = "mlp" if name == "mlp" else ""
@@ -112,8 +112,8 @@ class MaskedBlock(ResidualBlock):
         return Residual(norm.add_and_norm(x, y)[0], None, stream.aux)
 
     def _mixers(self, inputs: MaskedInputs) -> Mapping[str, Callable[[Tensor], Tensor]]:
-        """Return the mixers by name, in order, as functions of their input alone."""
-        # A decoder's layer has two memories: of its own tokens, and of the encoder's.
+        """Return the mixers by name, in order, as functions of the stream."""
+        # A decoder's layer has two states: of its own tokens, and of the encoder's.
         own, other = (
             inputs.state and inputs.state.layer(2 * self.layer + place) for place in (0, 1)
         )

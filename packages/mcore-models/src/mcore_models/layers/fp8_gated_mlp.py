@@ -1,8 +1,8 @@
-"""A gated feed-forward layer in fp8 whose activation is computed while it is cast.
+"""A gated feed-forward layer in fp8 whose activation is computed within the cast.
 
 On a GPU one kernel reads gate and up-projection and writes the fp8 operand of the second GEMM,
 and one kernel of backward reads them again with the gradient. The reference computes in 16 bits
-and casts the result; the bits are the same.
+and casts the result, with equal bits.
 """
 
 from functools import partial
@@ -26,14 +26,14 @@ from mcore_parallel.tensor_parallel.linear_autograd import column_row_pair
 class Fp8GatedMLP(MLP):
     """``MLP`` whose two linears and the activation between them are one autograd function.
 
-    Input that the fused function cannot take (rows that tensor cores cannot multiply, linears
-    that were replaced or have hooks, as adapters do, compiled code, autocast) goes through the
-    modules one by one, to the same bits.
+    Inputs that the fused function does not support (rows that tensor cores cannot multiply,
+    linears that were replaced or have hooks, as with adapters, compiled code, autocast) go
+    through the modules one by one, with equal bits.
     """
 
     @classmethod
     def supports(cls, **options: Any) -> bool:
-        """Whether an ``MLP`` with these options may be of this class."""
+        """Whether an ``MLP`` with these options can be of this class."""
         gemms = options["gemms"]
         is_fp8 = isinstance(gemms.column, Fp8Gemm) and isinstance(gemms.row, Fp8Gemm)
         is_plain = not (options["bias"] or options["clamp"] or options["offset"])
@@ -55,16 +55,16 @@ class Fp8GatedMLP(MLP):
         )
 
     def _fused_gemms(self, x: Tensor) -> tuple[Fp8Gemm, Fp8Gemm] | None:
-        """Return the GEMMs of the two linears if the fused function takes x, else None."""
+        """Return the GEMMs of the two linears if the fused function supports x, else None."""
         fc1, fc2 = self.fc1, self.fc2
         if not (isinstance(fc1, ColumnParallelLinear) and isinstance(fc2, RowParallelLinear)):
-            return None  # replaced, as adapters do
+            return None  # replaced, as by adapters
         hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
         if any(getattr(linear, kind) for linear in (fc1, fc2) for kind in hooks):
             return None
         first, second = fc1.gemm, fc2.gemm
         if not (isinstance(first, Fp8Gemm) and isinstance(second, Fp8Gemm)):
-            return None  # widths that fp8 does not take
+            return None  # widths that fp8 does not support
         # Both GEMMs multiply the gathered tokens.
         gathered = x.expand(fc1.axis.size, *x.shape) if fc1.sequence_parallel else x
         if not (first.takes_deferred(gathered) and second.takes_deferred(gathered)):
@@ -73,7 +73,7 @@ class Fp8GatedMLP(MLP):
 
 
 class GatedCast(DeferredMatrix):
-    """activation(gate) * up, or the gradient of gate and up."""
+    """activation(gate) * up, or the gradient of gate and up, computed when it is cast."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class GatedCast(DeferredMatrix):
         grad: Float[Tensor, "*B F"] | None,
         activation: str,
     ) -> None:
-        """Keep references to the factors; nothing is computed here.
+        """Store references to the factors; compute nothing.
 
         Args:
             hidden: gate and up-projection.
@@ -93,7 +93,7 @@ class GatedCast(DeferredMatrix):
         super().__init__(torch.Size((*hidden.shape[:-1], width)))
 
     def largest(self) -> Float[Tensor, " 1"]:
-        """Return the largest magnitude; by the kernel on a GPU, which keeps nothing else."""
+        """Return the largest magnitude; the kernel on a GPU stores nothing else."""
         return largest_gated.launch(*self._flat()) if self._fits() else super().largest()
 
     def cast(
@@ -119,7 +119,7 @@ class GatedCast(DeferredMatrix):
         return hidden.detach().flatten(0, -2).contiguous(), grad, activation
 
     def make(self) -> Tensor:
-        """Compute it as the layer without fp8 does."""
+        """Compute the matrix like the layer without fp8."""
         hidden, grad, activation = self._factors
         if grad is None:
             return gated(hidden.detach(), activation)

@@ -1,7 +1,7 @@
-"""Heads on top of an encoder: hidden tokens, the first token of a row.
+"""Heads on top of an encoder: masked tokens, and the first token of a row.
 
-Linears here are whole on every tensor rank; under sequence parallelism a rank sees its own
-tokens, so their gradients are parts of a sum.
+Linears here are replicated over tensor ranks; under sequence parallelism each rank computes its
+own tokens, so that their gradients are parts of a sum.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from mcore_parallel.sharding import ParamLayout, sliced
 
 
 class MaskedTokenHead(nn.Module):
-    """What BERT predicts hidden tokens from: dense, GELU, norm; and a bias for each token.
+    """Head of masked tokens in BERT: dense, GELU, norm; and a bias for each vocabulary entry.
 
     Attributes:
         dense: D to D.
@@ -46,22 +46,22 @@ class MaskedTokenHead(nn.Module):
             vocab_size: true number of tokens.
             padded_vocab_size: biases over all ranks.
             axis: ranks that share the vocabulary.
-            sequence_parallel: whether tokens are cut over ``axis``.
+            sequence_parallel: whether tokens are split over ``axis``.
             device: of the parameters.
             dtype: of the parameters.
         """
         super().__init__()
         self.vocab_size, self.axis = vocab_size, axis
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         D = config.hidden_size
         cut: dict[str, Any] = {"axis": axis, "sequence_parallel": sequence_parallel}
-        self.dense = ReplicatedLinear(D, D, bias=True, **cut, **placed)
+        self.dense = ReplicatedLinear(D, D, bias=True, **cut, **factory_kwargs)
         partial = axis if sequence_parallel else SINGLE
-        self.norm = build_norm(config, D, replicas=axis, partial=partial, **placed)
-        self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **placed))
+        self.norm = build_norm(config, D, replicas=axis, partial=partial, **factory_kwargs)
+        self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **factory_kwargs))
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
-        """Return what is multiplied by the embedding; no communication."""
+        """Return the input of the product with the embedding; no communication."""
         return self.norm(F.gelu(self.dense(x)))
 
     def layouts(self) -> dict[str, ParamLayout]:
@@ -70,7 +70,7 @@ class MaskedTokenHead(nn.Module):
 
 
 class Pooler(nn.Module):
-    """The first token of each row through a linear and tanh.
+    """Applies a linear and tanh to the first token of each row.
 
     Attributes:
         dense: D to D.
@@ -90,7 +90,7 @@ class Pooler(nn.Module):
         Args:
             hidden_size: D.
             axis: ranks that hold it.
-            sequence_parallel: whether tokens are cut over ``axis``.
+            sequence_parallel: whether tokens are split over ``axis``.
             device: of the parameters.
             dtype: of the parameters.
         """
@@ -101,7 +101,7 @@ class Pooler(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "B D"]:
-        """Pool; all-reduces one token a row under sequence parallelism.
+        """Pool; under sequence parallelism all-reduces one token for each row.
 
         Args:
             x: hidden states; the first tensor rank has the first token.
@@ -116,12 +116,12 @@ class OutputBias(nn.Module):
     """A bias for each token of a tied head, split over the tensor ranks."""
 
     def __init__(
-        self, vocab_size: int, padded_vocab_size: int, axis: Axis, **placed: Any
+        self, vocab_size: int, padded_vocab_size: int, axis: Axis, **factory_kwargs: Any
     ) -> None:
         """Allocate this rank's part; zeros."""
         super().__init__()
         self.vocab_size, self.axis = vocab_size, axis
-        self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **placed))
+        self.bias = nn.Parameter(torch.zeros(padded_vocab_size // axis.size, **factory_kwargs))
 
     def layouts(self) -> dict[str, ParamLayout]:
         """Describe the bias, see ``mcore_parallel.sharding``."""

@@ -1,4 +1,4 @@
-"""What the modules of one layer are built from, as one object."""
+"""Arguments of the modules of one layer, as one object."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,54 +18,54 @@ from mcore_parallel.rng import RngStreams
 _NO_EXPERTS, _KEEP_ALL, _ANY_KERNELS = MoEConfig(), RecomputeConfig(), KernelConfig()
 
 Parts = Mapping[str, Callable[["LayerSetup"], nn.Module]]
-"""What builds a mixer in place of the one of that name."""
+"""Builders of mixers that replace the one of that name."""
 NO_PARTS: Parts = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSetup:
-    """What the modules of one layer are built from."""
+    """Config, context and options from which the modules of one layer are built."""
 
     config: TransformerConfig
     ctx: ParallelContext
-    """``tp`` shares heads and widths, ``cp`` the sequence."""
+    """``tp`` splits heads and widths, ``cp`` the sequence."""
     layer: int
-    """Global number."""
+    """Global number of the layer."""
     streams: RngStreams
-    """For dropout."""
+    """Random streams of dropout."""
     moe: MoEConfig = _NO_EXPERTS
-    """Says whether this layer has experts, and which."""
+    """Experts of the model; determines whether this layer has some."""
     recomputing: RecomputeConfig = _KEEP_ALL
-    """Its selective modules; full-layer recompute is handled by the model."""
+    """Modules to recompute; recomputation of complete layers is up to the model."""
     kernels: KernelConfig = _ANY_KERNELS
-    """Which compute attention."""
+    """Kernels of attention."""
     gemms: LinearGemms = PLAIN_GEMMS
-    """What multiplies in attention and the dense linears."""
+    """GEMMs of attention and the dense linears."""
     parts: Parts = field(default_factory=dict)
-    """Modules of one's own in place of mixers, by name, see ``TransformerBlock``."""
+    """Builders of modules in place of mixers, by name, see ``TransformerBlock``."""
     device: torch.device | str | None = None
-    """Of the parameters."""
+    """Device of the parameters."""
     dtype: torch.dtype | None = None
-    """Of the parameters."""
+    """Dtype of the parameters."""
 
     @property
-    def placed(self) -> dict[str, Any]:
+    def factory_kwargs(self) -> dict[str, Any]:
         """Device and dtype."""
         return {"device": self.device, "dtype": self.dtype}
 
     @property
     def split(self) -> dict[str, Any]:
-        """Options of linears that are split over the tensor ranks and filled by the model."""
+        """Keyword arguments of split linears whose weights the model fills."""
         cut = {"axis": self.ctx.tp, "sequence_parallel": self.sequence_parallel}
-        return {**cut, "init_std": 0.0, **self.placed}
+        return {**cut, "init_std": 0.0, **self.factory_kwargs}
 
     @property
     def recomputed(self) -> frozenset[str]:
-        """Modules that are recomputed by themselves."""
+        """Modules that are recomputed individually."""
         is_selective = self.recomputing.recompute_granularity == "selective"
         return frozenset(self.recomputing.recompute_modules if is_selective else ())
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether tokens are cut over the tensor ranks outside the mixers."""
+        """Whether tokens are split over the tensor ranks between mixers."""
         return stream_cuts(self.ctx).size > 1

@@ -1,8 +1,8 @@
-"""The mixers that layers are made of, by name: attention, feed-forward layers, experts.
+"""The table of mixers: attention, feed-forward layers, experts, recurrent layers.
 
-A layer is a sequence of residual halves, each a norm and one mixer; which ones a layer has
-comes from ``mcore_models.logical_tensors.layer_mixers``. A new kind of layer is one entry
-here, one in ``logical_tensors.MIXERS`` for its names and shapes, and its module.
+A layer is a sequence of residual halves, each a norm and one mixer;
+``logical_tensors.layer_mixers`` lists those of each layer. A new kind of layer is one entry
+here, one in ``logical_tensors.MIXER_SHAPES`` for its names and shapes, and its module.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ from mcore_moe.layer import MoELayer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixer:
-    """How one kind of mixer is made and called."""
+    """How one kind of mixer is built and called."""
 
     build: Callable[[LayerSetup], nn.Module]
     """Allocates this rank's share; weights are zero until the model fills them."""
@@ -36,7 +36,7 @@ class Mixer:
     """Calls the module on the normed stream; returns what is added to the stream, or that and
     an auxiliary loss. None: ``module(x, inputs=inputs)``."""
     recomputed_as: str = ""
-    """Its name as a whole among ``--recompute-modules``; empty: it has none."""
+    """Its name among ``--recompute-modules``; empty: it cannot be recomputed completely."""
 
 
 def _build_mlp(setup: LayerSetup) -> MLP:
@@ -49,7 +49,7 @@ def _build_mlp(setup: LayerSetup) -> MLP:
         "offset": setup.config.glu_linear_offset,
         "sequence_parallel": setup.sequence_parallel,
         "init_std": 0.0,
-        **setup.placed,
+        **setup.factory_kwargs,
     }
     kind = Fp8GatedMLP if Fp8GatedMLP.supports(**options) else MLP
     return kind(
@@ -62,7 +62,7 @@ def _build_mlp(setup: LayerSetup) -> MLP:
 
 
 def _build_experts(setup: LayerSetup) -> MoELayer:
-    # Layers that stay out of fp8 have their experts in the model's dtype, too.
+    # Layers outside of fp8 have experts in the model's dtype, too.
     is_narrow = setup.moe.moe_experts_dtype and setup.gemms.casts is not None
     moe = setup.moe if is_narrow else replace(setup.moe, moe_experts_dtype="")
     network = ExpertNetwork(
@@ -85,7 +85,7 @@ def _build_experts(setup: LayerSetup) -> MoELayer:
         recompute_shared="shared_experts" in setup.recomputed,
         equal_tokens=True,
         fp8_casts=setup.gemms.casts,
-        **setup.placed,
+        **setup.factory_kwargs,
     )
 
 

@@ -1,12 +1,12 @@
-"""Multi-head latent attention: keys and values of all heads made from one small vector.
+"""Multi-head latent attention: keys and values of all heads from one small vector of a token.
 
-A token's latent vector (``kv_lora_rank`` channels) and one rotated key that all heads share
-are all that later tokens need of it, so these are what a cache holds. In training they are
-projected up to keys and values of every head. In decoding the projection moves to the other
-side ("absorbed"): queries are projected down instead and attend to the latent vectors.
+A token's latent vector (``kv_lora_rank`` channels) and one rotated key shared by all heads are
+all that later tokens need of it, so that a cache stores only these. In training they are
+projected up to keys and values of every head. In decoding the projection is absorbed: queries
+are projected down instead and attend to the latent vectors.
 
-Heads are split over the tensor ranks. The projections down are whole on every rank: all heads
-read what they give, so its gradient is summed over the ranks where heads begin.
+Heads are split over the tensor ranks. The down-projections are replicated: all heads read their
+outputs, so that these outputs' gradients are summed over the ranks before the heads.
 
 DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
@@ -48,7 +48,8 @@ from mcore_parallel.mesh import SINGLE
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 LATENT_EPSILON = 1e-6
-"""Of the norms of latent vectors, whatever the other norms': as DeepSeek released them."""
+"""Epsilon of the norms of latent vectors, as in DeepSeek's release, whatever other norms
+have."""
 _NOTHING_MORE = BlockInputs()
 
 
@@ -63,15 +64,15 @@ class LatentAttention(nn.Module):
         kv_norm: norm of the latent vector, or None.
         kv_up: latent vector to this rank's keys (their part that is not rotated) and values.
         proj: heads to D.
-        tracker: notes the largest scores of its heads in training, or None.
+        tracker: records the largest scores of its heads in training, or None.
     """
 
     def __init__(self, setup: LayerSetup) -> None:
         """Allocate this rank's heads; weights are zero until the model fills them.
 
-        Projections down to latent vectors multiply in the model's dtype, those of heads by
-        ``setup.gemms``. With ``core_attn`` backward computes again everything after the
-        projections up, with ``mla_up_proj`` these too.
+        Down-projections to latent vectors multiply in the model's dtype, those of heads by
+        ``setup.gemms``. With ``core_attn`` backward recomputes everything after the
+        up-projections, with ``mla_up_proj`` these too.
         """
         super().__init__()
         config, ctx, self.layer = setup.config, setup.ctx, setup.layer
@@ -88,18 +89,21 @@ class LatentAttention(nn.Module):
         R, rotated = config.kv_lora_rank, config.qk_pos_emb_head_dim
         self.key_sizes = (config.qk_head_dim, rotated)
         self.score_factor = _score_factor(config)
-        placed, cut = setup.placed, {"sequence_parallel": self.sequence_parallel}
-        whole: dict[str, Any] = {"axis": ctx.tp, **cut, **placed}
+        factory_kwargs, cut = (
+            setup.factory_kwargs,
+            {"sequence_parallel": self.sequence_parallel},
+        )
+        whole: dict[str, Any] = {"axis": ctx.tp, **cut, **factory_kwargs}
         up: dict[str, Any] = {"gemm": setup.gemms.column, **setup.split}
         queries = N * sum(self.key_sizes)
         if config.q_lora_rank:
             self.q_down = ReplicatedLinear(D, config.q_lora_rank, **whole)
-            self.q_norm = self._norm(config.q_lora_rank, placed)
+            self.q_norm = self._norm(config.q_lora_rank, factory_kwargs)
             self.q_up = ColumnParallelLinear(config.q_lora_rank, queries, **up)
         else:
             self.q = ColumnParallelLinear(D, queries, **up)
         self.kv_down = ReplicatedLinear(D, R + rotated, **whole)
-        self.kv_norm = self._norm(R, placed)
+        self.kv_norm = self._norm(R, factory_kwargs)
         self.kv_up = ColumnParallelLinear(R, N * (config.qk_head_dim + config.v_head_dim), **up)
         row: dict[str, Any] = {
             "bias": config.add_bias_linear,
@@ -108,26 +112,26 @@ class LatentAttention(nn.Module):
         }
         self.proj = RowParallelLinear(N * config.v_head_dim, D, **row)
 
-    def _norm(self, size: int, placed: dict[str, Any]) -> RMSNorm | None:
-        """Make the norm of a latent vector, where the model has one."""
+    def _norm(self, size: int, factory_kwargs: dict[str, Any]) -> RMSNorm | None:
+        """Build the norm of a latent vector, or return None if the model has none."""
         if not self.config.qk_layernorm:
             return None
         partial = self.tp if self.sequence_parallel else SINGLE
         return RMSNorm(
-            size, epsilon=LATENT_EPSILON, replicas=self.tp, partial=partial, **placed
+            size, epsilon=LATENT_EPSILON, replicas=self.tp, partial=partial, **factory_kwargs
         )
 
     def forward(
         self, x: Float[Tensor, "s B D"], inputs: BlockInputs = _NOTHING_MORE
     ) -> Float[Tensor, "s B D"]:
-        """Let every token gather from itself and earlier ones.
+        """Attend from every token to itself and earlier tokens.
 
         Communicates as the linears do (latent vectors, not D channels, are gathered under
         sequence parallelism), and over ``cp``.
 
         Args:
             x: this rank's tokens.
-            inputs: their rotary tables, documents and what is remembered of earlier ones.
+            inputs: their rotary tables, documents and state.
         """
         latents = (*self._latents(x), inputs)
         if inputs.state is not None:
@@ -139,7 +143,7 @@ class LatentAttention(nn.Module):
         return self.proj(mixed)
 
     def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project down: to what queries, keys and values are made of, and the shared key."""
+        """Project down: return the inputs of queries, keys and values, and the shared key."""
         if self.config.q_lora_rank:
             x_q = self.q_down(x)
             x_q = x_q if self.q_norm is None else self.q_norm(x_q)
@@ -148,7 +152,7 @@ class LatentAttention(nn.Module):
         sizes = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
         latent, k_rotated = self.kv_down(x).split(sizes, dim=-1)
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
-        # Every rank's heads read the whole key, as a column-parallel linear reads its input.
+        # Heads on every rank read the complete key, like the input of a column-parallel linear.
         gather = gather_partial_from if self.sequence_parallel else copy_to
         return x_q, latent, gather(k_rotated, self.tp)
 
@@ -156,7 +160,7 @@ class LatentAttention(nn.Module):
         return self.q_up(x_q) if self.config.q_lora_rank else self.q(x_q)
 
     def _split_queries(self, q: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor]:
-        """Return this rank's queries, ``[S, B, N, .]``: what stays, and what is rotated."""
+        """Return unrotated and rotated channels of this rank's queries ``[S, B, N, .]``."""
         q = q.unflatten(-1, (-1, sum(self.key_sizes)))  # [S, B, N*H] -> [S, B, N, H]
         if self.score_factor != 1.0:
             q = q * self.score_factor
@@ -186,7 +190,7 @@ class LatentAttention(nn.Module):
         return self._mix(q, k, v, inputs.documents).flatten(-2)  # [S, B, N, J] -> [S, B, N*J]
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        """Attend over the whole sequence, wherever its keys are."""
+        """Attend over the complete sequence, including keys of other context ranks."""
         if self.tracker is not None and self.training:
             self.tracker.note(largest_scores(q, k, cp=self.cp, documents=documents))
         on_rank = partial(self._attend, documents=documents)
@@ -196,7 +200,7 @@ class LatentAttention(nn.Module):
             return ulysses_attention(q, k, v, self.cp, on_rank)
         if self.comm_type == "all_gather" and self.config.attention_dropout > 0:
             return context_attention(q, k, v, self.cp, on_rank)
-        channels = v.shape[-1]  # fused blocks take values as wide as queries
+        channels = v.shape[-1]  # fused blocks require values as wide as queries
         v = F.pad(v, (0, max(0, q.shape[-1] - channels)))
         by_blocks = {
             "a2a+p2p": partial(hierarchical_attention, levels=self.cp_levels),
@@ -208,7 +212,7 @@ class LatentAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         prob = self.config.attention_dropout if self.training else 0.0
-        # Heads are split over the tensor ranks, so each rank drops its own weights.
+        # Heads are split over the tensor ranks, so that each rank drops different weights.
         stream = self.streams.fork("tensor_parallel") if prob else nullcontext()
         with stream:
             return self.attend(
@@ -223,10 +227,10 @@ class LatentAttention(nn.Module):
         inputs: BlockInputs,
         remembered: LayerState,
     ) -> Float[Tensor, "S B X"]:
-        """Attend to remembered latent vectors: one key head, whose first channels are values.
+        """Attend to stored latent vectors: one key head, whose first channels are values.
 
-        The score of a head is q·(K c) = (K^T q)·c with K its rows of ``kv_up``, and its
-        output V (sum of p c), so keys and values of heads are never made.
+        The score of a head is q·(K c) = (K^T q)·c with K its rows of ``kv_up``, and its output
+        V (sum of p c), so that keys and values of heads are never computed.
         """
         R = self.config.kv_lora_rank
         sizes = self.config.qk_head_dim, self.config.v_head_dim
@@ -236,7 +240,8 @@ class LatentAttention(nn.Module):
         if self.sequence_parallel:
             latent = gather_partial_from(latent, self.tp)
         q = torch.cat([torch.einsum("sbnh,nhr->sbnr", plain, to_keys), q_rotated], -1)
-        # A state scales scores by the width of q; ours are those of the heads' own width.
+        # A state divides scores by the root of q's width; undo it in favour of the heads'
+        # width.
         q = q * math.sqrt(q.shape[-1] / sum(self.key_sizes))
         k_rotated = self._rotated(k_rotated.unsqueeze(2), inputs.rotary)
         k = torch.cat([latent.unsqueeze(2), k_rotated], -1)
@@ -245,7 +250,7 @@ class LatentAttention(nn.Module):
 
 
 def _score_factor(config: TransformerConfig) -> float:
-    """Return the factor on all scores besides that of their width: muP's times YaRN's."""
+    """Return the factor on all scores besides 1 / sqrt(width): muP's times YaRN's."""
     width = config.qk_head_dim + config.qk_pos_emb_head_dim
     factor = score_scale(config, width) * math.sqrt(width) if config.use_mup else 1.0
     if config.rope_type != "yarn":

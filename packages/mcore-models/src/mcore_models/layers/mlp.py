@@ -53,16 +53,16 @@ class MLP(nn.Module):
         Args:
             hidden_size: D.
             ffn_hidden_size: F over all ranks.
-            gated: whether fc1 gives a gate too.
+            gated: whether fc1 also computes a gate.
             activation: see ``mcore_moe.activations``.
-            bias: whether both GEMMs have one.
+            bias: whether both linears have biases.
             clamp: of gates and up-projections, see ``mcore_moe.kernels.gate.gated``.
             offset: of up-projections, likewise.
             axis: ranks that share the width.
-            sequence_parallel: whether tokens are cut over ``axis`` outside the layer.
+            sequence_parallel: whether tokens are split over ``axis`` outside the layer.
             init_std: of the weights; 0.0 leaves zeros and draws nothing.
-            recompute_activation: forget what goes into fc2, make it again in backward.
-            gemms: what multiplies.
+            recompute_activation: free the input of fc2, and recompute it in backward.
+            gemms: GEMMs of both linears.
             device: of the parameters.
             dtype: of the parameters.
 
@@ -74,15 +74,17 @@ class MLP(nn.Module):
         self.clamp, self.offset = clamp, offset
         self.recompute_activation = recompute_activation
         F_ = ffn_hidden_size
-        placed: dict[str, Any] = {
+        factory_kwargs: dict[str, Any] = {
             "bias": bias,
             "axis": axis,
             "sequence_parallel": sequence_parallel,
         }
-        placed |= {"init_std": init_std, "device": device, "dtype": dtype}
+        factory_kwargs |= {"init_std": init_std, "device": device, "dtype": dtype}
         outputs = [Output("gate", F_), Output("up", F_)] if gated else F_
-        self.fc1 = ColumnParallelLinear(hidden_size, outputs, gemm=gemms.column, **placed)
-        self.fc2 = RowParallelLinear(F_, hidden_size, gemm=gemms.row, **placed)
+        self.fc1 = ColumnParallelLinear(
+            hidden_size, outputs, gemm=gemms.column, **factory_kwargs
+        )
+        self.fc2 = RowParallelLinear(F_, hidden_size, gemm=gemms.row, **factory_kwargs)
 
     def forward(self, x: Float[Tensor, "s B D"]) -> Float[Tensor, "s B D"]:
         """Transform every token; communicates as the two linears do."""

@@ -1,12 +1,12 @@
 """Multi-token prediction: layers after the model that predict tokens further ahead.
 
-Depth k joins the hidden state of depth k-1 with the embedding of the token k places on, runs
-one more layer over both, and its output predicts the token k+1 places on. Embedding and
-output head are the model's own. Causality holds at every depth: place i sees tokens up to
-i + k when it predicts token i + k + 1.
+Depth k joins the hidden state of depth k-1 with the embedding of the token k positions ahead,
+runs one more layer on both, and its output predicts the token k+1 positions ahead. Embedding
+and output head are the model's own. Every depth is causal: position i attends to tokens up to i
++ k when it predicts token i + k + 1.
 
-DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437, section 2.2. As in its release, and unlike
-its equation 21, depth 1 gets the model's hidden state after the final norm.
+DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437, section 2.2. As in its release, and unlike its
+equation 21, depth 1 gets the model's hidden state after the final norm.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ from mcore_parallel.mesh import ParallelContext
 
 
 class PredictionLayer(nn.Module):
-    """One depth: a hidden state and later tokens to the next hidden state.
+    """One depth: maps a hidden state and later tokens to the next hidden state.
 
     Attributes:
         enorm, hnorm: norms of the embedding and of the hidden state.
-        eh_proj: both, embedding first, to D. Every tensor rank holds it whole.
-        block: a layer as the model's last one.
-        final_norm: of what the layer returns.
+        eh_proj: both, embedding first, to D; replicated over tensor ranks.
+        block: a layer like the model's last one.
+        final_norm: norm of the layer's output.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class PredictionLayer(nn.Module):
         """Allocate this rank's share; weights are zero until the model fills them."""
         super().__init__()
         D = config.hidden_size
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.enorm = stream_norm(config, ctx, **placed)
-        self.hnorm = stream_norm(config, ctx, **placed)
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.enorm = stream_norm(config, ctx, **factory_kwargs)
+        self.hnorm = stream_norm(config, ctx, **factory_kwargs)
         is_cut = stream_cuts(ctx).size > 1
         self.eh_proj = ReplicatedLinear(
-            2 * D, D, axis=ctx.tp, sequence_parallel=is_cut, **placed
+            2 * D, D, axis=ctx.tp, sequence_parallel=is_cut, **factory_kwargs
         )
         self.block = block
-        self.final_norm = stream_norm(config, ctx, **placed)
+        self.final_norm = stream_norm(config, ctx, **factory_kwargs)
 
     def forward(
         self,
@@ -67,7 +67,7 @@ class PredictionLayer(nn.Module):
 
         Args:
             hidden: of the depth before, normed.
-            embedded: tokens one place further than those of the depth before.
+            embedded: tokens one position further than those of the depth before.
             run: calls the block on the start of a stream, with the inputs of all blocks.
         """
         both = torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1)
@@ -76,11 +76,11 @@ class PredictionLayer(nn.Module):
 
 
 def shifted(x: Shaped[Tensor, "B S"], by: int) -> Shaped[Tensor, "B S"]:
-    """Move whole rows to the left; zeros come in from the right.
+    """Shift complete rows to the left, filling zeros on the right.
 
     Args:
-        x: whole rows, not a context rank's part.
-        by: places.
+        x: complete rows, not a context rank's part.
+        by: number of positions.
     """
     return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], 1)
 
@@ -88,20 +88,20 @@ def shifted(x: Shaped[Tensor, "B S"], by: int) -> Shaped[Tensor, "B S"]:
 def has_token(
     num_rows: int, length: int, by: int, documents: Documents | None
 ) -> Bool[Tensor, "B S"]:
-    """Say at which places of whole rows the token ``by`` places on is of the same document.
+    """Return at which positions the token ``by`` positions ahead is in the same document.
 
     Args:
         num_rows: B.
         length: S.
-        by: places.
+        by: number of positions.
         documents: of the rows; None: each row is one.
     """
     rows: Sequence[Sequence[int]] = [(0, length)] * num_rows
     if documents is not None:
         rows = [pieces.borders for pieces in documents.rows]
-    places = torch.arange(length)
+    positions = torch.arange(length)
     ends = [
         torch.tensor(borders[1:]).repeat_interleave(torch.tensor(borders).diff())
         for borders in rows
     ]
-    return places + by < torch.stack(ends)
+    return positions + by < torch.stack(ends)

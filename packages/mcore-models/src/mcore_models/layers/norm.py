@@ -1,11 +1,12 @@
-"""Normalisation of the channels of each token.
+"""Norms of the channels of each token.
 
-A norm's weight is whole on every tensor rank. Its gradient is whole too when all ranks see
-the same tokens and channels; when they see different tokens (sequence parallelism) or
-different heads (norms of queries and keys) it is a part of a sum, which the layout declares.
+A norm's weight is replicated over tensor ranks. Its gradient is complete on every rank if all
+ranks compute the same tokens and channels; if they compute different tokens (sequence
+parallelism) or different heads (norms of queries and keys) it is a part of a sum, which the
+layout declares.
 
-Norms of the residual stream come after an addition: ``add_and_norm`` makes both, on a GPU in
-one kernel (``kernels.norm``).
+Norms of the residual stream follow an addition: ``add_and_norm`` computes both, on a GPU in one
+kernel (``kernels.norm``).
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ NormKernel = Callable[..., Tensor]
 
 
 class _Norm(nn.Module):
-    """A weight, the choice of a kernel, and the addition before: RMSNorm and LayerNorm.
+    """Weight, kernel and preceding addition of RMSNorm and LayerNorm.
 
     Statistics are float32 or wider; the result has the input's dtype.
     """
@@ -44,14 +45,14 @@ class _Norm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate the weight, which begins as the identity.
+        """Allocate the weight, initialized to the identity.
 
         Args:
             size: channels of the last dimension.
             epsilon: added to the mean square.
-            zero_centered: keep the weight minus 1.
+            zero_centered: store the weight minus 1.
             replicas: ranks that hold the weight.
-            partial: ranks whose gradients of it are parts of a sum.
+            partial: ranks whose gradients of the weight are parts of a sum.
             device: of the weight.
             dtype: of the weight.
         """
@@ -84,7 +85,7 @@ class _Norm(nn.Module):
         }
 
     def parameters_of_kernel(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias as kernels take them: without a bias they take RMSNorm."""
+        """Return weight and bias for the kernel, which computes RMSNorm without a bias."""
         return self.weight, None
 
     def _constants(self) -> dict[str, float]:
@@ -107,7 +108,7 @@ class LayerNorm(_Norm):
     """
 
     def __init__(self, size: int, *, bias: bool = True, **options: Any) -> None:
-        """Allocate weight and, with ``bias``, a bias: the identity; see ``RMSNorm``."""
+        """Allocate weight and, with ``bias``, a bias; see ``RMSNorm``."""
         super().__init__(size, **options)
         self.bias = nn.Parameter(torch.zeros_like(self.weight)) if bias else None
 
@@ -125,7 +126,7 @@ def build_norm(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> RMSNorm | LayerNorm:
-    """Make the norm that ``config.normalization`` names, over ``size`` channels."""
+    """Build the norm of ``config.normalization`` over ``size`` channels."""
     options: dict[str, Any] = {
         "epsilon": config.norm_epsilon,
         "zero_centered": config.apply_layernorm_1p,
@@ -140,10 +141,10 @@ def build_norm(
 
 
 class SplitRMSNorm(nn.Module):
-    """RMSNorm over channels that are split over the ranks of an axis: of all heads as one.
+    """RMSNorm over channels that are split over the ranks of an axis, all heads as one.
 
     Reference:
-        OLMo team 2024, arXiv:2501.00656, section 3: norms of whole queries and keys.
+        OLMo team 2024, arXiv:2501.00656, section 3: norms of complete queries and keys.
     """
 
     def __init__(
@@ -156,12 +157,12 @@ class SplitRMSNorm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate this rank's share of the weight, which begins as the identity.
+        """Allocate this rank's share of the weight, initialized to the identity.
 
         Args:
             size: channels over all ranks.
             epsilon: added to the mean square.
-            zero_centered: keep the weight minus 1.
+            zero_centered: store the weight minus 1.
             axis: ranks that split the channels evenly.
             device: of the weight.
             dtype: of the weight.
@@ -172,11 +173,11 @@ class SplitRMSNorm(nn.Module):
         self.weight = _identity(size // axis.size, zero_centered, device, dtype)
 
     def forward(self, x: Float[Tensor, "*B d"]) -> Float[Tensor, "*B d"]:
-        """Norm the last dimension; all-reduces a number a token, and its gradient."""
+        """Norm the last dimension; all-reduces a number for each token, and its gradient."""
         weight = self.weight + 1 if self.zero_centered else self.weight
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(-1, keepdim=True)
-        # Every rank's output depends on the sum, so its gradient is summed too.
+        # Every rank's output depends on the sum, so that its gradient is summed as well.
         total = reduce_from(copy_to(squares, self.axis), self.axis)
         normed = wide * torch.rsqrt(total / self.size + self.epsilon)
         return (normed * weight).to(x.dtype)
@@ -187,9 +188,9 @@ class SplitRMSNorm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """LayerNorm or RMSNorm of each head by itself, with a gain for each of its channels.
+    """LayerNorm or RMSNorm of each head separately, with its own weight.
 
-    A rank holds the gains of its own heads.
+    A rank holds the weights of its own heads.
 
     Reference:
         Cohere 2024, Command R+ release: norms of queries and keys, without biases.
@@ -204,10 +205,10 @@ class HeadNorm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate this rank's gains, which begin as the identity.
+        """Allocate this rank's weights, initialized to the identity.
 
         Args:
-            config: of the model: which norm, its epsilon, whether gains are kept minus 1.
+            config: of the model: kind of norm, epsilon, whether weights are stored minus 1.
             heads: over all ranks.
             axis: ranks that split the heads evenly.
             device: of the gains.
@@ -220,7 +221,7 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(gains.unflatten(0, (-1, H)).detach())
 
     def forward(self, x: Float[Tensor, "*B n H"]) -> Float[Tensor, "*B n H"]:
-        """Norm the last dimension, float32 or wider inside."""
+        """Norm the last dimension, in float32 or wider."""
         config = self.config
         weight = self.weight + 1 if config.apply_layernorm_1p else self.weight
         norm = F.rms_norm if config.normalization == "RMSNorm" else F.layer_norm
@@ -233,7 +234,7 @@ class HeadNorm(nn.Module):
 
 
 def l2_normed(x: Float[Tensor, "*B H"], epsilon: float) -> Float[Tensor, "*B H"]:
-    """Divide by the root mean square of the last dimension, float32 or wider inside."""
+    """Divide by the root mean square of the last dimension, in float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 

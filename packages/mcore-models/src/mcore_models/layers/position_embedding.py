@@ -1,4 +1,4 @@
-"""Learned positions: a vector for each place in a sequence, added to the token's."""
+"""Learned positions: a vector for each position in a sequence, added to the token's."""
 
 import torch
 from jaxtyping import Float, Int
@@ -11,7 +11,7 @@ from mcore_parallel.tensor_parallel.embedding import check_range
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for every position, whole on every tensor rank."""
+    """A learned vector for every position, replicated over tensor ranks."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class PositionEmbedding(nn.Module):
             num_positions: rows.
             hidden_size: D.
             axis: tensor ranks, which hold the same table.
-            sequence_parallel: whether tokens are cut over ``axis``.
+            sequence_parallel: whether tokens are split over ``axis``.
             device: of the table.
             dtype: of the table.
         """

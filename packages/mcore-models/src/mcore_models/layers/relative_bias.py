@@ -1,8 +1,8 @@
 """T5's positions: a learned bias for each distance and head, added to attention scores.
 
-Near distances have a bias each, far ones share one in ranges that grow with the logarithm.
-The tables of encoder and decoder are on the first pipeline stage, which sends them on; their
-gradients come back the same way.
+Short distances have a bias each, long ones share biases in ranges that grow with the logarithm.
+The tables of encoder and decoder are on the first pipeline stage, which sends biases on;
+gradients return the same way.
 
 Raffel et al. 2019, arXiv:1910.10683, section 2.1.
 """
@@ -52,15 +52,15 @@ def distance_buckets(
     num_buckets: int,
     max_distance: int,
 ) -> Int[Tensor, "q Z"]:
-    """Return the row of the table for every pair of places.
+    """Return the row of the table for every pair of positions.
 
     Args:
-        queries: places of the queries in the whole sequence.
-        keys: places of the keys.
-        both_sides: give later keys buckets of their own, as in an encoder; else they share
+        queries: positions of the queries in the complete sequence.
+        keys: positions of the keys.
+        both_sides: later keys have buckets of their own, as in an encoder; else they share
             that of distance 0.
         num_buckets: rows of the table.
-        max_distance: from which on all distances share a row.
+        max_distance: distance from which on all share a row.
     """
     away = keys[None, :] - queries[:, None]
     base = torch.zeros_like(away)
@@ -79,5 +79,5 @@ def distance_buckets(
 def position_scores(
     table: Float[Tensor, "b n"], buckets: Int[Tensor, "q Z"]
 ) -> Float[Tensor, "1 n q Z"]:
-    """Look up what is added to the scores of this rank's heads."""
+    """Look up the biases on the scores of this rank's heads."""
     return table[buckets].permute(2, 0, 1).unsqueeze(0)  # [q, Z, n] -> [1, n, q, Z]

@@ -1,4 +1,4 @@
-"""A linear that every tensor rank holds whole, for the narrow matrices between split ones."""
+"""A linear replicated over tensor ranks, for narrow matrices between split ones."""
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,8 @@ class ReplicatedLinear(nn.Module):
     """``y = x W^T``, or ``x W^T + b``, the same on all tensor ranks.
 
     Under sequence parallelism each rank multiplies its own tokens, and its gradient of the
-    weight is a part of a sum; otherwise all see all tokens, and the gradient is whole.
+    weight is a part of a sum; otherwise all ranks multiply all tokens, and the gradient is
+    complete.
 
     Attributes:
         weight: ``[F, D]``.
@@ -38,7 +39,7 @@ class ReplicatedLinear(nn.Module):
             out_features: F.
             axis: ranks that hold the weight.
             bias: whether to add one.
-            sequence_parallel: whether each of them sees its own tokens.
+            sequence_parallel: whether the ranks have different tokens.
             device: of the weight.
             dtype: of the weight.
         """
@@ -58,7 +59,7 @@ class ReplicatedLinear(nn.Module):
         return column_parallel(x, self.weight, self.bias, SINGLE, False)
 
     def deferrable_weights(self) -> list[nn.Parameter]:
-        """Return what a ``WeightQueue`` may serve."""
+        """Return the weights whose gradients a ``WeightQueue`` may compute."""
         return [self.weight]
 
     def layouts(self) -> dict[str, ParamLayout]:

@@ -19,10 +19,10 @@ from mcore_parallel.mesh import SINGLE, Axis, ParallelContext
 from mcore_parallel.rng import RngStreams, StreamDropout
 
 Norm = RMSNorm | LayerNorm | nn.Identity
-"""Before a mixer; the identity in families that norm only the outputs of mixers."""
+"""Norm before a mixer; the identity in families that norm only outputs of mixers."""
 Output = TypeVar("Output")
 MixerOutput = Tensor | tuple[Tensor, Tensor]
-"""What is added to the stream, ``[s, B, D]``, or that and a scalar auxiliary loss."""
+"""Addition to the stream, ``[s, B, D]``, or that and a scalar auxiliary loss."""
 
 
 class Residual(NamedTuple):
@@ -30,7 +30,7 @@ class Residual(NamedTuple):
 
     x: Float[Tensor, "s B D"]
     branch: Float[Tensor, "s B D"] | None
-    """Still to be added; None: nothing."""
+    """Still to be added; None: nothing is left to add."""
     aux: Float[Tensor, ""]
     """Auxiliary losses of the layers so far, float32 or wider."""
 
@@ -64,7 +64,7 @@ class Residual(NamedTuple):
 
 
 def stream_cuts(ctx: ParallelContext) -> Axis:
-    """Ranks that cut the stream's tokens: ``tp`` under sequence parallelism, else one."""
+    """Return the ranks that split the stream's tokens: ``tp`` under sequence parallelism."""
     return ctx.tp if ctx.config.sequence_parallel else SINGLE
 
 
@@ -72,7 +72,7 @@ def stream_norm(
     config: TransformerConfig, ctx: ParallelContext, **factory_kwargs: Any
 ) -> RMSNorm | LayerNorm:
     """Build a norm of the stream; ``factory_kwargs`` are its device and dtype."""
-    cuts = stream_cuts(ctx)  # each of these ranks norms its own tokens only
+    cuts = stream_cuts(ctx)  # each of these ranks norms different tokens
     size = config.hidden_size
     return build_norm(config, size, replicas=ctx.tp, partial=cuts, **factory_kwargs)
 
@@ -80,7 +80,7 @@ def stream_norm(
 def stream_dropout(
     config: TransformerConfig, ctx: ParallelContext, streams: RngStreams
 ) -> StreamDropout:
-    """Build dropout of the stream, from the random stream of the tokens that a rank holds."""
+    """Build dropout of the stream, drawn from the random stream of a rank's tokens."""
     stream = "tensor_parallel" if stream_cuts(ctx).size > 1 else "replicated"
     return StreamDropout(config.hidden_dropout, streams, stream)
 
@@ -88,8 +88,8 @@ def stream_dropout(
 class ResidualBlock(nn.Module):
     """A layer that adds the outputs of its mixers to the residual stream.
 
-    Subclasses put ``mix`` and ``add`` together. Selective recomputation is here, and mixers
-    and norms have no part in it.
+    Subclasses combine ``mix`` and ``add``. Selective recomputation is implemented here only;
+    mixers and norms are not involved.
 
     Attributes:
         dropout: of every mixer's output.
@@ -121,12 +121,12 @@ class ResidualBlock(nn.Module):
         Args:
             stream: x, and an output that the norm adds to it.
             norm: of the stream.
-            mixer: communicates as it does alone.
-            recomputed_as: its name among ``--recompute-modules``; empty: it has none.
+            mixer: the mixer, as a function of the normed stream.
+            recomputed_as: its name among ``--recompute-modules``; empty: none.
         """
         has_norm = not isinstance(norm, nn.Identity)
         if "layernorm" in self.recomputed and self.training and has_norm:
-            # Backward needs x itself, from which the norm is computed again.
+            # Backward needs x itself, from which the norm is recomputed.
             stream = stream.settled()
             if recomputed_as in self.recomputed:
                 run = self.recomputing(lambda x: mixer(norm(x)), recomputed_as)

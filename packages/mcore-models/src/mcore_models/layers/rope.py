@@ -1,8 +1,8 @@
-"""Rotary position embedding: queries and keys turned by angles that grow with position.
+"""Rotary position embedding: queries and keys rotated by angles proportional to position.
 
-Channel i of the first half of the rotated channels turns together with channel i of the
-second half (or, interleaved, with its neighbour). Angles are made in float64: at position
-100 000 a float32 angle is wrong by hundredths of a radian.
+Channel i of the first half of the rotated channels forms a pair with channel i of the second
+half (or, interleaved, with its neighbour). Angles are computed in float64: at position 100 000
+a float32 angle is wrong by hundredths of a radian.
 
 Su et al. 2021, arXiv:2104.09864.
 """
@@ -27,14 +27,14 @@ def build_rotary(
     dtype: torch.dtype,
     length: int = 0,
 ) -> RotaryTables | None:
-    """Tabulate what a model's layers rotate by; None if it rotates nothing.
+    """Compute the rotary tables of a model's layers; None if nothing rotates.
 
     Args:
         config: of the model.
         positions: ``[S]``, or ``[B, S]``.
         dtype: of the activations; the tables are float32 or wider.
-        length: tokens of the sequence over all ranks, those that are remembered included: two
-            ways of stretching depend on it.
+        length: tokens of the sequence over all ranks, including those of a state; two kinds
+            of scaling depend on it.
     """
     if config.position_embedding_type != "rope":
         return None
@@ -45,7 +45,7 @@ def build_rotary(
 def build_local_rotary(
     config: TransformerConfig, positions: Int[Tensor, "*B S"], dtype: torch.dtype
 ) -> RotaryTables | None:
-    """Tabulate what layers with a window rotate by; None: as the others."""
+    """Compute the rotary tables of layers with a window; None: as in other layers."""
     if not config.rotary_base_local or config.position_embedding_type != "rope":
         return None
     frequencies = _base_frequencies(config, config.rotary_base_local, positions.device)
@@ -55,9 +55,9 @@ def build_local_rotary(
 def query_temperature(
     config: TransformerConfig, positions: Int[Tensor, "*B S"], dtype: torch.dtype
 ) -> Float[Tensor, "S b 1 1"] | None:
-    """Factor on the queries of layers without rotation, or of all; None: 1.
+    """Return the factor on queries of layers without rotation, or of all; None: 1.
 
-    Scores are sharpened as the context grows, as Llama 4's and Ministral 3's releases do.
+    Scores are sharpened as the context grows, as in the releases of Llama 4 and Ministral 3.
     """
     span = config.attention_temperature_span
     if not span:
@@ -72,7 +72,7 @@ def query_temperature(
 def rotary_frequencies(
     config: TransformerConfig, device: torch.device | str | None = None, length: int = 0
 ) -> Float[Tensor, " h"]:
-    """Angle per position of each pair of channels, float64, stretched by the config."""
+    """Return the angle per position of each pair of channels, float64, scaled by the config."""
     base = config.rotary_base
     if config.rope_type == "dynamic":
         base = _grown_base(config, length)
@@ -89,7 +89,7 @@ def rotary_frequencies(
 
 
 def rotary_magnitude(config: TransformerConfig) -> float:
-    """Factor on cosines and sines, hence on rotated queries and keys.
+    """Return the factor on cosines and sines, hence on rotated queries and keys.
 
     Reference:
         LongRoPE: Ding et al. 2024, arXiv:2402.13753; the root is in Phi-3's release.
@@ -114,7 +114,7 @@ def _base_frequencies(
 
 
 def _grown_base(config: TransformerConfig, length: int) -> float:
-    """Grow the base with sequences longer than the original context ("dynamic NTK").
+    """Return the base, increased for sequences beyond the original context ("dynamic NTK").
 
     Reference:
         The blend is bloc97's and emozilla's of 2023, as in Peng et al. 2023, arXiv:2309.00071,
@@ -134,7 +134,7 @@ def rotary_tables(
     dtype: torch.dtype,
     magnitude: float = 1.0,
 ) -> RotaryTables:
-    """Tabulate cosine and sine for ``rotate``.
+    """Compute cosine and sine for ``rotate``.
 
     Args:
         positions: ``[S]``, or ``[B, S]``.
@@ -174,17 +174,17 @@ def _stretch(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     """
     context = config.rope_scaling_original_max_position_embeddings
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
-    # How many turns a pair makes within the original context: few turns are stretched.
+    # Turns of a pair within the original context: pairs with few turns are stretched.
     turns = context * frequencies / (2 * math.pi)
-    # A step where both bounds are one.
+    # A step if both bounds are equal.
     kept = ((turns - low) / max(high - low, 1e-9)).clamp(0.0, 1.0)
     return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
 
 
 def _yarn(frequencies: Tensor, config: TransformerConfig) -> Tensor:
-    """Divide frequencies by the factor, except of channels that turn often, and blend between.
+    """Divide frequencies by the factor, except of channels with many turns; blend in between.
 
-    Which channels those are is rounded outwards to whole ones, as in most published models.
+    The bounds of the blend are rounded outwards to channels, as in most published models.
 
     Reference:
         Peng et al. 2023, YaRN, arXiv:2309.00071, section 3.2.
@@ -192,7 +192,7 @@ def _yarn(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     pairs, context = frequencies.shape[0], config.original_max_position_embeddings
 
     def channel(turns: float) -> float:
-        """Find the pair that makes so many turns within the original context."""
+        """Return the pair that makes this number of turns within the original context."""
         ratio = context / (2 * math.pi * turns)
         return pairs * math.log(ratio) / math.log(config.rotary_base)
 
@@ -201,6 +201,6 @@ def _yarn(frequencies: Tensor, config: TransformerConfig) -> Tensor:
         ends = math.floor(ends[0]), math.ceil(ends[1])
     low, high = max(ends[0], 0), min(ends[1], 2 * pairs - 1)
     index = torch.arange(pairs, dtype=torch.float64, device=frequencies.device)
-    # A step where both are one channel.
+    # A step if both bounds are equal.
     stretched = ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
     return frequencies * (1 - stretched + stretched / config.rotary_scaling_factor)

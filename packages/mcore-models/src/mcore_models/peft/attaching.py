@@ -1,7 +1,8 @@
-"""Adapters put beside the linears of a model, filled, and merged into it again.
+"""Attaches adapters to the linears of a model, fills them, and merges them.
 
-A linear gets its adapter as a submodule named ``adapter``, which a forward hook calls: its own
-parameters keep their names, so that a checkpoint of the model loads with adapters or without.
+A linear gets its adapter as a submodule named ``adapter``, which a forward hook calls: the
+linear's own parameters keep their names, so that a checkpoint of the model loads with or
+without adapters.
 """
 
 import math
@@ -28,21 +29,21 @@ _LINEARS = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, LatentPro
 def attach_adapters(
     model: nn.Module, config: PeftConfig, *, streams: RngStreams, seed: int = 1234
 ) -> None:
-    """Freeze a model, or one of its stages, and give its linears adapters, in place.
+    """Freeze a model, or one of its stages, and attach adapters to its linears, in place.
 
-    The model computes what it did before: B is zero. A begins as U(-1, 1) / sqrt(width), equal
+    The model's function is unchanged: B is zero. A is drawn from U(-1, 1) / sqrt(width), equal
     under every layout. With ``dora`` the lengths of rows are all-reduced over the ranks that
-    share columns, on weights that are there already; call ``start_magnitudes`` where others
-    are loaded later.
+    share columns, for weights that are filled already; call ``start_magnitudes`` after others
+    are loaded.
 
     Args:
         model: before ``DataParallel``; parameters on the meta device stay there.
-        config: which linears, and their rank.
-        streams: of dropout.
+        config: targets and rank.
+        streams: random streams of dropout.
         seed: of A, equal on all ranks.
 
     Raises:
-        ValueError: if there is nothing to do, or ``dora`` is to adapt routed experts.
+        ValueError: if ``peft`` is none, or ``dora`` targets routed experts.
     """
     if config.peft == "none":
         raise ValueError("--peft none adds no adapters: use lora or dora.")
@@ -59,15 +60,14 @@ def attach_adapters(
 
 
 def start_magnitudes(model: nn.Module, weights: Mapping[str, Shard] | None = None) -> None:
-    """Set DoRA's magnitudes to the lengths of the weights' rows, once these are loaded.
+    """Set DoRA's magnitudes to the lengths of the weights' rows, after these were loaded.
 
     All-reduces the lengths over the ranks that share columns.
 
     Args:
-        model: with adapters; their linears' weights are whole on this rank but for tensor
-            parallelism.
-        weights: this rank's part of the model by logical name, where data ranks share it
-            (``GradientSync.weight_shards``); left out, the model's own parameters.
+        model: with adapters; weights of their linears are split over tensor ranks only.
+        weights: this rank's part of the model by logical name, if data ranks shard it
+            (``GradientSync.weight_shards``); default: the model's own parameters.
     """
     weights = named_shards(model) if weights is None else weights
     named = {id(each.parameter): each for each in named_parameters(model)}
@@ -86,7 +86,8 @@ def start_magnitudes(model: nn.Module, weights: Mapping[str, Shard] | None = Non
 def merge_adapters(model: nn.Module) -> None:
     """Add every adapter to its weight and remove it, in place.
 
-    The model computes what it did, up to rounding, at its old cost; it stays frozen.
+    The model's function is unchanged up to rounding, without the adapters' cost; it stays
+    frozen.
 
     Raises:
         ValueError: if experts have adapters, which ``mcore-ckpt convert`` merges.
@@ -101,13 +102,13 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def adapted_linears(model: nn.Module) -> list[tuple[Any, LinearAdapter]]:
-    """List the linears that have adapters, and these."""
+    """List the linears that have adapters, with their adapters."""
     found = [(module, getattr(module, ADAPTER, None)) for module in model.modules()]
     return [(module, own) for module, own in found if isinstance(own, LinearAdapter)]
 
 
 class _AddAdapter:
-    """Forward hook of a linear: adds what its adapter says."""
+    """Forward hook of a linear that adds its adapter's output."""
 
     def __call__(self, linear: Any, arguments: tuple[Tensor, ...], y: Tensor) -> Tensor:
         bias = getattr(linear, "bias", None)
@@ -131,7 +132,7 @@ def _attach_to_experts(
         chosen = [config.is_target(f"{path}.{e}.{matrix}") for e in range(experts.num_experts)]
         if len(set(chosen)) > 1:
             raise ValueError(
-                f"--lora-target-modules {' '.join(config.lora_target_modules)} means some "
+                f"--lora-target-modules {' '.join(config.lora_target_modules)} matches some "
                 f"experts of {path} and not others: name all of them, or none."
             )
         is_adapted.append(chosen[0])
@@ -150,7 +151,7 @@ def _remove(linear: nn.Module) -> None:
 
 
 def _fill(model: nn.Module, seed: int) -> None:
-    """Draw A as torch draws a linear's weight: uniform, by the width of its input."""
+    """Draw A like torch draws a linear's weight: uniform, by the width of its input."""
     for named in named_parameters(model):
         part = named.layout.parts[0]
         if named.parameter.is_meta or not part.name.endswith(f".{A_NAME}"):

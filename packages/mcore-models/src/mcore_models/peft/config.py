@@ -1,8 +1,8 @@
-"""``PeftConfig``: which linears get an adapter, of which rank. The standard library only.
+"""``PeftConfig``: which linears get an adapter, and its rank. The standard library only.
 
-Linears are known by the logical names of their matrices without ``.weight``:
+Linears are named by the logical names of their matrices without ``.weight``:
 ``blocks.7.attention.qkv.q``, ``blocks.7.mlp.fc1.gate``, ``blocks.7.moe.experts.3.fc2``. A
-pattern means every linear in whose name its words, divided by dots, follow each other:
+pattern matches every linear whose name contains its words in sequence, separated by dots:
 ``q``, ``attention``, ``blocks.7.mlp``, ``experts``, ``blocks.[0-3].*.proj``.
 """
 
@@ -14,13 +14,13 @@ from typing import Literal
 from mcore_base.options import Because, Options, Rule, option
 
 ALL_LINEAR = "all-linear"
-"""Every linear of the layers but routed experts."""
+"""Every linear of the layers except routed experts."""
 
 ADAPTER = "adapter"
-"""Name of the module that a linear or a layer's experts get."""
+"""Name of the submodule that a linear or a layer's experts get."""
 
 BLOCK = 64
-"""Columns of a base in few bits that share a float32 scale."""
+"""Columns of a quantized base that share a float32 scale."""
 
 OTHER_WORDS: Mapping[str, str] = {
     "q_proj": "q",
@@ -39,14 +39,14 @@ OTHER_WORDS: Mapping[str, str] = {
     "linear_fc1": "fc1",
     "linear_fc2": "fc2",
 }
-"""Words of Hugging Face and Megatron, and ours."""
+"""Names of Hugging Face and Megatron, and ours."""
 
 _NO_LINEARS = (".router.weight", ".conv1d.weight", ".token_gate.weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeftConfig(Options):
-    """Adapters that are trained in place of the model, whose weights stay as they are."""
+    """Adapters that are trained instead of the model, whose weights are frozen."""
 
     peft: Literal["none", "lora", "dora"] = option(
         "none",
@@ -57,25 +57,25 @@ class PeftConfig(Options):
             )
         },
     )
-    """Train adapters beside a frozen model: a matrix of low rank (lora), and a magnitude of
-    each output (dora). none: train the model itself."""
+    """Train adapters of a frozen model: a matrix of low rank (lora), and a magnitude of each
+    output (dora). none: train the model itself."""
 
     lora_target_modules: tuple[str, ...] = option(
         (ALL_LINEAR,), part_of={"peft": ("lora", "dora")}
     )
-    """Linears that get one: patterns of words in their names, such as q v, attention.proj,
-    mlp, experts or q_proj; all-linear: every linear of the layers but routed experts."""
+    """Linears with adapters: patterns of words in their names, such as q v, attention.proj,
+    mlp, experts or q_proj; all-linear: every linear of the layers except routed experts."""
 
     lora_dim: int = option(32, minimum=1, part_of={"peft": ("lora", "dora")})
     """Rank of the adapters, 1 or more."""
 
     lora_alpha: float = option(32.0, above=0, part_of={"peft": ("lora", "dora")})
-    """Adapters are multiplied by this over their rank; above 0."""
+    """Adapters are multiplied by this divided by their rank; above 0."""
 
     lora_dropout: float = option(
         0.0, minimum=0, below=1, part_of={"peft": ("lora", "dora")}, shrinks_to=0.0
     )
-    """Probability of dropping an element of what an adapter reads, 0 to below 1."""
+    """Probability of dropping an element of an adapter's input, 0 to below 1."""
 
     peft_base_bits: int = option(
         0,
@@ -90,7 +90,7 @@ class PeftConfig(Options):
         shrinks_to=0,
     )
     """Bits of the frozen weights of linears with adapters, and of routed experts: 8 or 4
-    (QLoRA) keep them rounded, and widen each while it multiplies; 0: as they are."""
+    (QLoRA) stores them quantized and dequantizes each for its GEMMs; 0: not quantized."""
 
     rules = (
         Rule(
@@ -106,7 +106,7 @@ class PeftConfig(Options):
         Rule(
             ("peft_base_bits", "is_fully_sharded"),
             lambda v: v.peft_base_bits and v.is_fully_sharded,
-            "--peft-base-bits {peft_base_bits} leaves no rows to gather by layers: use "
+            "--peft-base-bits {peft_base_bits} excludes gathering rows by layers: use "
             "--use-distributed-optimizer.",
         ),
     )
@@ -122,7 +122,7 @@ class PeftConfig(Options):
 
 
 def is_meant(pattern: str, name: str) -> bool:
-    """Whether a pattern means a linear, by the name of its matrix without ``.weight``."""
+    """Whether a pattern matches a linear, by the name of its matrix without ``.weight``."""
     if pattern == ALL_LINEAR:
         return ".experts." not in name
     words = name.split(".")
@@ -134,7 +134,7 @@ def is_meant(pattern: str, name: str) -> bool:
 
 
 def linears(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """List the linears that may get an adapter.
+    """List the linears that can have an adapter.
 
     Returns:
         Names of their matrices, without ``.weight``.
@@ -152,7 +152,7 @@ def linears(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 def adapter_shapes(
     config: PeftConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """List the tensors of the adapters that a model of these tensors gets."""
+    """List the adapters' tensors of a model with these tensors."""
     found: dict[str, tuple[int, ...]] = {}
     for name in filter(config.is_target, linears(shapes) if config.peft != "none" else ()):
         rows, columns = shapes[f"{name}.weight"]
@@ -171,7 +171,7 @@ def is_adapter(name: str) -> bool:
 
 
 def without_target(config: PeftConfig, names: Iterable[str]) -> list[str]:
-    """List the patterns that mean none of these linears."""
+    """List the patterns that match none of these linears."""
     names = list(names)
     return [
         pattern

@@ -1,7 +1,7 @@
-"""LoRA beside routed experts: each expert has its own A and B, in grouped GEMMs.
+"""LoRA of routed experts: each expert has its own A and B, in grouped GEMMs.
 
-Split as the experts are: over the expert ranks by experts, over the ranks that share an
-expert's matrices by the rows of B for the first and the columns of A for the second.
+Split like the experts: over the expert ranks by experts, over the ranks that share an expert's
+matrices by the rows of B for the first matrix and the columns of A for the second.
 """
 
 from collections.abc import Sequence
@@ -41,9 +41,9 @@ class ExpertsAdapter(nn.Module):
         """Allocate matrices of zeros.
 
         Args:
-            experts: which this does not hold.
+            experts: the experts; no reference is stored.
             is_adapted: whether gate and up-projection (or the one first matrix) and the second
-                matrix have adapters; one at least has.
+                matrix have adapters; at least one has.
             config: rank, factor, dropout.
             streams: of dropout.
         """
@@ -59,9 +59,9 @@ class ExpertsAdapter(nn.Module):
         self.num_experts, D, self.width = weight.shape
 
         def allocate(count: int, *shape: int) -> nn.Parameter | None:
-            placed = {"device": weight.device, "dtype": weight.dtype}
+            factory_kwargs = {"device": weight.device, "dtype": weight.dtype}
             full = (self.num_experts, *shape)
-            return nn.Parameter(torch.zeros(full, **placed)) if count else None
+            return nn.Parameter(torch.zeros(full, **factory_kwargs)) if count else None
 
         n = sum(self.first)
         self.fc1_A = allocate(n, n * self.rank, D)
@@ -75,12 +75,12 @@ class ExpertsAdapter(nn.Module):
         rows: Float[Tensor, "R D"],
         offsets: Int[Tensor, " E"],
     ) -> Float[Tensor, "R F"]:
-        """Add what the adapters of the first matrices say; no communication.
+        """Add the adapters' outputs to those of the first matrices; no communication.
 
         Args:
-            hidden: what the experts gave.
-            rows: what they read, sorted by expert.
-            offsets: where each expert's rows begin, and where the last one's end.
+            hidden: outputs of the first matrices.
+            rows: their inputs, sorted by expert.
+            offsets: first row of each expert, and the end of the last one.
         """
         if self.fc1_A is None or self.fc1_B is None:
             return hidden
@@ -90,14 +90,14 @@ class ExpertsAdapter(nn.Module):
     def add_fc2(
         self, y: Float[Tensor, "R D"], active: Float[Tensor, "R F"], offsets: Int[Tensor, " E"]
     ) -> Float[Tensor, "R D"]:
-        """Add what the adapters of the second matrices say, this rank's part of a sum."""
+        """Add the adapters' outputs to those of the second matrices: a part of a sum."""
         if self.fc2_A is None or self.fc2_B is None:
             return y
         narrow = self.linear(self.dropout(active), self.fc2_A, offsets)
         return y + self.scale * self.linear(narrow, self.fc2_B, offsets)
 
     def _wide_b(self, up: Tensor) -> Float[Tensor, "e F R"]:
-        """Stand gate's and up-projection's B side by side: each reads its own A only."""
+        """Return B of gate and up-projection block-diagonally: each reads its own A only."""
         pieces, n = iter(up.split(self.width, dim=1)), sum(self.first)
         before, rows = 0, []
         for has in self.first:
@@ -118,7 +118,7 @@ class ExpertsAdapter(nn.Module):
         for i in range(self.num_experts):
             expert = self.ep.rank * self.num_experts + i
             for n, name in enumerate(named):
-                # Each rank of expert_tp sees the gradient of its own rows of B only.
+                # Each rank of expert_tp computes the gradient of its own rows of B only.
                 found["fc1_A"].append(
                     self._part(f"{expert}.{name}.{A_NAME}", (self.rank, D), i, n, e_tp)
                 )
@@ -129,7 +129,7 @@ class ExpertsAdapter(nn.Module):
             if self.has_second:
                 at = (0, begin), (i, 0, 0), (1, self.rank, self.width)
                 found["fc2_A"].append(Part(f"{expert}.fc2.{A_NAME}", (self.rank, width), *at))
-                # What B reads is this rank's part of a sum, and so is its gradient.
+                # B's input is this rank's part of a sum, and so is its gradient.
                 found["fc2_B"].append(
                     self._part(f"{expert}.fc2.{B_NAME}", (D, self.rank), i, 0, e_tp)
                 )

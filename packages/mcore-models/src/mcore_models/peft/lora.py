@@ -1,9 +1,9 @@
-"""LoRA and DoRA beside a linear: ``y + s B(A x)`` with A of few rows and B of few columns.
+"""LoRA and DoRA of a linear: ``y + s B(A x)`` with few rows in A and few columns in B.
 
-How A and B are split follows from the linear. Where its rows are split, A is whole and B has
-its rank's rows; where its columns are split, A has its rank's columns and B is whole. What is
-exchanged between the two has the width of the rank: the linear's own communication stays as it
-is. A fused linear (q, k and v) has an adapter for each output, and one GEMM for all their A.
+A and B are split like the linear. If its rows are split, A is replicated and B has its rank's
+rows; if its columns are split, A has its rank's columns and B is replicated. The communication
+between the two has the width of the rank; the linear's own communication is unchanged. A fused
+linear (q, k and v) has an adapter for each output, and one GEMM for all their A.
 
 Hu et al. 2021, LoRA, arXiv:2106.09685; Liu et al. 2024, DoRA, arXiv:2402.09353.
 """
@@ -35,7 +35,7 @@ from mcore_parallel.tensor_parallel.linear import (
 )
 
 A_NAME, B_NAME, MAGNITUDE_NAME = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-"""Logical names of an adapter's tensors, as Hugging Face PEFT has them."""
+"""Logical names of an adapter's tensors, as in Hugging Face PEFT."""
 
 
 class LinearAdapter(nn.Module, ABC):
@@ -61,13 +61,13 @@ class LinearAdapter(nn.Module, ABC):
         """Allocate matrices of zeros, and magnitudes of ones.
 
         Args:
-            weight: of the linear, which this does not hold.
+            weight: of the linear; no reference is stored.
             outputs: of the linear, in order.
-            is_adapted: whether each has an adapter; one at least has.
+            is_adapted: whether each has an adapter; at least one has.
             config: rank, factor, dropout, kind.
             axis: ranks that share the linear.
-            sequence_parallel: whether tokens are cut over them outside the linear.
-            streams: of dropout.
+            sequence_parallel: whether tokens are split over them outside the linear.
+            streams: random streams of dropout.
         """
         super().__init__()
         self.axis, self.scale, self.rank = axis, config.scale, config.lora_dim
@@ -80,8 +80,8 @@ class LinearAdapter(nn.Module, ABC):
         assert sum(self.sizes) == rows
 
         def allocate(*shape: int, fill: float = 0.0) -> nn.Parameter:
-            placed = {"device": weight.device, "dtype": weight.dtype}
-            return nn.Parameter(torch.full(shape, fill, **placed))
+            factory_kwargs = {"device": weight.device, "dtype": weight.dtype}
+            return nn.Parameter(torch.full(shape, fill, **factory_kwargs))
 
         self.lora_A = allocate(sum(is_adapted) * self.rank, columns)
         self.lora_B = allocate(adapted, self.rank)
@@ -90,20 +90,20 @@ class LinearAdapter(nn.Module, ABC):
 
     @property
     def _column_cuts(self) -> int:
-        """Ranks that share the linear's columns."""
+        """Number of ranks that share the linear's columns."""
         return 1
 
     def _local_sizes(self) -> tuple[int, ...]:
-        """Count this rank's rows of each output."""
+        """Return this rank's rows of each output."""
         return tuple(output.size for output in self.outputs)
 
     def _stream(self) -> str:
-        """Name the random stream of what the adapter reads."""
+        """Return the name of the random stream of the adapter's input."""
         return "tensor_parallel" if self.partial.size > 1 else "replicated"
 
     @abstractmethod
     def _pass_on(self, hidden: Float[Tensor, "s *B r"]) -> Float[Tensor, "S *B r"]:
-        """Communicate between A and B as the linear does between its input and output."""
+        """Communicate between A and B like the linear between its input and output."""
 
     @abstractmethod
     def layouts(self) -> dict[str, ParamLayout]:
@@ -116,7 +116,7 @@ class LinearAdapter(nn.Module, ABC):
         weight: Float[Tensor, "F D"],
         bias: Float[Tensor, " F"] | None,
     ) -> Float[Tensor, "S *B F"]:
-        """Add what the adapters say to the linear's output.
+        """Add the adapters' outputs to the linear's output.
 
         Communicates over the linear's axis in the width of the rank.
 
@@ -140,12 +140,12 @@ class LinearAdapter(nn.Module, ABC):
     def merged(self, weight: Float[Tensor, "F D"]) -> Float[Tensor, "F D"]:
         """Return the weight with its adapters, in its own dtype; computed in float32 or wider.
 
-        All-reduces one number a row over the ranks that share the columns (DoRA).
+        All-reduces one number for each row over the ranks that share the columns (DoRA).
         """
         if not weight.untyped_storage().nbytes():
             raise ValueError(
-                "an adapter beside a base in few bits cannot be merged in memory: save it, and "
-                "merge the checkpoint by mcore-ckpt convert."
+                "an adapter of a quantized base cannot be merged in memory: save it, and merge "
+                "the checkpoint by mcore-ckpt convert."
             )
         total = self._total(weight)
         if self.magnitude is not None:
@@ -158,7 +158,7 @@ class LinearAdapter(nn.Module, ABC):
         return self._adapted_rows(self._lengths(weight))
 
     def _gain(self, weight: Tensor) -> Float[Tensor, " F"]:
-        """Return the factor that brings each output's row to its magnitude.
+        """Return the factor that scales each output's row to its magnitude.
 
         Lengths are constants in backward, as in section 4.3 of the paper.
         """
@@ -188,12 +188,12 @@ class LinearAdapter(nn.Module, ABC):
         return [n for n, has in zip(self.sizes, self.is_adapted, strict=True) if has]
 
     def _adapted_rows(self, rows: Tensor) -> Tensor:
-        """Choose, of one entry a row of the linear, those of adapted outputs."""
+        """Select, from one entry for each row of the linear, those of adapted outputs."""
         pieces = zip(rows.split(list(self.sizes)), self.is_adapted, strict=True)
         return torch.cat([piece for piece, has in pieces if has])
 
     def _wide_b(self) -> Float[Tensor, "F R"]:
-        """Stand the adapters' B side by side: each output reads its own A only."""
+        """Return the adapters' B block-diagonally: each output reads its own A only."""
         pieces = iter(self.lora_B.split(self._adapted_sizes()))
         width, before, rows = self.lora_A.shape[0], 0, []
         for size, has in zip(self.sizes, self.is_adapted, strict=True):
@@ -220,7 +220,7 @@ class LinearAdapter(nn.Module, ABC):
 
 
 class ColumnAdapter(LinearAdapter):
-    """Adapters of a linear whose rows are split: A whole on every rank, B by rows."""
+    """Adapters of a linear whose rows are split: A is replicated, B split by rows."""
 
     def _local_sizes(self) -> tuple[int, ...]:
         return tuple(output.local_size(self.axis) for output in self.outputs)
@@ -231,7 +231,7 @@ class ColumnAdapter(LinearAdapter):
         return copy_to(hidden, self.axis)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe A stacked and whole, B and magnitudes by this rank's rows."""
+        """Describe replicated A, stacked; B and magnitudes by this rank's rows."""
         downs, ups, magnitudes = [], [], []
         for number, (output, begin) in enumerate(self._adapted()):
             shape, local = (self.rank, self.in_features), (number * self.rank, 0)
@@ -262,7 +262,7 @@ class ColumnAdapter(LinearAdapter):
 
 
 class RowAdapter(LinearAdapter):
-    """The adapter of a linear whose columns are split: A by columns, B whole."""
+    """The adapter of a linear whose columns are split: A split by columns, B replicated."""
 
     @property
     def _column_cuts(self) -> int:
@@ -277,7 +277,7 @@ class RowAdapter(LinearAdapter):
         return reduce_from(hidden, self.axis)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe A by this rank's columns, B and magnitudes whole."""
+        """Describe A by this rank's columns; B and magnitudes as replicated."""
         columns, rows = self.lora_A.shape[1], self.lora_B.shape[0]
         down = Part(
             A_NAME,
@@ -296,13 +296,13 @@ class RowAdapter(LinearAdapter):
 
 
 class ReplicatedAdapter(LinearAdapter):
-    """The adapter of a linear that every rank holds whole."""
+    """The adapter of a replicated linear."""
 
     def _pass_on(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe everything whole."""
+        """Describe all tensors as replicated."""
         tensors = {
             "lora_A": (A_NAME, self.lora_A),
             "lora_B": (B_NAME, self.lora_B),
@@ -318,13 +318,13 @@ class ReplicatedAdapter(LinearAdapter):
 def build_adapter(
     linear: nn.Module, is_adapted: Sequence[bool], config: PeftConfig, streams: RngStreams
 ) -> LinearAdapter:
-    """Make the adapter of a linear, split as the linear is.
+    """Build the adapter of a linear, split like the linear.
 
     Args:
-        linear: column-parallel, row-parallel, or whole on every rank.
-        is_adapted: whether each of its outputs has one.
+        linear: column-parallel, row-parallel, or replicated.
+        is_adapted: whether each of its outputs has an adapter.
         config: rank, factor, dropout, kind.
-        streams: of dropout.
+        streams: random streams of dropout.
     """
     split: dict[str, Any] = {"streams": streams}
     if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
@@ -343,7 +343,7 @@ def build_adapter(
 
 
 def full_weight(linear: nn.Module) -> Float[Tensor, "F D"]:
-    """Return a linear's weight as its forward applies it: with its adapter, if it has one."""
+    """Return the weight that a linear's forward applies: with its adapter, if it has one."""
     adapter = getattr(linear, ADAPTER, None)
     weight = linear.weight
     assert isinstance(weight, Tensor)

@@ -1,4 +1,4 @@
-"""Memory of a rank that trains adapters: of the base its weights, of the adapters the rest."""
+"""Memory of a rank that trains adapters: weights of the base, training state of adapters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,15 +19,15 @@ def trained_bytes(
     layers: int,
     weight_bytes: int,
 ) -> RankBytes:
-    """Estimate the fullest rank, whose gradients and optimizer are adapters' if there are.
+    """Estimate the rank that needs most, with gradients and optimizer state of adapters only.
 
     Args:
-        estimate: what ``rank_bytes`` says of a model of some tensors.
+        estimate: ``rank_bytes`` for a model with given tensors.
         shapes: of the model's tensors.
-        config: of the adapters and their base.
-        offload: what is in host memory.
-        layers: of a pipeline rank.
-        weight_bytes: of a parameter that is not rounded.
+        config: adapters and their base.
+        offload: state in host memory.
+        layers: layers of a pipeline rank.
+        weight_bytes: bytes of a parameter that is not quantized.
     """
     adapters = adapter_shapes(config, shapes)
     if not adapters:
@@ -49,7 +49,7 @@ def trained_bytes(
         }
         wide = estimate(rounded, OffloadConfig()).weights
         held = (config.peft_base_bits / 8 + 4 / BLOCK) / weight_bytes
-        # A layer's weights at most are wide at a time.
+        # At most one layer's weights are dequantized at a time.
         saved = int(wide * (1 - held)) - wide // layers
     return replace(
         trained,

@@ -1,9 +1,9 @@
-"""A frozen base in 8 or 4 bits: a module's weights are there only while they multiply.
+"""A frozen base in 8 or 4 bits: weights are dequantized only while their module computes.
 
-Frozen matrices with adapters, and those of routed experts, are kept in blocks of 64 columns,
+Frozen matrices with adapters, and those of routed experts, are stored in blocks of 64 columns,
 as 8-bit integers or as one of the 16 levels of NormalFloat, times the largest magnitude of the
-block. Hooks widen them before their module's forward and again before its backward, and give
-the memory back after each.
+block. Hooks dequantize them before their module's forward and again before its backward, and
+free the memory after each.
 
 Dettmers et al. 2023, QLoRA, arXiv:2305.14314, section 3; without its second quantization.
 """
@@ -24,7 +24,7 @@ from mcore_moe.experts.experts import Experts
 
 
 class QuantizedMatrix:
-    """A matrix in few bits.
+    """A quantized matrix.
 
     Attributes:
         codes: ``[F, blocks, 64]``, int8; or two 4-bit levels to a byte, uint8.
@@ -32,7 +32,7 @@ class QuantizedMatrix:
     """
 
     def __init__(self, weight: Float[Tensor, "F D"], bits: int) -> None:
-        """Round a matrix; columns that are missing in the last block count as zeros."""
+        """Round a matrix; columns missing in the last block count as zeros."""
         self.bits, self.columns = bits, weight.shape[1]
         blocks = F.pad(weight.float(), (0, -self.columns % BLOCK)).unflatten(1, (-1, BLOCK))
         self.scales = blocks.abs().amax(2, keepdim=True)
@@ -43,16 +43,16 @@ class QuantizedMatrix:
         levels = _levels(weight.device)
         borders = (levels[1:] + levels[:-1]) / 2
         codes = torch.bucketize(shares, borders).to(torch.uint8)
-        self.codes = codes[..., ::2] | codes[..., 1::2] << 4  # two to a byte, the even one low
+        self.codes = codes[..., ::2] | codes[..., 1::2] << 4  # two to a byte, even one low
 
     def widened(self) -> Float[Tensor, "F D"]:
-        """Return the matrix, float32."""
+        """Return the dequantized matrix, float32."""
         out = self.scales.new_empty(self.scales.shape[0], self.columns)
         self.widen_into(out)
         return out
 
     def widen_into(self, out: Float[Tensor, "F D"]) -> None:
-        """Write the matrix into a contiguous one of any dtype."""
+        """Write the dequantized matrix into a contiguous one of any dtype."""
         if self.bits == 4:
             widen_levels(self.codes, self.scales, _levels(out.device), out)
         else:
@@ -81,15 +81,15 @@ def _matrices(weight: Float[Tensor, "... F D"]) -> list[Tensor]:
 
 
 class QuantizedWeights:
-    """Hooks of a linear, or of a layer's experts, whose weights have memory only while read."""
+    """Hooks of a module whose weights have memory only while it computes."""
 
     def __init__(self, module: Any, weights: Sequence[nn.Parameter], bits: int) -> None:
-        """Round weights and give their memory back; hooks come behind an adapter's."""
+        """Round weights and free their memory; these hooks run after an adapter's."""
         self.weights = weights
-        # One for each expert: what rounding and widening need beside it is of one expert.
+        # One for each expert: temporary memory of rounding is then that of one expert.
         self.matrices = [[QuantizedMatrix(m, bits) for m in _matrices(w)] for w in weights]
         for weight in weights:
-            # Memory of its own: what NumPy has looked at, as a load does, keeps its size.
+            # New memory: storage that NumPy has viewed, as during a load, cannot be resized.
             weight.data = torch.empty_like(weight)
         self._sizes = [weight.untyped_storage().nbytes() for weight in weights]
         module.register_forward_pre_hook(self._before)
@@ -108,7 +108,7 @@ class QuantizedWeights:
             storage = weight.untyped_storage()
             if not storage.nbytes():
                 storage.resize_(size)
-                # Not an update: what autograd saved of the weight stays what it was.
+                # Writing the same values: autograd's saved references stay valid.
                 for own, matrix in zip(_matrices(weight), held, strict=True):
                     matrix.widen_into(own)
 
@@ -124,19 +124,19 @@ class QuantizedWeights:
 
 
 def quantize_base(model: nn.Module, bits: int) -> list[QuantizedWeights]:
-    """Keep frozen weights of linears with adapters, and of routed experts, in few bits.
+    """Quantize frozen weights of linears with adapters, and of routed experts.
 
     In place, no communication. The weights must be loaded. Afterwards only a module's own
     forward and backward read them: they cannot be loaded, saved, merged, or used by latent
-    attention with a state. Blocks are of this rank's columns, so another tensor size may round
-    otherwise.
+    attention with a state. Blocks consist of this rank's columns, so that another tensor size
+    may round differently.
 
     Args:
         model: with adapters, see ``attach_adapters``; experts may have some or none.
         bits: of a weight, 8 or 4.
 
     Returns:
-        What holds them now, one for each linear and each layer of experts.
+        The objects that hold them, one for each linear and each layer of experts.
 
     Raises:
         ValueError: if the bits are others, or the weights are quantized already.

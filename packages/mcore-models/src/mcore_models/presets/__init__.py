@@ -1,7 +1,7 @@
 """Published models by name: one table of flags, ``models.toml``.
 
-Shapes are those of the published configurations. Each entry names its paper or release, and
-its published number of parameters where there is one; a test holds ours equal to it.
+Shapes are those of the published configurations. Each entry names its paper or release, and the
+published number of parameters if there is one; a test compares it with ours.
 """
 
 import difflib
@@ -21,11 +21,11 @@ class Preset:
     flags: dict[str, Any]
     """A flat table, as in a recipe."""
     source: str
-    """Paper or release that the shape is from."""
+    """Paper or release with the shape."""
     parameters: int
     """Published count, without multi-token prediction; 0: only a rounded one is known."""
     family: str = "gpt"
-    """Which architecture, by its name in ``FAMILIES``."""
+    """Name of the architecture in ``FAMILIES``."""
 
     @property
     def model(self) -> ModelDescription:
@@ -41,7 +41,7 @@ def presets() -> dict[str, Preset]:
 
 
 def preset_names() -> list[str]:
-    """List the names that ``load_preset`` takes, in the order of ``presets``."""
+    """List the names for ``load_preset``, in the order of ``presets``."""
     return list(presets())
 
 
@@ -49,18 +49,18 @@ def load_preset(name: str) -> ModelDescription:
     """Read a preset.
 
     Raises:
-        ValueError: if there is none of that name, with the nearest one.
+        ValueError: if there is none of that name; names the nearest one.
     """
     return find_preset(name).model
 
 
 def find_preset(name: str) -> Preset:
-    """Return a preset as it stands in the table."""
+    """Return a preset's entry in the table."""
     known = presets()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
-        raise ValueError(f"no preset is called {name}: {hint}")
+        raise ValueError(f"there is no preset {name}: {hint}")
     return known[name]
 
 
@@ -71,7 +71,7 @@ def _preset(name: str, entry: dict[str, Any]) -> Preset:
 
 
 def _flags(name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Lay an entry over the one that it is like, whose count is not its own."""
+    """Lay an entry over the one that it is based on, without that one's parameter count."""
     own = dict(table[name])
     like = own.pop("like", "")
     base = _flags(like, table) if like else {}

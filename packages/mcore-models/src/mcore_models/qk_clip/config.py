@@ -1,4 +1,4 @@
-"""``QKClipConfig``: above which score queries and keys are scaled. Standard library only."""
+"""``QKClipConfig``: the score above which query and key weights are scaled."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from mcore_base.options import ON, Because, Options, Rule, option
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QKClipConfig(Options):
-    """How queries and keys are scaled after a step whose attention scores grew too large."""
+    """Scaling of queries and keys after a step whose attention scores grew too large."""
 
     qk_clip: bool = option(
         False,
@@ -16,12 +16,12 @@ class QKClipConfig(Options):
             "peft": Because("which freezes what is scaled", "lora", "dora"),
         },
     )
-    """After each step, scale queries and keys of heads whose largest attention score was above
-    --qk-clip-threshold, so that it comes down to it."""
+    """After each step, scale queries and keys of heads whose largest attention score exceeded
+    --qk-clip-threshold, so that the score falls to it."""
     qk_clip_alpha: float = option(0.5, minimum=0, maximum=1, needs={"qk_clip": ON})
-    """Share of the scaling's power that queries take, 0 to 1; keys take the rest."""
+    """Share of the scaling's exponent for queries, 0 to 1; keys get the rest."""
     qk_clip_threshold: float = option(100.0, above=0, needs={"qk_clip": ON})
-    """Largest attention score that stays as it is, above 0."""
+    """Largest attention score without scaling, above 0."""
 
     rules = (
         Rule(
@@ -30,8 +30,8 @@ class QKClipConfig(Options):
                 v.qk_clip
                 and ((v.qk_layernorm and not v.multi_latent_attention) or v.qk_l2_norm)
             ),
-            "--qk-clip scales what --qk-layernorm or --qk-l2-norm norms again, without effect: "
-            "leave it out.",
+            "--qk-clip scales what --qk-layernorm or --qk-l2-norm normalizes again, without "
+            "effect: leave it out.",
         ),
         Rule(
             ("qk_clip", "is_causal"),

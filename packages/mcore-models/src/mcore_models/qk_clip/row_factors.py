@@ -1,13 +1,13 @@
-"""QK-clip: scores of attention stay bounded by scaling the weights of queries and keys.
+"""QK-clip: bounds attention scores by scaling the weights of queries and keys.
 
-While a step's micro-batches run, each attention layer notes the largest score of its heads;
-where one is above the threshold t, its queries are scaled by (t/score)^a and its keys by
-(t/score)^(1-a), so that all its scores become t/score of what they were. In latent attention
-the rotated key is shared by all heads: there the rotated part of the queries takes the whole
-factor. Kimi team 2025, Kimi K2, arXiv:2507.20534, section 2.1 (MuonClip).
+During a step's micro-batches each attention layer records the largest score of its heads. If
+one exceeds the threshold t, its queries are scaled by (t/score)^a and its keys by
+(t/score)^(1-a), so that all its scores are multiplied by t/score. In latent attention all heads
+share the rotated key: there the rotated part of the queries gets the complete factor. Kimi team
+2025, Kimi K2, arXiv:2507.20534, section 2.1 (MuonClip).
 
-The paper has no key/value heads that several query heads share: these take the largest score
-of the group, and all its queries the same factor, so that none grows.
+The paper has no key/value heads shared by several query heads: these use the largest score of
+the group, and all its queries the same factor, so that no score grows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ from mcore_parallel.mesh import Axis
 
 
 def track_scores(model: nn.Module) -> None:
-    """Let every attention layer of a model note its largest scores in training."""
+    """Make every attention layer of a model record its largest scores in training."""
     for layer in attention_layers([model]).values():
         layer.tracker = ScoreTracker(layer.config.num_attention_heads // layer.tp.size)
 
@@ -34,19 +34,19 @@ def track_scores(model: nn.Module) -> None:
 def row_factors(
     models: Iterable[nn.Module], data: Axis, config: QKClipConfig
 ) -> Mapping[str, Float[Tensor, " F"]]:
-    """Return the factors of this rank's rows of queries and keys, and begin the next step.
+    """Return the factors of this rank's rows of queries and keys; reset the scores.
 
     All-reduces the largest scores over ``data``, and over tensor ranks that hold one key/value
     head.
 
     Args:
         models: stages of this rank, prepared by ``track_scores``.
-        data: ranks that see other tokens: data and context ranks.
-        config: threshold, and what of a factor queries take.
+        data: ranks with different tokens: data and context ranks.
+        config: threshold, and the share of a factor for queries.
 
     Returns:
-        By the name of a weight (or bias) one factor for each of this rank's rows, 1 where
-        nothing is scaled.
+        By the name of a weight (or bias) one factor for each of this rank's rows, 1 without
+        scaling.
     """
     layers = attention_layers(models)
     if not layers:
@@ -74,7 +74,7 @@ def attention_layers(models: Iterable[nn.Module]) -> dict[str, Attention | Laten
 
 
 def _factor(scores: Tensor, threshold: float) -> Tensor:
-    """Return threshold / score where a score is above it, else 1."""
+    """Return threshold / score for scores above it, else 1."""
     return threshold / scores.clamp(min=threshold)
 
 

@@ -1,6 +1,6 @@
-"""The largest attention score of each head over a step, which fused attention never shows.
+"""The largest attention score of each head over a step, which fused attention does not return.
 
-Scores are made again, by pieces of queries, without gradient: about the cost of attention's
+Scores are recomputed in pieces of queries, without gradient, for about the cost of attention's
 first GEMM.
 """
 
@@ -13,24 +13,24 @@ from mcore_parallel.context_parallel.zigzag import zigzag_join, zigzag_positions
 from mcore_parallel.mesh import SINGLE, Axis
 
 PIECE_ELEMENTS = 1 << 24
-"""Scores that are in memory at one time."""
+"""Scores in memory at one time."""
 
 
 class ScoreTracker:
-    """The largest scores of an attention layer's heads on this rank, until they are taken."""
+    """The largest scores of an attention layer's heads on this rank since the last ``take``."""
 
     def __init__(self, num_heads: int) -> None:
         self.num_heads = num_heads
         self.largest: Tensor | None = None
 
     def note(self, scores: Float[Tensor, " N"]) -> None:
-        """Keep what is larger than before."""
+        """Raise stored scores to larger new ones."""
         if self.largest is None:
             self.largest = torch.zeros_like(scores)
         torch.maximum(self.largest, scores, out=self.largest)
 
     def take(self) -> Float[Tensor, " N"]:
-        """Return the largest scores, 0 or more, and begin anew."""
+        """Return the largest scores, 0 or more, and reset them."""
         if self.largest is None:
             raise RuntimeError("no micro-batch has run in training since track_scores()")
         found = self.largest.clone()
@@ -50,7 +50,7 @@ def largest_scores(
     documents: Documents | None = None,
     piece_elements: int = PIECE_ELEMENTS,
 ) -> Float[Tensor, " N"]:
-    """Return each head's largest score among the keys that queries see, float32 or wider.
+    """Return each head's largest score over the keys of its queries, float32 or wider.
 
     All-gathers the keys over ``cp``.
 

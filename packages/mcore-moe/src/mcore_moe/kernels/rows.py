@@ -68,7 +68,7 @@ def _place_block(
         row -= tl.load(ends + chosen * num_blocks - 1, mask=before, other=0)
         row += chosen * capacity
     tl.store(choices + row, at, mask=kept)
-    # Dropped choices get the number of rows as slot, which every reader takes for none.
+    # Dropped choices get the number of rows as slot, which readers treat as "no row".
     tl.store(slots + at, tl.where(kept, row, num_rows), mask=inside)
     if block == 0:
         bins = tl.arange(0, BINS)
@@ -140,7 +140,7 @@ def _filled(
 def _plan_samples(device: torch.device) -> Iterator[Sample]:
     ids = torch.tensor([[2, 0], [0, 3], [2, 3]], device=device)
     yield Sample(ids, 4, has_all=True)
-    yield Sample(ids, 3, 2)  # the expert of number 3 is none
+    yield Sample(ids, 3, 2)  # expert number 3 does not exist
 
 
 @optional_kernel(

@@ -1,1 +1,1 @@
-"""Which experts a token goes to, how they are kept equally busy, and what is counted of it."""
+"""Choosing the experts of each token, balancing their load, and counting choices."""

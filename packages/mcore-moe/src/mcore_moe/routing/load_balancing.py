@@ -1,4 +1,4 @@
-"""Keeping experts equally busy: losses and update rules as pure functions.
+"""Balancing the load of experts: losses and update rules as pure functions.
 
 The load-balancing losses share one form, E * sum_e f_e P_e: the share of choices that
 expert e got, times its mean score; 1.0 at perfect balance. They differ in the tokens over

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_parallel.collectives import all_gather, all_reduce
 from mcore_parallel.data_parallel.gradient_sync import OwnedRange, OwnedUnit
-from mcore_parallel.digests import digest
+from mcore_parallel.digests import unlike_tensors
 from mcore_parallel.mesh import Axis, ParallelContext
 from mcore_parallel.sharding import NamedParameter, Part
 
@@ -107,12 +107,8 @@ def _unequal_weights(
                 known = shared.setdefault(copy.axis.name, (copy.axis, []))[1]
                 known.append((copy.name, copy.weights))
     for _, (axis, views) in sorted(shared.items(), key=lambda entry: entry[0]):
-        digests = torch.stack([digest(view) for _, view in views])
-        columns = all_gather(digests[None], axis).t().tolist()
-        for (name, _), column in zip(views, columns, strict=True):
-            if len(counts := Counter(column)) == 1:
-                continue
-            usual, count = counts.most_common(1)[0]
+        for name, column in unlike_tensors(views, axis):
+            usual, count = Counter(column).most_common(1)[0]
             odd = [rank for rank, x in zip(axis.ranks, column, strict=True) if x != usual]
             who = f" (unlike the others: {odd})" if 2 * count > axis.size else ""
             yield f"{name}: ranks {list(axis.ranks)} of axis {axis.name}, which share it,", who

@@ -19,7 +19,7 @@ from mcore_ckpt.save_load.async_saving import AsyncSaver
 from mcore_ckpt.save_load.hf_saving import hf_view
 from mcore_ckpt.save_load.local_saving import LocalSaver
 from mcore_ckpt.save_load.plan_cache import PlanCache
-from mcore_ckpt.save_load.rank_agreement import agreed
+from mcore_ckpt.save_load.rank_agreement import raise_on_all_ranks
 from mcore_ckpt.save_load.saving import save
 from mcore_ckpt.storage.folder_lock import FolderLock
 from mcore_ckpt.storage.paths import latest_step, remove_steps
@@ -94,7 +94,7 @@ class Checkpoints:
                 f"--non-persistent-local-ckpt-dir holds step {newest}, and this run begins at "
                 f"{step}: continue from it (--load), or empty the folder."
             )
-        with agreed(self._run.ctx.world):
+        with raise_on_all_ranks(self._run.ctx.world):
             if self._lock is not None and self._run.ctx.global_rank == 0:
                 self._lock.acquire()
                 if self._run.tokenizer is not None:
@@ -242,7 +242,7 @@ def clear_run_folder(save: str, ctx: ParallelContext) -> None:
     Raises:
         RuntimeError: on all ranks, if another job writes there, or a step is not ours.
     """
-    with agreed(ctx.world):
+    with raise_on_all_ranks(ctx.world):
         if ctx.global_rank != 0 or latest_step(save) is None:
             return
         with FolderLock(save):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from mcore_ckpt.save_load.rank_agreement import agreed
+from mcore_ckpt.save_load.rank_agreement import raise_on_all_ranks
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.mesh import ParallelContext
@@ -43,7 +43,7 @@ def build_optimizer(
     rule = rules[config.optimizer.optimizer](config)
     groups = ParameterGroups(config, rule)
     # Each rank looks at its own memory and drive; what matrices exchange comes before that.
-    with agreed(ctx.world):
+    with raise_on_all_ranks(ctx.world):
         return DistributedOptimizer(
             data_parallel,
             rule,

@@ -15,8 +15,8 @@ from typing import Any
 
 from mcore_ckpt.families.common.fields import (
     DEFAULTS,
+    FULL_TOKENS,
     VARIANTS,
-    WHOLE_TOKENS,
     Fields,
     expert_setting,
     no_experts,
@@ -51,7 +51,7 @@ Theirs = dict[str, Any]
 """Fields of a config.json."""
 
 _LONG = 131072
-_UNSAID = (
+_USUALLY_ABSENT = (
     *("position_embedding_type", "hidden_dropout", "multi_latent_attention"),
     *("rotary_interleaved", "rotary_percent", "window_size", "window_attn_skip_freq"),
     *("normalization", "apply_layernorm_1p", "swiglu", "qk_layernorm"),
@@ -67,7 +67,7 @@ def _nothing(*_: Any) -> dict[str, Any]:
 class FieldRule:
     """A group of our fields, and how a config.json expresses them; one row, both directions."""
 
-    says: tuple[str, ...] = ()
+    covers: tuple[str, ...] = ()
     """Our fields that this rule covers."""
     read: Callable[[Fields, dict[str, Any]], dict[str, Any]] = _nothing
     """From their fields and our fields read so far, our fields."""
@@ -95,7 +95,7 @@ def pair(ours: str, theirs: str, default: Any = None, kind: type | None = None) 
     def write(description: Description, _: Theirs) -> Theirs:
         return {theirs: setting(description, ours)}
 
-    return FieldRule(says=(ours,), read=read, write=write)
+    return FieldRule(covers=(ours,), read=read, write=write)
 
 
 ATTENTION_BIAS = pair("add_attention_bias", "attention_bias", False)
@@ -121,7 +121,7 @@ def _own_groups(description: Description, theirs: Theirs) -> Theirs:
     return _own_heads(description, theirs)
 
 
-OWN_GROUPS = FieldRule(says=("add_qkv_bias",), write=_own_groups)
+OWN_GROUPS = FieldRule(covers=("add_qkv_bias",), write=_own_groups)
 """Every head has its own keys and values; biases in all linears or in none."""
 
 
@@ -147,7 +147,7 @@ def both_dropouts(first: str, second: str, default: float) -> FieldRule:
     def write(description: Description, _: Theirs) -> Theirs:
         return dict.fromkeys((first, second), setting(description, "hidden_dropout"))
 
-    return FieldRule(says=("hidden_dropout",), read=read, write=write)
+    return FieldRule(covers=("hidden_dropout",), read=read, write=write)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +160,7 @@ class Decoder:
     """Class in config.json's ``architectures``."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Our fields with the same value in all models of the family."""
-    words: Mapping[str, str] = field(default_factory=dict)
+    field_names: Mapping[str, str] = field(default_factory=dict)
     """The family's names of fields that most families name alike."""
     rotates: bool = True
     """Whether queries and keys rotate; if not, ``fixed`` sets ``position_embedding_type``."""
@@ -191,7 +191,7 @@ class Decoder:
     partial: float = 0.0
     """Share of each head that rotates if config.json states none; 0: whole heads, and any other
     value in config.json is refused."""
-    stated: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    normalize: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     """Rewrites other spellings of a config.json into the usual one."""
     weights: Callable[[Description], Table] | None = None
     """Lists the rules of the weights; None: ``decoder_table``."""
@@ -205,11 +205,11 @@ class Decoder:
     def to_ours(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a config.json to a description."""
         keep = tuple(name for part in self._all_parts() for name in part.keep)
-        usual = {theirs: name for name, theirs in self.words.items()}
-        stated = {usual.get(name, name): value for name, value in config.items()}
+        usual = {theirs: name for name, theirs in self.field_names.items()}
+        renamed = {usual.get(name, name): value for name, value in config.items()}
         if self.rotates:
-            stated = one_rope_table(stated, self.stretched_layers)
-        fields = Fields(self.stated(stated), keep=keep, absent=self.absent)
+            renamed = one_rope_table(renamed, self.stretched_layers)
+        fields = Fields(self.normalize(renamed), keep=keep, absent=self.absent)
         for name, value in {**self.only, **self.refused}.items():
             fields.must_be(name, value)
         for name in (*self.unread, *self.dropped):
@@ -263,19 +263,21 @@ class Decoder:
             checked_layers(description, *self.layers)
         if self.experts is None:
             no_experts(description)
-        said = {name for part in self._all_parts() for name in part.says}
-        said |= set(STRETCHED) if self.rotates else set()
-        said |= {"rotary_percent"} if self.partial else set()
-        said |= {"hybrid_override_pattern"} if self.layers else set()
-        plain = {name: DEFAULTS[name] for name in _UNSAID if name not in said}
+        covered = {name for part in self._all_parts() for name in part.covers}
+        covered |= set(STRETCHED) if self.rotates else set()
+        covered |= {"rotary_percent"} if self.partial else set()
+        covered |= {"hybrid_override_pattern"} if self.layers else set()
+        plain = {name: DEFAULTS[name] for name in _USUALLY_ABSENT if name not in covered}
         require(description, **{**self.fixed, **plain, **self.fixed})
         theirs = self._write_common(description)
         for part in self.parts:
             theirs |= part.write(description, theirs)
         if self.experts is not None:
-            require_routing(description, WHOLE_TOKENS)
+            require_routing(description, FULL_TOKENS)
             theirs |= self.experts.write(description, theirs)
-        return {self.words.get(name, name): v for name, v in {**theirs, **self.only}.items()}
+        return {
+            self.field_names.get(name, name): v for name, v in {**theirs, **self.only}.items()
+        }
 
     def _write_common(self, description: Description) -> Theirs:
         config = settings(description)

@@ -52,7 +52,7 @@ VARIANTS = {
 A new field of the config belongs here until ``USUAL`` names it.
 """
 
-GENERATION_WORDS = (
+GENERATION_FIELDS = (
     *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping"),
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p"),
     *("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "num_beams", "num_beam_groups"),
@@ -77,11 +77,11 @@ CARRIED = (
     "task_specific_params",
     # State-space models: initialization, and a float32 stream under bfloat16 weights.
     *("rescale_prenorm_residual", "time_step_rank", "residual_in_fp32"),
-    *GENERATION_WORDS,
+    *GENERATION_FIELDS,
 )
 """Fields that affect neither weights nor logits and are copied unchanged."""
 
-_SILENT = {
+_IGNORED = {
     *CARRIED,
     *("_name_or_path", "architectures", "auto_map", "chunk_size_feed_forward", "dtype"),
     *("id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions"),
@@ -94,7 +94,7 @@ _SILENT = {
 }
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
-_WHOLE = {
+_INTEGERS = {
     *("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim", "vocab_size"),
     *("max_position_embeddings", "n_embd", "n_layer", "n_inner", "n_positions"),
     *("d_model", "d_kv", "d_ff", "num_layers"),
@@ -161,9 +161,9 @@ class Fields:
                 "compressed-tensors, and modelopt's folders with any algorithm that quantize "
                 "writes. Dequantize others with their own tool."
             )
-        silent = _SILENT - set(keep)
-        stated = {**(absent or {}), **config}
-        self._left = {name: v for name, v in stated.items() if name not in silent}
+        silent = _IGNORED - set(keep)
+        complete = {**(absent or {}), **config}
+        self._left = {name: v for name, v in complete.items() if name not in silent}
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return a field and count it as read; null counts as absent."""
@@ -207,7 +207,7 @@ class Fields:
 
 def _unlike(name: str, value: Any) -> str:
     """Return the kind of value that a field requires; empty if its value is of that kind."""
-    if name in _HEADS or name in _WHOLE:
+    if name in _HEADS or name in _INTEGERS:
         least = 1 if name in _HEADS else 0
         is_right = type(value) is int and value >= least
         return "" if is_right else f"a whole number from {least}"
@@ -245,14 +245,14 @@ def require_value(name: str, value: Any, wanted: Any) -> None:
         raise ValueError(f"it cannot express {flag} {value}: only {wanted}")
 
 
-def refuse_variants(description: Mapping[str, Any], *said: str) -> None:
+def refuse_variants(description: Mapping[str, Any], *covered: str) -> None:
     """Raise ValueError for fields of ``VARIANTS`` that a family does not have.
 
     Args:
         description: of the model.
-        said: fields that the family has, or checks itself.
+        covered: fields that the family has, or checks itself.
     """
-    require(description, **{n: v for n, v in VARIANTS.items() if n not in said})
+    require(description, **{n: v for n, v in VARIANTS.items() if n not in covered})
 
 
 REQUIRED = object()
@@ -319,7 +319,7 @@ PLAIN_ROUTING = {
 }
 """Routing of most families with experts: softmax over all experts."""
 
-WHOLE_TOKENS = {
+FULL_TOKENS = {
     name: _DEFAULTS[name] for name in ("moe_latent_size", "moe_expert_capacity_factor")
 }
 """Common to all families: experts read tokens at full width and drop none."""

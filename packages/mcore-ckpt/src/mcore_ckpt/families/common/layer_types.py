@@ -21,7 +21,7 @@ def _write_window(description: Description, _: Theirs) -> Theirs:
     return {"sliding_window": setting(description, "window_size")[0] + 1 or None}
 
 
-WINDOW = FieldRule(says=("window_size",), read=_read_window, write=_write_window)
+WINDOW = FieldRule(covers=("window_size",), read=_read_window, write=_write_window)
 """A sliding window in all layers; null: no window."""
 
 
@@ -33,7 +33,7 @@ def windows(every: int, *, unused: bool = False) -> FieldRule:
         unused: whether the size is kept if no layer has a window.
     """
     return FieldRule(
-        says=("window_size", "window_attn_skip_freq"),
+        covers=("window_size", "window_attn_skip_freq"),
         read=partial(_read_windows, every=every, unused=unused),
         write=_write_windows,
         keep=("layer_types",),
@@ -90,9 +90,9 @@ def _read_upper_windows(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
         fields.maybe("layer_types")
         return {}
     default = [LOCAL if layer >= first else FULL for layer in range(ours["num_layers"])]
-    stated = {"layer_types": fields.maybe("layer_types") or default}
-    stated["sliding_window"] = fields.maybe("sliding_window", 4096)
-    return _read_windows(Fields(stated, ("layer_types",)), ours, every=0)
+    values = {"layer_types": fields.maybe("layer_types") or default}
+    values["sliding_window"] = fields.maybe("sliding_window", 4096)
+    return _read_windows(Fields(values, ("layer_types",)), ours, every=0)
 
 
 def _write_upper_windows(description: Description, theirs: Theirs) -> Theirs:
@@ -105,7 +105,7 @@ def _write_upper_windows(description: Description, theirs: Theirs) -> Theirs:
 
 
 UPPER_WINDOWS = FieldRule(
-    says=("window_size", "window_attn_skip_freq"),
+    covers=("window_size", "window_attn_skip_freq"),
     read=_read_upper_windows,
     write=_write_upper_windows,
     keep=("layer_types", "max_window_layers"),
@@ -146,7 +146,9 @@ def _write_rotation(description: Description, _: Theirs) -> Theirs:
     return {"no_rope_layers": [int(not skip) for skip in skipped]}
 
 
-ROTATED_LAYERS = FieldRule(says=("rope_skip_freq",), read=_read_rotation, write=_write_rotation)
+ROTATED_LAYERS = FieldRule(
+    covers=("rope_skip_freq",), read=_read_rotation, write=_write_rotation
+)
 """Rotary positions in some layers only."""
 
 
@@ -169,7 +171,7 @@ def _write_rotation_by_window(description: Description, _: Theirs) -> Theirs:
 
 
 ROTATED_WINDOWS = FieldRule(
-    says=("rope_skip_freq",), read=_read_rotation_by_window, write=_write_rotation_by_window
+    covers=("rope_skip_freq",), read=_read_rotation_by_window, write=_write_rotation_by_window
 )
 """Rotation in layers with a window only; in all layers of a model without windows."""
 

@@ -76,24 +76,26 @@ def read_rope(
         ValueError: if a table that transformers ignores has another base or share, or the
             scaling is unknown.
     """
-    stated = dict(fields.take("rope_parameters", {}))
-    stated.setdefault("rope_theta", fields.take("rope_theta", theta))
-    stated.setdefault("partial_rotary_factor", fields.take("partial_rotary_factor", partial))
+    parameters = dict(fields.take("rope_parameters", {}))
+    parameters.setdefault("rope_theta", fields.take("rope_theta", theta))
+    parameters.setdefault(
+        "partial_rotary_factor", fields.take("partial_rotary_factor", partial)
+    )
     ignored = fields.take(_REPLACED, {})
     for name in ("rope_theta", "partial_rotary_factor"):
-        if name in ignored and ignored[name] != stated[name]:
+        if name in ignored and ignored[name] != parameters[name]:
             raise ValueError(
                 f"config.json has {name}={ignored[name]!r} in rope_parameters, which "
                 "transformers ignores when rope_scaling is set: it would compute with "
-                f"{stated[name]!r}. Move the fields of rope_scaling into rope_parameters, or "
-                f"write the {name} that is meant into rope_scaling."
+                f"{parameters[name]!r}. Move the fields of rope_scaling into rope_parameters, "
+                f"or write the {name} that is meant into rope_scaling."
             )
-    return read_one_rope(stated, limit)
+    return read_one_rope(parameters, limit)
 
 
-def read_one_rope(stated: Mapping[str, Any], limit: int) -> dict[str, Any]:
+def read_one_rope(parameters: Mapping[str, Any], limit: int) -> dict[str, Any]:
     """Read one table of rotary parameters; every field must be known."""
-    rope = Fields(stated)
+    rope = Fields(parameters)
     ours: dict[str, Any] = {
         "rotary_base": float(rope.take("rope_theta")),
         "rotary_percent": rope.take("partial_rotary_factor", 1.0),

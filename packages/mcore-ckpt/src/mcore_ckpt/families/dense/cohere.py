@@ -42,7 +42,9 @@ FAMILY = Decoder(
     absent={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5},
     parts=(
         *PARTS,
-        FieldRule(says=("qk_layernorm", "qk_norm_width"), read=_read_norms, write=_write_norms),
+        FieldRule(
+            covers=("qk_layernorm", "qk_norm_width"), read=_read_norms, write=_write_norms
+        ),
     ),
     epsilon="layer_norm_eps",
     theta=5e5,

@@ -35,7 +35,7 @@ def _write_width(description: Description, theirs: Theirs) -> Theirs:
     return {}
 
 
-EMBEDDING = FieldRule(says=("embedding_multiplier",), read=_read_width, write=_write_width)
+EMBEDDING = FieldRule(covers=("embedding_multiplier",), read=_read_width, write=_write_width)
 """The factor on embeddings, which is implied by the hidden size."""
 
 
@@ -55,7 +55,7 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
     }
 
 
-SCALES = FieldRule(says=("softmax_scale", *_CAPS), read=_read, write=_write)
+SCALES = FieldRule(covers=("softmax_scale", *_CAPS), read=_read, write=_write)
 """The factor on scores, and caps on scores and logits."""
 
 FAMILY = Decoder(

@@ -12,12 +12,12 @@ from mcore_ckpt.families.dense import gemma2
 _BASE = "rope_local_base_freq"
 
 
-def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     # transformers does not cap this family's scores, whatever the value of the field.
-    stated = {**config, "attn_logit_softcapping": None}
+    usual = {**config, "attn_logit_softcapping": None}
     nested = config.get("rope_parameters") or {}
     if not {FULL, LOCAL} & nested.keys():
-        return stated
+        return usual
     other = dict(nested.get(LOCAL) or {})  # absent or null: the default base, no scaling
     local = other.pop("rope_theta", None) or config.get(_BASE)
     if other.pop("rope_type", "default") != "default" or other:
@@ -25,7 +25,7 @@ def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has rope_parameters[{LOCAL!r}]={nested.get(LOCAL)!r}, which mcore "
             "cannot represent here: only a base (--rotary-base-local)."
         )
-    return stated | {"rope_parameters": nested.get(FULL) or {}, _BASE: local}
+    return usual | {"rope_parameters": nested.get(FULL) or {}, _BASE: local}
 
 
 def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
@@ -63,9 +63,9 @@ FAMILY = replace(
         gemma2.EMBEDDING,
         gemma2.SCALES,
         windows(6),
-        FieldRule(says=("rotary_base_local",), read=_read, write=_write),
+        FieldRule(covers=("rotary_base_local",), read=_read, write=_write),
     ),
     stretched_layers=FULL,
     theta=1e6,
-    stated=_stated,
+    normalize=_normalize,
 )

@@ -21,7 +21,7 @@ _NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
 _LINEARS = {"attention.proj": "attn.c_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
 
 
-def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     width = config.get("intermediate_size") or 4 * config.get("hidden_size", 0)
     return {**config, "intermediate_size": width}
 
@@ -70,7 +70,7 @@ FAMILY = Decoder(
         "openai_gelu": True,
         "add_bias_linear": True,
     },
-    words={
+    field_names={
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",
         "num_attention_heads": "n_head",
@@ -97,7 +97,7 @@ FAMILY = Decoder(
     ),
     activation=("", ""),
     epsilon="layer_norm_epsilon",
-    stated=_stated,
+    normalize=_normalize,
     weights=_table,
     renames=below_transformer,
 )

@@ -23,15 +23,15 @@ _LINEARS = {
 }
 
 
-def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rewrite old spellings of rotary base and share."""
-    stated = {k: v for k, v in config.items() if k not in ("rotary_emb_base", "rotary_pct")}
+    usual = {k: v for k, v in config.items() if k not in ("rotary_emb_base", "rotary_pct")}
     rope = config.get("rope_parameters") or {}
     if "partial_rotary_factor" not in rope:
-        stated["partial_rotary_factor"] = config.get("rotary_pct") or 0.25
+        usual["partial_rotary_factor"] = config.get("rotary_pct") or 0.25
     if "rope_theta" not in rope:
-        stated["rope_theta"] = config.get("rotary_emb_base") or 10000.0
-    return stated
+        usual["rope_theta"] = config.get("rotary_emb_base") or 10000.0
+    return usual
 
 
 def _read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
@@ -100,13 +100,13 @@ FAMILY = Decoder(
     only={"attention_bias": True},
     unread=("classifier_dropout",),
     parts=(
-        FieldRule(says=("openai_gelu", "parallel_residual"), read=_read, write=_write),
+        FieldRule(covers=("openai_gelu", "parallel_residual"), read=_read, write=_write),
         OWN_GROUPS,
         pair("hidden_dropout", "hidden_dropout", 0.0),
     ),
     activation=("", ""),
     epsilon="layer_norm_eps",
     partial=0.25,
-    stated=_stated,
+    normalize=_normalize,
     weights=_table,
 )

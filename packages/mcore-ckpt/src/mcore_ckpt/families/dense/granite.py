@@ -40,7 +40,7 @@ def write_factors(description: Description, theirs: Theirs) -> Theirs:
 
 
 PLAIN_FACTORS = FieldRule(
-    says=(*FACTORS, "logits_multiplier"), read=read_factors, write=write_factors
+    covers=(*FACTORS, "logits_multiplier"), read=read_factors, write=write_factors
 )
 """Factors of families with experts."""
 
@@ -59,11 +59,11 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
 
 
 _MUP = ("use_mup", *(name for name in DEFAULTS if name.startswith("mup_")))
-_SAYS = (*FACTORS, *_MUP, "logits_multiplier")
+_COVERS = (*FACTORS, *_MUP, "logits_multiplier")
 
 FAMILY = Decoder(
     model_type="granite",
     architecture="GraniteForCausalLM",
     only={"mlp_bias": False},
-    parts=(FieldRule(says=_SAYS, read=read_factors, write=_write), ATTENTION_BIAS),
+    parts=(FieldRule(covers=_COVERS, read=read_factors, write=_write), ATTENTION_BIAS),
 )

@@ -35,5 +35,5 @@ _BIASES = ("add_bias_linear", "add_attention_bias", "add_qkv_bias")
 FAMILY = Decoder(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    parts=(FieldRule(says=_BIASES, read=_read, write=_write),),
+    parts=(FieldRule(covers=_BIASES, read=_read, write=_write),),
 )

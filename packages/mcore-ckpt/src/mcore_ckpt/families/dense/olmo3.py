@@ -13,7 +13,7 @@ _LOCAL_THETA = "base of layers with a window"
 _THETA = 5e5
 
 
-def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     nested, base = config.get("rope_parameters") or {}, config.get("rope_theta")
     local = nested.get(LOCAL) or {}
     if local.get("rope_type", "default") != "default":
@@ -57,9 +57,9 @@ FAMILY = replace(
     parts=(
         *olmo2.FAMILY.parts,
         windows(4),
-        FieldRule(says=("rotary_base_local",), read=_read, write=_write),
+        FieldRule(covers=("rotary_base_local",), read=_read, write=_write),
     ),
     stretched_layers=FULL,
     theta=_THETA,
-    stated=_stated,
+    normalize=_normalize,
 )

@@ -22,7 +22,7 @@ from mcore_models.logical_tensors import head_dim, num_kv_heads
 _CONTEXT = "original_max_position_embeddings"
 
 
-def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     rope, context = config.get("rope_parameters") or {}, config.get(_CONTEXT)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default" or not context:
@@ -71,7 +71,7 @@ FAMILY = Decoder(
     unread=(_CONTEXT,),
     parts=(OWN_HEADS, FieldRule(write=_write_context), WINDOW),
     partial=1.0,
-    stated=_stated,
+    normalize=_normalize,
     weights=_table,
     carries=(_CONTEXT,),  # has an effect with LongRoPE only, but is always present
 )

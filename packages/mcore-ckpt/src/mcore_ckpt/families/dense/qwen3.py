@@ -7,7 +7,7 @@ from mcore_ckpt.families.common.decoder import ATTENTION_BIAS, Decoder
 from mcore_ckpt.families.common.layer_types import UPPER_WINDOWS
 
 
-def _stated(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _normalize(config: Mapping[str, Any]) -> Mapping[str, Any]:
     # Qwen3 sets 128 where the field is absent, whatever the hidden size.
     return {**config, "head_dim": 128} if config.get("head_dim") in (None, 0) else config
 
@@ -18,5 +18,5 @@ FAMILY = Decoder(
     fixed={"qk_layernorm": True},
     absent={"num_key_value_heads": 32},
     parts=(ATTENTION_BIAS, UPPER_WINDOWS),
-    stated=_stated,
+    normalize=_normalize,
 )

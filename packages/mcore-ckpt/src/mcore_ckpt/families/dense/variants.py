@@ -47,7 +47,7 @@ _CWM_ROPE = {
 }
 
 
-def _cwm_stated(config: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_cwm(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(config.get("num_hidden_layers", 64))
     types = [LOCAL if layer % 4 else FULL for layer in layers]
     return {
@@ -57,7 +57,7 @@ def _cwm_stated(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma_stated(config: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_gemma(config: Mapping[str, Any]) -> dict[str, Any]:
     # The first release names the tanh approximation "gelu".
     is_old = config.get("hidden_act") == "gelu"
     return {**config, **({"hidden_act": "gelu_pytorch_tanh"} if is_old else {})}
@@ -97,7 +97,7 @@ def _write_temperature(description: Description, theirs: Theirs) -> Theirs:
 
 
 _TEMPERATURE = FieldRule(
-    says=tuple(f"attention_temperature_{what}" for what in ("span", "scale", "layers")),
+    covers=tuple(f"attention_temperature_{what}" for what in ("span", "scale", "layers")),
     read=_read_temperature,
     write=_write_temperature,
 )
@@ -149,7 +149,7 @@ _ALL = (
         only={"mlp_bias": False},
         parts=(windows(0),),
         theta=1e6,
-        stated=_cwm_stated,
+        normalize=_normalize_cwm,
     ),
     Decoder(
         model_type="ernie4_5",
@@ -184,7 +184,7 @@ _ALL = (
         unread=("hidden_activation",),
         parts=(gemma2.ATTENTION_BIAS, gemma2.EMBEDDING),
         activation=("hidden_act", "gelu_pytorch_tanh"),
-        stated=_gemma_stated,
+        normalize=_normalize_gemma,
         weights=decoder_table,
     ),
     _GLM,
@@ -208,10 +208,10 @@ _ALL = (
         llama.FAMILY,
         model_type="internlm3",
         absent={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
-        words={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
+        field_names={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
         # Biases in attention alone are refused.
-        parts=(replace(llama.FAMILY.parts[0], says=("add_bias_linear", "add_qkv_bias")),),
-        stated=_same_biases,
+        parts=(replace(llama.FAMILY.parts[0], covers=("add_bias_linear", "add_qkv_bias")),),
+        normalize=_same_biases,
     ),
     replace(
         mistral.FAMILY,
@@ -226,7 +226,7 @@ _ALL = (
         absent={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
         parts=(*mistral.FAMILY.parts, _TEMPERATURE),
         theta=1e6,
-        stated=_with_temperature,
+        normalize=_with_temperature,
     ),
     Decoder(
         model_type="seed_oss",

@@ -109,8 +109,8 @@ def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, 
         "binary": "cls.seq_relationship.weight",
     }
     config = description["config"]
-    said = [n for n in config["bert_heads"] if config["bert_heads"] != ["pooler"]]
-    heads = [n for n, mark in marks.items() if n in said or mark in names]
+    marked = [n for n in config["bert_heads"] if config["bert_heads"] != ["pooler"]]
+    heads = [n for n, mark in marks.items() if n in marked or mark in names]
     return {**description, "config": {**config, "bert_heads": heads}}
 
 

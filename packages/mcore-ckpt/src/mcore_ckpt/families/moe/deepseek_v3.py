@@ -62,7 +62,7 @@ def _write_latent(description: Description, theirs: Theirs) -> Theirs:
 
 
 LATENT = (
-    FieldRule(says=("multi_latent_attention",), read=_read_latent, write=_write_latent),
+    FieldRule(covers=("multi_latent_attention",), read=_read_latent, write=_write_latent),
     pair("kv_lora_rank", "kv_lora_rank"),
     pair("qk_head_dim", "qk_nope_head_dim"),
     pair("qk_pos_emb_head_dim", "qk_rope_head_dim"),

@@ -26,7 +26,7 @@ _ROPE = {
 """Rotary parameters that transformers assumes if config.json has none."""
 
 
-def _stated(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _normalize(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "rope_parameters": config.get("rope_parameters") or _ROPE}
 
 
@@ -93,8 +93,8 @@ FAMILY = Decoder(
     # Duplicates of other fields.
     unread=("initial_context_length", "experts_per_token"),
     parts=(pair("activation_func_clamp_value", "swiglu_limit", kind=float), windows(2)),
-    experts=FieldRule(says=("add_qkv_bias",), read=_read, write=_write),
+    experts=FieldRule(covers=("add_qkv_bias",), read=_read, write=_write),
     theta=150000.0,
-    stated=_stated,
+    normalize=_normalize,
     weights=_table,
 )

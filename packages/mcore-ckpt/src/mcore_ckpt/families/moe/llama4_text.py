@@ -134,13 +134,13 @@ def _table(description: Description) -> Table:
 
 
 _LAYERS = FieldRule(
-    says=("rope_skip_freq", "attention_chunk_size", "window_attn_skip_freq"),
+    covers=("rope_skip_freq", "attention_chunk_size", "window_attn_skip_freq"),
     read=_read_layers,
     write=_write_layers,
     keep=("layer_types",),
 )
 _TEMPERATURE = FieldRule(
-    says=("attention_temperature_span", "attention_temperature_scale"),
+    covers=("attention_temperature_span", "attention_temperature_scale"),
     read=_read_temperature,
     write=_write_temperature,
 )

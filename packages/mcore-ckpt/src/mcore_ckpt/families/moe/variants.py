@@ -38,14 +38,14 @@ def _dots_windows(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_olmoe(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    stated = {
+    usual = {
         "num_experts": fields.take("num_experts"),
         "num_experts_per_tok": fields.take("num_experts_per_tok"),
         "moe_intermediate_size": ours["ffn_hidden_size"],
         "norm_topk_prob": fields.take("norm_topk_prob", False),
         "router_aux_loss_coef": fields.take("router_aux_loss_coef", 0.0),
     }
-    return qwen3_moe.read_experts(Fields(stated), ours)
+    return qwen3_moe.read_experts(Fields(usual), ours)
 
 
 def _write_olmoe(description: Description, theirs: Theirs) -> Theirs:
@@ -102,7 +102,7 @@ _ALL = (
         parts=(ATTENTION_BIAS, windows(0)),
         partial=0.0,
         unread=("max_window_layers",),
-        stated=_dots_windows,
+        normalize=_dots_windows,
         as_stored=None,
     ),
     replace(

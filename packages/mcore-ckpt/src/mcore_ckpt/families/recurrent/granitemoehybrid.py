@@ -87,7 +87,7 @@ def _table(description: Description) -> Table:
 
 
 _POSITIONS = FieldRule(
-    says=("position_embedding_type",), read=_read_positions, write=_write_positions
+    covers=("position_embedding_type",), read=_read_positions, write=_write_positions
 )
 
 FAMILY = Decoder(

@@ -83,7 +83,7 @@ def _write_mamba(description: Description, _: Theirs) -> Theirs:
     return {**write_sizes(description), "mamba_expand": expansion(description)}
 
 
-MAMBA = FieldRule(says=HYBRID, read=read_sizes, write=_write_mamba)
+MAMBA = FieldRule(covers=HYBRID, read=read_sizes, write=_write_mamba)
 """Mamba-2 layers whose heads together are a multiple of the hidden size wide."""
 
 

@@ -168,7 +168,7 @@ def _attention_rules(description: Description, layers: tuple[int, ...]) -> list[
 
 
 _LAYERS = FieldRule(
-    says=(*HYBRID, *_DELTA_NET), read=_read_layers, write=_write_layers, keep=("layer_types",)
+    covers=(*HYBRID, *_DELTA_NET), read=_read_layers, write=_write_layers, keep=("layer_types",)
 )
 
 FAMILY = Decoder(

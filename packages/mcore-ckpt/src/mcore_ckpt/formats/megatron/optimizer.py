@@ -26,7 +26,7 @@ from mcore_ckpt.mapping.optimizer_state import (
     check_parts,
     has_state,
     is_main,
-    turned,
+    remap_state,
     wants_main,
 )
 from mcore_ckpt.mapping.row_streams import Rows, Source, compare_copy
@@ -182,7 +182,7 @@ def _part(
     theirs = Source(reader, entries)
     for name in match_theirs(table, links, entries):
         compare_copy(theirs, name, table.copies[name])
-    return turned(links, theirs)
+    return remap_state(links, theirs)
 
 
 def _main_part(
@@ -205,7 +205,7 @@ def _main_part(
             )
     # float32 weights are their own main weights here; Megatron stores equal copies.
     needed = [link for link in part.links if wants_main(weights.entries[link.theirs].dtype)]
-    return turned(needed, part.theirs)
+    return remap_state(needed, part.theirs)
 
 
 def _arguments(common: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Weights of the short convolution before a recurrent state, and the starts of documents."""
+"""Weights of the short convolution of recurrent layers, and the starts of documents."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from mcore_parallel.tensor_parallel.linear import Output
 
 
 class CausalConv(nn.Module):
-    """Weights of a convolution along the sequence, each channel for itself.
+    """Weights of a convolution along the sequence, separate for each channel.
 
     Attributes:
         weight: ``[channels, 1, W]``, the newest token's last.
@@ -35,8 +35,8 @@ class CausalConv(nn.Module):
 
         Args:
             outputs: logical tensors whose channels are stacked.
-            width: tokens that a channel sees, W.
-            bias: whether there is one.
+            width: kernel size in tokens, W.
+            bias: whether there is a bias.
             axis: ranks that share the channels.
             device: of the parameters.
             dtype: of the parameters.
@@ -44,14 +44,16 @@ class CausalConv(nn.Module):
         super().__init__()
         self.outputs, self.axis = tuple(outputs), axis
         self.sizes = [output.local_size(axis) for output in outputs]
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.zeros(sum(self.sizes), 1, width, **placed))
-        self.bias = nn.Parameter(torch.zeros(sum(self.sizes), **placed)) if bias else None
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.zeros(sum(self.sizes), 1, width, **factory_kwargs))
+        self.bias = (
+            nn.Parameter(torch.zeros(sum(self.sizes), **factory_kwargs)) if bias else None
+        )
 
     def recent(
         self, x: Float[Tensor, "S B F"], before: Float[Tensor, "w B F"] | None
     ) -> Float[Tensor, "w B F"]:
-        """Return the last W - 1 inputs, which the tokens that come next see.
+        """Return the last W - 1 inputs, which the next tokens are mixed with.
 
         Args:
             x: the newest inputs.
@@ -80,7 +82,7 @@ class CausalConv(nn.Module):
                     local_offsets=(begin, *zeros),
                     lengths=(size, *rest),
                     replicas=output.replicas,
-                    # Each holder sees its own heads' share of the gradient only.
+                    # Each holder has only its own heads' share of the gradient.
                     partial=output.replicas,
                 )
             )
@@ -91,7 +93,7 @@ class CausalConv(nn.Module):
 def document_starts(
     documents: Documents | None, device: torch.device
 ) -> Bool[Tensor, "S B"] | None:
-    """Mark the first token of every document; None where each row is one."""
+    """Mark the first token of every document; None if each row is one document."""
     if documents is None or documents.are_whole_rows:
         return None
     borders = documents.flat().cu_seqlens(device)[:-1].long()

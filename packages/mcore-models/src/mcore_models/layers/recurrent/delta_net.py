@@ -1,10 +1,9 @@
-"""The gated delta net: a convolution of a few tokens, then a state that is corrected by keys.
+"""The gated delta net: a short convolution, then a state that keys and values correct.
 
-One GEMM gives queries, keys, values and an output gate z, and two numbers a value head:
-b, how much of what a key holds is replaced, and a, how fast the state decays. Key heads are
-split over the tensor ranks, the value heads that share them with them. Context ranks exchange
-heads for sequence around convolution and state.
-
+One GEMM computes queries, keys, values and an output gate z, and two numbers for each value
+head: b, the share of a key's stored value that is replaced, and a, the decay of the state. Key
+heads, and with them their value heads, are split over the tensor ranks. Context ranks exchange
+heads for sequence before and after convolution and state.
 Reference:
     Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; the layer as in Qwen3-Next.
 """
@@ -36,7 +35,7 @@ from mcore_parallel.tensor_parallel.linear import (
 
 _NOTHING_MORE = BlockInputs()
 _EPSILON = 1e-6
-"""Added to the squared length of queries and keys."""
+"""Added to the squared norm of queries and keys."""
 
 
 class DeltaNet(nn.Module):
@@ -53,7 +52,7 @@ class DeltaNet(nn.Module):
     def __init__(self, setup: LayerSetup) -> None:
         """Allocate this rank's heads; matrices are zero until the model fills them."""
         super().__init__()
-        config, ctx, placed = setup.config, setup.ctx, setup.placed
+        config, ctx, factory_kwargs = setup.config, setup.ctx, setup.factory_kwargs
         self.config, self.layer, self.tp, self.cp = config, setup.layer, ctx.tp, ctx.cp
         self.sizes = sizes = delta_sizes(config)
         mixed = [Output("q", sizes.keys), Output("k", sizes.keys), Output("v", sizes.values)]
@@ -65,17 +64,17 @@ class DeltaNet(nn.Module):
             **setup.split,
         )
         width = config.linear_conv_kernel_dim
-        self.conv1d = CausalConv(mixed, width, bias=False, axis=ctx.tp, **placed)
+        self.conv1d = CausalConv(mixed, width, bias=False, axis=ctx.tp, **factory_kwargs)
         heads = sizes.value_heads // ctx.tp.size
-        self.dt_bias = nn.Parameter(torch.ones(heads, **placed))
-        self.A_log = nn.Parameter(torch.zeros(heads, **placed))
-        # Each rank norms its own heads: its gradient is their share of the sum.
+        self.dt_bias = nn.Parameter(torch.ones(heads, **factory_kwargs))
+        self.A_log = nn.Parameter(torch.zeros(heads, **factory_kwargs))
+        # Each rank norms its own heads: their gradient is a share of the sum over ranks.
         self.norm = RMSNorm(
             config.linear_value_head_dim,
             epsilon=config.norm_epsilon,
             replicas=ctx.tp,
             partial=ctx.tp,
-            **placed,
+            **factory_kwargs,
         )
         self.out_proj = RowParallelLinear(
             sizes.values, config.hidden_size, gemm=setup.gemms.row, **setup.split
@@ -91,7 +90,7 @@ class DeltaNet(nn.Module):
 
         Args:
             x: this rank's tokens.
-            inputs: their documents, and what is remembered of earlier ones.
+            inputs: their documents and state.
         """
         sizes = self.in_proj.output_sizes
         mixed, z, b, a = self.in_proj(x).split((sum(sizes[:3]), *sizes[3:]), -1)
@@ -105,14 +104,14 @@ class DeltaNet(nn.Module):
         return self.out_proj(self._gated_norm(y, z.view_as(y)).flatten(-2))
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the vectors of one number a head, see ``mcore_parallel.sharding``."""
+        """Describe the vectors with one number a head, see ``mcore_parallel.sharding``."""
         heads = (self.sizes.value_heads,)
         return {name: sliced("", heads, 0, self.tp) for name in ("dt_bias", "A_log")}
 
     def _gated_norm(
         self, y: Float[Tensor, "S B N H"], z: Float[Tensor, "S B N H"]
     ) -> Float[Tensor, "S B N H"]:
-        """Norm each head's output, then gate it; float32 or wider inside."""
+        """Norm each head's output, then gate it; in float32 or wider."""
         args = y.flatten(-2), z.flatten(-2), self.norm.weight.repeat(y.shape[2])
         constants = {"group_size": y.shape[-1], "epsilon": self.norm.epsilon}
         if gated_norm.takes(*args, **constants):
@@ -132,7 +131,7 @@ class DeltaNet(nn.Module):
         block: int = 0,
         blocks: int = 1,
     ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N K H"]]:
-        """Convolve and run the state over whole sequences, for one of equal blocks of heads."""
+        """Run convolution and state over complete sequences, for one block of heads."""
 
         def own(x: Tensor) -> Tensor:
             return x.chunk(blocks)[block] if blocks > 1 else x
@@ -156,7 +155,7 @@ class DeltaNet(nn.Module):
         )
 
     def _continued(self, mixed: Tensor, b: Tensor, a: Tensor, remembered: object) -> Tensor:
-        """Go on from the last inputs of the convolution and the state; keep the new ones."""
+        """Continue from the stored inputs of the convolution and state; store the new ones."""
         if not isinstance(remembered, RecurrentState):
             raise TypeError(
                 f"{type(remembered).__name__} holds no recurrent state, which layer "
@@ -175,7 +174,7 @@ class DeltaNet(nn.Module):
     def _over_context(
         self, parts: Sequence[Tensor], b: Tensor, a: Tensor, documents: Documents | None
     ) -> Float[Tensor, "s B N H"]:
-        """Exchange tokens for heads, run over whole sequences, and exchange back."""
+        """Exchange tokens for heads, run over complete sequences, and exchange back."""
         cp, config = self.cp, self.config
         widths = (*(config.linear_key_head_dim,) * 2, config.linear_value_head_dim)
         exchanged = [

@@ -1,9 +1,9 @@
-"""The Mamba-2 mixer: a convolution of a few tokens, then a state that runs over all of them.
+"""The Mamba-2 mixer: a short convolution, then a recurrent state.
 
-One GEMM gives the gate z, the input x, how it enters the state (B) and is read (C), and a
-step size dt for each head. Heads are split over the tensor ranks, groups (the B and C that
-several heads share) with them; where groups are fewer than ranks, neighbouring ranks hold the
-same ones. Context ranks exchange heads for sequence around convolution and state.
+One GEMM computes the gate z, the input x, its projections into (B) and out of (C) the state,
+and a step size dt for each head. Heads, and with them groups (of heads that share B and C), are
+split over the tensor ranks; with fewer groups than ranks, neighbouring ranks hold the same
+ones. Context ranks exchange heads for sequence before and after convolution and state.
 
 Reference:
     Dao and Gu 2024, arXiv:2405.21060, section 7.
@@ -52,7 +52,7 @@ class Mamba(nn.Module):
     def __init__(self, setup: LayerSetup) -> None:
         """Allocate this rank's heads; matrices are zero until the model fills them."""
         super().__init__()
-        config, ctx, placed = setup.config, setup.ctx, setup.placed
+        config, ctx, factory_kwargs = setup.config, setup.ctx, setup.factory_kwargs
         self.config, self.layer, self.cp = config, setup.layer, ctx.cp
         sizes, tp = mamba_sizes(config), ctx.tp
         holders = ctx.tp_block(max(1, tp.size // sizes.groups))
@@ -69,13 +69,17 @@ class Mamba(nn.Module):
             **linear,
         )
         self.conv1d = CausalConv(
-            mixed, config.mamba_conv_kernel, bias=config.mamba_conv_bias, axis=tp, **placed
+            mixed,
+            config.mamba_conv_kernel,
+            bias=config.mamba_conv_bias,
+            axis=tp,
+            **factory_kwargs,
         )
         heads = sizes.heads // tp.size
         self.num_heads, self.axis = sizes.heads, tp
-        self.dt_bias = nn.Parameter(torch.zeros(heads, **placed))
-        self.A_log = nn.Parameter(torch.zeros(heads, **placed))
-        self.D = nn.Parameter(torch.ones(heads, **placed))
+        self.dt_bias = nn.Parameter(torch.zeros(heads, **factory_kwargs))
+        self.A_log = nn.Parameter(torch.zeros(heads, **factory_kwargs))
+        self.D = nn.Parameter(torch.ones(heads, **factory_kwargs))
         self.norm = None
         if config.mamba_norm != "none":
             self.norm = GatedNorm(
@@ -85,7 +89,7 @@ class Mamba(nn.Module):
                 gates_first=config.mamba_norm == "gated",
                 axis=tp,
                 holders=holders,
-                **placed,
+                **factory_kwargs,
             )
         self.out_proj = RowParallelLinear(
             sizes.inner, config.hidden_size, gemm=setup.gemms.row, **linear
@@ -101,7 +105,7 @@ class Mamba(nn.Module):
 
         Args:
             x: this rank's tokens.
-            inputs: their documents, and what is remembered of earlier ones.
+            inputs: their documents and state.
         """
         projected = self.in_proj(x)
         inner, _, _, _, heads = self.in_proj.output_sizes
@@ -116,7 +120,7 @@ class Mamba(nn.Module):
         return self.out_proj(y * F.silu(z) if self.norm is None else self.norm(y, z))
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the vectors of one number a head, see ``mcore_parallel.sharding``."""
+        """Describe the vectors with one number a head, see ``mcore_parallel.sharding``."""
         names = ("dt_bias", "A_log", "D")
         return {name: sliced("", (self.num_heads,), 0, self.axis) for name in names}
 
@@ -130,7 +134,7 @@ class Mamba(nn.Module):
         state: Tensor | None = None,
         share: "_Share | None" = None,
     ) -> tuple[Float[Tensor, "S B N H"], Float[Tensor, "B N H K"]]:
-        """Convolve and run the state over whole sequences of some or all heads."""
+        """Run convolution and state over complete sequences of some or all heads."""
         share = share or _Share(self, 0, 1)
         mixed = conv_silu(xBC, share.weight, share.bias, starts=starts, before=before)
         x, B, C = mixed.split(share.sizes, dim=-1)
@@ -151,7 +155,7 @@ class Mamba(nn.Module):
         )
 
     def _continued(self, xBC: Tensor, dt: Tensor, remembered: object) -> Tensor:
-        """Go on from the last inputs of the convolution and the state; keep the new ones."""
+        """Continue from the stored inputs of the convolution and state; store the new ones."""
         if not isinstance(remembered, RecurrentState):
             raise TypeError(
                 f"{type(remembered).__name__} holds no recurrent state, which layer "
@@ -161,7 +165,7 @@ class Mamba(nn.Module):
         def mix(
             known: tuple[Tensor, Tensor] | None, xBC: Tensor, dt: Tensor
         ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            # The state keeps the convolution's inputs batch first: [B, w, F] -> [w, B, F].
+            # The state stores the convolution's inputs batch first: [B, w, F] -> [w, B, F].
             before, state = (known[0].transpose(0, 1), known[1]) if known else (None, None)
             y, state = self._scan(xBC, dt, before=before, state=state)
             return y, (self.conv1d.recent(xBC, before).transpose(0, 1), state)
@@ -171,9 +175,9 @@ class Mamba(nn.Module):
     def _over_context(
         self, xBC: Tensor, dt: Tensor, documents: Documents | None
     ) -> Float[Tensor, "s B N H"]:
-        """Exchange tokens for heads, run over whole sequences, and exchange back."""
+        """Exchange tokens for heads, run over complete sequences, and exchange back."""
         # All tokens of some heads instead of some tokens of all heads. B and C of a group are
-        # copied first where several context ranks get heads of one group.
+        # copied first if several context ranks get heads of the group.
         share = _Share(self, self.cp.rank, self.cp.size)
         parts = xBC.split(self.conv1d.sizes, dim=-1)
         widths = (self.config.mamba_head_dim, *(self.config.mamba_state_dim,) * 2)
@@ -209,13 +213,13 @@ class GatedNorm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate this rank's weights, which begin as the identity.
+        """Allocate this rank's weights, initialized to the identity.
 
         Args:
             size: channels over all ranks.
-            num_groups: equal blocks of them, each normed for itself.
+            num_groups: equal blocks of channels, each normed separately.
             epsilon: added to the mean square.
-            gates_first: whether the output is gated before it is normed, or after.
+            gates_first: whether the output is gated before the norm, or after.
             axis: ranks that share the channels.
             holders: ranks that share one group; their sums of squares are all-reduced.
             device: of the weight.
@@ -246,9 +250,9 @@ class GatedNorm(nn.Module):
 
 
 class _Share:
-    """The parameters of one of equal blocks of this tensor rank's heads, with their groups.
+    """Parameters of one of equal blocks of this tensor rank's heads, with their groups.
 
-    Groups fewer than blocks belong to several of them.
+    If there are fewer groups than blocks, several blocks share one.
     """
 
     def __init__(self, mixer: Mamba, rank: int, size: int) -> None:
