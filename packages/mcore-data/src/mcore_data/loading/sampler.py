@@ -84,17 +84,17 @@ class CyclicSampler:
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of this rank's micro-batches without end."""
         block = self.micro_batch_size * self.dp_size
-        first = self.consumed_samples + self.dp_rank * self.micro_batch_size
+        start = self.consumed_samples + self.dp_rank * self.micro_batch_size
         epoch, order = -1, np.zeros(0, np.int64)
         while True:
             batch = []
-            for position in range(first, first + self.micro_batch_size):
+            for position in range(start, start + self.micro_batch_size):
                 if position // self.num_samples != epoch:
                     epoch = position // self.num_samples
                     order = self.order(self.seed, epoch, self.num_samples)
                 batch.append(int(order[position % self.num_samples]))
             yield batch
-            first += block
+            start += block
 
     @staticmethod
     def order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
