@@ -24,13 +24,6 @@ ROOT = Path(__file__).parent
 PACKAGES = ("base", "parallel", "moe", "models", "data", "ckpt", "infer", "train")
 EXTRAS = {
     "s3": ("import flask_cors, moto, s3fs", ["packages/mcore-data/tests/indexed/test_s3.py"]),
-    "resiliency": (
-        "import nvidia_resiliency_ext",
-        [
-            "packages/mcore-ckpt/tests/save_load/test_local_saving.py",
-            "packages/mcore-train/tests/checkpoints/test_local_checkpoints.py",
-        ],
-    ),
     "lm-eval": ("import lm_eval", ["packages/mcore-infer/tests/evaluation/test_harness.py"]),
     # Needs a Chromium too: the system's, or `playwright install chromium`.
     "browser": (
@@ -42,6 +35,11 @@ EXTRAS = {
         ["packages/mcore-infer/tests/export/test_loaders.py"],
     ),
 }
+RESILIENCY = (
+    "packages/mcore-ckpt/tests/save_load/test_local_saving.py",
+    "packages/mcore-train/tests/checkpoints/test_local_checkpoints.py",
+    "packages/mcore-train/tests/resiliency",
+)
 # Files of tests run side by side: in one process more than cores, since each waits for its
 # ranks now and then; more than four would wait for one another's.
 SIDE_BY_SIDE = ("-n", str(min(4, (os.cpu_count() or 1) + 1)))
@@ -71,8 +69,25 @@ def mutations(session: nox.Session) -> None:
 
 @nox.session
 def frozen(session: nox.Session) -> None:
-    """Compare certificates, losses and saved bytes of tiny runs with the recorded ones."""
+    """Compare the certificates of small runs with the recorded ones."""
     _in_workspace(session, "pytest", "tests/frozen", "-m", "", *session.posargs)
+
+
+@nox.session
+def golden(session: nox.Session) -> None:
+    """Train all golden cases and compare their values; `-- --lane h100` on a GPU.
+
+    Other lanes run in the Python that started nox: GPU hosts bring their own torch.
+    """
+    command = ["golden", "run", *session.posargs]
+    if "--output" not in session.posargs:
+        command += ["--output", str(Path(session.create_tmp()).resolve() / "golden-runs")]
+    if "--lane" in session.posargs:
+        sources = [str(ROOT / f"packages/mcore-{name}/src") for name in PACKAGES]
+        env = {"PYTHONPATH": os.pathsep.join(sources)}
+        session.run(sys.executable, "-m", "mcore_train", *command, external=True, env=env)
+        return
+    _in_workspace(session, "mcore-train", *command)
 
 
 @nox.session
@@ -144,6 +159,20 @@ def extras(session: nox.Session, group: str) -> None:
 
 
 @nox.session
+def loggers(session: nox.Session) -> None:
+    """Run the loggers of other services with the real packages, offline."""
+    extras = ("wandb", "mlflow", "trackio", "prometheus", "opentelemetry")
+    packages = [f"mcore-train[{name}]" for name in extras]
+    brought = [word for name in packages for word in ("--with", name)]
+    run = ("uv", "run", "--locked", *brought)
+    names = "wandb, mlflow, trackio, prometheus_client, opentelemetry.sdk.metrics"
+    # Ask for the packages first: without them the tests would skip and the session pass.
+    session.run(*run, "python", "-W", "ignore", "-c", f"import {names}", external=True)
+    tests = "packages/mcore-train/tests/reporting/test_loggers.py"
+    session.run(*run, "pytest", tests, *session.posargs, external=True)
+
+
+@nox.session
 def gpu(session: nox.Session) -> None:
     """Run the GPU tests with the Python that started nox."""
     # cuBLAS reads it when it starts: in a test before the first that wants the same bits.
@@ -191,6 +220,20 @@ def megatron(session: nox.Session) -> None:
     """Exchange files and numbers with megatron-core, which asks for Python 3.12."""
     session.run("uv", "pip", "install", *_editables("test"), "megatron-core", "psutil")
     session.run("python", "-m", "pytest", "-m", "megatron", *session.posargs)
+
+
+@nox.session(venv_backend="uv", python="3.11")
+def resiliency(session: nox.Session) -> None:
+    """Run what needs nvidia-resiliency-ext: in-process restarts, ft_launcher, local saves.
+
+    The wheel asks for glibc 2.39, which its one native module needs, the reader of CUPTI. The
+    rest works on older hosts, so that the platform is given to the installer.
+    """
+    packages = ("install", "--python-platform", "x86_64-manylinux_2_39")
+    session.run("uv", "pip", "install", *_editables("test"))
+    session.run("uv", "pip", *packages, "nvidia-resiliency-ext>=0.6,<0.7")
+    session.run("python", "-W", "ignore", "-c", "import nvidia_resiliency_ext.inprocess")
+    session.run("python", "-m", "pytest", *RESILIENCY, *session.posargs)
 
 
 def _editables(group: str) -> list[str]:

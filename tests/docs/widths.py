@@ -27,6 +27,7 @@ from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimi
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
 from mcore_parallel.optimizers.config import AdamConfig
+from mcore_parallel.optimizers.update_rule import UpdateGroup
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs/mup_widths.svg"
@@ -57,10 +58,13 @@ def change(width: int, *, use_mup: bool, steps: int = 4) -> tuple[float, float]:
     model = GPT(config, single, vocab_size=64, seed=1)
     data_parallel = DataParallel([model], single, DataParallelConfig())
 
-    def width_of(named):
-        return step_width([(part.name, part.shape) for part in named.layout.parts], config)
+    adam = AdamW(AdamConfig())
 
-    optimizer = DistributedOptimizer(data_parallel, AdamW(AdamConfig()), step_width=width_of)
+    def group_of(named):
+        tensors = [(part.name, part.shape) for part in named.layout.parts]
+        return UpdateGroup(adam, width=step_width(tensors, config))
+
+    optimizer = DistributedOptimizer(data_parallel, adam, group_of=group_of)
     tokens = torch.arange(128).view(2, 64) ** 2 % 61
     weights = torch.full((2, 64), 1 / 128)
     seen = []

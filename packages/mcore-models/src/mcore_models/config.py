@@ -466,7 +466,7 @@ class TransformerConfig(Options):
     use_mup: bool = option(
         False,
         excludes={
-            "optimizer": Because("as it sets rates for Adam only", "sgd"),
+            "optimizer": Because("as it sets rates for Adam and Muon only", "sgd"),
             "peft": Because("as it sets no rates for adapters", "lora", "dora"),
             "softmax_scale": Because("as it sets the scale of scores"),
         },

@@ -156,10 +156,10 @@ def test_parameters_that_decay_alike_are_updated_together():
     model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)], nn.LayerNorm(4))
     _, optimizer = wrapped(model)
     # Bias and weight of the norm come last, so first in a bucket; then three matrices.
-    (runs,) = optimizer._runs.values()
-    assert [(run.main.numel(), run.decays) for run in runs] == [
-        (64 + 4, False),
-        (64 + 64 + 16, True),
+    (works,) = optimizer._work.values()
+    assert [(work.run.main.numel(), work.run.group.decay_factor) for work in works] == [
+        (64 + 4, 0.0),
+        (64 + 64 + 16, 1.0),
     ]
 
 

@@ -21,7 +21,14 @@ from mcore_models.qk_clip.config import QKClipConfig
 from mcore_moe.config import MoEConfig
 from mcore_parallel.config import DataParallelConfig, ParallelConfig
 from mcore_parallel.offloading.config import OffloadConfig
-from mcore_parallel.optimizers.config import AdamConfig, MainWeightsConfig, SGDConfig
+from mcore_parallel.optimizers.config import (
+    AdamConfig,
+    LionConfig,
+    MainWeightsConfig,
+    MuonConfig,
+    SGDConfig,
+    SoapConfig,
+)
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.precision.config import Fp8Config
 from mcore_train.config import (
@@ -32,13 +39,16 @@ from mcore_train.config import (
     LogConfig,
     MemoryConfig,
     OptimizerConfig,
+    ParameterRatesConfig,
     RunConfig,
     SampleConfig,
     SaveConfig,
     ScheduleConfig,
     VerifyConfig,
+    WatchConfig,
 )
 from mcore_train.precision_config import PrecisionConfig
+from mcore_train.resiliency.config import FaultToleranceConfig, InProcessConfig
 from mcore_train.t5_config import T5BatchConfig
 
 Config = TypeVar("Config", bound="TrainConfig")
@@ -56,6 +66,10 @@ class TrainConfig:
     qk_clipping: QKClipConfig = field(default_factory=QKClipConfig)
     adam: AdamConfig = field(default_factory=AdamConfig)
     sgd: SGDConfig = field(default_factory=SGDConfig)
+    lion: LionConfig = field(default_factory=LionConfig)
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    soap: SoapConfig = field(default_factory=SoapConfig)
+    parameter_rates: ParameterRatesConfig = field(default_factory=ParameterRatesConfig)
     main_weights: MainWeightsConfig = field(default_factory=MainWeightsConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -79,6 +93,9 @@ class TrainConfig:
     logging: LogConfig = field(default_factory=LogConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    watching: WatchConfig = field(default_factory=WatchConfig)
+    fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
+    in_process: InProcessConfig = field(default_factory=InProcessConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 

@@ -16,6 +16,7 @@ from mcore_models.config import expert_sizes
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 IncreaseStyle = Literal["constant", "linear", "cosine"]
+LoggerName = Literal["mlflow", "trackio", "prometheus", "opentelemetry"]
 ExitSignal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
 
@@ -60,9 +61,11 @@ class BatchConfig(Options):
 class OptimizerConfig(Options):
     """What a step does with the gradient."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: Literal["adam", "sgd", "lion", "muon", "soap"] = "adam"
     """adam: AdamW with bias correction and decoupled weight decay; sgd: gradient descent with
-    momentum, weight decay added to the gradient."""
+    momentum, weight decay added to the gradient; lion: the sign of an interpolated momentum;
+    muon: orthogonalized momentum of matrices; soap: Adam in the eigenbasis of Shampoo. With the
+    last two, AdamW updates embeddings, head, norms, biases and routers."""
     lr: float = option(0.0, minimum=0, shrinks_to=1e-2)
     """Highest learning rate; required."""
     min_lr: float = option(0.0, minimum=0)
@@ -96,6 +99,35 @@ class OptimizerConfig(Options):
             ),
             "--weight-decay-incr-style {weight_decay_incr_style} needs both "
             "--start-weight-decay and --end-weight-decay.",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterRatesConfig(Options):
+    """Learning rates, decay and rules that single parameters have."""
+
+    decoupled_lr: float = option(0.0, minimum=0, shrinks_to=2e-2)
+    """Highest learning rate of embeddings and the output head; 0: --lr."""
+    decoupled_min_lr: float = option(0.0, minimum=0, needs={"decoupled_lr": ON})
+    """Their learning rate at the end of the decay."""
+    apply_wd_to_qk_layernorm: bool = option(False, needs={"qk_layernorm": ON})
+    """Decay the weights of the norms of queries and keys too."""
+    layer_lr_decay: float = option(1.0, above=0, maximum=1)
+    """Factor on the learning rate of each layer, against that of the layer after it; embeddings
+    are before the first layer. For fine-tuning; 1: all alike."""
+    parameter_groups: tuple[str, ...] = ()
+    """Entries PATTERN KEY=VALUE ..., each quoted: a kind (embedding, head, norm, bias, router,
+    vector, matrix) or a pattern of logical names such as blocks.*.mlp.*, and what is set for
+    what matches: lr and min_lr (highest and last learning rate), lr_factor, decay_factor (of
+    --weight-decay), beta1, beta2 (of AdamW), optimizer=adam (of a matrix). Later ones win."""
+
+    rules = (
+        Rule(
+            ("decoupled_min_lr", "decoupled_lr"),
+            lambda v: v.decoupled_min_lr > v.decoupled_lr,
+            "--decoupled-min-lr {decoupled_min_lr} must not be above --decoupled-lr "
+            "{decoupled_lr}.",
         ),
     )
 
@@ -244,6 +276,26 @@ class LogConfig(Options):
     """JSON lines of the same numbers; empty: metrics.jsonl below --save."""
     tensorboard: bool = option(False, part_of={"save": ON})
     """Write TensorBoard scalars to tensorboard/ below --save."""
+    tensorboard_queue_size: int = option(1000, minimum=1, part_of={"tensorboard": ON})
+    """Numbers that wait for one write to TensorBoard's files."""
+    loggers: tuple[LoggerName, ...] = ()
+    """Services that get the numbers too, each by an extra of its name: mlflow, trackio and
+    opentelemetry by their own environment variables, prometheus as metrics.prom in --save."""
+    wandb_project: str = ""
+    """Project of Weights & Biases that gets the numbers; empty: none. WANDB_MODE=offline keeps
+    them on this host."""
+    wandb_exp_name: str = option("", part_of={"wandb_project": ON})
+    """Name of the run there; empty: one is made up."""
+    wandb_entity: str = option("", part_of={"wandb_project": ON})
+    """User or team there; empty: the user's own."""
+    wandb_save_dir: str = option("", part_of={"wandb_project": ON})
+    """Folder of its files on this host; empty: wandb/ below --save."""
+    waterfall_interval: int = option(100, minimum=0)
+    """Steps between two whose time is divided into compute, exposed communication by axis,
+    bubble, data, host, optimizer and checkpoint, with alarms; 0: none."""
+    layer_statistics_interval: int = option(0, minimum=0)
+    """Steps between two of which norms of weights, gradients, updates and activations, shares
+    of zeros and the largest attention logit are measured by layer; 0: none."""
     health_port: int = option(0, minimum=0)
     """Port on which the first rank of each host answers /health and /metrics over HTTP; 0: no
     such endpoint."""
@@ -253,6 +305,11 @@ class LogConfig(Options):
             ("tensorboard", "save"),
             lambda v: v.tensorboard and "://" in v.save,
             "--tensorboard cannot write to {save}: give --save a folder.",
+        ),
+        Rule(
+            ("loggers", "save"),
+            lambda v: "prometheus" in v.loggers and (not v.save or "://" in v.save),
+            "--loggers prometheus writes metrics.prom below --save: give --save a folder.",
         ),
     )
 
@@ -451,6 +508,41 @@ class RunConfig(Options):
             "change from step to step: leave it out.",
         ),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchConfig(Options):
+    """What is watched while a run trains: hangs, slow ranks, wrong results."""
+
+    end_on_hang: bool = False
+    """End the run when a step takes twice the longest step before it and 5 s, so that a
+    launcher starts it again; off: such a step is logged with the ranks that hold it up, and
+    the collectives' timeout (--distributed-timeout-minutes) ends the run."""
+    log_straggler: bool = False
+    """Score each rank against the others at an interval, and name ranks that stay slow with
+    their hosts: matrix products, messages to a neighbour, waits for data, and on a CPU the
+    rank's own part of a step."""
+    straggler_interval: int = option(10, minimum=1, part_of={"log_straggler": ON})
+    """Steps between two scores; it grows until scores cost less than 0.3 % of the time. A slow
+    rank is named after two."""
+    straggler_threshold: float = option(0.7, above=0, below=1, part_of={"log_straggler": ON})
+    """Rate, as a share of the median of all ranks, below which a rank is slow."""
+    rerun_on_mismatch: bool = option(
+        False,
+        excludes={
+            "fp16": Because("whose scaled gradients overflow in sound steps"),
+            "num_experts": Because("whose routers would count tokens twice"),
+            "cuda_graph_impl": Because(
+                "which does not launch a step singly", "full_iteration", "local"
+            ),
+            "is_fully_sharded": Because("where no rank holds the gradients of its own batch"),
+        },
+    )
+    """Compute a step again, by the same ranks and by all replicas of the model, if its gradient
+    norm is not finite or a spike, or if replicas of weights differ. A rank whose device
+    computes wrongly is named, and the run ends; an error that happened once is mended."""
+    spike_factor: float = option(10.0, above=1, part_of={"rerun_on_mismatch": ON})
+    """A gradient norm above so many times the largest of the last 128 steps is a spike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from mcore_train.batches.batch_ramp import BatchRamp, build_ramp
 from mcore_train.composition import TrainConfig, parts
 from mcore_train.options.plan_conflicts import (
     find_adapter_conflicts,
+    find_group_conflicts,
     find_stage_conflicts,
     idle_gradient_sums,
 )
@@ -180,6 +181,7 @@ def resolve(
     lines += find_stage_conflicts(config, stages or ())
     if not lines:  # a model that can be described
         lines += find_adapter_conflicts(config, family, vocab_size, stages or ())
+        lines += find_group_conflicts(config, family, vocab_size)
     sizes = ramp.sizes() if ramp else (batch_size,)
     counts = [max(1, size // micro) for size in sizes]
     lines += _schedule_conflicts(config.pipeline, pp, counts)

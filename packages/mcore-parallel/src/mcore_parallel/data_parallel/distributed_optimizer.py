@@ -1,4 +1,4 @@
-"""An update rule over the units of a ``GradientSync``: sharded over data ranks, or whole.
+"""Update rules over the units of a ``GradientSync``: sharded over data ranks, or whole.
 
 One implementation: this rank updates what it owns of every unit, which is a slice where the
 engine shards (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054) and all of it otherwise. 16-bit
@@ -6,13 +6,16 @@ weights have float32 main weights; float32 and float64 weights are their own. Af
 the engine gathers the weights, or its modules do where they need them.
 
 A flat range has no shapes, so what depends on them (weight decay, which rank counts in the
-norm, what a checkpoint holds) comes from the parameters' layouts.
+norm, what a checkpoint holds) comes from the parameters' layouts. A ``MatrixRule`` gets whole
+matrices by a ``MatrixExchange``, between two elementwise parts on the ranges.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
-from typing import Any
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Shaped
@@ -26,12 +29,14 @@ from mcore_parallel.data_parallel.gradient_sync import (
     clipped,
 )
 from mcore_parallel.data_parallel.grads import grad_norm, owned_views
+from mcore_parallel.data_parallel.matrix_exchange import MatrixExchange, TPMode
 from mcore_parallel.data_parallel.optimizer_segments import (
     Segment,
     SegmentRun,
     build_runs,
     bytes_on_host,
     check_rounding,
+    has_weight_decay,
     main_dtype,
     new_segment,
     segment_view,
@@ -40,7 +45,7 @@ from mcore_parallel.data_parallel.optimizer_segments import (
 from mcore_parallel.kernels.rounding import round_stochastically_
 from mcore_parallel.offloading.host_updates import CudaQueues, HostUpdates
 from mcore_parallel.offloading.state_memory import allocate_state, allocate_state_file
-from mcore_parallel.optimizers.update_rule import UpdateRule
+from mcore_parallel.optimizers.update_rule import AnyRule, MatrixRule, UpdateGroup
 from mcore_parallel.sharding import NamedParameter, Shard
 
 _RUN = 1 << 24
@@ -50,6 +55,7 @@ RowFactors = Mapping[str, Float[Tensor, " F"]]
 """By the name of a parameter one factor for each of this rank's rows."""
 
 NO_FACTORS: RowFactors = MappingProxyType({})
+NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,41 +64,59 @@ class _Rates:
 
     num_steps: int
     lr: float
+    named_lrs: Mapping[str, float]
     weight_decay: float
+    grad_scale: Float[Tensor, ""] | float
     row_factors: RowFactors
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A part of a step: of one run, or of one chunk of matrices."""
+
+    kind: Literal["update", "message", "send", "compute", "receive", "apply", "free"]
+    chunk: int = -1
+    run: SegmentRun | None = None
+    begin: int = 0
+    """Of the run in the flat tensors of its chunk."""
+
+
 class DistributedOptimizer:
-    """An update rule on main gradients, over the ranges that this rank owns.
+    """Update rules on main gradients, over the ranges that this rank owns.
 
     Attributes:
-        rule: updates a range.
+        rule: updates what no other group names.
         num_steps: updates made; set it when state is loaded.
     """
 
     def __init__(
         self,
         data_parallel: GradientSync,
-        rule: UpdateRule,
+        rule: AnyRule,
         *,
-        step_width: Callable[[NamedParameter], float] = lambda _named: 1.0,
+        group_of: Callable[[NamedParameter], UpdateGroup] | None = None,
         host_share: float = 0.0,
         host_folder: str = "",
         has_main: bool = True,
+        matrix_tp_mode: TPMode = "distributed",
     ) -> None:
-        """Allocate main weights and moments of this rank's ranges; no communication.
+        """Allocate main weights and moments of this rank's ranges.
+
+        No communication, unless a parameter has a ``MatrixRule``: then all-gathers over the
+        ranks of the pipeline stage, before anything is allocated.
 
         Args:
             data_parallel: holds weights and gradients; decides who owns which range.
             rule: how a range is updated, and which moments it keeps.
-            step_width: what divides a parameter's learning rate, and multiplies its gradient
-                and decay (muP): Adam's step has no scale, so this divides its epsilon, and a
-                step's decay stays.
+            group_of: rule and rates of each parameter; None: ``rule`` for all, and matrices
+                decay.
             host_share: of the state that is kept in host memory, the first in the order of
                 updates: main weights, if they are apart from the weights, and moments.
             host_folder: where that state is in a file instead, see ``allocate_state_file``.
             has_main: keep 16-bit weights in float32 too; else bfloat16 weights are rounded
                 stochastically after an update in float32.
+            matrix_tp_mode: what tensor ranks do with matrices that they share, see
+                ``MuonConfig.muon_tp_mode``.
 
         Raises:
             ValueError: if ``has_main`` is off for weights that are neither bfloat16 nor wide,
@@ -102,25 +126,38 @@ class DistributedOptimizer:
         self.rule = rule
         self.num_steps = 0
         self._has_main = has_main
+        order = data_parallel.update_order
+        groups = {
+            named.parameter: group_of(named) if group_of else _plain_group(rule, named)
+            for unit in order
+            for named in unit.members
+        }
+        ctx, device = data_parallel.ctx, data_parallel.ctx.device
+        self._exchange: MatrixExchange | None = None
+        if any(isinstance(group.rule, MatrixRule) for group in groups.values()):
+            stage = ctx.axis("tp", "cp", "dp")
+            self._exchange = MatrixExchange(order, groups, stage, device, matrix_tp_mode)
         if not has_main:
             check_rounding(data_parallel.units)
-        device = data_parallel.ctx.device
-        shared_out = list(share_out(data_parallel.update_order, host_share))
-        size = bytes_on_host(shared_out, rule, has_main)
+        shared_out = list(share_out(order, groups, host_share))
+        size = bytes_on_host(shared_out, has_main)
         if host_folder:
             memory = allocate_state_file(size, host_folder)
         else:
             memory = allocate_state(size, device)
         self._segments: dict[OwnedUnit, list[Segment]] = {
-            unit: [new_segment(unit, rule, has_main, memory.zeros, *part) for part in parts]
+            unit: [new_segment(unit, part, has_main, memory.zeros) for part in parts]
             for unit, parts in shared_out
         }
         self._norm_views = owned_views(data_parallel.grad_shards().values())
-        self._runs = {
-            unit: [run for segment in segments for run in build_runs(segment, step_width)]
+        chunk_of = {} if self._exchange is None else self._exchange.chunk_of
+        runs = {
+            unit: [run for each in segments for run in build_runs(each, groups, chunk_of)]
             for unit, segments in self._segments.items()
         }
-        on_host = [run for runs in self._runs.values() for run in runs if run.on_host]
+        self._work = _plan_step(runs, self._exchange)
+        in_turn = (work.run for works in self._work.values() for work in works)
+        on_host = [run for run in in_turn if run is not None and run.on_host]
         self._host = HostUpdates(
             [run.state() for run in on_host],
             CudaQueues(device) if device.type == "cuda" and on_host else None,
@@ -143,15 +180,17 @@ class DistributedOptimizer:
         weight_decay: float,
         grad_scale: Float[Tensor, ""] | float = 1.0,
         row_factors: RowFactors = NO_FACTORS,
+        named_lrs: Mapping[str, float] = NO_RATES,
     ) -> None:
         """Update the weights on every rank.
 
         Args:
             lr: learning rate.
-            weight_decay: decoupled decay, for the parameters that ``has_weight_decay``.
+            weight_decay: decoupled decay; each ``UpdateGroup`` has a factor on it.
             grad_scale: multiplies the gradients first: a clip coefficient.
             row_factors: multiply rows of parameters after their update, by the parameters'
                 names: one factor for each row of this rank, equal on all that hold the row.
+            named_lrs: learning rates of the groups with an ``lr_name``.
 
         Raises:
             RuntimeError: if the gradients are not finished; or, in the first step, on every
@@ -163,24 +202,68 @@ class DistributedOptimizer:
             self._is_checked = True
         self.num_steps += 1
 
-        rates = _Rates(self.num_steps, lr, weight_decay, row_factors)
+        rates = _Rates(self.num_steps, lr, named_lrs, weight_decay, grad_scale, row_factors)
+        flats: dict[int, Tensor] = {}  # messages, then directions, by chunk
         with self._host.updating():
             for unit in self.data_parallel.gathering():
-                for run in self._runs[unit]:
-                    if not run.on_host:
-                        self._update(run, rates, grad_scale)
+                for work in self._work[unit]:
+                    if work.run is None or not work.run.on_host:
+                        self._do(work, work.run, rates, flats)
                         continue
                     with self._host.next_piece() as state:
-                        self._update(run.with_state(state), rates, grad_scale)
+                        self._do(work, work.run.with_state(state), rates, flats)
 
-    def _update(self, run: SegmentRun, rates: _Rates, grad_scale: Any) -> None:
-        """Update one run by the rule; in bfloat16 in float32, and rounded stochastically."""
-        constants: dict[str, Any] = {
-            "num_steps": rates.num_steps,
-            "lr": rates.lr / run.width,
-            "weight_decay": rates.weight_decay * run.width if run.decays else 0.0,
-            "grad_scale": grad_scale if run.width == 1.0 else grad_scale * run.width,
-        }
+    def _do(
+        self, work: _Work, run: SegmentRun | None, rates: _Rates, flats: dict[int, Tensor]
+    ) -> None:
+        """Do one part of a step; ``run`` is its run, with its state on the device."""
+        exchange, chunk = self._exchange, work.chunk
+        if work.kind == "update":
+            assert run is not None
+            self._update(run, rates, run.grad)
+            return
+        assert exchange is not None
+        if work.kind == "send":  # no message was written where the rank owns nothing
+            exchange.send(chunk, flats.pop(chunk) if chunk in flats else exchange.flat(chunk))
+        elif work.kind == "compute":
+            exchange.compute(chunk, rates.num_steps)
+        elif work.kind == "receive":
+            flats[chunk] = exchange.receive(chunk)
+        elif work.kind == "free":
+            del flats[chunk]
+        else:
+            assert run is not None
+            if chunk not in flats:
+                flats[chunk] = exchange.flat(chunk)
+            flat = flats[chunk][work.begin : work.begin + run.grad.numel()]
+            if work.kind == "message":
+                _write_message(run, rates, flat)
+            else:
+                self._update(run, rates, flat)
+
+    def _update(self, run: SegmentRun, rates: _Rates, change: Tensor) -> None:
+        """Update one run by the rule; in bfloat16 in float32, and rounded stochastically.
+
+        Args:
+            run: of an elementwise rule, or of a matrix rule after the exchange.
+            rates: of the step.
+            change: gradients, or directions times their factors.
+        """
+        group, rule = run.group, run.group.rule
+        lr = rates.named_lrs[group.lr_name] if group.lr_name else rates.lr
+        lr = lr * group.lr_factor / group.width
+        decay = rates.weight_decay * group.width * group.decay_factor
+        if isinstance(rule, MatrixRule):
+            update = partial(_apply_direction, lr=lr, weight_decay=decay)
+        else:
+            width, scale = group.width, rates.grad_scale
+            update = partial(
+                rule.update,
+                num_steps=rates.num_steps,
+                lr=lr,
+                weight_decay=decay,
+                grad_scale=scale if width == 1.0 else scale * width,
+            )
         is_narrow = run.main.dtype == torch.bfloat16
         length = _RUN if is_narrow else max(1, run.main.numel())
         for begin in range(0, run.main.numel(), length):
@@ -188,12 +271,23 @@ class DistributedOptimizer:
             main = run.main[cut].float() if is_narrow else run.main[cut]
             target = main if is_narrow else run.weights[cut]
             moments = {name: moment[cut] for name, moment in run.moments.items()}
-            self.rule.update(main, run.grad[cut], moments, target, **constants)
+            update(main, change[cut], moments, target)
             if rates.row_factors:
                 owned = list(clipped(run.owned, begin, begin + main.numel()))
                 _scale_rows(owned, rates.row_factors, main, target)
             if is_narrow:
                 round_stochastically_(run.main[cut], main, rates.num_steps)
+
+    def main_ranges(self) -> list[tuple[OwnedRange, Tensor]]:
+        """List what this rank updates of each parameter, with views of its main weights."""
+        return [
+            (owned, owned.view(segment.main))
+            for segments in self._segments.values()
+            for segment in segments
+            for owned in clipped(
+                segment.unit.owned_ranges(), segment.begin, segment.begin + segment.main.numel()
+            )
+        ]
 
     def named_shards(self) -> dict[str, Shard]:
         """Describe main weights and moments by logical name, for a checkpoint.
@@ -202,13 +296,14 @@ class DistributedOptimizer:
         ``<moment>.<logical>``, such as ``exp_avg.<logical>``. Load into the pieces, set
         ``num_steps``, then call ``refresh``.
         """
-        shards = {}
-        for kind in ("main", *self.rule.moments):
+        shards = {} if self._exchange is None else self._exchange.named_shards()
+        segments = [s for each in self._segments.values() for s in each]
+        kinds = dict.fromkeys(name for s in segments for name in s.moments)
+        for kind in ("main", *kinds):
             flats = [
                 (s.unit, s.begin, s.main if kind == "main" else s.moments[kind])
-                for segments in self._segments.values()
                 for s in segments
-                if kind != "main" or self._keeps_main(s.unit)
+                if (self._keeps_main(s.unit) if kind == "main" else kind in s.moments)
             ]
             described = self.data_parallel.owned_shards(flats)
             shards.update({f"{kind}.{name}": shard for name, shard in described.items()})
@@ -274,6 +369,99 @@ class DistributedOptimizer:
     def _check_finished(self) -> None:
         if not self.data_parallel.is_finished:
             raise RuntimeError("gradients are not summed yet: call finish() after backward")
+
+
+def _plain_group(rule: AnyRule, named: NamedParameter) -> UpdateGroup:
+    return UpdateGroup(rule, decay_factor=float(has_weight_decay(named)))
+
+
+def _plan_step(
+    runs: Mapping[OwnedUnit, Sequence[SegmentRun]], exchange: MatrixExchange | None
+) -> dict[OwnedUnit, list[_Work]]:
+    """List what a step does, by unit in the order of updates.
+
+    Matrices come before the elementwise runs of a unit. While a chunk of them is computed, the
+    messages of the next two are on their way, and the directions of the one before.
+    """
+    num_chunks = 0 if exchange is None else exchange.num_chunks
+    places: list[list[tuple[SegmentRun, int]]] = []  # of each chunk: its runs, where they begin
+    for chunk in range(num_chunks):
+        assert exchange is not None
+        own = [run for each in runs.values() for run in each if run.chunk == chunk]
+        sizes = [run.main.numel() for run in own]
+        begins = [0, *accumulate(sizes)][: len(sizes)]
+        places.append(list(zip(own, begins, strict=True)))
+        exchange.place(chunk, _stretches(places[-1]), sum(sizes))
+    num_sent = num_computed = 0
+    num_left = [len(each) for each in places]
+
+    def bring(chunk: int) -> Iterator[_Work]:
+        nonlocal num_sent, num_computed
+        while num_computed < min(chunk + 2, num_chunks):
+            while num_sent < min(num_computed + 2, num_chunks):
+                for run, begin in places[num_sent]:
+                    yield _Work("message", num_sent, run.only_moments(), begin)
+                yield _Work("send", num_sent)
+                num_sent += 1
+            yield _Work("compute", num_computed)
+            num_computed += 1
+        yield _Work("receive", chunk)
+
+    plan: dict[OwnedUnit, list[_Work]] = {}
+    for place, (unit, own) in enumerate(runs.items()):
+        works = plan[unit] = []
+        for chunk in range(num_chunks):
+            if exchange is not None and exchange.first_unit(chunk) == place:
+                works += bring(chunk)  # on all ranks, whatever they own of the chunk
+            here = [(run, begin) for run, begin in places[chunk] if run.unit is unit]
+            works += [_Work("apply", chunk, run.only_main(), begin) for run, begin in here]
+            num_left[chunk] -= len(here)
+            if here and not num_left[chunk]:
+                works.append(_Work("free", chunk))
+        works += [_Work("update", run=run) for run in own if run.chunk < 0]
+    return plan
+
+
+def _stretches(
+    places: Sequence[tuple[SegmentRun, int]],
+) -> Iterator[tuple[OwnedUnit, int, int, int]]:
+    """Join runs that follow each other in a unit: unit, first, stop, place in flat tensors."""
+    open_: tuple[OwnedUnit, int, int, int] | None = None
+    for run, begin in places:
+        stop = run.begin + run.main.numel()
+        if open_ is not None and open_[0] is run.unit and open_[2] == run.begin:
+            open_ = (*open_[:2], stop, open_[3])
+            continue
+        if open_ is not None:
+            yield open_
+        open_ = (run.unit, run.begin, stop, begin)
+    if open_ is not None:
+        yield open_
+
+
+def _write_message(run: SegmentRun, rates: _Rates, flat: Tensor) -> None:
+    """Update a run's moments by its matrix rule, and write its messages, in parts."""
+    rule = run.group.rule
+    assert isinstance(rule, MatrixRule)
+    for begin in range(0, flat.numel(), _RUN):
+        cut = slice(begin, begin + _RUN)
+        moments = {name: moment[cut] for name, moment in run.moments.items()}
+        flat[cut] = rule.message(run.grad[cut], moments, grad_scale=rates.grad_scale)
+
+
+def _apply_direction(
+    main: Shaped[Tensor, " n"],
+    direction: Shaped[Tensor, " n"],
+    _moments: Mapping[str, Tensor],
+    parameter: Shaped[Tensor, " n"],
+    *,
+    lr: float,
+    weight_decay: float,
+) -> None:
+    """Move main weights against a direction, in place, with decoupled decay."""
+    main.mul_(1 - lr * weight_decay).sub_(direction, alpha=lr)
+    if parameter.dtype != main.dtype:
+        parameter.copy_(main)
 
 
 def _scale_rows(

@@ -1,19 +1,20 @@
-"""State of an update rule over what this rank owns of its units, in pieces.
+"""State of update rules over what this rank owns of its units, in pieces.
 
-A unit's range is cut into what the host takes and the rest (``Segment``), and that into
-neighbouring parameters that are updated by one call (``SegmentRun``).
+A unit's range is cut by the rules of its parameters, and into what the host takes and the rest
+(``Segment``), and that into neighbouring parameters that are updated by one call
+(``SegmentRun``).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_parallel.data_parallel.gradient_sync import OwnedRange, OwnedUnit, clipped
 from mcore_parallel.offloading.config import PIECE_BYTES
-from mcore_parallel.optimizers.update_rule import UpdateRule
+from mcore_parallel.optimizers.update_rule import AnyRule, UpdateGroup
 from mcore_parallel.sharding import NamedParameter
 
 _CUT_MULTIPLE = 64
@@ -25,6 +26,8 @@ class Segment:
     """State for neighbouring elements of what this rank owns of one unit."""
 
     unit: OwnedUnit
+    rule: AnyRule
+    """Of all parameters in it."""
     begin: int
     """First of them."""
     main: Tensor
@@ -37,20 +40,32 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRun:
-    """Views over neighbouring parameters of a segment with equal weight decay and width.
+    """Views over neighbouring parameters of a segment that are updated by one call.
 
     The padding between them is included: its gradient is 0, so it stays 0.
     """
 
+    unit: OwnedUnit
+    begin: int
+    """First element, of what this rank owns of the unit."""
     main: Tensor
     grad: Tensor
     moments: dict[str, Tensor]
     weights: Tensor
     owned: list[OwnedRange]
     """The ranges of parameters in this run."""
-    decays: bool
-    width: float
+    group: UpdateGroup
+    chunk: int
+    """Number of the chunk of a ``MatrixExchange``; -1: its rule is elementwise."""
     on_host: bool
+
+    def only_moments(self) -> "SegmentRun":
+        """Return the run with moments alone as its state: the part before a matrix."""
+        return replace(self, main=self.weights)
+
+    def only_main(self) -> "SegmentRun":
+        """Return the run with main weights alone as its state: the part after a matrix."""
+        return replace(self, moments={})
 
     def state(self) -> list[Tensor]:
         """List the tensors of the state; see ``_kept``."""
@@ -81,10 +96,24 @@ def segment_view(flat: Tensor, segment: Segment) -> Tensor:
     return flat[segment.begin : segment.begin + segment.main.numel()]
 
 
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """A part of what this rank owns of a unit that becomes a ``Segment``."""
+
+    begin: int
+    stop: int
+    on_host: bool
+    rule: AnyRule
+
+
+SharedOut = Sequence[tuple[OwnedUnit, Sequence[_Range]]]
+"""The ranges of each unit, in memory order."""
+
+
 def share_out(
-    units: Sequence[OwnedUnit], host_share: float
-) -> Iterator[tuple[OwnedUnit, list[tuple[int, int, bool]]]]:
-    """Cut each unit into what the host takes, the first elements of all, and the rest."""
+    units: Sequence[OwnedUnit], groups: Mapping[nn.Parameter, UpdateGroup], host_share: float
+) -> Iterator[tuple[OwnedUnit, list[_Range]]]:
+    """Cut each unit by rules, and into what the host takes, the first of all, and the rest."""
     # The host takes units from the first on until its share is used up; a cut inside a unit is
     # rounded up to a multiple, which keeps both parts aligned.
     sizes = [unit.own_grads().numel() for unit in units]
@@ -92,21 +121,36 @@ def share_out(
     for unit, size in zip(units, sizes, strict=True):
         taken = min(size, -(-left // _CUT_MULTIPLE) * _CUT_MULTIPLE)
         left = max(0, left - taken)
-        parts = [(0, taken, True), (taken, size, False)]
-        yield unit, [part for part in parts if part[0] < part[1]]
+        found: list[_Range] = []
+        for begin, stop, rule in _by_rule(unit, groups, size):
+            cut = min(max(begin, taken), stop)
+            parts = (begin, cut, True, rule), (cut, stop, False, rule)
+            found += [_Range(*part) for part in parts if part[0] < part[1]]
+        yield unit, found
 
 
-def bytes_on_host(
-    shared_out: Sequence[tuple[OwnedUnit, list[tuple[int, int, bool]]]],
-    rule: UpdateRule,
-    has_main: bool,
-) -> int:
+def _by_rule(
+    unit: OwnedUnit, groups: Mapping[nn.Parameter, UpdateGroup], size: int
+) -> Iterator[tuple[int, int, AnyRule]]:
+    """Yield stretches of neighbouring parameters of one rule; padding joins what is before."""
+    begin, rule = 0, None
+    for owned in unit.owned_ranges():
+        own = groups[owned.named.parameter].rule
+        if rule is not None and own is not rule:
+            yield begin, owned.offset, rule
+            begin = owned.offset
+        rule = own
+    if rule is not None:
+        yield begin, size, rule
+
+
+def bytes_on_host(shared_out: SharedOut, has_main: bool) -> int:
     """Count the bytes of the host's parts, each tensor padded to 8."""
     total = 0
     for unit, parts in shared_out:
-        count = sum(stop - begin for begin, stop, on_host in parts if on_host)
-        for dtype in _kept_dtypes(unit, rule, has_main).values():
-            total += -(-count * dtype.itemsize // 8) * 8
+        for part in (part for part in parts if part.on_host):
+            for dtype in _kept_dtypes(unit, part.rule, has_main).values():
+                total += -(-(part.stop - part.begin) * dtype.itemsize // 8) * 8
     return total
 
 
@@ -134,35 +178,26 @@ def has_weight_decay(named: NamedParameter) -> bool:
 
 
 def new_segment(
-    unit: OwnedUnit,
-    rule: UpdateRule,
-    has_main: bool,
-    host_zeros: Callable[..., Tensor],
-    begin: int,
-    stop: int,
-    on_host: bool,
+    unit: OwnedUnit, part: _Range, has_main: bool, host_zeros: Callable[..., Tensor]
 ) -> Segment:
     """Allocate the state of a part of a unit; main weights are copied from it.
 
     Args:
         unit: what this rank owns of it.
-        rule: names the moments.
+        part: of it.
         has_main: whether 16-bit weights have main weights.
         host_zeros: makes a tensor of the host's parts, as ``torch.zeros`` does.
-        begin: first element.
-        stop: one past the last element.
-        on_host: whether it is the host's.
     """
-    weights = _updated(unit)[begin:stop]
-    dtypes = _kept_dtypes(unit, rule, has_main)
+    weights = _updated(unit)[part.begin : part.stop]
+    dtypes = _kept_dtypes(unit, part.rule, has_main)
     shape, make = tuple(weights.shape), host_zeros
-    if not on_host:
+    if not part.on_host:
         make = partial(torch.zeros, device=weights.device)
     wide, main = dtypes.pop("main", None), weights
     if wide is not None:  # widened where it is kept: the device may have no room for it
-        main = make(shape, dtype=wide).copy_(weights.cpu() if on_host else weights)
+        main = make(shape, dtype=wide).copy_(weights.cpu() if part.on_host else weights)
     moments = {name: make(shape, dtype=dtype) for name, dtype in dtypes.items()}
-    return Segment(unit, begin, main, moments, weights, on_host)
+    return Segment(unit, part.rule, part.begin, main, moments, weights, part.on_host)
 
 
 def _updated(unit: OwnedUnit) -> Tensor:
@@ -171,7 +206,7 @@ def _updated(unit: OwnedUnit) -> Tensor:
     return unit.own_weights() if own is None else own
 
 
-def _kept_dtypes(unit: OwnedUnit, rule: UpdateRule, has_main: bool) -> dict[str, torch.dtype]:
+def _kept_dtypes(unit: OwnedUnit, rule: AnyRule, has_main: bool) -> dict[str, torch.dtype]:
     """Return the dtypes of the state: of the moments, and of ``main`` if it is apart."""
     narrow = _updated(unit).dtype
     wide = torch.promote_types(narrow, torch.float32)
@@ -181,37 +216,42 @@ def _kept_dtypes(unit: OwnedUnit, rule: UpdateRule, has_main: bool) -> dict[str,
 
 
 def build_runs(
-    segment: Segment, step_width: Callable[[NamedParameter], float]
+    segment: Segment,
+    groups: Mapping[nn.Parameter, UpdateGroup],
+    chunk_of: Mapping[nn.Parameter, int],
 ) -> list[SegmentRun]:
-    """Merge neighbouring parameters with equal rates into as few runs as possible.
+    """Merge neighbouring parameters of one group and chunk into as few runs as possible.
 
     Runs whose state is in host memory are no longer than a piece that is copied at once.
     """
     stop = segment.begin + segment.main.numel()
-    ends: list[tuple[int, int, tuple[bool, float]]] = []
+    ends: list[tuple[int, int, tuple[UpdateGroup, int]]] = []
     ranges = list(clipped(segment.unit.owned_ranges(), segment.begin, stop))
     for owned in ranges:
         # Padding between two parameters joins the run: it begins where the one before began.
-        rates = has_weight_decay(owned.named), step_width(owned.named)
+        parameter = owned.named.parameter
+        kind = groups[parameter], chunk_of.get(parameter, -1)
         begin, end = owned.offset, owned.offset + owned.stop - owned.first
-        if ends and ends[-1][2] == rates:
+        if ends and ends[-1][2] == kind:
             begin = ends.pop()[0]
-        ends.append((begin, end, rates))
+        ends.append((begin, end, kind))
     grads = segment_view(segment.unit.own_grads(), segment)
     longest = _longest_run(segment)
     found = []
-    for begin, end, (decays, width) in ends:
+    for begin, end, (group, chunk) in ends:
         for first in range(begin, end, longest):
             cut = slice(first, min(end, first + longest))
             found.append(
                 SegmentRun(
+                    unit=segment.unit,
+                    begin=segment.begin + cut.start,
                     main=segment.main[cut],
                     grad=grads[cut],
                     moments={n: moment[cut] for n, moment in segment.moments.items()},
                     weights=segment.weights[cut],
                     owned=list(clipped(ranges, cut.start, cut.stop)),
-                    decays=decays,
-                    width=width,
+                    group=group,
+                    chunk=chunk,
                     on_host=segment.on_host,
                 )
             )

@@ -12,6 +12,7 @@ gloo.
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -45,7 +46,9 @@ class Agreement:
     rank: int
     """Index of this rank in ``ranks``."""
     timeout_s: float
-    """Seconds to wait for the first rank's call."""
+    """How long to wait for the first rank's call."""
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context in which the first rank's call is waited for."""
     num_calls: int = field(default=0)
     """Calls so far."""
     num_messages: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -53,11 +56,16 @@ class Agreement:
 
     @classmethod
     def of_group(
-        cls, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout: timedelta
+        cls,
+        group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        rank: int,
+        timeout: timedelta,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> "Agreement":
         """Build the agreement of a group on one rank, over the world's store."""
         store = distributed_c10d._get_default_store()
-        return cls(store, group.group_name, ranks, rank, timeout.total_seconds())
+        return cls(store, group.group_name, ranks, rank, timeout.total_seconds(), waiting)
 
     def check(self, what: str, x: Tensor, *, any_rows: bool = False) -> None:
         """Compare the next call with the same call of the group's first rank.
@@ -124,7 +132,8 @@ class Agreement:
     def _received(self, key: str, otherwise: str) -> list[str]:
         """Wait for another rank's store entry; return its description and call site."""
         try:
-            self.store.wait([key], timedelta(seconds=self.timeout_s))
+            with self.waiting():
+                self.store.wait([key], timedelta(seconds=self.timeout_s))
         except dist.DistNetworkError as error:
             raise RuntimeError(
                 f"{otherwise} before the store was gone, and with it the rank that holds it"

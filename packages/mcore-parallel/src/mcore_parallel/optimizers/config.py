@@ -5,12 +5,18 @@ from typing import ClassVar, Literal
 
 from mcore_base.options import ON, Options, Rule, option
 
+MATRIX_OPTIMIZERS = ("muon", "soap")
+"""Choices of --optimizer that update matrices; AdamW updates all other parameters."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamConfig(Options):
-    """AdamW: decoupled weight decay, bias correction (Loshchilov and Hutter 2019)."""
+    """AdamW: decoupled weight decay, bias correction (Loshchilov and Hutter 2019).
 
-    part_of: ClassVar = {"optimizer": "adam"}
+    Of matrix optimizers it updates what they leave: embeddings, head, norms, biases, routers.
+    """
+
+    part_of: ClassVar = {"optimizer": ("adam", *MATRIX_OPTIMIZERS)}
 
     adam_beta1: float = option(0.9, minimum=0, below=1)
     """Decay of the mean of gradients, 0 to below 1."""
@@ -37,6 +43,110 @@ class SGDConfig(Options):
 
     sgd_momentum: float = option(0.9, minimum=0, below=1)
     """Share of the last update in the next, 0 to below 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LionConfig(Options):
+    """Lion: the sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675)."""
+
+    part_of: ClassVar = {"optimizer": "lion"}
+
+    lion_beta1: float = option(0.95, minimum=0, below=1)
+    """Share of the momentum in the update, 0 to below 1."""
+
+    lion_beta2: float = option(0.98, minimum=0, below=1)
+    """Decay of the momentum, 0 to below 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonConfig(Options):
+    """Muon: orthogonalized momentum of whole matrices (Jordan et al. 2024)."""
+
+    part_of: ClassVar = {"optimizer": "muon"}
+
+    muon_momentum: float = option(0.9, minimum=0, below=1)
+    """Decay of the mean of gradients, 0 to below 1."""
+
+    muon_nesterov: bool = False
+    """Orthogonalize the mean of gradients one step ahead: Nesterov's momentum."""
+
+    muon_split_qkv: bool = True
+    """Treat the query, key and value matrices of a layer apart; else as one matrix of all
+    their rows."""
+
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
+    """Polynomials of the Newton-Schulz iteration: simple, one for all steps, as in the first
+    Muon; quintic, five fitted ones; polar_express, the best for each step. The last of a list
+    repeats."""
+
+    muon_num_ns_steps: int = option(5, minimum=1)
+    """Steps of the Newton-Schulz iteration."""
+
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = option(
+        "spectral", needs={"muon_moment2_method": "none"}
+    )
+    """Factor on the update of a matrix of m outputs and n inputs: spectral, sqrt(max(m, n));
+    unit_rms_norm, sqrt(m / n); shape_scaling, sqrt(max(1, m / n))."""
+
+    muon_extra_scale_factor: float = option(1.0, above=0)
+    """Further factor on updates of matrices. 0.2 with spectral gives them the size of those of
+    AdamW, so that a learning rate of AdamW fits both."""
+
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = option(
+        "distributed", idle_with={"tensor_model_parallel_size": 1}
+    )
+    """What is done with matrices that tensor ranks share: distributed, each is computed whole
+    on one rank; duplicated, whole by all tensor ranks, so that no result is sent between them;
+    blockwise, each rank's block is a matrix of its own: no messages between tensor ranks, and
+    another update than on one rank. Megatron's default: blockwise."""
+
+    muon_moment2_method: Literal["none", "adamuon", "normuon"] = "none"
+    """Second moment that divides the orthogonalized momentum: adamuon, of each element;
+    normuon, of each row. Both scale an update to a root mean square of 0.2."""
+
+    muon_beta2: float = option(
+        0.95, minimum=0, below=1, needs={"muon_moment2_method": ("adamuon", "normuon")}
+    )
+    """Decay of the second moment, 0 to below 1."""
+
+    muon_eps: float = option(
+        1e-8, above=0, needs={"muon_moment2_method": ("adamuon", "normuon")}
+    )
+    """Added to the root of the second moment; above 0."""
+
+    rules = (
+        Rule(
+            ("muon_tp_mode", "muon_moment2_method"),
+            lambda v: v.muon_tp_mode == "duplicated" and v.muon_moment2_method != "none",
+            "--muon-tp-mode duplicated keeps no state of whole matrices: use distributed with "
+            "--muon-moment2-method {muon_moment2_method}.",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SoapConfig(Options):
+    """SOAP: Adam in the eigenbasis of Shampoo (Vyas et al. 2024, arXiv:2409.11321)."""
+
+    part_of: ClassVar = {"optimizer": "soap"}
+
+    soap_beta1: float = option(0.95, minimum=0, below=1)
+    """Decay of the mean of gradients, 0 to below 1."""
+
+    soap_beta2: float = option(0.95, minimum=0, below=1)
+    """Decay of the mean of squared rotated gradients, 0 to below 1."""
+
+    soap_eps: float = option(1e-8, above=0)
+    """Added to the root of the mean square; above 0."""
+
+    soap_shampoo_beta: float = option(0.95, minimum=0, below=1)
+    """Decay of the means of G G^T and G^T G, 0 to below 1."""
+
+    soap_precondition_frequency: int = option(10, minimum=1)
+    """Steps after which the eigenbasis is brought up to date."""
+
+    soap_max_dim: int = option(8192, minimum=1)
+    """Longest side of a matrix that is rotated; longer sides stay as they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,18 +1,25 @@
-"""``UpdateRule``: what an optimizer does with one flat range, apart from who owns the range.
+"""What an optimizer does with weights, apart from which rank holds them.
 
-``data_parallel.distributed_optimizer`` decides which ranges a rank owns, keeps main weights and
-the rule's moments there, checkpoints and gathers them. A rule is elementwise: it never sees
-where a parameter begins or ends.
+``data_parallel.distributed_optimizer`` decides which flat ranges a rank owns, keeps main
+weights and moments there, checkpoints and gathers them. An ``UpdateRule`` is elementwise: it
+updates a flat range and never sees where a parameter begins. A ``MatrixRule`` needs whole
+logical matrices: it has an elementwise part (``message``), on the ranks that own the elements,
+and a part on the matrix (``direction``), on one rank, to which
+``data_parallel.matrix_exchange`` brings the messages of all others.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 MomentDtype = Literal["fp32", "bf16"]
 """How a moment is kept: in the dtype of the main weights (fp32), or in bf16."""
+
+Shape = tuple[int, ...]
 
 
 @runtime_checkable
@@ -48,3 +55,81 @@ class UpdateRule(Protocol):
             weight_decay: 0.0 where the parameters of this range do not decay.
             grad_scale: multiplies the gradients first.
         """
+
+
+@runtime_checkable
+class MatrixRule(Protocol):
+    """An update of whole logical matrices, between two elementwise parts.
+
+    A step makes ``message`` of every range, brings the messages of a matrix together, makes its
+    ``direction``, and takes ``lr * factor * direction`` and the decoupled decay from the main
+    weights: W <- (1 - lr * weight_decay) W - lr * factor * direction.
+    """
+
+    @property
+    def moments(self) -> Mapping[str, MomentDtype]:
+        """Names of the state of each weight, as in a checkpoint; sharded as weights are."""
+
+    def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
+        """Name what is kept of a whole matrix, with shapes; kept where it is computed."""
+
+    def wire_dtype(self, main: torch.dtype) -> torch.dtype:
+        """Return the dtype of messages and directions, by that of the main weights."""
+
+    def cost(self, shape: Shape) -> float:
+        """Return the work of ``direction`` for one matrix, in any unit."""
+
+    def message(
+        self,
+        grad: Float[Tensor, " n"],
+        moments: Mapping[str, Float[Tensor, " n"]],
+        *,
+        grad_scale: Float[Tensor, ""] | float,
+    ) -> Float[Tensor, " n"]:
+        """Update the moments of one range in place; return what ``direction`` receives of it.
+
+        Args:
+            grad: summed gradients; read only.
+            moments: zero before the first step.
+            grad_scale: multiplies the gradients first.
+        """
+
+    def direction(
+        self,
+        messages: Float[Tensor, "b m n"],
+        state: Mapping[str, Float[Tensor, "b ..."]],
+        *,
+        num_steps: int,
+    ) -> Float[Tensor, "b m n"]:
+        """Return what weights move against, for whole matrices of one shape.
+
+        Args:
+            messages: may be overwritten.
+            state: of the matrices, by the names of ``state_shapes``, in float32 or the main
+                weights' wider dtype; updated in place. Zero before the first step.
+            num_steps: of this update, counted from 1.
+        """
+
+    def factor(self, shape: Shape) -> float:
+        """Return the factor on a matrix's direction that depends on its shape alone."""
+
+
+AnyRule = UpdateRule | MatrixRule
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateGroup:
+    """How a parameter is updated; neighbours of equal groups are updated together."""
+
+    rule: AnyRule
+    lr_name: str = ""
+    """Which of the named learning rates of a step it takes; empty: the common one."""
+    lr_factor: float = 1.0
+    """Multiplies the learning rate; the decay of a step is multiplied too."""
+    decay_factor: float = 1.0
+    """Multiplies weight decay; 0: the parameter does not decay."""
+    width: float = 1.0
+    """Divides the learning rate, and multiplies gradient and decay (muP): Adam's step has no
+    scale, so this divides its epsilon, and a step's decay stays."""
+    joins_parts: bool = False
+    """Of a ``MatrixRule``: whether all parts of the parameter are one matrix of their rows."""

@@ -258,6 +258,19 @@ RULES: tuple[Rule, ...] = (
         "Look for a condition before one of the two lines that depends on the rank.",
     ),
     _root(
+        "broken device",
+        "hardware",
+        r"broken device: rank (?P<rank>\d+)",
+        "Leave the host of the named rank out, start again, and let its GPU be checked "
+        "(dcgmi diag -r 3).",
+    ),
+    _root(
+        "late step",
+        "collective_timeout",
+        r"rank (?P<rank>\d+) holds up step \d+",
+        "Look at the host of the named rank, then at what that rank did last.",
+    ),
+    _root(
         "silent rank",
         "collective_timeout",
         r"rank (?P<rank>\d+) is gone: silent for",

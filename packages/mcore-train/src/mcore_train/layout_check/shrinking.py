@@ -320,6 +320,13 @@ class Shrinking:
             "mock_data": True,
             "num_workers": 0,
             "min_lr": 0.0,
+            "decoupled_min_lr": 0.0,
+            # Patterns with numbers name layers that a small model may not have.
+            "parameter_groups": tuple(
+                entry
+                for entry in self.config.parameter_rates.parameter_groups
+                if not any(letter.isdigit() for letter in entry.split()[0])
+            ),
             "start_weight_decay": -1.0,
             "end_weight_decay": -1.0,
             "weight_decay_incr_style": "constant",

@@ -110,6 +110,14 @@ SPELLINGS: dict[str, Spelling] = {
     "--moe-extended-tp": Spelling(note="--expert-tensor-parallel-size says it"),
     "--empty-unused-memory-level": Spelling(num_values=1, note="memory is kept"),
     "--variable-seq-lengths": Spelling(note="every stage reads lengths off its own batch"),
+    "--muon-use-nesterov": Spelling(("--muon-nesterov",)),
+    "--muon-no-split-qkv": Spelling(("--no-muon-split-qkv",)),
+    "--muon-scalar-optimizer": Spelling(
+        num_values=1, only="adam", note="AdamW updates what matrices leave"
+    ),
+    "--muon-fp32-matmul-prec": Spelling(
+        num_values=1, note="products of the iteration are of bfloat16, which is medium"
+    ),
     "--cpu-optimizer": Spelling(("--optimizer-cpu-offload",)),
     "--cpu-optimizer-type": Spelling(
         ("--optimizer", "adam"), num_values=1, only="ADAM", needs="--cpu-optimizer"
@@ -151,7 +159,9 @@ SPELLINGS: dict[str, Spelling] = {
     "--yarn-beta-fast": Spelling(("--beta-fast",)),
     "--yarn-beta-slow": Spelling(("--beta-slow",)),
     "--fp8-margin": Spelling(num_values=1, only="0", note="scales have no margin"),
-    "--rerun-mode": Spelling(num_values=1, only="disabled", note="no step is computed twice"),
+    "--rerun-mode": Spelling(
+        num_values=1, only="disabled", note="--rerun-on-mismatch computes steps twice"
+    ),
     "--sample-rate": Spelling(num_values=1, only="1.0", note="all samples are read"),
     "--attention-softmax-in-fp32": Spelling(note="attention's softmax is always in float32"),
     "--cross-entropy-loss-fusion": Spelling(note="output layer and loss are always fused"),
@@ -173,6 +183,7 @@ SPELLINGS: dict[str, Spelling] = {
 VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("--cp-comm-type", "allgather"): ("--cp-comm-type", "all_gather"),
     ("--cuda-graph-impl", "transformer_engine"): ("--cuda-graph-impl", "local"),
+    ("--optimizer", "dist_muon"): ("--optimizer", "muon"),
     ("--moe-token-dispatcher-type", "flex"): ("--moe-token-dispatcher-type", "deepep"),
     ("--position-embedding-type", "yarn"): (
         *("--position-embedding-type", "rope", "--rope-type", "yarn"),
@@ -191,7 +202,7 @@ NOTES: dict[str, str] = {
         "--tensorboard writes every reported number, at every --log-interval"
     ),
     (
-        "--log-params-norm --log-num-zeros-in-grad --log-progress --log-straggler --log-energy "
+        "--log-params-norm --log-num-zeros-in-grad --log-progress --log-energy "
         "--log-world-size-to-tensorboard --no-log-loss-scale-to-tensorboard "
         "--disable-log-loss-scale-to-tensorboard --log-memory-interval "
         "--log-device-memory-used --log-max-attention-logit "
@@ -203,7 +214,9 @@ NOTES: dict[str, str] = {
         "--record-shapes --nvtx-ranges "
         "--run-workload-inspector-server --gpu-sniff-test-interval --onnx-safe"
     ): "nothing is profiled; use nsys or py-spy around the command",
-    "--straggler-* --disable-straggler-*": "slow ranks are not looked for",
+    "--straggler-ctrlr-port --straggler-minmax-count --disable-straggler-on-startup": (
+        "--log-straggler scores every rank at each --straggler-interval"
+    ),
     "--flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-*": (
         "torch's own variables TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_FR_DUMP_TEMP_FILE set it"
     ),
@@ -333,8 +346,6 @@ INSTEAD: dict[str, str] = {
     "--cuda-graph-scope --cuda-graph-modules": (
         "use --cuda-graph-impl full_iteration for a graph of the step, local for one a layer."
     ),
-    "--decoupled-*": "embedding and output layer take the rate of all weights; use --lr.",
-    "--apply-wd-to-qk-layernorm": "vectors never decay; leave it out.",
     "--eval-micro-batch-size --eval-global-batch-size": (
         "validation takes the training batch; use --eval-iters for more or fewer of them."
     ),
@@ -343,10 +354,7 @@ INSTEAD: dict[str, str] = {
     (
         "--rerun-* --check-for-spiky-loss --check-for-large-grads --error-injection-* "
         "--fault-injector-*"
-    ): ("steps are not computed twice; use --check-for-nan-in-loss-and-grad, which is on."),
-    "--ft-* --enable-ft-package --calc-ft-timeouts --inprocess-*": (
-        "use torchrun --max-restarts with --load, which continues to the last bit."
-    ),
+    ): "use --rerun-on-mismatch, which computes a suspicious step again.",
     "--nnodes --nproc*per*node --node-rank --master-* --rdzv-* --max-restarts --standalone": (
         "this belongs to torchrun, before -m mcore_train; use --nproc N on one host."
     ),
@@ -401,7 +409,7 @@ INSTEAD: dict[str, str] = {
         "use --moe-expert-capacity-factor, or --moe-expert-rows-limit to bound memory."
     ),
     "--moe-paged-stash*": "use --cpu-offloading to keep activations in host memory.",
-    "--muon-* --lion-* --soap-*": "only adam and sgd are here: use --optimizer adam.",
+    "--muon-*": "use the options of --optimizer muon that mcore-train gpt --help lists.",
     "--no-weight-decay-cond-type": "vectors never decay; leave it out.",
     "--mamba-training-ssm-states-dtype": "states are kept in float32; leave it out.",
     "--perform-rl-step --rl-* --no-rl-* --grpo-* --langrl-* --refit-method": (

@@ -9,6 +9,7 @@ from mcore_models.families import Family
 from mcore_models.peft.config import linears, without_target
 from mcore_parallel.pipeline_parallel.stages import Stage, stages_of_rank
 from mcore_train.composition import TrainConfig
+from mcore_train.updating.group_entries import find_idle_entries, read_entries
 
 
 def find_stage_conflicts(config: TrainConfig, stages: Sequence[Stage]) -> Iterator[str]:
@@ -37,6 +38,22 @@ def find_adapter_conflicts(
     if peft.peft == "dora" and any(".experts." in name for name in targets):
         yield "--peft dora has no routed experts: use --peft lora, or other targets."
     yield from _empty_stages(targets, stages)
+
+
+def find_group_conflicts(config: TrainConfig, family: Family, vocab_size: int) -> Iterator[str]:
+    """Find entries of ``--parameter-groups`` that cannot be read, or match no parameter."""
+    texts = config.parameter_rates.parameter_groups
+    try:
+        entries = read_entries(texts)
+    except ValueError as error:
+        yield str(error)
+        return
+    for text, entry in zip(texts, entries, strict=True):
+        if entry.lr and entry.min_lr > entry.lr:
+            yield f"--parameter-groups {text!r}: min_lr must not be above lr."
+    if config.peft.peft == "none":  # adapters have other names
+        shapes = family.tensor_shapes(config.model, vocab_size, config.experts)
+        yield from find_idle_entries(texts, shapes)
 
 
 def idle_gradient_sums(config: TrainConfig, counts: Sequence[int]) -> Iterator[str]:

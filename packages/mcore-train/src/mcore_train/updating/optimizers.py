@@ -3,22 +3,27 @@
 from collections.abc import Callable, Mapping
 
 from mcore_ckpt.save_load.rank_agreement import agreed
-from mcore_models.mup import step_width
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.optimizers.adamw import AdamW
+from mcore_parallel.optimizers.lion import Lion
+from mcore_parallel.optimizers.muon import Muon
 from mcore_parallel.optimizers.sgd import SGD
-from mcore_parallel.optimizers.update_rule import UpdateRule
-from mcore_parallel.sharding import NamedParameter
+from mcore_parallel.optimizers.soap import Soap
+from mcore_parallel.optimizers.update_rule import AnyRule
 from mcore_train.composition import TrainConfig
+from mcore_train.updating.parameter_groups import ParameterGroups
 
-BuildRule = Callable[[TrainConfig], UpdateRule]
+BuildRule = Callable[[TrainConfig], AnyRule]
 """Builds an update rule by its own options of a run."""
 
 OPTIMIZERS: Mapping[str, BuildRule] = {
     "adam": lambda config: AdamW(config.adam),
+    "lion": lambda config: Lion(config.lion),
+    "muon": lambda config: Muon(config.muon),
     "sgd": lambda config: SGD(config.sgd),
+    "soap": lambda config: Soap(config.soap),
 }
 """Builders by the value of ``--optimizer``."""
 
@@ -35,18 +40,16 @@ def build_optimizer(
         ValueError: if memory or a drive cannot hold the state of one of the ranks.
     """
     offload = config.offloading
-
-    def width(named: NamedParameter) -> float:
-        return step_width(
-            [(part.name, part.shape) for part in named.layout.parts], config.model
-        )
-
-    with agreed(ctx.world):  # each looks at its own memory and drive
+    rule = rules[config.optimizer.optimizer](config)
+    groups = ParameterGroups(config, rule)
+    # Each rank looks at its own memory and drive; what matrices exchange comes before that.
+    with agreed(ctx.world):
         return DistributedOptimizer(
             data_parallel,
-            rules[config.optimizer.optimizer](config),
-            step_width=width,
+            rule,
+            group_of=groups.group_of,
             host_share=offload.optimizer_cpu_offload * offload.optimizer_offload_fraction,
             host_folder=offload.optimizer_offload_dir,
             has_main=config.main_weights.main_params_dtype == "fp32",
+            matrix_tp_mode=config.muon.muon_tp_mode,
         )

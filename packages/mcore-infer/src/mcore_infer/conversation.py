@@ -1,0 +1,111 @@
+"""A conversation with a model: its messages, and answers as streams of text."""
+
+from collections.abc import Generator, Mapping, Sequence
+from types import MappingProxyType
+
+from mcore_data.tokenizers.protocol import Tokenizer
+from mcore_infer.config import InferenceConfig, SamplingConfig
+from mcore_infer.engine.building import build_engine
+from mcore_infer.generation import room, stop_ids
+from mcore_infer.writing.chat_format import ChatFormat
+from mcore_infer.writing.sequence import Generation, NewToken
+from mcore_infer.writing.token_text import Answer, TokenTexts
+from mcore_models.protocol import LanguageModel
+
+
+class Conversation:
+    """The messages of one chat, answered by an engine whose cache keeps earlier turns.
+
+    Attributes:
+        messages: ``{"role", "content"}`` of each turn.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        chat: ChatFormat,
+        sampling: SamplingConfig,
+        config: InferenceConfig,
+        *,
+        system: str = "",
+        seed: int = 1234,
+        draft: LanguageModel | None = None,
+        kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({}),
+        ends: Sequence[int] = (),
+    ) -> None:
+        """Build the engine and start without messages.
+
+        Args:
+            model: whole, in eval mode.
+            tokenizer: of the model.
+            chat: template and end of turns, see ``load_chat_format``.
+            sampling: how tokens are chosen; ``num_tokens`` limits each answer.
+            config: limits of the engine.
+            system: first message of the conversation; empty: no system message.
+            seed: answer i draws from ``seed + i``.
+            draft: draft model, see ``build_engine``.
+            kv_scales: of an fp8 cache, see ``build_engine``.
+            ends: tokens that end an answer, in addition to the tokenizer's end of document.
+
+        Raises:
+            ValueError: as ``build_engine``.
+        """
+        self.model, self.tokenizer, self.chat = model, tokenizer, chat
+        self.sampling, self.system, self.seed = sampling, system, seed
+        self._stop = stop_ids(tokenizer, sampling, (*ends, *chat.end_ids))
+        self.engine = build_engine(model, config, draft, kv_scales)
+        self._num_answers = 0
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Remove all messages but the system message."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def answer(self, message: str) -> Generator[str]:
+        """Send a message; yield the answer in pieces.
+
+        The caller may stop at any piece. The pieces yielded so far become the answer in
+        ``messages``.
+
+        Raises:
+            ValueError: if the conversation is too long; ``messages`` is then unchanged.
+        """
+        turns = [*self.messages, {"role": "user", "content": message}]
+        # The template writes the token that starts a document.
+        ids = self.tokenizer.encode(self.chat.render(turns, True), add_special_tokens=False)
+        limit = self.engine.config.max_sequence_tokens
+        positions = self.model.config.max_position_embeddings
+        wanted = room(positions, self.sampling.num_tokens, ids, limit, "the conversation")
+        stop = () if self.sampling.ignore_eod else self.chat.end_texts
+        text, pieces = Answer(TokenTexts(self.tokenizer), stop=stop), list[str]()
+        tokens = self._tokens(ids, wanted)
+        try:
+            for token in tokens:
+                pieces.append(text.add(token).text)
+                yield pieces[-1]
+                if text.finish_reason:
+                    break
+            else:
+                pieces.append(text.finish(Generation((), (), "stop")).text)
+                yield pieces[-1]
+        finally:
+            tokens.close()
+            if pieces:
+                self._num_answers += 1
+                answer = {"role": "assistant", "content": "".join(pieces)}
+                self.messages = [*turns, answer]
+
+    def _tokens(self, ids: list[int], wanted: int) -> Generator[NewToken]:
+        eod = None if self.sampling.ignore_eod else self.tokenizer.eod
+        seed = self.seed + self._num_answers
+        number = self.engine.add(
+            ids, self.sampling, num_tokens=wanted, seed=seed, eod=eod, stop=self._stop
+        )
+        try:
+            for event in self.engine.run():
+                if isinstance(event, NewToken):
+                    yield event
+        finally:
+            self.engine.abort(number)
