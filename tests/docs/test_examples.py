@@ -64,9 +64,9 @@ def test_the_simple_loop_trains_and_resumes_on_one_rank_and_two(layout):
 
 
 def run_own_model(folder):
-    """Run the README's model of one's own on this rank, in a folder; return what it finds."""
+    """Run the README's own model on this rank, in a folder; return its results."""
     place = ROOT / "packages/mcore-parallel/README.md"
-    text = "## A model of one's own" + place.read_text().split("## A model of one's own")[1]
+    text = "## Your own model" + place.read_text().split("## Your own model")[1]
     names = {"__name__": "own_model"}
     with contextlib.chdir(folder):
         for block in blocks_of(text.split("## Pipelines")[0], "own_model"):

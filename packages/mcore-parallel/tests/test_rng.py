@@ -78,7 +78,7 @@ def test_a_scalar_and_an_empty_box_are_fine():
 
 
 def test_a_box_outside_its_tensor_is_refused():
-    with pytest.raises(ValueError, match=r"w: box \(3, 4\) at \(3, 0\) does not lie in"):
+    with pytest.raises(ValueError, match=r"w: a box of \(3, 4\) at \(3, 0\) is not inside"):
         filled((5, 4), offsets=(3, 0), lengths=(3, 4))
 
 

@@ -1,7 +1,7 @@
-"""Files that appear whole or not at all, also after a kill or a power cut.
+"""Atomic writes: a file appears complete or not at all, also after a kill or a power cut.
 
 A file is written under another name in its folder, flushed to the disk and renamed; then the
-folder is flushed. In an object store an object is written at once, which has the same effect.
+folder is flushed. An object store writes an object in one step, which has the same effect.
 """
 
 import errno
@@ -15,7 +15,7 @@ from typing import BinaryIO
 from mcore_base.stores import StorePath, is_store
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a write for which a disk, a quota or a file's limit has no room."""
+"""Error numbers of writes beyond a disk's space, a quota or a file's size limit."""
 
 
 def replace_file(
@@ -24,12 +24,12 @@ def replace_file(
     """Write a file under another name, flush it, and rename it to ``path``.
 
     Args:
-        path: final name on a disk; a file of this name is replaced.
-        write: fills the file.
-        partial: the other name, in the same folder, which no other process uses now; it stays
-            after an error. None: a random name, removed after an error.
+        path: final name on a disk; an existing file is replaced.
+        write: writes the content.
+        partial: temporary name in the same folder, which no other process may use now; the file
+            stays after an error. None: a random name, removed after an error.
     """
-    # Containers may share host name and process numbers.
+    # Random, not host name and process number, which containers may share.
     temporary = partial or path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with temporary.open("wb") as file:
@@ -43,7 +43,7 @@ def replace_file(
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a small file or object that appears whole or not at all."""
+    """Write a small file or object atomically."""
     if isinstance(path, StorePath):
         path.write_whole(content)
     else:
@@ -72,7 +72,7 @@ def sync_file(file: BinaryIO) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names of a folder's files to the disk; a store has none to flush."""
+    """Flush a folder's entries to the disk; does nothing in a store."""
     if is_store(folder):
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -1,9 +1,9 @@
-"""Commands from functions and config dataclasses: flags, help and errors of one line.
+"""Commands from functions and config dataclasses: flags, help and one-line errors.
 
-A field or parameter is a flag of the same name; its type says what is accepted, its docstring
-is the help text, and the parameter that holds its dataclass is its topic in the help.
+Each field or parameter is a flag of the same name. Its type defines the accepted values, its
+docstring is the help text, and the parameter that holds its dataclass is its topic in the help.
 Positional-only parameters take the words without a flag. All faults of a command line are
-collected and reported together. Nothing heavy is imported, so that help answers at once.
+collected and reported together. Imports are light, so that help is printed at once.
 """
 
 import ast
@@ -28,18 +28,18 @@ HELP_FLAGS = ("-h", "--help", "--help-all")
 NUMBERS = {int: "a whole number", float: "a number"}
 HELP_COLUMN = 34
 LIKENESS = 0.8
-"""Share of common letters from which on a name is offered for an unknown one."""
+"""Smallest similarity (difflib) at which a name is suggested for an unknown name."""
 LAYER_LETTERS = frozenset("M*-EGP[]|/")
-"""Of ``--hybrid-override-pattern``: what they spell alone is no option, as in ``--M*``."""
+"""Letters of ``--hybrid-override-pattern``: a word of them, such as ``--M*``, is a value."""
 TYPO = 0.85
-"""Share from which on it is offered before names that have all words of the unknown one."""
+"""Similarity from which a name is preferred to names with all words of the unknown name."""
 
 
 class FaultCollector:
     """Collects the faults of one command over several passes, a line each.
 
     A flag is unsettled once its value is faulty or unknown. Later passes compute with a default
-    in its place, so a later line that names an unsettled flag may be wrong and is dropped.
+    instead, so a later line that names an unsettled flag may be wrong and is dropped.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class FaultCollector:
         self.unsettled.update(flags)
 
     def add_error(self, error: Exception) -> None:
-        """Add the lines of an error that name no unsettled flag and are not there yet."""
+        """Add the lines of an error, except duplicates and lines with unsettled flags."""
         for line in error.lines if isinstance(error, OptionsError) else (str(error),):
             if not flags_in(line) & self.unsettled and line not in self.lines:
                 self.lines.append(line)
@@ -60,12 +60,12 @@ class FaultCollector:
     def attempt(
         self, function: Callable[..., Result], *arguments: Any, unsettles: Iterable[str] = ()
     ) -> Result | None:
-        """Return what a function returns; None, with its error added, if it refuses its input.
+        """Return the result of a function, or add its error and return None.
 
         Args:
             function: raises ValueError or FileNotFoundError for bad input.
-            arguments: of the function.
-            unsettles: flags that the function's result would have set.
+            arguments: arguments of the function.
+            unsettles: flags that are unsettled without the function's result.
         """
         try:
             return function(*arguments)
@@ -88,9 +88,9 @@ class Option:
     kind: Any
     """Type: bool, int, float, str, Path, a Literal, ``float | Literal``, a tuple of these."""
     default: Any
-    """``inspect.Parameter.empty`` where it is required."""
+    """Default value; ``inspect.Parameter.empty``: the option is required."""
     owner: Any
-    """Dataclass or function whose docstrings describe it."""
+    """Dataclass or function whose docstring has the help text."""
     topic: str = ""
     is_positional: bool = False
 
@@ -101,19 +101,19 @@ class Option:
 
     @property
     def is_required(self) -> bool:
-        """Whether the command cannot start without it."""
+        """Whether the command requires the option."""
         return self.default is inspect.Parameter.empty
 
     @property
     def num_values(self) -> int | None:
-        """Words that it takes; None: any number."""
+        """Number of words after the flag; None: any number."""
         if get_origin(self.kind) is not tuple:
             return 0 if self.kind is bool else 1
         return None if get_args(self.kind)[-1] is ... else len(get_args(self.kind))
 
     @property
     def invocation(self) -> str:
-        """The option with what follows it, as help shows it."""
+        """The option with its values, as in help."""
         if self.kind is bool:
             return f"--[no-]{self.flag[2:]}"
         if self.is_positional:
@@ -124,7 +124,7 @@ class Option:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that an unknown one may mean: at most four, often none."""
+    """Return up to four known names that are similar to an unknown name."""
     known = sorted(known)
     parts = set(re.findall(r"[^-_ ]+", name))
     longer = [word for word in known if parts <= set(re.findall(r"[^-_ ]+", word))]
@@ -138,13 +138,13 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def unknown(name: str, known: Iterable[str], kind: str = "option") -> str:
-    """Return a message that a name is unknown, with the most similar known ones."""
+    """Return a message that a name is unknown, with the most similar known names."""
     near = nearest(name, known)
     return f"unknown {kind} {name}" + (f": did you mean {_and(near, 'or')}?" if near else ".")
 
 
 def flags_in(text: str) -> set[str]:
-    """Return the flags that a text names; of ``--no-x`` also ``--x``."""
+    """Return the flags in a text; for ``--no-x`` also ``--x``."""
     names = {name.rstrip("-") for name in re.findall(r"--[a-z][a-z0-9-]*", text)}
     return names | {"--" + name[5:] for name in names if name.startswith("--no-")}
 
@@ -157,18 +157,18 @@ def parse(
     usual: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Read words into a dataclass, or into the parameters of a function, which is then called.
+    """Parse words; return the dataclass built from them, or the result of the called function.
 
     Args:
         kind: the dataclass or the function; dataclasses in it are topics of its help.
         program: program and command, for help and errors.
-        words: what follows them.
+        words: arguments of the command.
         usual: names of the options that ``--help`` shows; empty: all of them.
-        defaults: values in place of those of ``kind``, by name.
+        defaults: defaults by name, which override those of ``kind``.
 
     Raises:
-        OptionsError: (a ValueError) with every unknown option, value of the wrong type, missing
-            option, and fault that a dataclass finds in its values.
+        OptionsError: (a ValueError) with all unknown options, values of the wrong type, missing
+            options and broken rules.
         SystemExit: after help.
     """
     if any(word in HELP_FLAGS for word in words):
@@ -190,20 +190,20 @@ def read_options(
     defaults: Mapping[str, Any] | None = None,
     placeholders: Mapping[str, Any] | None = None,
 ) -> Callable[[], Any] | None:
-    """Read words into the arguments of a dataclass or function; add every fault to ``faults``.
+    """Parse words into a call of a dataclass or function; add every fault to ``faults``.
 
     Args:
         kind: the dataclass or the function.
         program: program and command, for errors.
-        words: what follows them.
-        faults: takes the faults.
-        defaults: values in place of those of ``kind``, by name.
-        placeholders: values of required options that are missing or faulty, by name, with
-            which the others are checked; without one, some value of the option's type.
+        words: arguments of the command.
+        faults: collects the faults.
+        defaults: defaults by name, which override those of ``kind``.
+        placeholders: values by name for required options that are missing or faulty, so that
+            other options can be checked; by default any value of the option's type.
 
     Returns:
-        ``kind`` with its arguments, to be called; options with a fault have their defaults.
-        None if a dataclass refuses even these.
+        ``kind`` bound to its arguments; faulty options have their defaults. None if a
+        dataclass cannot be built even so.
     """
     values = {**(defaults or {}), **read_words(list_options(kind), words, faults)}
     return build_options(kind, program, values, faults, placeholders=placeholders)
@@ -217,7 +217,7 @@ def build_options(
     *,
     placeholders: Mapping[str, Any] | None = None,
 ) -> Callable[[], Any] | None:
-    """Bind values to a dataclass or function; as ``read_options``, whose words are read."""
+    """Bind values by name to a dataclass or function, as ``read_options`` does with words."""
     required = [o for o in list_options(kind) if o.is_required and o.name not in values]
     missing = [option.flag for option in required if option.flag not in faults.unsettled]
     if missing:
@@ -236,7 +236,7 @@ def build_options(
 
 
 def list_options(kind: Callable[..., Any]) -> list[Option]:
-    """List the options of a dataclass or a function, those of nested dataclasses too."""
+    """List the options of a dataclass or a function, including nested dataclasses."""
     found, types = [], get_type_hints(kind)
     for name, parameter in inspect.signature(kind).parameters.items():
         if is_dataclass(types[name]):
@@ -255,7 +255,7 @@ def _arguments(
     faults: FaultCollector,
     placeholders: Mapping[str, Any],
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Return positional and named arguments; None where a dataclass cannot be built."""
+    """Return positional and named arguments; None if a dataclass cannot be built."""
     types, positional, named = get_type_hints(kind), [], {}
     is_complete = True
     for name, parameter in inspect.signature(kind).parameters.items():
@@ -264,8 +264,8 @@ def _arguments(
             value = _build(types[name], values, faults, placeholders)
         elif name not in values and parameter.default is not parameter.empty:
             value = parameter.default
-        elif value is None:  # required: others are checked beside a value of its type
-            value = _stand_in(types[name])
+        elif value is None:  # required and missing: any value, so that others can be checked
+            value = _placeholder(types[name])
         is_complete &= value is not None
         if parameter.kind is parameter.POSITIONAL_ONLY:
             positional.append(value)
@@ -274,12 +274,12 @@ def _arguments(
     return (positional, named) if is_complete else None
 
 
-def _stand_in(kind: Any) -> Any:
-    """Return some value of an option's type."""
+def _placeholder(kind: Any) -> Any:
+    """Return any value of an option's type."""
     if get_origin(kind) is Literal:
         return get_args(kind)[0]
     if get_origin(kind) is tuple:
-        return tuple(_stand_in(each) for each in get_args(kind) if each is not ...)
+        return tuple(_placeholder(each) for each in get_args(kind) if each is not ...)
     return kind("1")
 
 
@@ -291,8 +291,8 @@ def _build(
 ) -> Any:
     """Build a dataclass; None if it cannot be built.
 
-    A dataclass raises its first fault only. The options that its message names are reset to
-    their defaults and unsettled, and the rest is checked again, until nothing is left to find.
+    A dataclass may raise its first fault only. The options that the message names are reset to
+    their defaults and unsettled, and the dataclass is built again, until it raises no fault.
     """
     values = dict(values)
     while arguments := _arguments(kind, values, faults, placeholders):
@@ -312,7 +312,7 @@ def _build(
 def read_words(
     options: Sequence[Option], words: Sequence[str], faults: FaultCollector
 ) -> dict[str, Any]:
-    """Read words into values by option name; options without a valid value are left out."""
+    """Parse words into values by option name; options without a valid value are omitted."""
     flags = {option.flag: option for option in options if not option.is_positional}
     negated = {f"--no-{o.flag[2:]}": o for o in flags.values() if o.kind is bool}
     values: dict[str, Any] = {}
@@ -335,7 +335,7 @@ def read_words(
         if option:
             _read_into(values, option, name, given, faults)
     _read_positionals(values, options, alone, faults)
-    # A name that an unknown one may mean is settled if it is given as well.
+    # Suggested names of an unknown option are settled if they are given as well.
     faults.unsettled -= {option.flag for option in options if option.name in values}
     return values
 
@@ -343,10 +343,10 @@ def read_words(
 def read_table(
     options: Sequence[Option], table: Mapping[str, Any], faults: FaultCollector
 ) -> dict[str, Any]:
-    """Read values that a file gives by option name; those without a valid value are left out.
+    """Parse the values of a file by option name; options without a valid value are omitted.
 
-    Lists are tuples here and whole numbers may be of any number's option. A text is read as it
-    would be on a command line.
+    Lists become tuples, and integers are accepted for float options. Strings are parsed as on a
+    command line.
     """
     by_name = {option.name: option for option in options}
     values: dict[str, Any] = {}
@@ -370,7 +370,7 @@ def _read_into(
     try:
         values[option.name] = _read_values(option, name, given)
     except ValueError as error:
-        values.pop(option.name, None)  # an earlier value that this one was to replace
+        values.pop(option.name, None)  # an earlier value of a repeated option
         faults.add(str(error), option.flag)
 
 
@@ -406,7 +406,7 @@ def _read_value(name: str, kind: Any, word: str) -> Any:
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
-    """Split ``float | Literal["auto"]`` into the type and the words; other types stay alone."""
+    """Split ``float | Literal["auto"]`` into the type and the words; return others alone."""
     if get_origin(kind) not in (Union, UnionType):
         return (kind,)
     number, words = get_args(kind)
@@ -433,16 +433,16 @@ def is_flag(word: str) -> bool:
 
 
 def canonical(name: str) -> str:
-    """Spell an option with dashes."""
+    """Return an option's name with dashes instead of underscores."""
     return "--" + name[2:].replace("_", "-") if name.startswith("--") else name
 
 
 def file_text(flag: str, path: str | Path) -> str:
-    """Return the text of a file that an option names; "" where it names none.
+    """Return the text of a file that an option names; "" for an empty path.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is a folder or no text.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the path is a folder, or the file is not UTF-8 text.
     """
     if not path:
         return ""
@@ -464,23 +464,23 @@ def help_text(
     options: Sequence[Option],
     usual: Collection[str],
 ) -> str:
-    """Write the requested help: usual options, all, or those of a topic or a name."""
-    place = next(i for i, word in enumerate(words) if word in HELP_FLAGS)
-    following = words[place + 1 : place + 2]
+    """Return the requested help: usual options, all options, or those of a topic or a word."""
+    position = next(i for i, word in enumerate(words) if word in HELP_FLAGS)
+    following = words[position + 1 : position + 2]
     topic = following[0] if following else ""
     topics = list(dict.fromkeys(option.topic for option in options if option.topic))
     chosen = list(options)
-    if words[place] != "--help-all" and topic:
+    if words[position] != "--help-all" and topic:
         part = canonical(topic).lstrip("-").replace("-", "_")
         chosen = [o for o in options if part == o.topic] or [
             o for o in options if part in o.name
         ]
         if not chosen:
             raise ValueError(f"{unknown(topic, topics, 'topic')} {_topics(topics)}")
-    elif words[place] != "--help-all" and usual:
+    elif words[position] != "--help-all" and usual:
         chosen = [option for option in options if option.name in usual]
-    loose = "".join(f" {o.invocation}" for o in options if o.is_positional)
-    lines = [f"usage: {program}{loose} [OPTIONS]", "", _first_paragraph(kind)]
+    positionals = "".join(f" {o.invocation}" for o in options if o.is_positional)
+    lines = [f"usage: {program}{positionals} [OPTIONS]", "", _first_paragraph(kind)]
     texts = _option_texts(options)
     for heading in dict.fromkeys(option.topic for option in chosen):
         own = [option for option in chosen if option.topic == heading]
@@ -503,7 +503,7 @@ def _help_width() -> int:
 
 
 def _entry(option: Option, text: str) -> Iterator[str]:
-    """Yield the lines of one option: what to type, and at its right what it means."""
+    """Yield the lines of one option in help: its invocation, and its text on the right."""
     if option.is_required:
         text += " Required."
     elif option.default is True:
@@ -526,14 +526,14 @@ def _entry(option: Option, text: str) -> Iterator[str]:
 
 
 def _shown_default(value: Any) -> str:
-    """Write a default; what is off, and 0 of a count, goes without saying."""
+    """Return a default as text; "" for options that are off by default and for 0."""
     if isinstance(value, tuple):
         return " ".join(map(str, value))
     return "" if value is False or (value == 0 and isinstance(value, int)) else str(value)
 
 
 def _option_texts(options: Iterable[Option]) -> dict[tuple[Any, str], str]:
-    """Find the help text of each option: docstrings below fields, or ``Args`` of a function."""
+    """Return the help text of each option: a field's docstring, or ``Args`` of a function."""
     texts: dict[tuple[Any, str], str] = {}
     for owner in dict.fromkeys(option.owner for option in options):
         found = _argument_texts(owner)
@@ -560,7 +560,7 @@ def _field_texts(owner: Any) -> dict[str, str]:
 
 
 def _class_source(owner: Any) -> list[str]:
-    """Return the lines of a class, found without parsing the whole file as inspect does."""
+    """Return the source lines of a class, without parsing the file as inspect does."""
     lines = inspect.getsource(sys.modules[owner.__module__]).splitlines(keepends=True)
     start = next(
         i for i, line in enumerate(lines) if re.match(rf"class {owner.__name__}\b", line)

@@ -1,4 +1,4 @@
-"""Checks, before a command starts, that its output folder or file can be made."""
+"""Checks, before a command starts, that its output folder or file can be written."""
 
 import os
 import shutil
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def check_folder(flag: str, path: str | Path) -> None:
-    """Refuse a folder that can neither be written in nor be made; leaves nothing behind.
+    """Check that a folder can be created or written to, without leaving anything behind.
 
     Raises:
-        ValueError: with the flag, the folder and what is in the way.
+        ValueError: if not, with the flag, the folder and the obstacle.
     """
     if os.path.isfile(path):
         raise ValueError(f"{flag} {path} is a file: give a folder.")
@@ -18,10 +18,10 @@ def check_folder(flag: str, path: str | Path) -> None:
 
 
 def check_file(flag: str, path: str | Path) -> None:
-    """Refuse a file that can neither be written nor be made with its folders.
+    """Check that a file can be written, or be created with its folders.
 
     Raises:
-        ValueError: with the flag, the file and what is in the way.
+        ValueError: if not, with the flag, the file and the obstacle.
     """
     if os.path.isdir(path):
         raise ValueError(f"{flag} {path} is a folder: give a file.")
@@ -32,26 +32,26 @@ def check_file(flag: str, path: str | Path) -> None:
 
 
 def _try_out(flag: str, path: str | Path, folder: Path) -> None:
-    """Make the folders that are missing, in a fresh one beside them that is then removed.
+    """Create the missing folders inside a temporary folder, which is then removed.
 
-    Permissions are not enough: /proc seems writable to root, and a name may be too
-    long. Not at the place itself, which another rank may be trying out.
+    Permission bits are not enough: /proc looks writable to root, and a name may be too long.
+    The folders are not created at their final path, where another rank may run the same check.
     """
-    there = folder
-    while not os.path.lexists(there):
-        there = there.parent
+    parent = folder  # the deepest part of the path that exists
+    while not os.path.lexists(parent):
+        parent = parent.parent
     try:
-        if not there.exists():
-            raise ValueError(f"{flag} {path} cannot be made: {there} is a link to nothing.")
-        if not there.is_dir():
-            raise ValueError(f"{flag} {path} cannot be made: {there} is a file.")
-        trial = Path(tempfile.mkdtemp(dir=there, prefix=".mcore_trial_"))
+        if not parent.exists():
+            raise ValueError(f"{flag} {path} cannot be made: {parent} is a link to nothing.")
+        if not parent.is_dir():
+            raise ValueError(f"{flag} {path} cannot be made: {parent} is a file.")
+        trial = Path(tempfile.mkdtemp(dir=parent, prefix=".mcore_trial_"))
         try:
-            (trial / folder.relative_to(there)).mkdir(parents=True, exist_ok=True)
+            (trial / folder.relative_to(parent)).mkdir(parents=True, exist_ok=True)
         finally:
             shutil.rmtree(trial)
     except OSError as error:
         raise ValueError(
-            f"{flag} {path} cannot be made: {there} does not take it ({error.strerror}). "
+            f"{flag} {path} cannot be made: {parent} does not take it ({error.strerror}). "
             "Give a place that this user may write to."
         ) from error

@@ -1,4 +1,4 @@
-"""Package fronts that import a module when a public name of it is first used (PEP 562)."""
+"""Lazy package fronts: a module is imported when one of its public names is used (PEP 562)."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -8,12 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 def lazy_front(
     package: str, rooms: Mapping[str, str], facades: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return a package's ``__getattr__`` and ``__dir__``, which know its version too.
+    """Return ``__getattr__`` and ``__dir__`` for a package; they include ``__version__``.
 
     Args:
-        package: ``__name__`` there.
-        rooms: for each public name the module below the package that owns it.
-        facades: modules that are public names themselves, by that name.
+        package: ``__name__`` of the package.
+        rooms: module below the package that defines each public name.
+        facades: modules that are public under a name of their own, by that name.
     """
     modules = facades or {}
 
@@ -30,7 +30,7 @@ def lazy_front(
 
 
 def package_version(package: str) -> str:
-    """Return the version of a package of ours, or what stands for one that is not installed."""
+    """Return the installed version of an mcore package; "0+source" if not installed."""
     try:
         return version(package.replace("_", "-"))
     except PackageNotFoundError:

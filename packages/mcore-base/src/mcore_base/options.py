@@ -1,11 +1,11 @@
 """Options that carry their rules: bounds, needs and exclusions as metadata of config fields.
 
 A config is a frozen dataclass that inherits ``Options``. ``option`` gives a field its default
-and what data can say about it; a ``Rule`` beside the fields is for what must be computed. Rules
-name other options by their fields, also those of other configs: each option of a command has a
-name of its own. A config checks what concerns it alone when it is built, and a command checks
-all its configs together by ``find_faults``, which finds every fault in one pass. Help, the docs
-and ``mcore-train verify`` read the same metadata by ``rules_of``.
+and its rules as data; a ``Rule`` in ``rules`` computes conditions that data cannot express.
+Rules refer to other options, also of other configs, by field name, which is unique within a
+command. A config checks its own rules when it is built; a command checks all its configs
+together by ``find_faults``, which finds every fault in one pass. Help, the docs and
+``mcore-train verify`` read the same metadata by ``rules_of``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 ON = True
-"""Condition on an option: it is not 0, empty or off."""
+"""Condition that an option is not 0, empty or off."""
 
 _METADATA = "rules"
 
 
 class OptionsError(ValueError):
-    """Every fault of the options of one command, a line each."""
+    """All faults of the options of one command, a line each."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = tuple(lines)
@@ -37,17 +37,17 @@ class When:
     name: str
     """Field or property of a config."""
     holds: Callable[[Any], object]
-    """Of its value."""
+    """Whether the condition holds for a value of the option."""
     text: str = ""
-    """How a message names the condition; empty: the option and its value."""
+    """The condition in messages; empty: the option with its value."""
     why: str = ""
-    """Why the other option needs or excludes it, as the end of a sentence."""
+    """Why another option needs or excludes the condition, as the end of a sentence."""
     instead: str = ""
-    """What else may be done about it than leaving an option out: "use auto"."""
+    """Alternative to leaving an option out, for messages: "use auto"."""
 
 
 class Because:
-    """A condition with its reason: that an option has one of some values, or is on."""
+    """A condition with its reason: an option has one of the values, or is on."""
 
     def __init__(self, why: str, *values: Any, instead: str = "") -> None:
         self.why = why
@@ -56,36 +56,37 @@ class Because:
 
 
 Conditions = Mapping[str, Any] | Sequence[When]
-"""Conditions on other options: by field a value, a tuple of values, ``ON``, ``Because`` or a
-``When``."""
+"""Conditions on other options: ``When``s, or for each field a value, a tuple of values, ``ON``,
+``Because`` or ``When``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptionRules:
-    """What one option must be, needs and excludes, and how a small run checks it."""
+    """Bounds, needs and exclusions of one option, and its value in a small run."""
 
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
     zero: str = ""
-    """What 0 means, for messages: "off", "derive"."""
+    """Meaning of 0, for messages: "off", "derive"."""
     hint: str = ""
-    """Sentence for a value out of bounds: what to give instead."""
+    """Advice in the message for a value out of bounds."""
     part_of: tuple[When, ...] = ()
-    """The feature that reads the option. While the feature is off, the option is not checked
-    when its config is built, and a command refuses it unless it has its default."""
+    """Conditions under which the feature that reads the option is on. While the feature is off,
+    the config does not check the option, and a command refuses any value but the default."""
     needs: tuple[When, ...] = ()
-    """What else must hold where the option is not at its default."""
+    """Conditions that must hold if the option is not at its default."""
     idle_with: tuple[When, ...] = ()
-    """Where one of these holds, the option has no effect and must be at its default."""
+    """Conditions under which the option has no effect and must be at its default."""
     excludes: tuple[When, ...] = ()
-    """What must not hold where the option is not at its default: a contradiction."""
+    """Conditions that must not hold if the option is not at its default (contradictions)."""
     shrinks_to: Any = ...
-    """Value in the small run of ``mcore-train verify``; ``...``: the run's own."""
+    """Value in the small run of ``mcore-train verify``; ``...``: the value of the run."""
     selects_path: str = ""
-    """Name of the code that the option chooses, with fields in braces: "norm.{normalization}".
-    ``mcore-train verify`` reports the names that its small run did not reach."""
+    """Name of the code path that the option selects, with fields in braces:
+    "norm.{normalization}". ``mcore-train verify`` reports the paths that its small run did not
+    cover."""
 
     @property
     def wanted(self) -> str:
@@ -101,7 +102,7 @@ class OptionRules:
         return " and ".join(f"{w} {bound}" for w, bound in bounds.items() if bound is not None)
 
     def admits(self, value: Any) -> bool:
-        """Whether a value is within the bounds; what is no number has none."""
+        """Whether a value is within the bounds; values that are no numbers always are."""
         if not isinstance(value, (int, float)):
             return True
         return (
@@ -129,64 +130,64 @@ def option(default: Any, **data: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What must be computed: several fields, or a condition on some values of one."""
+    """A condition on several options, or a computed condition on one."""
 
     fields: tuple[str, ...]
-    """Options that it reads. It is skipped where one of them is not there, is at fault already
-    or belongs to a feature that is off."""
+    """Options that the rule reads. The rule is skipped if one of them does not exist in the
+    command, already has a fault, or belongs to a feature that is off."""
     is_broken: Callable[[Any], Any]
-    """True for values that are refused. They are attributes of its argument, a ``Values``."""
+    """Whether the rule is broken, called with a ``Values`` that has options as attributes."""
     message: str = ""
-    """With values in braces, as in "--lr {lr}". Empty: ``is_broken`` returns the message, or
-    several, or nothing."""
+    """Message with values in braces, as in "--lr {lr}". Empty: ``is_broken`` returns the
+    message, several messages, or nothing."""
     is_note: bool = False
-    """Whether a run goes on: the option has no effect here, and a note tells why."""
+    """Whether the message is a note that an option has no effect, and the run continues."""
 
     def lines(self, values: "Values") -> Iterator[str]:
-        """Yield the messages of the rule for some values."""
-        found = self.is_broken(values)
-        if not found:
+        """Yield the messages of the rule for the given values."""
+        result = self.is_broken(values)
+        if not result:
             return
         if self.message:
             yield self.message.format_map(_Shown(values))
         else:
-            yield from (found,) if isinstance(found, str) else found
+            yield from (result,) if isinstance(result, str) else result
 
 
 class Options:
-    """Base of configs: a config that breaks a rule of its own is not built."""
+    """Base class of configs, which checks a config's own rules when it is built."""
 
     __slots__ = ()
 
     rules: tuple[Rule, ...] = ()
     part_of: Conditions = ()
-    """Feature that all options of the config belong to, apart from those it names itself."""
+    """Feature that all options of the config belong to, except options named in it."""
 
     def __post_init__(self) -> None:
-        """Raise ``OptionsError`` with all faults of this config by itself."""
+        """Raise ``OptionsError`` with all faults that this config has by itself."""
         if lines := find_faults(self, is_whole=False):
             raise OptionsError(lines)
 
 
 class Values:
-    """Options and properties of several configs, as attributes."""
+    """The options and properties of several configs, as attributes of one object."""
 
     def __init__(self, configs: Iterable[Any]) -> None:
-        self._homes = {name: config for config in configs for name in _names_of(type(config))}
+        self._owners = {name: config for config in configs for name in _names_of(type(config))}
 
-    def add(self, home: Any, names: Iterable[str]) -> None:
-        """Add attributes of one more object."""
-        self._homes.update(dict.fromkeys(names, home))
+    def add(self, owner: Any, names: Iterable[str]) -> None:
+        """Add attributes of another object."""
+        self._owners.update(dict.fromkeys(names, owner))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._homes[name], name)
+        return getattr(self._owners[name], name)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._homes
+        return name in self._owners
 
 
 class _Shown(dict):
-    """Values as a message shows them."""
+    """Values formatted for messages."""
 
     def __init__(self, values: Values) -> None:
         self.values_by_name = values
@@ -197,12 +198,12 @@ class _Shown(dict):
 
 
 def flag(field_name: str) -> str:
-    """Spell a field as its flag: ``train_iters`` is ``--train-iters``."""
+    """Return the flag of a field: ``--train-iters`` for ``train_iters``."""
     return "--" + field_name.replace("_", "-")
 
 
 def spell(name: str, value: Any) -> str:
-    """Spell an option with its value as it is typed."""
+    """Return an option with its value as it is typed."""
     if isinstance(value, bool):
         return flag(name) if value else flag(f"no_{name}")
     shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -210,21 +211,18 @@ def spell(name: str, value: Any) -> str:
 
 
 def find_faults(*configs: Any, is_whole: bool = True, notes: bool = False) -> list[str]:
-    """Find every rule that some configs break, in one pass.
+    """Return a message for every rule that configs break, found in one pass.
 
     Args:
         configs: all configs of a command, or one of them.
         is_whole: whether these are all configs of the command. Otherwise options of features
-            that are off are passed over.
-        notes: return the rules that tell why an option has no effect, instead of faults.
-
-    Returns:
-        A message for each fault.
+            that are off are not checked.
+        notes: return the notes on options without effect instead of faults.
     """
     values = Values(configs)
     broken: set[str] = set()
     lines: list[str] = []
-    groups: dict[str, list[str]] = {}  # options that lack the same, in one line
+    groups: dict[str, list[str]] = {}  # options without effect for the same reason, in one line
     for config in configs:
         defaults = {each.name: each.default for each in fields(config)}
         kinds = _kinds(type(config))
@@ -259,12 +257,12 @@ def find_faults(*configs: Any, is_whole: bool = True, notes: bool = False) -> li
 def find_argument_faults(
     function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> list[str]:
-    """Find the rules that the arguments of a command's function break.
+    """Return a message for every rule that the arguments of a command's function break.
 
     Args:
-        function: its parameters carry their rules in their types, as in
+        function: function whose parameters have rules in their annotations, as in
             ``Annotated[int, rules(minimum=1), Rule(...)]``.
-        arguments: by name; rules may name fields of configs among them.
+        arguments: arguments by name; rules may read fields of configs among them.
     """
     given = SimpleNamespace(**arguments)
     values = Values(each for each in arguments.values() if is_dataclass(each))
@@ -284,11 +282,11 @@ def find_argument_faults(
 
 
 def idle_options(values: Mapping[str, Any], config_types: Iterable[type]) -> set[str]:
-    """Return the options of features that are off.
+    """Return the names of the options whose features are off.
 
     Args:
-        values: of options, by name; the others have their defaults.
-        config_types: of the command.
+        values: values of options by name; other options have their defaults.
+        config_types: config classes of the command.
     """
     types = list(config_types)
     defaults = {f.name: f.default for kind in types for f in fields(kind)}  # pyrefly: ignore
@@ -306,7 +304,7 @@ def idle_options(values: Mapping[str, Any], config_types: Iterable[type]) -> set
 def rules_of(config_type: type) -> Mapping[str, OptionRules]:
     """Return the rules of each field of a config class, in the order of the fields.
 
-    A class that gives a field of its base another default keeps the rules of the field.
+    A class that redefines a field of its base with another default keeps the field's rules.
     """
     found = {}
     for each in fields(config_type):  # pyrefly: ignore
@@ -324,7 +322,7 @@ def rules_of(config_type: type) -> Mapping[str, OptionRules]:
 
 
 def describe_rules(own: OptionRules) -> str:
-    """Write in words what an option needs and excludes; for help and docs."""
+    """Return the needs and exclusions of an option in words, for help and docs."""
     parts = []
     if own.part_of or own.needs:
         needed = " and ".join(c.text for c in (*own.part_of, *own.needs))
@@ -382,13 +380,13 @@ def _one_of(name: str, values: tuple[Any, ...]) -> str:
 
 
 def _unmet(conditions: Iterable[When], values: Values) -> list[When]:
-    """Return the conditions that do not hold; one on an option that is not there does."""
+    """Return the conditions that do not hold, among those on options that exist."""
     known = [each for each in conditions if each.name in values]
     return [each for each in known if not each.holds(getattr(values, each.name))]
 
 
 def _met(conditions: Iterable[When], values: Values) -> list[When]:
-    """Return the conditions that hold; one on an option that is not there does not."""
+    """Return the conditions that hold, among those on options that exist."""
     known = [each for each in conditions if each.name in values]
     return [each for each in known if each.holds(getattr(values, each.name))]
 
@@ -412,20 +410,20 @@ def _exclusion(spelled: str, condition: When, values: Values) -> str:
 
 
 def _why(condition: When) -> str:
-    """Return the reason, and what may be done instead, between the two halves of a line."""
+    """Return the middle of a message: the reason of a condition, and the alternative."""
     why = f", {condition.why}" if condition.why else ""
     return f"{why}: {condition.instead}, or " if condition.instead else f"{why}: "
 
 
 def _spelled(condition: When, values: Values) -> str:
-    """Name the option of a condition that holds, with the value that it has."""
+    """Return a condition that holds as text: the option with its current value."""
     if condition.text.startswith(flag(condition.name)):
         return spell(condition.name, getattr(values, condition.name))
     return condition.text
 
 
 def _value_fault(name: str, value: Any, own: OptionRules, kind: Any) -> str:
-    """Return what is wrong with one value by itself; empty: nothing."""
+    """Return the message for a value that violates its type or bounds, else ''."""
     if get_origin(kind) is Literal and value not in get_args(kind):
         choices = [choice for choice in get_args(kind) if choice]
         return f"{flag(name)} {value!r} is no choice: use {listed(choices)}."

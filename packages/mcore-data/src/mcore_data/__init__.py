@@ -1,7 +1,7 @@
-"""Corpora to tokens on disk, tokens on disk to training samples.
+"""Tokenizes corpora to files, and makes training samples from these files.
 
-The front is lazy (PEP 562): importing it imports no room, so a command that only
-needs help text never loads torch.
+The front is lazy (PEP 562): importing it imports no module of the package, so a command that
+only needs help text never loads torch.
 """
 
 from mcore_base.lazy_front import lazy_front

@@ -1,4 +1,4 @@
-"""The command ``mcore-data``: corpora to tokens, tokens to training samples."""
+"""The command ``mcore-data``: tokenizes corpora, and inspects, merges and explains datasets."""
 
 import json
 import logging
@@ -12,8 +12,8 @@ from mcore_base.entry_point import run_program
 from mcore_base.options import Rule, rules
 from mcore_data.config import DataConfig, PreprocessConfig, TokenizerConfig
 
-# Megatron's scripts give it to keep the order of documents, which is always kept here.
-_NEEDLESS = ("--keep-sequential-samples",)
+# Ignored options of Megatron: the order of documents, which this one asks for, is always kept.
+_IGNORED = ("--keep-sequential-samples",)
 
 ABOUT = """Corpora to tokens on disk, tokens on disk to training samples.
 
@@ -27,7 +27,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 when done, 1 when it failed, 2 for bad input."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("mcore_data").setLevel(logging.INFO)  # and of others what warns
+    logging.getLogger("mcore_data").setLevel(logging.INFO)  # other packages: warnings only
     return run_program("mcore-data", ABOUT, COMMANDS, argv, exit_code, _call)
 
 
@@ -39,7 +39,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def _call(function: Callable[..., int], program: str, words: list[str]) -> int:
-    return parse(function, program, [word for word in words if word not in _NEEDLESS])
+    return parse(function, program, [word for word in words if word not in _IGNORED])
 
 
 _NEEDS_CACHE = Rule(
@@ -62,16 +62,16 @@ def preprocess(
     """Tokenize a corpus into one .bin/.idx pair and manifest for each key.
 
     Args:
-        job: what to read and write.
-        tokenizer: which tokenizer.
-        log_interval: documents between two lines of progress; 0 prints one every ten
+        job: inputs, outputs and options of preprocessing.
+        tokenizer: type and files of the tokenizer.
+        log_interval: documents between two lines of progress; 0 prints a line every ten
             seconds, or draws a bar on a terminal. Megatron's default is 1000.
     """
     from mcore_data.preprocessing.preprocessing import preprocess as run
 
     with _progress("preprocessing", log_interval) as advance:
         report = run(job, tokenizer, advance)
-    if report.num_bad_records:  # the first ones were named as they came
+    if report.num_bad_records:  # the first ones have been logged
         print(f"bad records skipped in all: {report.num_bad_records}", file=sys.stderr)
     if not report.num_documents:
         print("warning: the inputs hold no record, so the outputs are empty", file=sys.stderr)
@@ -98,15 +98,15 @@ def merge(
 ) -> int:
     """Join .bin/.idx pairs into one.
 
-    Manifests are compared: pairs of other tokenizers, keys or settings are refused, and parts
-    of --partitions are joined by their numbers, all of them, each once.
+    Manifests are compared: pairs with different tokenizers, keys or settings are refused, and
+    parts of --partitions must be complete, each given once.
 
     Args:
-        input: folders, of which all pairs are taken, sub-folders' too, or prefixes of pairs;
-            joined in the order given and by name in a folder, but parts by number.
+        input: prefixes of pairs, or folders, of which all pairs are joined, sub-folders
+            included; in the order given and by name in a folder, but parts by number.
         output_prefix: the pair to write, without .bin or .idx.
-        overwrite: replace a finished pair that other files have made; it stays until the new
-            one is whole. The same command again always may.
+        overwrite: replace a finished pair that was made from other files, once the new pair is
+            complete. Repeating the same command needs no --overwrite.
         allow_missing: join parts of --partitions although some of them are missing.
     """
     from mcore_data.indexed.inspection import find_pairs
@@ -130,11 +130,11 @@ def inspect(
     samples: Annotated[int, rules(minimum=0)] = 2,
     object_storage_cache_path: str = "",
 ) -> int:
-    """Print what a .bin/.idx pair holds, and how long its sequences are.
+    """Print counts, sequence lengths and some sequences of a .bin/.idx pair.
 
     Args:
         prefix: the pair, without .bin or .idx.
-        tokenizer: folder or file of the tokenizer, to print the text of some sequences.
+        tokenizer: folder or file of the tokenizer, to print sequences as text.
         samples: sequences to print.
         object_storage_cache_path: local folder for the index of a pair in an object store.
     """
@@ -159,7 +159,7 @@ def inspect(
 
 
 def verify(prefix: str, /) -> int:
-    """Check a .bin/.idx pair: header, pointers, sizes, tokens, checksums of its manifest.
+    """Check a .bin/.idx pair: header, pointers, sizes, tokens, and the manifest's checksums.
 
     Args:
         prefix: the pair, without .bin or .idx.
@@ -176,20 +176,20 @@ def index(
     num_samples: tuple[int, int, int],
     seed: int = 1234,
 ) -> int:
-    """Build the sample indices of a run beforehand, without the cluster.
+    """Build the sample indices of a run in advance, on any machine.
 
     Args:
         data: the run's data flags, with --data-cache-path.
-        seq_length: the run's.
-        num_samples: samples of train, valid and test that the run takes: its steps (or
-            --eval-iters) times its global batch. 0 takes one epoch of train, and of the
-            others nothing, unless --full-validation is given.
-        seed: the run's.
+        seq_length: --seq-length of the run.
+        num_samples: samples of train, valid and test that the run uses: its steps (or
+            --eval-iters) times its global batch size. 0 means one epoch of train, and none of
+            valid and test, unless --full-validation is given.
+        seed: --seed of the run.
     """
     from mcore_data.datasets.from_flags import build_indices
 
-    found = build_indices(data, sequence_length=seq_length, seed=seed, num_samples=num_samples)
-    for name, size in found.items():
+    sizes = build_indices(data, sequence_length=seq_length, seed=seed, num_samples=num_samples)
+    for name, size in sizes.items():
         print(f"{name}: {size:,} samples" if size else f"{name}: none")
     return 0
 
@@ -201,14 +201,15 @@ def prepare_chats(
     chat_template: str = "",
     json_key: str = "messages",
 ) -> int:
-    """Tokenize chats for mcore-train --sft, and mark what the assistant says.
+    """Tokenize chats for mcore-train --sft, and mark the assistant's tokens.
 
     Args:
         input: JSONL file; each line has a list of messages with role and content.
-        output_prefix: the pairs <output-prefix>_tokens and <output-prefix>_learnt are written.
-        tokenizer: which tokenizer.
-        chat_template: file with a Jinja template; left out, the tokenizer's own, or ChatML.
-        json_key: where a line has its messages.
+        output_prefix: prefix of the two outputs, <output-prefix>_tokens and
+            <output-prefix>_learnt.
+        tokenizer: type and files of the tokenizer.
+        chat_template: file with a Jinja template; default: the tokenizer's template, or ChatML.
+        json_key: key of a line's list of messages.
     """
     from mcore_data.datasets.chat import prepare_chats as prepare
     from mcore_data.datasets.chat import read_chats
@@ -231,14 +232,14 @@ def explain(
     prefix: str = "",
     document: int = -1,
 ) -> int:
-    """Show which text made a sample of a step, or which steps read a document.
+    """Show which text a sample of a step was made from, or which steps read a document.
 
     Args:
         run: run folder or step folder of mcore-train.
         step: step to explain, counted from 1.
-        sample: index in the step's global batch.
-        prefix: pair whose document is looked for; left out where the run reads one only.
-        document: number of that document in the pair.
+        sample: index of the sample in the step's global batch.
+        prefix: pair that holds the document; optional if the run reads a single pair.
+        document: number of the document in the pair.
     """
     from mcore_data.tracing.explaining import RunData, draw_explanation, draw_origin
 
@@ -270,8 +271,8 @@ def train_tokenizer(
     Args:
         input: JSONL files, plain or compressed.
         output: folder for tokenizer.json and tokenizer_config.json.
-        vocab_size: ids at most, with the 256 bytes and the end of document.
-        json_keys: keys of a record to train on.
+        vocab_size: largest number of ids, including the 256 bytes and the end of document.
+        json_keys: keys of a record whose texts are used.
     """
     from mcore_data.preprocessing.tokenizer_training import train_tokenizer as train
 
@@ -287,7 +288,7 @@ def train_tokenizer(
 
 
 def _progress(title: str, log_interval: int) -> Any:
-    """Draw a bar on a terminal, print a line now and then elsewhere and with --log-interval."""
+    """Return a progress bar for a terminal without --log-interval, else progress lines."""
     from mcore_data.preprocessing.progress import Bar, Lines
 
     if sys.stderr.isatty() and not log_interval:

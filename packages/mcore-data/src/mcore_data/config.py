@@ -1,6 +1,6 @@
 """Options of tokenizers, preprocessing and training data; names are Megatron's flags.
 
-The docstring under a field is its help text.
+A field's docstring is its help text.
 """
 
 import operator
@@ -27,9 +27,9 @@ TokenizerType = Literal[
 EngineName = Literal["auto", "gigatoken", "words", "reference"]
 TOKENIZER_TYPES: tuple[str, ...] = TokenizerType.__args__  # pyrefly: ignore
 WITHOUT_FILES = ("NullTokenizer", "NullMultimodalTokenizer", "ByteTokenizer")
-"""Types that are built from no file, and take no further tokens."""
+"""Types that need no file and accept no added tokens."""
 FILES = ("tokenizer_model", "vocab_file", "merge_file")
-"""Options that name what the others are built from."""
+"""Options that name the files of all other types."""
 
 
 _FROM_FILES = (
@@ -45,7 +45,7 @@ _SENTENCES = {"is_causal": When("is_causal", operator.not_, "samples of sentence
 
 
 def _several_sources(values: Any) -> str:
-    """Return that several options name the training data; empty: one does, or none."""
+    """Return the error message if several options name the training data, else ''."""
     given = [name for name in values.sources if name != "--train-data-path"]
     if values.has_own_paths:
         given.append("--train-data-path, --valid-data-path, --test-data-path")
@@ -54,13 +54,13 @@ def _several_sources(values: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig(Options):
-    """Which tokenizer, and the local files that it is built from."""
+    """Type of the tokenizer, and its local files."""
 
     tokenizer_type: TokenizerType = "HuggingFaceTokenizer"
-    """Kind of tokenizer, by Megatron's names. SFTTokenizer is a Hugging Face folder whose chat
-    template counts, for prepare-chats; MultimodalTokenizer one with a token for an image. Left
-    out, --vocab-file with --merge-file is GPT2BPETokenizer, and a SentencePiece model is known
-    by its content. Megatron's default: none."""
+    """Type of tokenizer, by Megatron's names. SFTTokenizer is a Hugging Face folder with a chat
+    template, for prepare-chats; MultimodalTokenizer a Hugging Face folder plus a token for an
+    image. If not given, --vocab-file with --merge-file means GPT2BPETokenizer, and a
+    SentencePiece model is recognised by its content. Megatron's default: none."""
     tokenizer_model: str = option("", part_of=_FROM_FILES)
     """Model file or folder: a Hugging Face folder, a tokenizer.json, a SentencePiece model,
     or mergeable ranks for TikTokenizer."""
@@ -69,82 +69,82 @@ class TokenizerConfig(Options):
     merge_file: str = option("", part_of=_FROM_FILES)
     """merges.txt of GPT2BPETokenizer."""
     vocab_size: int = option(0, minimum=0)
-    """Ids of NullTokenizer, without its end-of-document id, which comes after them; of
-    TikTokenizer all ids, special tokens included, where 0 takes every rank of the file."""
+    """Number of ids. NullTokenizer adds its end-of-document id after them; of TikTokenizer they
+    include special tokens, and 0 means every rank of the file."""
     vocab_extra_ids: int = option(0, minimum=0)
     """Sentinels <extra_id_0>, <extra_id_1>, ... to add, for T5. 0 means 100 for
-    BertWordPieceCase and none for the others."""
+    BertWordPieceCase and none for other types."""
     tokenizer_special_tokens: tuple[str, ...] = ()
-    """Further special tokens to add behind the vocabulary. MultimodalTokenizer adds <image>
-    if none is given."""
+    """Special tokens to add after the vocabulary. MultimodalTokenizer adds <image> by
+    default."""
     image_tag_type: Literal["", "nvlm", "internvl"] = option(
         "", needs={"tokenizer_type": "MultimodalTokenizer"}
     )
-    """Tags that MultimodalTokenizer puts around each <image> of a text: <Image> and </Image>,
-    or <img> and </img>. Empty puts none."""
+    """Tags that MultimodalTokenizer puts around each <image> of a text: <Image> and </Image>
+    (nvlm), or <img> and </img> (internvl). Empty: none."""
     tiktoken_pattern: Literal["v1", "v2", "gpt4"] = option(
         "v2", part_of={"tokenizer_type": "TikTokenizer"}
     )
-    """How TikTokenizer splits text: Megatron's two patterns, or that of GPT-4 and Llama 3,
-    which takes digits by threes."""
+    """How TikTokenizer splits text: Megatron's patterns v1 and v2, or the pattern of GPT-4 and
+    Llama 3, which groups digits by threes."""
     tiktoken_num_special_tokens: int = option(
         1000, minimum=0, part_of={"tokenizer_type": "TikTokenizer"}
     )
     """Special tokens that TikTokenizer puts before the ranks: <unk>, <s>, </s>, <mask>,
-    <pad>, <cls>, <sep>, then <SPECIAL_7> and on. 0 puts none, as Llama 3 has it."""
+    <pad>, <cls>, <sep>, then <SPECIAL_7> and so on. 0: none, as in Llama 3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreprocessConfig(Options):
-    """Turning a corpus into ``.bin``/``.idx`` datasets."""
+    """Options of tokenizing a corpus into ``.bin``/``.idx`` datasets."""
 
     input: tuple[str, ...]
     """Files in the order given: JSON lines (.jsonl, .json, .ndjson), text (.txt), both plain
-    or compressed (.gz, .bz2, .xz, .zst), Parquet and Arrow. A folder stands for the records
-    below it, or if there are none for its texts, a pattern such as 'part-*.jsonl.gz' for the
-    files that it matches, both by name; files that are left out are named. - is JSON lines on
-    standard input; URLs such as s3://bucket/part-*.jsonl go through fsspec."""
+    or compressed (.gz, .bz2, .xz, .zst), Parquet and Arrow. A folder means all record files in
+    it, or if there are none all its text files; a pattern such as 'part-*.jsonl.gz' means the
+    files that match; both in the order of names. Ignored files are listed. - is JSON lines on
+    standard input; URLs such as s3://bucket/part-*.jsonl are read through fsspec."""
     output_prefix: str
-    """Outputs are <output-prefix>_<key>_document.bin and .idx, one pair for each key, and a
-    manifest beside them; with --split-sentences <output-prefix>_<key>_sentence."""
+    """Outputs are <output-prefix>_<key>_document.bin and .idx with a manifest, one pair for
+    each key; with --split-sentences <output-prefix>_<key>_sentence."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a record, or columns of a table, to tokenize, each into its own dataset."""
     append_eod: bool = False
-    """End every document that is not empty with the end-of-document token."""
+    """End every non-empty document with the end-of-document token."""
     split_sentences: bool = False
-    """Make each sentence a sequence of its document, for BERT and T5."""
+    """Store each sentence as a sequence of its document, for BERT and T5."""
     keep_newlines: bool = option(False, needs={"split_sentences": ON})
     """With --split-sentences, keep the line ends that follow a sentence."""
     sentence_splitter: Literal["auto", "rules", "punkt"] = "auto"
-    """With --split-sentences: rules without data, NLTK's punkt (extra punkt), or punkt where
-    it and its data are there, else rules."""
+    """With --split-sentences: rules, which need no data; punkt, of NLTK (extra punkt); auto,
+    punkt if NLTK and its data are installed, else rules."""
     lang: str = option("english", needs={"split_sentences": ON})
     """Language of punkt's data."""
     text_lines: bool = False
-    """Take each line of a .txt file for a document instead of the whole file."""
+    """Make each line of a .txt file a document, not the whole file."""
     workers: int = option(1, minimum=1)
-    """Processes that parse and tokenize, at most four a core or eight; 1 works in this one."""
+    """Processes that parse and tokenize, at most four per core or eight; 1 starts none."""
     partitions: int = 1
-    """Cut the inputs into so many parts of about one size, write a pair for each,
+    """Split the inputs into this many parts of about equal size, write a pair for each,
     <output-prefix>_<part>_<key>_document, and join them; the result is the same."""
     partition: int = -1
-    """Do only this part of --partitions, from 0 on, and leave the joining to merge: for many
-    hosts. -1 does all."""
+    """Process only this part of --partitions, counted from 0, and do not join: for several
+    hosts, followed by merge. -1: all parts."""
     engine: EngineName = "auto"
-    """What encodes: gigatoken (extra fast) for byte pairs, SentencePiece's included, words for
-    WordPiece, reference for the tokenizer itself. auto takes the fast one only if it is known
-    to implement every part of the tokenizer, and begins anew with the tokenizer itself if it
-    gives other ids on a text that is checked."""
+    """What encodes: gigatoken (extra fast) for byte-pair encoding, SentencePiece's included;
+    words for WordPiece; reference, the tokenizer itself. auto uses the fast engine only if the
+    engine is known to implement every part of the tokenizer, and starts over with the tokenizer
+    if a checked text gets other ids."""
     verify: Literal["full", "sample", "off"] = "sample"
-    """Encode texts by the tokenizer too and compare the ids: full all texts; sample the first
-    256 of each process, those with a character not seen before, the first 16 with each added
-    token, and one in 1024, long ones in part; off none. The manifest counts them."""
+    """Which texts the tokenizer encodes too, to compare the ids: full, all texts; sample, the
+    first 256 of each process, texts with a new character, the first 16 with each added token,
+    and one in 1024, long texts in part; off, none. The manifest counts the checked texts."""
     overwrite: bool = False
-    """Replace finished outputs that other inputs or options have made; they stay until the
-    new ones are whole. The same command again always may."""
+    """Replace finished outputs that were made from other inputs or options, once the new ones
+    are complete. Repeating the same command needs no --overwrite."""
     on_bad_record: Literal["refuse", "skip"] = "refuse"
-    """What to do with an empty, truncated or otherwise wrong record: stop and name it, or
-    leave it out, count it and name the first ones."""
+    """What to do with an empty, truncated or otherwise wrong record: refuse, stop and name it;
+    skip, leave it out, count it and name the first ones."""
 
     rules = (
         Rule(("input",), lambda v: not v.input, "--input names no file."),
@@ -175,10 +175,10 @@ class PreprocessConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(Options):
-    """Where training data is, how it is split and how samples are made."""
+    """Which datasets to train on, how they are split and how samples are made."""
 
     data_path: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx pairs, or weights and prefixes in turn: 0.7 code 0.3 books."""
+    """Prefixes of .bin/.idx pairs, or alternating weights and prefixes: 0.7 code 0.3 books."""
     split: str = ""
     """Shares of train, valid and test in --data-path. Empty means 969,30,1 (mock data:
     1,1,1)."""
@@ -189,13 +189,13 @@ class DataConfig(Options):
     test_data_path: tuple[str, ...] = ()
     """As --data-path, for the test only."""
     data_args_path: str = ""
-    """File with the words of --data-path, for blends of many datasets."""
+    """File with the arguments of --data-path, for blends of many datasets."""
     per_split_data_args_path: str = ""
     """JSON file with the keys train, valid and test, each a list as --data-path."""
     data_mixture_path: str = option("", idle_with=_SENTENCES)
-    """JSON file of a mixture that changes: a list of phases, each with data_path, a list as
-    --data-path with weights, and from_sample or from_step, where it begins. No source loses
-    or repeats a sample at a change."""
+    """JSON file of a mixture that changes during training: a list of phases, each with
+    data_path, a list as --data-path with weights, and its start, from_sample or from_step. No
+    sample of a source is lost or repeated at a change."""
     sft: bool = option(
         False,
         idle_with=_SENTENCES,
@@ -204,40 +204,40 @@ class DataConfig(Options):
             "data_mixture_path": Because("as it reads prepared chats, by --data-path"),
         },
     )
-    """The data are chats, written by mcore-data prepare-chats: rows pack whole chats, and
-    only what the assistant says counts in the loss."""
+    """The data are chats, written by mcore-data prepare-chats: rows pack full chats, and only
+    the assistant's tokens count in the loss."""
     multiple_validation_sets: bool = option(False, idle_with=_SENTENCES)
-    """Score every dataset of --valid-data-path by itself instead of one blend of them."""
+    """Evaluate every dataset of --valid-data-path separately instead of their blend."""
     full_validation: bool = option(
         False,
         needs=(When("interval", bool, "--eval-interval and --eval-iters"),),
         excludes={"dataloader_type": Because("as external data have no length", "external")},
     )
-    """Score all validation data each time, every sample once whatever its dataset weighs,
+    """Evaluate all validation data each time, every sample once whatever its dataset's weight,
     instead of --eval-iters batches."""
     object_storage_cache_path: str = ""
     """Local folder for the indices of datasets in object stores (s3://bucket/prefix)."""
     data_cache_path: str = option("", idle_with=_SENTENCES)
-    """Folder for the sample indices. Empty builds them in memory in each process."""
+    """Folder for the sample indices. Empty: each process builds the indices in memory."""
     mock_data: bool = False
-    """Train on made-up tokens; no files needed."""
+    """Train on generated tokens; no files needed."""
     mock_vocab_size: int = option(50_000, part_of={"mock_data": ON})
-    """Vocabulary of --mock-data when there is no tokenizer."""
+    """Vocabulary of --mock-data without a tokenizer."""
     mmap_bin_files: bool = True
-    """Read .bin files by memory map; off reads them with plain file calls."""
+    """Read .bin files by memory map; off: by plain file calls."""
     num_dataset_builder_threads: int = option(1, minimum=1)
-    """Datasets of a blend that are opened and indexed at a time, for many on a slow disk."""
+    """Datasets of a blend that are opened and indexed concurrently, for slow disks."""
     mid_level_dataset_surplus: float = option(0.005, minimum=0)
     """Share by which each dataset of a weighted blend is built larger than its part."""
     dataloader_type: Literal["single", "cyclic", "external"] = "single"
-    """single goes through the samples once, cyclic for ever in new permutations, external
-    takes batches from the caller."""
+    """single reads the samples once; cyclic repeats them endlessly in new permutations;
+    external gets batches from the caller."""
     num_workers: int = option(2, minimum=0)
-    """Processes on each rank that prepare batches, at most four a core or eight; 0 prepares
-    them within the step."""
+    """Processes on each rank that prepare batches, at most four per core or eight; 0: batches
+    are prepared within the step."""
     drop_last_partial_validation_sequence: bool = True
-    """Leave out the last tokens of the validation data where they fill no sample; off pads
-    them, without a loss on the padding."""
+    """Drop the last tokens of the validation data if they do not fill a sample; off: pad them,
+    without a loss on the padding."""
     reset_position_ids: bool = option(False, idle_with={"sft": _APART, **_SENTENCES})
     """Count positions from 0 again after each end of document."""
     reset_attention_mask: bool = option(
@@ -251,18 +251,18 @@ class DataConfig(Options):
             "attention_backend": _NO_PACKED,
         },
     )
-    """Let no token attend to what is before the last end of document."""
+    """Let no token attend to tokens before the last end of document."""
     eod_mask_loss: bool = option(False, idle_with={"sft": _APART, **_SENTENCES})
-    """No loss where the input token is an end of document."""
+    """No loss at positions whose input token is an end of document."""
     create_attention_mask_in_dataloader: bool = option(False, idle_with={"sft": _APART})
-    """Make dense [S, S] attention masks; causal attention needs none. Megatron's default:
-    on."""
+    """Make dense [S, S] attention masks, which causal attention does not need. Megatron's
+    default: on."""
     dataloader_inter_document_masking: bool = option(
         False,
         idle_with={"sft": _APART, **_SENTENCES},
         excludes={"attention_backend": _NO_PACKED},
     )
-    """Give borders of documents (cu_seqlens) for packed attention within each."""
+    """Add document borders (cu_seqlens) to samples, for attention within documents."""
 
     rules = (
         Rule(("data_path", "mock_data"), _several_sources),
@@ -301,13 +301,13 @@ class DataConfig(Options):
 
     @property
     def has_own_paths(self) -> bool:
-        """Whether training, validation and test data are named one by one."""
+        """Whether training, validation and test data have separate options."""
         held_out = self.valid_data_path or self.test_data_path
         return bool(self.train_data_path or (held_out and not self.data_mixture_path))
 
     @property
     def sources(self) -> list[str]:
-        """Options that name training data, as they are typed."""
+        """Flags of the given options that name training data."""
         given = {
             "--mock-data": self.mock_data,
             "--data-mixture-path": self.data_mixture_path,
@@ -321,31 +321,31 @@ class DataConfig(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskingConfig(Options):
-    """What is hidden of the samples of BERT and T5."""
+    """Masking of the samples of BERT and T5."""
 
     mask_prob: float = option(0.15, above=0, below=1)
-    """Share of the tokens that are hidden, above 0 and below 1."""
+    """Share of the tokens that are masked, above 0 and below 1."""
     short_seq_prob: float = option(0.1, minimum=0, maximum=1)
-    """Share of the samples that are made shorter than a full row, 0 to 1."""
+    """Share of the samples that are shorter than a full row, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FIMConfig(Options):
-    """Fill-in-the-middle: documents cut in three, to be read in another order."""
+    """Fill-in-the-middle: documents are cut into three parts, which are reordered."""
 
     fim_data: bool = option(False, idle_with=_SENTENCES)
     """Rewrite a share of the documents for fill-in-the-middle."""
     fim_rate: float = option(0.5, minimum=0, maximum=1, part_of={"fim_data": ON})
     """Share of the documents (or, with --fim-split-sample, of the samples) rewritten."""
     fim_spm_rate: float = option(0.5, minimum=0, maximum=1, part_of={"fim_data": ON})
-    """Share of the rewritten ones in suffix-prefix-middle order; the others keep the prefix
-    first."""
+    """Share of the rewritten documents in suffix-prefix-middle order; the others are in
+    prefix-suffix-middle order."""
     fim_split_sample: str = option("", needs={"fim_data": ON})
-    """Token at which a document is cut into fragments that are rewritten one by one."""
+    """Token at which a document is cut into fragments, which are rewritten separately."""
     fim_fragment_rate: float = option(0.0, minimum=0, maximum=1, needs={"fim_split_sample": ON})
     """With --fim-split-sample, share of the fragments rewritten; 0 means --fim-rate."""
     fim_no_prefix: str = option("", needs={"fim_data": ON})
-    """Leave a text alone that starts with this."""
+    """Do not rewrite texts that start with this string."""
     fim_prefix_token: str = option("<fim_prefix>", part_of={"fim_data": ON})
     """Token before the prefix."""
     fim_middle_token: str = option("<fim_middle>", part_of={"fim_data": ON})
@@ -353,4 +353,4 @@ class FIMConfig(Options):
     fim_suffix_token: str = option("<fim_suffix>", part_of={"fim_data": ON})
     """Token before the suffix."""
     fim_pad_token: str = option("<fim_pad>", part_of={"fim_data": ON})
-    """Token that fills what a rewritten sample is short of."""
+    """Token that pads a rewritten sample."""

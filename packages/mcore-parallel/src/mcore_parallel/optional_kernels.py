@@ -37,9 +37,9 @@ from mcore_parallel.mesh import SINGLE, Axis
 
 
 class _TritonIsMissing:
-    """Stands for ``triton`` and ``triton.language`` where they cannot be imported.
+    """Replaces ``triton`` and ``triton.language`` if they cannot be imported.
 
-    Kernels can be declared; their trial raises the import's error.
+    Modules can still declare kernels; the trial of a kernel raises the import's error.
     """
 
     def __init__(self, error: ImportError) -> None:
@@ -67,8 +67,9 @@ except ImportError as _error:  # torch for CPUs, and macOS
 log = logging.getLogger(__name__)
 
 TOLERANCE = 0.05
-"""Largest error of a result relative to its largest element: above bfloat16's rounding, below
-any mistake. Of fp8 numbers, whose neighbours are 7 to 14 % apart, the share that differs."""
+"""Largest error of a result relative to its largest element: more than bfloat16's rounding,
+less than the effect of a bug. For fp8, whose neighbouring numbers differ by 7 to 14 %, the
+share of elements that differ."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,22 +77,21 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class OptionalKernel:
-    """A kernel that torch can replace, and a trial that shows whether it works here."""
+    """A kernel with a fallback in plain torch, and a trial that compares the two."""
 
     name: str
-    """For the warning."""
+    """Name in warnings."""
     packages: tuple[str, ...]
-    """Distributions that provide it; the warning names their versions."""
+    """Distributions that provide the kernel; warnings name their versions."""
     trial: Callable[..., Iterable[tuple[Tensor, Tensor]]]
     """Called with a device and a kind (dtype, head size, ...): runs the kernel and plain torch
     on small tensors, forward and backward, and returns the results in pairs."""
 
 
 class Sample:
-    """Arguments of one call. Tensors that require a gradient are compared in backward too."""
+    """Arguments of one call; gradients of those that require one are compared too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Keep the arguments."""
         self.args, self.kwargs = args, kwargs
 
 
@@ -99,10 +99,11 @@ class KernelFunction(OptionalKernel, Generic[P, R]):
     """A kernel and its reference behind one call; see ``optional_kernel``.
 
     Attributes:
-        launch: runs the kernel, whatever the device.
-        reference: computes the same in plain torch.
-        kind: maps those arguments of a call that it names to what the kernel is compiled for;
-            None: the kernel is not made for these arguments.
+        launch: runs the kernel unconditionally.
+        reference: computes the same results in plain torch.
+        kind: maps arguments of a call to the key under which the kernel is compiled (dtype,
+            head size, ...); None: the kernel does not support these arguments. Its parameter
+            names select the arguments.
         samples: maps a device and a kind to small calls; without a kind, to calls that
             Triton's interpreter computes exactly.
     """
@@ -130,17 +131,18 @@ class KernelFunction(OptionalKernel, Generic[P, R]):
         update_wrapper(self, launch)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Launch the kernel if it takes these arguments, else run the reference."""
+        """Launch the kernel if it supports these arguments, else run the reference."""
         if self.takes(*args, **kwargs):
             return self.launch(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
     def takes(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether a call with these arguments launches the kernel; tries it first.
+        """Return whether a call with these arguments launches the kernel; may run the trial.
 
         Args:
-            *args: of the call, or those of them that ``kind`` reads; the first is a tensor.
-            **kwargs: of the call.
+            *args: positional arguments of the call, at least those that ``kind`` reads; the
+                first is a tensor.
+            **kwargs: keyword arguments of the call.
         """
         device = args[0].device
         if torch.compiler.is_compiling() or device.type != "cuda":
@@ -174,17 +176,17 @@ def optional_kernel(
     samples: Callable[..., Iterable[Sample]],
     packages: tuple[str, ...] = ("triton",),
 ) -> Callable[[Callable[P, R]], KernelFunction[P, R]]:
-    """Return a decorator of a function that launches a kernel.
+    """Return a decorator that makes a ``KernelFunction`` of a function that launches a kernel.
 
     Args:
-        name: for the warning.
-        reference: computes the same in plain torch.
-        kind: maps the arguments of a call on a GPU to what the kernel is compiled for (dtype,
-            head size, ...); None: the reference runs. Its parameters have the names of those
-            of the kernel that it reads.
-        samples: maps a device and a kind to small calls for the trial. The values of the kind
-            have defaults, with which Triton's interpreter runs the samples in the tests.
-        packages: distributions that provide the kernel; the warning names their versions.
+        name: name in warnings.
+        reference: computes the same results in plain torch.
+        kind: maps arguments of a call on a GPU to the key under which the kernel is compiled
+            (dtype, head size, ...); None: the reference runs. Its parameter names select the
+            arguments.
+        samples: maps a device and a kind to small calls for the trial. The parameters of the
+            kind have defaults, with which the tests run the samples in Triton's interpreter.
+        packages: distributions that provide the kernel; warnings name their versions.
     """
 
     def decorate(launch: Callable[P, R]) -> KernelFunction[P, R]:
@@ -194,10 +196,10 @@ def optional_kernel(
 
 
 def compared(kernel: KernelFunction[..., Any], sample: Sample) -> list[tuple[Tensor, Tensor]]:
-    """Run a sample by a kernel and by its reference; return their results in pairs.
+    """Run a sample by a kernel and by its reference; return (kernel, reference) results.
 
-    Results are the outputs, the tensors among the arguments, which may be written in place, and
-    the gradients of those that require one.
+    Results are the outputs, the tensor arguments (which may be changed in place), and the
+    gradients of arguments that require one.
     """
     results = []
     for function in (kernel.launch, kernel.reference):
@@ -222,55 +224,56 @@ def _copy(x: Any, copies: dict[int, Any]) -> Any:
     if not isinstance(x, Tensor):
         return x
     if id(x) not in copies:
-        # Leaves are not written, and keep their strides.
+        # A leaf is never changed in place, so it shares memory and keeps its strides.
         copies[id(x)] = x.detach().requires_grad_() if x.requires_grad else x.clone()
     return copies[id(x)]
 
 
 _Key = tuple[OptionalKernel, torch.device, tuple[Hashable, ...]]
-# Why kernels failed, by kernel, device and kind; empty: they work. Tried once in a process.
+# The failure of each tried kernel, device and kind; empty: it works. Tried once per process.
 _FAILURES: dict[_Key, str] = {}
 
 
 def works(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> bool:
-    """Return whether a kernel may be chosen; no communication.
+    """Return whether a kernel works on a device; no communication.
 
-    The first call for a device and a kind tries it, which may compile for some seconds and
-    waits for the device.
+    The first call for a device and a kind runs the trial, which may compile for some seconds
+    and synchronises.
 
     Args:
-        kernel: to try.
-        device: of the tensors; a GPU without an index is the current one.
-        kind: what the kernel is compiled for; passed to the trial.
+        kernel: the kernel.
+        device: device of the tensors; ``cuda`` without an index is the current GPU.
+        kind: passed to the trial.
     """
     return not kernel_failure(kernel, device, *kind)
 
 
 def kernel_failure(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> str:
-    """Return why a kernel must not be chosen; empty if it may. Tries it as ``works`` does."""
+    """Return why a kernel does not work; empty: it works. Runs the trial as ``works`` does."""
     key = kernel, _with_index(device), kind
     if key not in _FAILURES:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "it was not tried before a CUDA graph was recorded"
-        _FAILURES[key] = "its trial is running"  # so a trial that needs it ends
-        _keep(key, try_kernel(kernel, key[1], *kind))
+        # A trial that calls the same kernel falls back to the reference, without recursion.
+        _FAILURES[key] = "its trial is running"
+        _record(key, try_kernel(kernel, key[1], *kind))
     return _FAILURES[key]
 
 
 def give_up(
     kernel: OptionalKernel, device: torch.device, *kind: Hashable, error: Exception
 ) -> None:
-    """Do without a kernel that raised where it was used, for the rest of the process.
+    """Replace a kernel by its reference for the rest of the process, and log a warning.
 
-    Logs the one warning. For kernels whose sizes no trial has, before a graph is recorded.
+    For a kernel that passed its trial but raised with the sizes of the model.
 
     Args:
-        kernel: that works on small tensors.
-        device: where it was tried.
-        kind: that it was tried with.
-        error: what it raised.
+        kernel: the kernel.
+        device: device of the tensors.
+        kind: kind of the failed call.
+        error: exception that the kernel raised.
     """
-    _keep((kernel, _with_index(device), kind), _described(kernel, error))
+    _record((kernel, _with_index(device), kind), _describe(kernel, error))
 
 
 def agree_on_kernels(
@@ -278,15 +281,15 @@ def agree_on_kernels(
     device: torch.device,
     axis: Axis = SINGLE,
 ) -> None:
-    """Try kernels now, and disable on all ranks those that fail on one of them.
+    """Run the trials of kernels, and disable on all ranks a kernel that fails on any rank.
 
-    One all-reduce over ``axis``: ranks that share weights should round alike. Without this
-    each rank decides for itself, at the first use.
+    One all-reduce over ``axis``. Without this call each rank decides alone at the first use,
+    and ranks that share weights may round differently.
 
     Args:
-        wanted: kernels and kinds, the same on all ranks.
-        device: of this rank.
-        axis: ranks that must use the same kernels; all of them call it.
+        wanted: kernels and kinds, equal on all ranks.
+        device: device of this rank.
+        axis: ranks that must use the same kernels; all of them must call this function.
     """
     device = _with_index(device)
     failed = [bool(kernel_failure(kernel, device, *kind)) for kernel, kind in wanted]
@@ -298,15 +301,15 @@ def agree_on_kernels(
             log.warning("%s is not used, torch does without: %s", kernel.name, failure)
 
 
-def _keep(key: _Key, failure: str) -> None:
+def _record(key: _Key, failure: str) -> None:
     _FAILURES[key] = failure
     if failure:
         log.warning("%s cannot be used here, torch does without: %s", key[0].name, failure)
 
 
-def _described(kernel: OptionalKernel, error: Exception) -> str:
+def _describe(kernel: OptionalKernel, error: Exception) -> str:
     packages = package_versions((*kernel.packages, "torch"))
-    versions = ", ".join(f"{name} {found}" for name, found in packages.items())
+    versions = ", ".join(f"{name} {number}" for name, number in packages.items())
     return f"{type(error).__name__}: {error} ({versions})"
 
 
@@ -317,24 +320,24 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those distributions that are installed; imports none."""
-    found = {}
+    """Return the versions of the installed ones of these distributions; imports nothing."""
+    versions = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def wave(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of distinct numbers from -1 to 1 for a trial, without a generator."""
+    """Return a tensor of distinct numbers in [-1, 1] for a trial, without random numbers."""
     size = torch.Size(shape).numel()
     return torch.arange(size, device=device).mul(0.7).sin().view(shape).to(dtype)
 
 
 def sine_leaf(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a ``wave`` that requires a gradient, for a sample that is compared in backward."""
+    """Return a ``wave`` that requires a gradient, for samples that compare gradients."""
     return wave(*shape, device=device, dtype=dtype).requires_grad_()
 
 
@@ -350,9 +353,9 @@ def both_passes(
 
 
 def try_kernel(kernel: OptionalKernel, device: torch.device, *kind: Hashable) -> str:
-    """Run the trial in a new thread; return what went wrong, with versions, or nothing.
+    """Run a kernel's trial in a new thread; return its failure with package versions, or ''.
 
-    For a kernel that nothing replaces: logs nothing and remembers nothing.
+    Unlike ``works``, logs nothing and caches nothing.
     """
 
     def run() -> None:
@@ -370,14 +373,14 @@ def try_kernel(kernel: OptionalKernel, device: torch.device, *kind: Hashable) ->
         try:
             thread.submit(contextvars.copy_context().run, run).result()
         except Exception as error:  # noqa: BLE001 - whatever a foreign package raises
-            return _described(kernel, error)
+            return _describe(kernel, error)
     return ""
 
 
 def largest_error(got: Tensor, want: Tensor) -> float:
-    """Return the largest error relative to the largest element; exact for integers.
+    """Return the largest error relative to the largest expected element.
 
-    Of fp8 numbers, the share that differs.
+    For integers 1.0 if any element differs; for fp8 the share of elements that differ.
     """
     if got.shape != want.shape:
         return float("nan")

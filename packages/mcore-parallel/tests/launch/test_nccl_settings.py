@@ -43,7 +43,7 @@ def test_no_file_says_nothing():
     ("text", "message"),
     [
         ("[dpp]\nmax_ctas = 8\n", "no axis dpp; there are tp, cp_dp"),
-        ("[tp]\nmax_cta = 8\n", "says max_cta; known are min_ctas, max_ctas"),
+        ("[tp]\nmax_cta = 8\n", "sets max_cta, which is unknown: use min_ctas, max_ctas"),
         ("[tp]\nmax_ctas = 0\n", "max_ctas = 0: it must be 1 or more"),
         ("[tp]\nmax_ctas = true\n", "max_ctas = True: it must be 1 or more"),
         ("[tp]\nmin_ctas = 9\nmax_ctas = 8\n", "min_ctas 9 above max_ctas 8"),

@@ -1,9 +1,9 @@
-"""From rows of text to what a model reads: labels, loss mask, positions, document borders.
+"""Makes samples from rows of tokens: labels, loss mask, positions and document borders.
 
-Every fixed-length dataset ends here. A row holds S + 1 tokens: the last is only a label.
-Padding is masked by position, never by token id, so a tokenizer whose pad is its end of
-document loses no target. The options at document ends look for the end-of-document id;
-packed borders are those of the stored documents, whatever ids these hold.
+All fixed-length datasets use this module. A row holds S + 1 tokens; the last one is only a
+label. Padding is masked by position, never by token id, so no target is lost if the padding id
+is the end-of-document id. The reset options look for the end-of-document id; packed borders are
+those of the stored documents, whatever their ids.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOptions:
-    """What a sample has besides tokens, labels, loss mask and positions.
+    """Options for masks, positions and document borders of samples.
 
     Attributes:
-        eod: end-of-document id; needed by the options that act on it.
+        eod: end-of-document id, required by the options that depend on it.
         reset_position_ids: count positions from 0 again after each end of document.
-        reset_attention_mask: let no token see behind an end of document: gives borders.
-        eod_mask_loss: no loss where the input token is an end of document.
-        create_attention_mask: give a dense mask, [1, S, S].
-        inter_document_masking: give the borders of the stored documents.
+        reset_attention_mask: add document borders at end-of-document tokens.
+        eod_mask_loss: no loss at positions whose input token is an end of document.
+        create_attention_mask: add a dense mask, [1, S, S].
+        inter_document_masking: add the borders of the stored documents.
     """
 
     eod: int | None = None
@@ -44,7 +44,7 @@ class SampleOptions:
 
     @property
     def needs_borders(self) -> bool:
-        """Whether anything depends on where documents begin."""
+        """Whether samples depend on document borders."""
         return (
             self.reset_position_ids
             or self.reset_attention_mask
@@ -55,12 +55,12 @@ class SampleOptions:
 
 @dataclass(frozen=True, slots=True)
 class TextRows:
-    """Rows that datasets write their samples into, each the rows that are its own.
+    """Rows of a batch, which one or several datasets fill with text.
 
     Attributes:
         text: int64 [B, S + 1].
         num_tokens: int64 [B], tokens of each row.
-        part_ends: for each row where its stored documents end, if that is needed.
+        part_ends: for each row the ends of its stored documents, if an option needs them.
     """
 
     text: NDArray[np.int64]
@@ -70,11 +70,11 @@ class TextRows:
 
 @dataclass(slots=True)
 class Arrangement:
-    """Makes samples of rows of text; equal ones make the same of them.
+    """Makes samples from rows of text; datasets with equal arrangements can share a batch.
 
     Attributes:
         sequence_length: S, tokens in a sample.
-        options: what to add.
+        options: masks, positions and borders to add.
     """
 
     sequence_length: int
@@ -82,12 +82,12 @@ class Arrangement:
     _positions: NDArray[np.int64] | None = field(default=None, compare=False)
 
     def empty_rows(self, count: int) -> TextRows:
-        """Rows for a batch of ``count`` samples, to be written."""
+        """Allocate rows for a batch of ``count`` samples."""
         text = np.empty((count, self.sequence_length + 1), np.int64)
         return TextRows(text, np.empty(count, np.int64), [np.empty(0, np.int64)] * count)
 
     def arrange(self, rows: TextRows) -> dict[str, NDArray[Any]]:
-        """Make a batch of rows that are written; batches share positions."""
+        """Make a batch of samples from filled rows; batches share the array of positions."""
         count = len(rows.text)
         if self._positions is None or len(self._positions) < count:
             self._positions = np.tile(np.arange(self.sequence_length), (count, 1))
@@ -103,22 +103,21 @@ def arrange(
     positions: NDArray[np.int64],
     options: SampleOptions,
 ) -> dict[str, NDArray[Any]]:
-    """Make a batch of samples of rows of text; tokens and labels are views of ``text``.
+    """Make a batch of samples from rows of text; tokens and labels are views of ``text``.
 
     Args:
-        text: int64 [B, S + 1], 0 behind a row's tokens.
+        text: int64 [B, S + 1], padded with 0.
         num_tokens: int64 [B], tokens of each row.
-        part_ends: for each row where its stored documents end; only looked at for
-            ``inter_document_masking``.
-        positions: int64 [B, S], 0 to S - 1 in each row; taken as they are where nothing
-            resets them.
-        options: what to add.
+        part_ends: for each row the ends of its stored documents; used for
+            ``inter_document_masking`` only.
+        positions: int64 [B, S], 0 to S - 1 in each row; used unless positions are reset.
+        options: masks, positions and borders to add.
     """
     tokens, labels = text[:, :-1], text[:, 1:]
     B, S = tokens.shape
     loss_mask = np.ones((B, S), np.float32)
     for row in np.flatnonzero(num_tokens <= S).tolist():
-        loss_mask[row, max(0, num_tokens[row] - 1) :] = 0.0  # no next token from here on
+        loss_mask[row, max(0, num_tokens[row] - 1) :] = 0.0  # labels from here on are padding
     if options.eod_mask_loss:
         real = np.arange(S) < num_tokens[:, None]
         loss_mask[(tokens == options.eod) & real] = 0.0
@@ -140,7 +139,7 @@ def arrange(
 def _starts(
     tokens: NDArray[np.int64], part_ends: NDArray[np.int64], options: SampleOptions
 ) -> NDArray[np.int64]:
-    """Positions at which a document starts, the first one left out."""
+    """Return the positions at which documents start, without position 0."""
     if options.inter_document_masking:
         starts = np.asarray(part_ends)
     elif options.eod is None:
@@ -153,7 +152,7 @@ def _starts(
 def _with_borders(
     starts: NDArray[np.int64], sequence_length: int, options: SampleOptions
 ) -> dict[str, NDArray[Any]]:
-    """Positions, masks and borders of one row that depend on where documents start."""
+    """Return the positions, mask and borders of one row that depend on document starts."""
     starts = starts[starts < sequence_length]
     row: dict[str, NDArray[Any]] = {}
     if options.reset_position_ids or options.inter_document_masking:
@@ -167,14 +166,14 @@ def _with_borders(
 
 
 def count_from(starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
-    """Positions that count from 0 again at each start."""
+    """Return positions that count from 0 again at each start."""
     origin = np.zeros(sequence_length, np.int64)
     origin[starts] = starts
     return np.arange(sequence_length) - np.maximum.accumulate(origin)
 
 
 def causal_mask(starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.bool_]:
-    """Mask [1, S, S], True = hidden: later tokens, and those before a start."""
+    """Return a mask [1, S, S], True = hidden: later tokens, and tokens of other documents."""
     segment = np.zeros(sequence_length, np.int64)
     segment[starts] = 1
     segment = np.cumsum(segment)
@@ -184,11 +183,11 @@ def causal_mask(starts: NDArray[np.int64], sequence_length: int) -> NDArray[np.b
 
 
 def packed_borders(starts: NDArray[np.int64], sequence_length: int) -> dict[str, NDArray[Any]]:
-    """Borders of the documents of a sample in the form of variable-length attention.
+    """Return the document borders of a sample in the form of variable-length attention.
 
     Returns:
-        ``cu_seqlens``, int32 [S + 1], from 0 to S and filled up with S, so that samples
-        stack; ``max_seqlen``, int32 scalar, tokens of the longest document.
+        ``cu_seqlens``, int32 [S + 1], from 0 to S and padded with S, so that samples stack;
+        ``max_seqlen``, int32 scalar, tokens of the longest document.
     """
     borders = np.unique(np.concatenate([[0], starts, [sequence_length]]))
     cu_seqlens = np.full(sequence_length + 1, sequence_length, np.int32)

@@ -1,8 +1,8 @@
-"""BERT samples: sentence pairs with hidden tokens; from data of ``--split-sentences``.
+"""BERT samples: sentence pairs with masked tokens, from data of ``--split-sentences``.
 
-The pair is two neighbouring stretches of one document, half of the time in the wrong order:
-telling which is Megatron's second task (sentence order, its ``sop`` loss). A sample depends
-on seed and index alone.
+A pair is two adjacent ranges of sentences of one document, swapped with probability 1/2; to
+predict whether they are swapped is Megatron's second task (sentence order, its ``sop`` loss). A
+sample depends on seed and index only.
 """
 
 from collections.abc import Sequence
@@ -33,20 +33,20 @@ class Sentences(Protocol):
         """Borders of the documents, in sentences."""
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """A range of one sentence."""
+        """Return a range of one sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BertIds:
-    """Ids that a BERT sample needs besides the text.
+    """Special ids of BERT samples.
 
     Attributes:
-        vocab_size: random ids are below it.
-        cls: starts a sample.
-        sep: ends a part.
-        mask: stands for a hidden token.
-        pad: fills a sample.
-        continues: for each id whether it goes on with a word; None where no id does.
+        vocab_size: upper limit of random ids.
+        cls: id at the start of a sample.
+        sep: id at the end of each part.
+        mask: id that replaces masked tokens.
+        pad: id that pads a sample.
+        continues: for each id whether it continues a word; None: no id does.
     """
 
     vocab_size: int
@@ -58,14 +58,14 @@ class BertIds:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "BertIds":
-        """Look the ids up in a WordPiece tokenizer.
+        """Look up the special ids of a WordPiece tokenizer.
 
         Raises:
             ValueError: if a token is missing.
         """
         names = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
-        found = {role: tokenizer.token_id(name) for role, name in names.items()}
-        known = {role: number for role, number in found.items() if number is not None}
+        ids = {role: tokenizer.token_id(name) for role, name in names.items()}
+        known = {role: number for role, number in ids.items() if number is not None}
         missing = [name for role, name in names.items() if role not in known]
         if missing:
             raise ValueError(
@@ -80,23 +80,23 @@ class BERTDataset:
     """Map-style dataset of masked sentence pairs as numpy arrays, in Megatron's names.
 
     A sample has ``text`` (int64 [S]), ``types`` (int64 [S], 0 and 1 for the two parts),
-    ``labels`` (int64 [S], the hidden ids, -1 elsewhere), ``loss_mask`` (float32 [S], 1 where
-    a token is hidden), ``padding_mask`` (int64 [S], 1 for tokens), ``is_random`` (int64
-    scalar, 1 if the parts are swapped) and ``truncated`` (int64 scalar).
+    ``labels`` (int64 [S], the masked ids, -1 elsewhere), ``loss_mask`` (float32 [S], 1 at
+    masked tokens), ``padding_mask`` (int64 [S], 1 for tokens), ``is_random`` (int64 scalar, 1
+    if the parts are swapped) and ``truncated`` (int64 scalar).
 
     Args:
         sentences: the stored sentences.
         ids: special ids.
         sequence_length: S.
-        seed: of everything drawn.
-        num_samples: samples wanted at least; 0 means one epoch.
+        seed: seed of all random choices.
+        num_samples: smallest number of samples; 0 means one epoch.
         document_ids: documents to use; None means all.
-        masking: which tokens are hidden.
-        classification_head: make pairs; False takes one stretch of text.
+        masking: how tokens are masked.
+        classification_head: whether samples are pairs, not single texts.
         short_seq_prob: share of shorter samples.
 
     Raises:
-        ValueError: if no document makes a sample.
+        ValueError: if no document has enough sentences for a sample.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class BERTDataset:
         }
 
     def sources(self, sample: int) -> list[tuple[int, int, int]]:
-        """Sentences that a sample is made of: (sentence, 0, number of tokens) of each."""
+        """Return the sentences of a sample as (sentence, 0, number of tokens)."""
         first, stop, _ = self.map[sample].tolist()
         return [(i, 0, int(self.sequences.lengths[i])) for i in range(first, stop)]
 
@@ -165,7 +165,7 @@ class BERTDataset:
         target: int,
         random: np.random.Generator,
     ) -> dict[str, NDArray[Any]]:
-        """Join the parts, hide tokens, fill up."""
+        """Join the parts, mask tokens and pad."""
         ids, S = self.ids, self.sequence_length
         text = np.concatenate([[ids.cls], a, [ids.sep], b, [ids.sep][: len(b)]])
         types = np.zeros(S, np.int64)
@@ -196,7 +196,7 @@ class BERTDataset:
 def trim_pair(
     a: NDArray[np.int64], b: NDArray[np.int64], target: int, random: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Take tokens off the longer part, at its front or back by chance, until they fit."""
+    """Drop tokens of the longer part, randomly from its front or back, until both parts fit."""
     bounds = [[0, len(a)], [0, len(b)]]
     while sum(stop - start for start, stop in bounds) > target:
         sizes = [stop - start for start, stop in bounds]
@@ -211,7 +211,7 @@ def trim_pair(
 def replace_hidden(
     tokens: NDArray[np.int64], ids: BertIds, random: np.random.Generator
 ) -> NDArray[np.int64]:
-    """What stands in place of hidden tokens: 80 % mask, 10 % a random id, 10 % themselves."""
+    """Return replacements of masked tokens: 80 % mask id, 10 % random id, 10 % unchanged."""
     kind = random.random(len(tokens))
     drawn = random.integers(0, ids.vocab_size, len(tokens))
     shown = np.where(kind < _MASKED, ids.mask, drawn)

@@ -1,8 +1,8 @@
-"""Mixing datasets by weight: who gives the next sample, decided without chance.
+"""Mixes datasets by weight, in a deterministic order.
 
-At each step the dataset that is furthest behind its share gives one; ties go to the lowest
-number. This is Megatron's rule, and its order is reproduced exactly, but for one thing: a
-dataset of weight 0 gives nothing here, where Megatron lets it win a tie.
+Each sample comes from the dataset that is furthest behind its share; ties go to the lowest
+number. This is Megatron's rule and gives Megatron's order exactly, with one exception: a
+dataset of weight 0 never gives a sample, while in Megatron it can win a tie.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ class MapDataset(Protocol):
     """Anything with a length and samples by number."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, sample: int, /) -> dict[str, Any]:
-        """One sample."""
+        """Return one sample."""
 
 
 def normalize_weights(weights: Sequence[float]) -> NDArray[np.float64]:
-    """Weights with sum 1."""
+    """Return weights scaled to sum 1."""
     values = np.asarray(weights, np.float64)
     if not 1 <= len(values) <= _MOST_DATASETS:
         raise ValueError(
@@ -46,18 +46,18 @@ def normalize_weights(weights: Sequence[float]) -> NDArray[np.float64]:
 def blend_by_weight(
     weights: Sequence[float], size: int
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Order of a blend of known size: dataset of each sample, and its number there."""
+    """Return for each sample of a blend its dataset and its number in the dataset."""
     return _with_numbers(_draw(normalize_weights(weights), size), len(weights))
 
 
 def blend_all(sizes: Sequence[int]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Order of a blend that uses every sample of every dataset exactly once."""
+    """Return the order of a blend that uses every sample of every dataset exactly once."""
     counts = np.asarray(sizes, np.int64)
     shares, size = normalize_weights(sizes), int(counts.sum())
     drawn = _draw(shares, size)
     if not np.array_equal(np.bincount(drawn, minlength=len(counts)), counts):
-        # Rounding let one dataset give more than it has. One that is used up gives no more:
-        # where that rule acts at all, it acts here.
+        # By rounding, one dataset would give more samples than it has. Draw again with the rule
+        # that a used-up dataset gives no more.
         drawn = draw_slowly(shares, size, counts)
     return _with_numbers(drawn, len(counts))
 
@@ -65,12 +65,12 @@ def blend_all(sizes: Sequence[int]) -> tuple[NDArray[np.int16], NDArray[np.int64
 def draw_slowly(
     shares: NDArray[np.float64], size: int, available: NDArray[np.int64] | None = None
 ) -> NDArray[np.int16]:
-    """The rule, one step at a time: the reference of ``blend_by_weight``.
+    """Return the dataset of each sample, drawn one by one: reference of ``blend_by_weight``.
 
     Args:
-        shares: of each dataset, sum 1.
-        size: steps.
-        available: samples of each dataset, which retires once they are used up.
+        shares: share of each dataset, sum 1.
+        size: number of samples.
+        available: samples of each dataset; a used-up dataset gives no more.
     """
     counts = np.zeros(len(shares), np.int64)
     drawn = np.empty(size, np.int16)
@@ -86,12 +86,12 @@ def draw_slowly(
 def draw_phases(
     phases: Sequence[tuple[int, Sequence[float]]], size: int
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Order of a mixture that changes: each dataset goes on where it stands.
+    """Return the order of a mixture whose weights change; datasets continue across phases.
 
     Args:
-        phases: (first sample, weights of all datasets) in turn; the first begins at 0. A
-            weight of 0 leaves a dataset out.
-        size: samples in all.
+        phases: (first sample, weights of all datasets) of each phase; the first begins at 0. A
+            dataset of weight 0 gives no sample in the phase.
+        size: total number of samples.
     """
     begins = [begin for begin, _ in phases]
     if not begins or begins[0] != 0 or any(b <= a for a, b in pairwise(begins)):
@@ -109,15 +109,15 @@ def draw_phases(
 
 
 class OrderedBlend:
-    """Datasets mixed in a given order; a sample also says ``dataset_id``.
+    """Datasets mixed in a given order; samples have an additional ``dataset_id``.
 
     Args:
         datasets: map-style datasets.
-        dataset_index: int16, the dataset that gives each sample.
-        sample_index: int64, the number of the sample in its dataset.
+        dataset_index: int16, the dataset of each sample.
+        sample_index: int64, the number of each sample in its dataset.
 
     Raises:
-        ValueError: if a dataset has fewer samples than are taken from it.
+        ValueError: if a dataset has fewer samples than the blend takes from it.
     """
 
     def __init__(
@@ -137,11 +137,11 @@ class OrderedBlend:
                 )
 
     def __len__(self) -> int:
-        """Samples of the blend."""
+        """Return the number of samples of the blend."""
         return len(self.dataset_index)
 
     def __getitem__(self, sample: int | None) -> dict[str, Any]:
-        """Sample of the blend; None gives one that counts nothing."""
+        """Return a sample of the blend; None: one without any loss."""
         if sample is None:
             filler = self[0]
             return filler | {"loss_mask": np.zeros_like(filler["loss_mask"])}
@@ -153,33 +153,33 @@ class OrderedBlend:
         }
 
     def batch(self, samples: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """Samples stacked: each array has a leading dimension B."""
-        places = np.asarray(samples)
-        if not 0 <= places.min() <= places.max() < len(self):
-            raise IndexError(f"sample {places.min()} to {places.max()} of {len(self)}")
-        numbers = self.dataset_index[places]
-        giving = {
+        """Return samples stacked: each array has a leading dimension B."""
+        indices = np.asarray(samples)
+        if not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"sample {indices.min()} to {indices.max()} of {len(self)}")
+        numbers = self.dataset_index[indices]
+        rows_of = {
             number: np.flatnonzero(numbers == number) for number in np.unique(numbers).tolist()
         }
-        inside = self.sample_index[places]
-        arrangements = [getattr(self.datasets[n], "arrangement", None) for n in giving]
+        inside = self.sample_index[indices]
+        arrangements = [getattr(self.datasets[n], "arrangement", None) for n in rows_of]
         shared = arrangements[0]
         if shared and all(other == shared for other in arrangements):
-            # Each writes its rows in place: nothing is copied once more.
-            text = shared.empty_rows(len(places))
-            for number, rows in giving.items():
+            # Each dataset writes its rows in place, without another copy.
+            text = shared.empty_rows(len(indices))
+            for number, rows in rows_of.items():
                 self.datasets[number].write(inside[rows].tolist(), text, rows)  # pyrefly: ignore
             stacked = shared.arrange(text)
         else:
-            stacked = self._stack(giving, inside)
+            stacked = self._stack(rows_of, inside)
         return stacked | {"dataset_id": numbers.astype(np.int64)}
 
     def _stack(
-        self, giving: dict[int, NDArray[np.intp]], inside: NDArray[np.int64]
+        self, rows_of: dict[int, NDArray[np.intp]], inside: NDArray[np.int64]
     ) -> dict[str, NDArray[Any]]:
-        """Copy the samples of any datasets to their rows."""
+        """Copy samples to their rows; ``rows_of`` maps a dataset to rows of the batch."""
         stacked: dict[str, NDArray[Any]] = {}
-        for number, rows in giving.items():
+        for number, rows in rows_of.items():
             for key, values in read_batch(self.datasets[number], inside[rows].tolist()).items():
                 if key not in stacked:
                     shape = (len(inside), *values.shape[1:])
@@ -188,7 +188,7 @@ class OrderedBlend:
         return stacked
 
     def ledger(self, num_samples: int) -> list[int]:
-        """How many samples each dataset has given once the first ``num_samples`` are used."""
+        """Return how many of the first ``num_samples`` samples come from each dataset."""
         given = self.dataset_index[:num_samples]
         return np.bincount(given, minlength=len(self.datasets)).tolist()
 
@@ -198,9 +198,9 @@ class BlendedDataset(OrderedBlend):
 
     Args:
         datasets: map-style datasets.
-        weights: share of each; None uses every sample of each exactly once.
-        size: samples in the blend; needed with weights.
-        cache_folder: where the order is kept for later runs and other ranks.
+        weights: share of each dataset; None uses every sample of each dataset exactly once.
+        size: samples in the blend; required with weights.
+        cache_folder: folder in which the order is cached for later runs and other ranks.
 
     Raises:
         ValueError: if a dataset has fewer samples than the blend takes from it.
@@ -215,7 +215,9 @@ class BlendedDataset(OrderedBlend):
     ) -> None:
         sizes = [len(dataset) for dataset in datasets]
         if weights is not None and size is None:
-            raise ValueError("a weighted blend needs a size: give --train-samples or so.")
+            raise ValueError(
+                "a weighted blend needs a size: give --train-iters or --train-samples."
+            )
 
         def build() -> tuple[NDArray[np.int16], NDArray[np.int64]]:
             if weights is None:
@@ -223,14 +225,14 @@ class BlendedDataset(OrderedBlend):
             assert size is not None
             return blend_by_weight(weights, size)
 
-        said = f"blend-1 {sizes}" if weights is None else f"blend-1 {list(weights)} {size}"
-        key = hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+        spec = f"blend-1 {sizes}" if weights is None else f"blend-1 {list(weights)} {size}"
+        key = hashlib.blake2b(spec.encode(), digest_size=16).hexdigest()
         order = cached_arrays(cache_folder, key, ("dataset_index", "dataset_sample"), build)
         super().__init__(datasets, *(part[:size] for part in order))
 
 
 def read_batch(dataset: MapDataset, samples: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """Samples of any map-style dataset, stacked; its own ``batch`` if it has one."""
+    """Return stacked samples of a map-style dataset, by its ``batch`` if it has one."""
     batch = getattr(dataset, "batch", None)
     if batch is not None:
         return batch(samples)
@@ -239,19 +241,19 @@ def read_batch(dataset: MapDataset, samples: Sequence[int]) -> dict[str, NDArray
 
 
 def _draw(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
-    """``draw_slowly`` among the datasets that have a share."""
-    giving = np.flatnonzero(shares).astype(np.int16)
-    return giving[_draw_all(shares[giving], size)]
+    """Return the result of ``draw_slowly``, fast; datasets without a share give nothing."""
+    positive = np.flatnonzero(shares).astype(np.int16)
+    return positive[_draw_all(shares[positive], size)]
 
 
 def _draw_all(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
-    """``draw_slowly``, many stretches of the order at a time.
+    """Return the result of ``draw_slowly``, drawing many stretches of the order in parallel.
 
-    The rule needs only the counts at the start of a stretch, and they are nearly known: no
-    count strays far from its share. So all stretches are drawn at once from guessed counts,
-    after a run-up in which a wrong guess heals. A stretch stands once its start is where the
-    one before it ends; the others are drawn again from there. The first start is exact, so
-    the result is, too.
+    A stretch depends only on the counts at its start, which are approximately known, since no
+    count deviates far from its share. So all stretches are drawn at once from guessed counts,
+    after a run-up that corrects most wrong guesses. A stretch is final if it starts with the
+    counts at the end of the stretch before it; other stretches are drawn again from these
+    counts. The first stretch starts exactly, so the result is exact.
     """
     stride = max(_SHORTEST_STRETCH, math.isqrt(size))
     begins = np.arange(0, max(size, 1), stride)
@@ -274,7 +276,7 @@ def _draw_all(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
 def _draw_stretches(
     shares: NDArray[np.float64], begins: NDArray[np.int64], counts: NDArray[Any], length: int
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Draw ``length`` steps from each begin; returns them and the counts after them."""
+    """Draw ``length`` samples from each begin; return their datasets and the new counts."""
     counts = counts.astype(np.float64)
     rows = np.arange(len(begins))
     drawn = np.empty((length, len(begins)), np.int16)
@@ -287,7 +289,7 @@ def _draw_stretches(
 
 
 def _guess_counts(shares: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Counts near the shares that sum to the steps: the largest remainders rounded up."""
+    """Return counts that sum to ``steps``: shares rounded down, largest remainders up."""
     exact = steps[:, None] * shares
     counts = np.floor(exact).astype(np.int64)
     missing = steps - counts.sum(axis=1)
@@ -299,9 +301,9 @@ def _guess_counts(shares: NDArray[np.float64], steps: NDArray[np.int64]) -> NDAr
 def _with_numbers(
     drawn: NDArray[np.int16], num_datasets: int
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Add to each draw how many its dataset has given before."""
+    """Add to each draw its number in its dataset: how many the dataset has given before."""
     numbers = np.empty(len(drawn), np.int64)
     for dataset in range(num_datasets):
-        mine = np.flatnonzero(drawn == dataset)
-        numbers[mine] = np.arange(len(mine))
+        own_draws = np.flatnonzero(drawn == dataset)
+        numbers[own_draws] = np.arange(len(own_draws))
     return drawn, numbers

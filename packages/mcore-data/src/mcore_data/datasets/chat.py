@@ -1,9 +1,9 @@
-"""Chats for supervised fine-tuning: messages to tokens, with a mark on what is to be learnt.
+"""Chats for supervised fine-tuning: encodes messages and marks the assistant's tokens.
 
-What counts is decided by position: the template is rendered once for each turn of the
-assistant, up to where a turn of it begins and to where it ends, and the text between
-is encoded by itself. So a prompt has the very tokens that it has at generation, and no token
-id (a padding that is also an end of turn, say) is ever taken for a mark.
+Marks are decided by position: for each turn of the assistant the template is rendered up to
+the start and up to the end of the turn, and the text between is encoded separately. So a prompt
+has the same tokens as at generation, and no token id (such as a padding id that is also an end
+of turn) can be mistaken for a mark.
 """
 
 import json
@@ -25,24 +25,25 @@ CHATML = (
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""A plain template, for tokenizers that bring none."""
+"""Default template, for tokenizers without one."""
 
 TOKENS, LEARNT = "_tokens", "_learnt"
-"""Ends of the names of the two pairs that hold chats."""
+"""Suffixes of the two pairs that hold chats: the tokens, and 1 for each token with a loss."""
 
 Render = Callable[..., str]
-"""``render(messages, add_generation_prompt, **names)``: text of some messages; with True, up to
-where a turn of the assistant begins. ``names`` are further variables, such as ``tools``."""
+"""``render(messages, add_generation_prompt, **names)`` returns the text of messages; with True,
+up to the start of a turn of the assistant. ``names`` are further variables, such as
+``tools``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatReport:
-    """What ``prepare_chats`` wrote.
+    """Counts of ``prepare_chats``.
 
     Attributes:
-        num_chats: chats.
-        num_tokens: tokens of all.
-        num_learnt: those that count in the loss.
+        num_chats: chats written.
+        num_tokens: tokens written.
+        num_learnt: tokens that count in the loss.
     """
 
     num_chats: int
@@ -51,16 +52,17 @@ class ChatReport:
 
 
 def load_template(template: str, tokenizer: Tokenizer) -> Render:
-    """Compile a Jinja chat template, in a sandbox.
+    """Compile a Jinja chat template in a sandbox; return a function that renders messages.
+
+    The function raises ``ValueError`` for messages that the template refuses or fails on.
 
     Args:
-        template: its text; "" takes the tokenizer's own, or ``CHATML`` where it has none.
-        tokenizer: gives ``bos_token`` and ``eos_token`` to the template.
+        template: text of the template; "" means the tokenizer's template, or ``CHATML``.
+        tokenizer: provides ``bos_token`` and ``eos_token``.
 
     Raises:
         ImportError: if jinja2 is missing.
-        ValueError: if it is no template. What it returns raises one too, for messages that the
-            template refuses or fails on.
+        ValueError: if the text is not a Jinja template.
     """
     try:
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -106,9 +108,9 @@ def load_template(template: str, tokenizer: Tokenizer) -> Render:
 
 
 def own_template(tokenizer: Tokenizer, name: str = "default") -> str:
-    """Return the chat template that a tokenizer brings, or "".
+    """Return a tokenizer's chat template, or "" if it has none.
 
-    Of several it is the one of that name, else the default one, else the first.
+    Of several templates: the one called ``name``, else the default one, else the first.
     """
     config = getattr(tokenizer, "config", {})
     own = config.get("chat_template") if isinstance(config, Mapping) else None
@@ -119,32 +121,32 @@ def own_template(tokenizer: Tokenizer, name: str = "default") -> str:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """Write JSON as templates expect it: letters as they are, nothing escaped for HTML."""
+    """Write JSON as templates expect it, without escapes for non-ASCII letters or HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def segments(
     messages: Sequence[Mapping[str, Any]], render: Render
 ) -> Iterator[tuple[str, bool]]:
-    """Cut a chat into texts and whether each is the assistant's, to be learnt.
+    """Cut a chat into texts; yield each with whether it counts in the loss.
 
-    A message with ``"learn": false`` is not learnt though it is the assistant's.
+    The assistant's messages count, except those with ``"learn": false``.
     """
     done = ""
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         prompt = render(messages[:number], True)
-        spoken = render(messages[: number + 1], False)
-        if not (prompt.startswith(done) and spoken.startswith(prompt)):
+        answered = render(messages[: number + 1], False)
+        if not (prompt.startswith(done) and answered.startswith(prompt)):
             raise ValueError(
                 f"the chat template writes the first {number + 1} messages in another way once "
                 "more of them are there: its turns cannot be separated by position. Use a "
                 "template that only adds."
             )
         yield prompt[len(done) :], False
-        yield spoken[len(prompt) :], bool(message.get("learn", True))
-        done = spoken
+        yield answered[len(prompt) :], bool(message.get("learn", True))
+        done = answered
     whole = render(messages, False)
     if not whole.startswith(done):
         raise ValueError("the chat template rewrites a chat's turns at its end.")
@@ -155,7 +157,7 @@ def segments(
 def encode_chat(
     messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, render: Render
 ) -> tuple[list[int], list[int]]:
-    """Tokens of a chat, and for each 1 if it is to be learnt, else 0."""
+    """Return the tokens of a chat, and for each token 1 if it counts in the loss, else 0."""
     tokens: list[int] = []
     learnt: list[int] = []
     for text, learn in segments(messages, render):
@@ -175,12 +177,12 @@ def prepare_chats(
 
     Args:
         chats: lists of messages, each with ``role`` and ``content``.
-        output_prefix: of both pairs.
-        tokenizer: encodes.
-        template: Jinja text; "" takes the tokenizer's own.
+        output_prefix: prefix of both pairs.
+        tokenizer: encodes the texts.
+        template: text of a Jinja template; "" means the tokenizer's template.
 
     Raises:
-        ValueError: for a chat without a turn of the assistant, with its number, or if the
+        ValueError: for a chat without a turn of the assistant (names its number), or if the
             outputs cannot be written.
     """
     make_parent_folder(output_prefix)
@@ -228,7 +230,7 @@ def read_chats(path: str | Path, key: str = "messages") -> Iterator[list[dict[st
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what a template would pass over in silence."""
+    """Raise for messages without role or content, which a template would silently accept."""
     for number, message in enumerate(messages, 1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {number} has no role.")
@@ -237,13 +239,13 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 class SFTDataset(PackedDataset):
-    """Rows that pack whole chats; only what the assistant says counts in the loss.
+    """Rows that pack full chats; only the assistant's tokens count in the loss.
 
     Args:
-        prefix: of the two pairs that ``prepare_chats`` wrote.
-        sequence_length: S, tokens in a row; a longer chat is cut off at its end by default.
-        mmap: how the pairs are read (see ``IndexedDataset``).
-        too_long: what to do with a longer chat.
+        prefix: output prefix of ``prepare_chats``.
+        sequence_length: S, tokens in a row.
+        mmap: whether to read by memory map (see ``IndexedDataset``).
+        too_long: what to do with a chat of more than S + 1 tokens.
         **options: further options of ``PackedDataset``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the words of ``--data-path`` and its like name: prefixes of pairs, and their weights."""
+"""Parses ``--data-path`` and similar options: prefixes of pairs, and their weights."""
 
 import json
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ class Blend:
     """Datasets to mix.
 
     Attributes:
-        prefixes: of the ``.bin``/``.idx`` pairs.
-        weights: share of each, or None to use each once.
+        prefixes: prefixes of the ``.bin``/``.idx`` pairs.
+        weights: share of each dataset, or None to use each dataset once.
     """
 
     prefixes: tuple[str, ...]
@@ -25,9 +25,9 @@ class Blend:
 
 
 def parse_blend(words: Sequence[str]) -> Blend:
-    """Read prefixes, or weights and prefixes in turn.
+    """Parse prefixes, or alternating weights and prefixes.
 
-    An even number of words is read as pairs if every first one is a number.
+    An even number of words is parsed as pairs if the first word of every pair is a number.
     """
     if not words:
         raise ValueError("--data-path names no dataset.")
@@ -49,14 +49,14 @@ def parse_blend(words: Sequence[str]) -> Blend:
 
 
 def read_words(config: DataConfig) -> Sequence[str]:
-    """The words of ``--data-path``, or of the file that stands for it."""
+    """Return the words of ``--data-path``, or of the file of ``--data-args-path``."""
     if config.data_args_path:
         return _read("--data-args-path", config.data_args_path).split()
     return config.data_path
 
 
 def read_split_words(config: DataConfig) -> tuple[Sequence[str], ...] | None:
-    """Words of each split if the splits have paths of their own, else None."""
+    """Return the words of each split if splits have separate options, else None."""
     if config.per_split_data_args_path:
         path = config.per_split_data_args_path
         fields = read_json("--per-split-data-args-path", path)
@@ -80,11 +80,11 @@ def read_split_words(config: DataConfig) -> tuple[Sequence[str], ...] | None:
 
 
 def read_json(flag: str, path: str | Path) -> Any:
-    """The JSON of a file that a flag names.
+    """Return the parsed JSON file that a flag names.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is no JSON.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the file is not JSON.
     """
     try:
         return json.loads(_read(flag, path))

@@ -1,9 +1,9 @@
-"""A dataset gone through again and again, each epoch in an order of its own.
+"""A dataset repeated for many epochs, each epoch in a different order.
 
-Megatron shuffles the documents of all epochs together, so its order depends on how many
-samples a run needs. Here epoch e is built by itself, from the seed and e: the first
-samples stay what they are however many more are wanted later, which a mixture that changes
-during a run needs. Epoch 0 is Megatron's one-epoch order.
+Megatron shuffles the documents of all epochs together, so its order depends on the number of
+samples of the run. Here epoch e is built separately, from the seed and e: the first samples do
+not depend on the length of the run, which a mixture that changes during a run requires. Epoch 0
+is Megatron's one-epoch order.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ class EpochsDataset:
     """``num_samples`` samples of a dataset, epoch after epoch.
 
     Args:
-        build_epoch: makes the dataset of epoch e; all must have the same length.
-        num_samples: samples wanted.
+        build_epoch: builds the dataset of epoch e; all epochs must have the same length.
+        num_samples: length of this dataset.
     """
 
     def __init__(self, build_epoch: Callable[[int], MapDataset], num_samples: int) -> None:
@@ -37,14 +37,14 @@ class EpochsDataset:
         return {key: value[0] for key, value in self.batch([sample]).items()}
 
     def batch(self, samples: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """Samples stacked: each array has a leading dimension B."""
-        places = np.asarray(samples)
-        if not 0 <= places.min() <= places.max() < len(self):
-            raise IndexError(f"sample {places.min()} to {places.max()} of {len(self)}")
-        numbers, inside = np.divmod(places, self.per_epoch)
-        if (numbers == numbers[0]).all():
-            return read_batch(self.epoch(int(numbers[0])), inside.tolist())
-        rows = [read_batch(self.epoch(e), [i]) for e, i in zip(numbers, inside, strict=True)]
+        """Return samples stacked: each array has a leading dimension B."""
+        indices = np.asarray(samples)
+        if not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"sample {indices.min()} to {indices.max()} of {len(self)}")
+        epochs, inside = np.divmod(indices, self.per_epoch)
+        if (epochs == epochs[0]).all():
+            return read_batch(self.epoch(int(epochs[0])), inside.tolist())
+        rows = [read_batch(self.epoch(e), [i]) for e, i in zip(epochs, inside, strict=True)]
         return {key: np.concatenate([row[key] for row in rows]) for key in rows[0]}
 
     @property
@@ -56,13 +56,13 @@ class EpochsDataset:
         self, samples: Sequence[int], rows: TextRows, places: NDArray[np.integer]
     ) -> None:
         """As ``GPTDataset.write``."""
-        numbers, inside = np.divmod(np.asarray(samples), self.per_epoch)
-        for number in np.unique(numbers):
-            mine = numbers == number
-            self.epoch(number).write(inside[mine].tolist(), rows, places[mine])
+        epochs, inside = np.divmod(np.asarray(samples), self.per_epoch)
+        for epoch in np.unique(epochs):
+            selected = epochs == epoch
+            self.epoch(epoch).write(inside[selected].tolist(), rows, places[selected])
 
     def epoch(self, number: int) -> Any:
-        """The dataset of one epoch; the last two used are kept."""
+        """Return the dataset of one epoch; the two latest datasets are cached."""
         number = int(number)
         if number not in self._epochs:
             recent = dict(list(self._epochs.items())[-1:])

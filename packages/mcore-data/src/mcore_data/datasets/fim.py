@@ -1,10 +1,9 @@
-"""Fill-in-the-middle: a document cut in three and read in another order.
+"""Fill-in-the-middle: cuts a document into three parts and reorders them.
 
 A rewritten document is ``PRE prefix SUF suffix MID middle`` or, in suffix-prefix-middle
-order, ``PRE SUF suffix MID prefix middle``. The two cuts fall between characters, so the
-text is decoded, cut and encoded again. Chance is drawn from the sample's own generator:
-a sample is the same in whatever order samples are read (Megatron draws from one stream,
-so there it depends on that order).
+order, ``PRE SUF suffix MID prefix middle``. The two cuts are between characters, so the text is
+decoded, cut and encoded again. Each sample has its own random generator, so a sample does not
+depend on the order of reading (in Megatron it does, since all samples draw from one stream).
 
 Reference:
     Bavarian et al. 2022, Efficient Training of Language Models to Fill in the Middle.
@@ -27,13 +26,13 @@ class FillInMiddle:
     """Rewrites the parts of a sample; a ``transform`` of ``GPTDataset``.
 
     Attributes:
-        tokenizer: of the stored tokens.
+        tokenizer: tokenizer of the stored tokens.
         config: shares and token names.
         prefix: id before the prefix.
         middle: id before the middle.
         suffix: id before the suffix.
-        pad: id that fills what a sample is short of.
-        split: id at which documents are cut into fragments; None leaves them whole.
+        pad: id that pads a sample.
+        split: id at which documents are cut into fragments; None: documents are not cut.
     """
 
     tokenizer: Tokenizer
@@ -46,7 +45,7 @@ class FillInMiddle:
 
     @staticmethod
     def build(tokenizer: Tokenizer | None, config: FIMConfig) -> "FillInMiddle":
-        """Look the tokens up."""
+        """Look up the ids of the config's tokens."""
         if tokenizer is None:
             raise ValueError("--fim-data decodes and encodes text: give --tokenizer-model.")
         named = ("prefix", "middle", "suffix", "pad")
@@ -59,7 +58,7 @@ class FillInMiddle:
     def __call__(
         self, part: NDArray[np.int64], random: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Rewrite one document's part, or leave it as it is; its end token stays last."""
+        """Return one document's part, rewritten by chance; an end token stays last."""
         config = self.config
         eod = self.tokenizer.eod
         ended = len(part) > 0 and eod is not None and part[-1] == eod
@@ -102,10 +101,10 @@ class FillInMiddle:
 
 def _token_id(tokenizer: Tokenizer, field: str, config: FIMConfig) -> int:
     name = getattr(config, field)
-    found = tokenizer.token_id(name)
-    if found is None:
+    number = tokenizer.token_id(name)
+    if number is None:
         raise ValueError(
             f"--{field.replace('_', '-')} {name} is no token of the tokenizer: name one that "
             "is, or add it by --tokenizer-special-tokens."
         )
-    return found
+    return number

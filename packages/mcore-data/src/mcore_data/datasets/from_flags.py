@@ -1,4 +1,4 @@
-"""From data flags to the train, valid and test datasets of a run."""
+"""Builds the train, valid and test datasets of a run from its data flags."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -39,22 +39,21 @@ def build_gpt_datasets(
     samples_before: Callable[[int], int] | None = None,
     only: Sequence[str] = SPLITS,
 ) -> Datasets:
-    """Datasets for train, valid and test; None where the flags give no data.
+    """Build the train, valid and test datasets; None for splits without data.
 
-    Test data without a share of ``--split`` are None too where a dataset is too small for any.
-
-    Every rank builds its own, with no communication; with a cache folder the indices are
-    shared by memory map.
+    The test split is also None if, with the default ``--split``, a dataset is too small to have
+    test documents. Every rank builds the datasets without communication; with a cache folder
+    ranks share the indices by memory map.
 
     Args:
-        config: where the data is and how it is split.
-        tokenizer: gives the end of document; may be None if no option needs it.
+        config: data options.
+        tokenizer: provides the end-of-document id; may be None if no option needs it.
         sequence_length: tokens in a sample.
-        seed: of the shuffles.
-        num_samples: samples wanted of each; 0 means one epoch, and of datasets with weights,
-            where another split has a number, nothing.
-        fim: whether and how the training documents are rewritten.
-        samples_before: samples that a run uses before a step, for a mixture that changes at
+        seed: seed of the shuffles.
+        num_samples: samples of each split; 0 means one epoch, or for weighted blends no data if
+            another split has a number.
+        fim: options of fill-in-the-middle, for training documents.
+        samples_before: maps a step to the samples used before it, for mixtures that change at
             steps.
         only: splits to build; the others are None.
 
@@ -112,14 +111,14 @@ def build_valid_sets(
     seed: int,
     num_samples: int,
 ) -> dict[str, GPTDataset | PackedDataset | OrderedBlend]:
-    """Build each dataset of ``--valid-data-path`` by itself, by its prefix.
+    """Build each dataset of ``--valid-data-path`` separately; return them by prefix.
 
     Args:
-        config: where the data is.
-        tokenizer: gives the end of document; may be None if no option needs it.
+        config: data options.
+        tokenizer: provides the end-of-document id; may be None if no option needs it.
         sequence_length: tokens in a sample.
-        seed: of the shuffles.
-        num_samples: samples wanted of each; 0 means one epoch.
+        seed: seed of the shuffles.
+        num_samples: samples of each dataset; 0 means one epoch.
 
     Raises:
         ValueError: if the datasets are given weights, or one is too small.
@@ -131,9 +130,9 @@ def build_valid_sets(
             "--multiple-validation-sets scores each dataset by itself: leave the weights out "
             "of --valid-data-path."
         )
-    found: dict[str, GPTDataset | PackedDataset | OrderedBlend] = {}
+    datasets: dict[str, GPTDataset | PackedDataset | OrderedBlend] = {}
     for prefix in blend.prefixes:
-        alone = replace(
+        single = replace(
             config,
             multiple_validation_sets=False,
             data_mixture_path="",
@@ -142,7 +141,7 @@ def build_valid_sets(
             test_data_path=(),
         )
         built = build_gpt_datasets(
-            alone,
+            single,
             tokenizer,
             sequence_length=sequence_length,
             seed=seed,
@@ -150,24 +149,24 @@ def build_valid_sets(
             only=("valid",),
         )
         assert built[1] is not None
-        found[prefix] = built[1]
-    return found
+        datasets[prefix] = built[1]
+    return datasets
 
 
 def build_indices(
     config: DataConfig, *, sequence_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> dict[str, int]:
-    """Build what a run keeps in ``--data-cache-path``, without its tokenizer.
+    """Build the indices of a run in ``--data-cache-path``, without the tokenizer.
 
     Args:
-        config: the run's options; those of masks and positions change no index.
-        sequence_length: the run's.
-        seed: the run's.
-        num_samples: that the run takes of each split; 0 is one epoch of train, and nothing
-            of the others unless all validation data are scored.
+        config: data options of the run; masks and positions do not affect the indices.
+        sequence_length: sequence length of the run.
+        seed: seed of the run.
+        num_samples: samples that the run uses of each split; 0 means one epoch of train, and
+            none of the other splits unless all validation data are evaluated.
 
     Returns:
-        Samples of each split, and of each validation set that is scored by itself.
+        Number of samples of each split, and of each separate validation set.
     """
     plain = replace(
         config,
@@ -193,7 +192,7 @@ def _build_changing(
     num_samples: int,
     samples_before: Callable[[int], int] | None,
 ) -> OrderedBlend:
-    """The training data of a mixture that changes."""
+    """Build the training dataset of a mixture that changes."""
     if not num_samples:
         raise ValueError(
             "--data-mixture-path needs a number of samples: give --train-iters or "
@@ -205,7 +204,7 @@ def _build_changing(
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """Builds one epoch of one dataset in an order of its own."""
+    """Builds one epoch of a dataset, shuffled by the epoch's seed."""
 
     config: DataConfig
     build: Any
@@ -222,10 +221,10 @@ def _build_mock(
     sequence_length: int,
     num_samples: Sequence[int],
 ) -> Datasets:
-    """Made-up documents, the same however long the run is; short ones for short sequences.
+    """Build mock datasets, with short documents for short sequences.
 
-    The index has a row a sample: documents of thousands of tokens cut into sequences of a few
-    would take seconds to index, for a run of a few steps.
+    The index has a row per sample: thousands of tokens per document, cut into short sequences,
+    would take seconds to index for a run of a few steps.
     """
     vocab_size = tokenizer.vocab_size if tokenizer else config.mock_vocab_size
     documents = MockDocuments(
@@ -241,7 +240,7 @@ def _build_mock(
 
 
 def _build_chats(tokens: IndexedDataset, **options: Any) -> PackedDataset:
-    """Rows of chats; the pair beside the tokens says what is to be learnt."""
+    """Build a dataset of packed chats from the pairs of tokens and of loss masks."""
     prefix = tokens.prefix.removesuffix(TOKENS) + LEARNT
     learnt = IndexedDataset(prefix, mmap=tokens.mmap, cache_path=tokens.cache_path)
     return PackedDataset(tokens, weights=learnt, too_long="truncate", **options)

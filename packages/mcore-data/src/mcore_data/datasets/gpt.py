@@ -1,7 +1,7 @@
-"""GPT samples: L tokens and the same tokens shifted by one, from documents end to end.
+"""GPT samples: S tokens and the same tokens shifted by one, from concatenated documents.
 
-A batch of samples is one vectorised look-up: which ranges of which documents, then one copy
-that widens the stored tokens to int64. ``arrangement`` adds the rest.
+A batch of samples is one vectorised look-up of ranges of documents, and one copy that converts
+the stored tokens to int64. ``arrangement`` adds masks, positions and document borders.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Sequences(Protocol):
         """Tokens of each sequence."""
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """A range of one sequence."""
+        """Return a range of one sequence."""
 
     def gather(
         self,
@@ -32,25 +32,25 @@ class Sequences(Protocol):
         offsets: NDArray[np.int64],
         lengths: NDArray[np.int64],
     ) -> NDArray[Any]:
-        """Ranges of many sequences, end to end."""
+        """Return ranges of many sequences, concatenated."""
 
 
 class PartTransform(Protocol):
-    """Something that rewrites a sample document by document, such as fill-in-the-middle."""
+    """Rewrites each document's part of a sample, such as ``FillInMiddle``."""
 
     @property
     def pad(self) -> int:
-        """Id that fills what a rewritten sample is short of; never counts in the loss."""
+        """Id that pads a rewritten sample; padding never counts in the loss."""
 
     def __call__(
         self, part: NDArray[np.int64], random: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Tokens to take in place of the sample's range of one document."""
+        """Return the tokens that replace a sample's part of one document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The ranges of stored sequences that make some samples, sample after sample.
+    """The ranges of stored sequences that samples consist of, sample after sample.
 
     Attributes:
         sequences: int32 [P], ids of the stored sequences.
@@ -71,33 +71,33 @@ class GPTDataset:
     A sample has ``tokens``, ``labels`` and ``position_ids`` (int64 [S]) and ``loss_mask``
     (float32 [S], 1 where the label counts); with ``create_attention_mask`` also
     ``attention_mask`` (bool [1, S, S], True = hidden), with ``reset_attention_mask`` or
-    ``inter_document_masking`` also ``cu_seqlens`` (int32 [S + 1], borders of the documents,
-    filled up with S) and ``max_seqlen`` (int32 scalar).
+    ``inter_document_masking`` also ``cu_seqlens`` (int32 [S + 1], document borders padded with
+    S) and ``max_seqlen`` (int32 scalar).
 
     Args:
         sequences: the stored tokens.
         sequence_length: S, tokens in a sample.
-        seed: of the shuffles.
-        num_samples: samples wanted at least; 0 means one epoch. Whole epochs are laid out,
-            so ``len`` may be larger.
+        seed: seed of the shuffles.
+        num_samples: smallest number of samples; 0 means one epoch. ``len`` may be larger, since
+            the index covers full epochs.
         document_ids: sequences to use, in any order; None means all.
-        eod: end-of-document id; needed by the options that act on it.
-        shift_labels: take one token more, so that the last label is a real token (Megatron's
+        eod: end-of-document id, required by the options that depend on it.
+        shift_labels: read one more token, so that the last label is a real token (Megatron's
             add_extra_token_to_sequence). False masks the last position instead.
-        drop_last_partial: leave out the last tokens if they fill no sample; False pads.
+        drop_last_partial: drop the last tokens if they do not fill a sample; False pads.
         reset_position_ids: count positions from 0 again after each end of document.
-        reset_attention_mask: let no token see behind an end of document: gives the borders,
-            at the tokens ``eod``.
-        eod_mask_loss: no loss where the input token is an end of document.
-        create_attention_mask: give the causal mask even when nothing is reset.
-        inter_document_masking: give document borders for packed attention; they are the
-            borders of the stored documents, whatever ids these hold.
-        cache_folder: where the index is kept for later runs and other ranks.
-        transform: rewrites each document's part of a sample, by chance drawn from the seed
-            and the sample's number alone; the row is then cut or padded to its length.
+        reset_attention_mask: add document borders at the tokens ``eod``, so that no token
+            attends to tokens before its document.
+        eod_mask_loss: no loss at positions whose input token is an end of document.
+        create_attention_mask: add the causal mask even if nothing is reset.
+        inter_document_masking: add the borders of the stored documents, whatever their ids, for
+            packed attention.
+        cache_folder: folder in which the index is cached for later runs and other ranks.
+        transform: rewrites each document's part of a sample, with random numbers from the seed
+            and the sample's number only; the row is then cut or padded to its length.
 
     Raises:
-        ValueError: if an option needs ``eod``, or the documents make no sample.
+        ValueError: if an option needs ``eod``, or the documents do not fill a sample.
     """
 
     def __init__(
@@ -154,15 +154,15 @@ class GPTDataset:
         return len(self.index.shuffle)
 
     def __getitem__(self, sample: int | None) -> dict[str, NDArray[Any]]:
-        """Sample by its place in the shuffled order; None gives one that counts nothing."""
+        """Return a sample by its index in the shuffled order; None: one without any loss."""
         if sample is None:
             return self[0] | {"loss_mask": np.zeros(self.sequence_length, np.float32)}
         return {key: value[0] for key, value in self.batch([sample]).items()}
 
     def batch(self, samples: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """Samples stacked: each array has a leading dimension B.
+        """Return samples stacked: each array has a leading dimension B.
 
-        Batches share ``position_ids`` where nothing resets them: copy them to change them.
+        Batches share ``position_ids`` unless positions are reset: copy before changing them.
 
         Raises:
             IndexError: if a sample does not exist.
@@ -174,11 +174,11 @@ class GPTDataset:
     def write(
         self, samples: Sequence[int], rows: TextRows, places: NDArray[np.integer]
     ) -> None:
-        """Write samples into rows of a batch, for ``arrangement`` to make samples of.
+        """Write the text of samples to rows of a batch, from which ``arrange`` makes samples.
 
         Args:
-            samples: which samples, [b].
-            rows: of the batch; those at other places are left as they are.
+            samples: numbers of the samples, [b].
+            rows: rows of the batch; other rows do not change.
             places: row of each sample, [b].
 
         Raises:
@@ -190,8 +190,8 @@ class GPTDataset:
         size = self.sequence_length + 1
         part_lengths = []
         if self.transform is None and (num_tokens == size).all():
-            found = self.sequences.gather(parts.sequences, parts.offsets, parts.lengths)
-            rows.text[places] = found.reshape(-1, size)  # widened on the way
+            text = self.sequences.gather(parts.sequences, parts.offsets, parts.lengths)
+            rows.text[places] = text.reshape(-1, size)  # the copy converts to int64
             if self.arrangement.options.needs_borders:
                 part_lengths = np.split(parts.lengths, begins[1:])
         else:
@@ -199,27 +199,30 @@ class GPTDataset:
             for sample, place, start, count in zip(
                 samples, places, begins, parts.counts, strict=True
             ):
-                mine = slice(start, start + count)
-                part_lengths.append(self._fill(rows.text[place], parts, mine, sample))
+                own_parts = slice(start, start + count)
+                part_lengths.append(self._fill(rows.text[place], parts, own_parts, sample))
             num_tokens = np.array([min(sum(n), size) for n in part_lengths])
         rows.num_tokens[places] = num_tokens
-        for place, lengths in zip(places, part_lengths, strict=False):  # none if not needed
+        # part_lengths is empty if no option needs borders.
+        for place, lengths in zip(places, part_lengths, strict=False):
             rows.part_ends[place] = np.cumsum(lengths)
 
     def parts(self, samples: Sequence[int]) -> Parts:
-        """Where samples come from.
+        """Return the ranges of stored sequences that samples consist of.
 
         Raises:
             IndexError: if a sample does not exist.
         """
-        places = np.asarray(samples)
-        if not 0 <= places.min() <= places.max() < len(self):
-            raise IndexError(f"sample {places.min()} to {places.max()} of {len(self)}")
-        rows = self.index.shuffle[places].astype(np.int64)
+        indices = np.asarray(samples)
+        if not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"sample {indices.min()} to {indices.max()} of {len(self)}")
+        rows = self.index.shuffle[indices].astype(np.int64)
         first, last = self.index.samples[rows], self.index.samples[rows + 1]
         counts = (last[:, 0] - first[:, 0] + 1).astype(np.int64)
         ends = np.cumsum(counts)
         begins = ends - counts
+        # For each sample the positions first, first + 1, ..., last in the order of documents.
+        # Inner documents are read in full; the first starts at an offset, the last is cut.
         line = np.arange(ends[-1]) - np.repeat(begins - first[:, 0], counts)
         sequences = self.index.documents[line]
         stops = self.sequences.lengths[sequences].astype(np.int64)
@@ -229,13 +232,13 @@ class GPTDataset:
         return Parts(sequences, offsets, stops - offsets, counts)
 
     def sources(self, sample: int) -> list[tuple[int, int, int]]:
-        """Where a sample comes from: (sequence, offset, number of tokens) of each part."""
+        """Return the parts of a sample as (sequence, offset, number of tokens)."""
         parts = self.parts([sample])
         columns = (parts.sequences.tolist(), parts.offsets.tolist(), parts.lengths.tolist())
         return list(zip(*columns, strict=True))
 
     def places(self, sequence: int) -> list[int]:
-        """Samples that a stored sequence takes part in, in the order of the text."""
+        """Return the samples that contain tokens of a stored sequence, in text order."""
         line = np.flatnonzero(self.index.documents == sequence)
         rows = self.index.samples[:, 0]
         first = np.maximum(np.searchsorted(rows, line, side="left") - 1, 0)
@@ -251,11 +254,13 @@ class GPTDataset:
         ]
 
     def _fill(
-        self, row: NDArray[np.int64], parts: Parts, mine: slice, sample: int
+        self, row: NDArray[np.int64], parts: Parts, own_parts: slice, sample: int
     ) -> NDArray[np.int64]:
-        """Write one sample that is short or rewritten; returns the lengths of its parts."""
-        lengths = parts.lengths[mine]
-        text = self.sequences.gather(parts.sequences[mine], parts.offsets[mine], lengths)
+        """Write one short or rewritten sample to a row; return the lengths of its parts."""
+        lengths = parts.lengths[own_parts]
+        text = self.sequences.gather(
+            parts.sequences[own_parts], parts.offsets[own_parts], lengths
+        )
         text = text.astype(np.int64)
         if self.transform is not None:
             random = np.random.default_rng([self.seed, sample])

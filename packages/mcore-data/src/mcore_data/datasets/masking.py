@@ -1,7 +1,7 @@
-"""Choosing which tokens of a text are hidden: words or pieces, in spans of one or more.
+"""Chooses the tokens of a text that are masked: spans of one or more words.
 
-Words are visited in random order; at each a span of n words is hidden, n drawn anew, if it
-fits into what is still to be hidden and none of it is hidden already.
+Words are visited in random order. At each word a random span length n is drawn, and the span of
+n words is masked if it fits the remaining budget and overlaps no masked span.
 
 Reference:
     Devlin et al. 2018, BERT. arXiv:1810.04805. Spans: Joshi et al. 2019, SpanBERT.
@@ -21,14 +21,14 @@ _GEOMETRIC_PROB = 0.2  # SpanBERT's
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskingOptions:
-    """How much is hidden, and in what units.
+    """How many tokens are masked, and in what units.
 
     Attributes:
         mask_prob: share of the tokens.
         max_ngram: words of the longest span.
-        geometric: draw a span's words geometrically with p = 0.2, cut off at ``max_ngram``,
-            instead of with a chance of 1/n.
-        whole_words: hide words whole: a piece that goes on with a word goes with it.
+        geometric: draw the number of a span's words geometrically with p = 0.2, limited to
+            ``max_ngram``, instead of with a probability proportional to 1/n.
+        whole_words: mask complete words, together with their continuation pieces.
     """
 
     mask_prob: float = 0.15
@@ -38,14 +38,14 @@ class MaskingOptions:
 
 
 def word_continuations(tokenizer: Tokenizer) -> NDArray[np.bool_] | None:
-    """For each id of a WordPiece tokenizer whether it goes on with a word; else None."""
+    """Return for each id of a WordPiece tokenizer whether it continues a word; else None."""
     core = getattr(tokenizer, "core", None)
     names = {} if core is None else core.get_vocab()
-    going_on = [number for name, number in names.items() if name.startswith("##")]
-    if not going_on:
+    continuations = [number for name, number in names.items() if name.startswith("##")]
+    if not continuations:
         return None
     table = np.zeros(tokenizer.vocab_size, bool)
-    table[going_on] = True
+    table[continuations] = True
     return table
 
 
@@ -59,17 +59,16 @@ def choose_spans(
     *,
     max_spans: int = 0,
 ) -> list[tuple[int, int]]:
-    """Ranges of places to hide, in the order of the text, none overlapping another.
+    """Return the (start, stop) of the spans to mask, in text order, without overlap.
 
     Args:
         tokens: the text.
-        maskable: False where a place must stay as it is, such as [CLS].
-        continues: for each id of the vocabulary whether it goes on with a word; None where
-            no id does.
+        maskable: False at positions that must not be masked, such as [CLS].
+        continues: for each id of the vocabulary whether it continues a word; None: no id does.
         options: units and spans.
-        budget: tokens to hide at most.
-        random: draws.
-        max_spans: spans at most; 0 means any number.
+        budget: largest number of masked tokens.
+        random: random generator.
+        max_spans: largest number of spans; 0 means any number.
     """
     words = _words(tokens, maskable, continues if options.whole_words else None)
     sizes = 1 + np.arange(options.max_ngram)
@@ -98,7 +97,7 @@ def choose_spans(
 def _words(
     tokens: NDArray[np.int64], maskable: NDArray[np.bool_], continues: NDArray[np.bool_] | None
 ) -> Sequence[tuple[int, int]]:
-    """Ranges of places that are hidden together."""
+    """Return the ranges of positions that are masked together."""
     begins = maskable.copy()
     if continues is not None:
         goes_on = continues[tokens] & maskable
@@ -115,7 +114,7 @@ def _words(
 
 
 def _unbroken(words: Sequence[tuple[int, int]], first: int, n: int) -> int:
-    """How many words follow each other without a gap, ``n`` at most."""
+    """Return the number of adjacent words from ``first`` on, at most ``n``."""
     count = 1
     while (
         count < n

@@ -1,11 +1,11 @@
-"""The file of ``--data-mixture-path``: phases of a mixture that changes during a run.
+"""Reads ``--data-mixture-path``: the phases of a mixture that changes during a run.
 
     [{"from_sample": 0, "data_path": ["0.7", "code", "0.3", "books"]},
      {"from_step": 1000, "data_path": ["0.2", "code", "0.8", "math"]}]
 
-Every source is one stream in an order of its own. A phase takes from the streams where the
-one before left them, so a change loses no sample and repeats none; what each source has
-given by any sample is a count (``OrderedBlend.ledger``).
+Every source is a stream in a fixed order. Each phase continues the streams where the phase
+before ended, so no sample is lost or repeated at a change. ``OrderedBlend.ledger`` counts how
+many samples each source has given up to any sample.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ class Mixture:
     """Phases over one list of sources.
 
     Attributes:
-        prefixes: of all sources, in the order in which they first appear.
-        phases: (first sample, weights of all sources) in turn.
+        prefixes: prefixes of all sources, in the order in which they first appear.
+        phases: (first sample, weights of all sources) of each phase.
     """
 
     prefixes: tuple[str, ...]
@@ -40,12 +40,12 @@ def read_mixture(
 
     Args:
         path: the JSON file.
-        parse: reads the words of a ``data_path``; gives ``prefixes`` and ``weights``.
-        samples_before: samples that a run has used before a step, for ``from_step``.
+        parse: parses the words of a ``data_path`` to ``prefixes`` and ``weights``.
+        samples_before: maps a step to the samples used before it, for ``from_step``.
 
     Raises:
-        ValueError: if the file is no list of phases, a phase has no weights, or it begins at
-            a step where only samples are known.
+        ValueError: if the file is not a list of phases, a phase has no weights, or a phase has
+            ``from_step`` and ``samples_before`` is None.
     """
     entries = read_json("--data-mixture-path", path)
     if not isinstance(entries, list) or not entries:
@@ -88,7 +88,7 @@ def read_mixture(
 
 
 def begins_at_steps(path: str | Path) -> bool:
-    """Whether a phase of the file begins at a step, so that batch sizes place it."""
+    """Whether a phase of the file begins at a step, so that it depends on batch sizes."""
     entries = read_json("--data-mixture-path", path)
     return any("from_step" in entry for entry in entries)
 
@@ -96,11 +96,11 @@ def begins_at_steps(path: str | Path) -> bool:
 def build_mixture(
     mixture: Mixture, build_epoch: Callable[[str, int], Any], size: int
 ) -> OrderedBlend:
-    """Mix the sources as the phases say.
+    """Build the dataset that mixes the sources by phases.
 
     Args:
         mixture: the phases.
-        build_epoch: makes one epoch of one source, from its prefix and the epoch's number.
+        build_epoch: builds one epoch of a source from the source's prefix and the epoch.
         size: samples of the mixture.
 
     Raises:
@@ -117,7 +117,7 @@ def build_mixture(
 
 @dataclass(frozen=True, slots=True)
 class _OneSource:
-    """Builds epochs of one source; travels to loader processes."""
+    """Builds epochs of one source; a class, so that loader processes can unpickle it."""
 
     build_epoch: Callable[[str, int], Any]
     prefix: str

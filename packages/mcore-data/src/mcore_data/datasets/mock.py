@@ -1,6 +1,6 @@
-"""Made-up data of the real shapes: for smoke runs, benchmarks and first steps.
+"""Mock data with the shapes of real data, for smoke runs, benchmarks and first steps.
 
-Nothing is stored: a token is computed from its place, so any run anywhere sees the same.
+Nothing is stored: a token is computed from its position, so all runs read the same data.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ class MockDocuments:
     Args:
         vocab_size: ids run from 0 to vocab_size - 1.
         eod: last token of each document; None means the last id.
-        num_documents: documents, of 1 to max_length tokens each.
-        max_length: tokens of the longest documents.
+        num_documents: number of documents, of 1 to max_length tokens each.
+        max_length: largest number of tokens of a document.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class MockDocuments:
         return len(self.lengths)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens ``offset`` to ``offset + length`` of a document."""
+        """Return tokens ``offset`` to ``offset + length`` of a document."""
         end = int(self.lengths[sequence]) if length is None else offset + length
         tokens = np.arange(offset + 1, end + 1) % self.vocab_size
         if end == self.lengths[sequence]:
@@ -55,7 +55,7 @@ class MockDocuments:
         offsets: NDArray[np.int64],
         lengths: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """Ranges of many documents, end to end."""
+        """Return ranges of many documents, concatenated."""
         ranges = zip(sequences.tolist(), offsets.tolist(), lengths.tolist(), strict=True)
         return np.concatenate([self.get(*place) for place in ranges])
 
@@ -67,7 +67,7 @@ class MockGPTDataset(GPTDataset):
         sequence_length: S, tokens in a sample.
         vocab_size: ids run from 0 to vocab_size - 1; the last one ends documents.
         num_samples: ``len`` of the dataset.
-        seed: of the order.
+        seed: seed of the order.
         **options: further options of ``GPTDataset``.
     """
 
@@ -80,7 +80,7 @@ class MockGPTDataset(GPTDataset):
         seed: int = 1234,
         **options: Any,
     ) -> None:
-        # Half the mean length is reckoned; further epochs would fill a shortage.
+        # Estimated with half the mean length; if that is too few, more epochs are read.
         enough = -(-(num_samples * sequence_length + 1) // _RECKONED_TOKENS)
         documents = MockDocuments(vocab_size, num_documents=min(100_000, enough + 1))
         super().__init__(
@@ -109,7 +109,7 @@ class MockSentences:
         self.lengths = random.integers(4, 41, int(counts.sum())).astype(np.int32)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Tokens ``offset`` to ``offset + length`` of a sentence."""
+        """Return tokens ``offset`` to ``offset + length`` of a sentence."""
         stop = int(self.lengths[sequence]) if length is None else offset + length
         return self.first_id + (sequence + np.arange(offset, stop)) % (
             self.vocab_size - self.first_id
@@ -117,12 +117,12 @@ class MockSentences:
 
 
 def mock_bert_ids(vocab_size: int) -> BertIds:
-    """Special ids of made-up text: 0 pads, 1 is [CLS], 2 [SEP] and 3 [MASK]."""
+    """Return the special ids of mock text: 0 pads, 1 is [CLS], 2 [SEP] and 3 [MASK]."""
     return BertIds(vocab_size=vocab_size, pad=0, cls=1, sep=2, mask=3)
 
 
 def mock_t5_ids(vocab_size: int) -> T5Ids:
-    """Special ids of made-up text: 0 pads, 1 begins, 2 ends, the last 100 are sentinels."""
+    """Return special ids of mock text: 0 pads, 1 begins, 2 ends, the last 100 are sentinels."""
     if vocab_size < 128:
         raise ValueError(
             f"--mock-vocab-size {vocab_size} has no room for 100 sentinels and text: use 128 "

@@ -1,10 +1,10 @@
-"""Packing: texts of any length side by side in rows of one length, with their borders.
+"""Packs texts of any length into rows of one length, with their borders.
 
-Each text fills ``n - 1`` places of a row: n tokens make n - 1 pairs of a token and the next.
-No text sees another: ``cu_seqlens`` has the borders, positions begin at 0 in each. First-fit
-decreasing, by length: texts from the longest to the shortest, each into the first row with
-room; all texts of one length at once, into runs of rows with equal room. Rows are then read
-in an order shuffled by seed, another in each epoch.
+A text of n tokens takes n - 1 positions of a row: it makes n - 1 pairs of a token and its
+label. Attention stays inside a text: ``cu_seqlens`` has the borders, and positions restart at
+0. The algorithm is first-fit decreasing: texts from the longest to the shortest, each into the
+first row with room. All texts of one length are placed at once, into runs of rows with equal
+room. Rows are read in a shuffled order, different in each epoch.
 
 Reference:
     Krell et al. 2021, Efficient Sequence Packing without Cross-contamination.
@@ -30,29 +30,29 @@ class Texts(Protocol):
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each."""
+        """Tokens of each sequence."""
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """A range of one."""
+        """Return a range of one sequence."""
 
 
 class PackedDataset:
-    """Map-style dataset of rows that pack whole texts.
+    """Map-style dataset of rows, each packed with several texts.
 
     A sample has ``tokens``, ``labels`` and ``position_ids`` (int64 [S]), ``loss_mask``
     (float32 [S]), ``cu_seqlens`` (int32 [S + 1], borders of the texts and of the unused rest,
-    filled up with S) and ``max_seqlen`` (int32 scalar).
+    padded with S) and ``max_seqlen`` (int32 scalar).
 
     Args:
         texts: the stored tokens.
         sequence_length: S, tokens in a row.
-        weights: for each token of ``texts``, 1 where it counts as a label and 0 where not;
-            None counts all. The first token of a text never is a label.
-        seed: of the order of rows.
+        weights: for each token of ``texts`` 1 if the token counts as a label, else 0; None: all
+            count. The first token of a text is never a label.
+        seed: seed of the order of rows.
         num_samples: ``len`` of the dataset; 0 means one epoch.
         document_ids: texts to use; None means all.
         too_long: what to do with a text of more than S + 1 tokens.
-        cache_folder: where the packing is kept for later runs and other ranks.
+        cache_folder: folder in which the packing is cached for later runs and other ranks.
 
     Raises:
         ValueError: if no text has two tokens, or the weights do not fit the texts.
@@ -104,7 +104,7 @@ class PackedDataset:
         return self.num_samples
 
     def __getitem__(self, sample: int | None) -> dict[str, NDArray[Any]]:
-        """One row; None gives one that counts nothing."""
+        """Return one row; None: a row without any loss."""
         if sample is None:
             return self[0] | {"loss_mask": np.zeros(self.sequence_length, np.float32)}
         S = self.sequence_length
@@ -131,7 +131,7 @@ class PackedDataset:
         }
 
     def sources(self, sample: int) -> list[tuple[int, int, int]]:
-        """Where a sample comes from: (sequence, offset, number of tokens) of each text."""
+        """Return the texts of a sample as (sequence, offset, number of tokens)."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         epoch, place = divmod(sample, self.per_epoch)
@@ -140,16 +140,16 @@ class PackedDataset:
         return [tuple(piece) for piece in mine.tolist()]
 
     def places(self, sequence: int) -> list[int]:
-        """Samples that a stored sequence takes part in."""
-        mine = np.flatnonzero(self.pieces[:, 0] == sequence)
-        rows = np.unique(np.searchsorted(self.rows, mine, side="right") - 1)
+        """Return the samples that contain tokens of a stored sequence."""
+        own_pieces = np.flatnonzero(self.pieces[:, 0] == sequence)
+        rows = np.unique(np.searchsorted(self.rows, own_pieces, side="right") - 1)
         epochs = range(-(-len(self) // self.per_epoch))
-        found = [
-            epoch * self.per_epoch + int(place)
+        samples = [
+            epoch * self.per_epoch + int(position)
             for epoch in epochs
-            for place in np.argsort(self._order(epoch))[rows]
+            for position in np.argsort(self._order(epoch))[rows]
         ]
-        return [sample for sample in found if sample < len(self)]
+        return [sample for sample in samples if sample < len(self)]
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         if self._held_order[0] != epoch:
@@ -161,13 +161,13 @@ class PackedDataset:
 def cut_texts(
     lengths: NDArray[np.int32], ids: NDArray[np.int64], sequence_length: int, too_long: TooLong
 ) -> NDArray[np.int64]:
-    """Ranges that fit into a row: int64 [P, 3], (sequence, offset, tokens).
+    """Cut texts into ranges that fit a row: int64 [P, 3], (sequence, offset, tokens).
 
-    Parts of a split text overlap by one token: the last label of one is the first token of
-    the next. Texts of fewer than two tokens have no label and are left out.
+    Consecutive parts of a split text overlap by one token: the last label of a part is the
+    first token of the next. Texts of fewer than two tokens have no label and are dropped.
 
     Raises:
-        ValueError: if nothing is left.
+        ValueError: if no text has two tokens.
     """
     most = sequence_length + 1
     ids = ids[lengths[ids] > 1]
@@ -189,14 +189,14 @@ def cut_texts(
 def pack(
     pieces: NDArray[np.int64], sequence_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pack by first-fit decreasing, all pieces of one length at once.
+    """Pack pieces into rows by first-fit decreasing, all pieces of one length at once.
 
     Args:
         pieces: (sequence, offset, tokens), each of 2 to S + 1 tokens.
         sequence_length: S.
 
     Returns:
-        The pieces row after row, and where each row begins, [rows + 1].
+        The pieces sorted by row, and the index of the first piece of each row, [rows + 1].
     """
     needs = pieces[:, 2] - 1
     order = np.argsort(-needs, kind="stable")
@@ -219,23 +219,25 @@ def _place(
     counts: NDArray[np.int64],
     sequence_length: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Put ``wanted`` pieces of one length into the first rows with room for them.
+    """Place ``wanted`` pieces of length ``need`` into the first rows with room for them.
 
-    Neighbouring rows with equal room are kept as one run: ``rooms`` of each run's rows,
-    ``counts`` of its rows.
+    Consecutive rows with equal room form a run: ``rooms`` holds the room of each run's rows,
+    ``counts`` the number of its rows.
 
     Returns:
-        The row of each piece, and the runs afterwards.
+        The row of each piece, and the new ``rooms`` and ``counts``.
     """
-    opened = -(-wanted // (sequence_length // need))  # more than enough new rows
+    opened = -(-wanted // (sequence_length // need))  # enough new rows for all pieces
     rooms = np.append(rooms, sequence_length)
     counts = np.append(counts, opened)
     firsts = np.cumsum(counts) - counts
-    fits = rooms // need
+    fits = rooms // need  # pieces that fit a row of each run
     before = np.cumsum(fits * counts) - fits * counts
     taken = np.clip(wanted - before, 0, fits * counts)
     fits = np.maximum(fits, 1)
-    filled, extra = taken // fits, taken % fits  # rows filled up; pieces in one row more
+    # Each run is cut in three: rows that take ``fits`` pieces, one row with ``extra`` pieces if
+    # any, and rows that take none.
+    filled, extra = taken // fits, taken % fits
     rows = []
     for run in np.flatnonzero(taken).tolist():
         first, full = int(firsts[run]), int(filled[run])
@@ -251,7 +253,7 @@ def _place(
 
 
 def _runs(values: NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """Distinct values of a sorted array and how often each comes."""
+    """Return the distinct values of a sorted array, and how often each occurs."""
     borders = np.flatnonzero(np.diff(values)) + 1
     counts = np.diff(np.concatenate([[0], borders, [len(values)]]))
     return values[np.concatenate([[0], borders])].tolist(), counts.tolist()

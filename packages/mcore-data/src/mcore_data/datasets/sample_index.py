@@ -1,9 +1,9 @@
-"""Which tokens make sample k: document, sample and shuffle index of a GPT dataset.
+"""Document, sample and shuffle index of a GPT dataset: which tokens sample k consists of.
 
-The documents of a split are repeated for as many epochs as needed, shuffled, laid end to
-end and cut into samples of L + E tokens that overlap by E (E = 1: the label of the last
-token is the next sample's first). The order is Megatron's to the last index, from one
-legacy ``RandomState``; the walk over documents is one ``searchsorted`` here.
+The documents of a split are repeated for as many epochs as needed, shuffled, concatenated and
+cut into samples of L + E tokens that overlap by E (E = 1: the label of a sample's last token is
+the first token of the next sample). The order equals Megatron's exactly, from one legacy
+``RandomState``; the walk over documents is vectorised.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleIndexSpec:
-    """What, besides the documents, decides the order of samples.
+    """Parameters that, together with the documents, determine the order of samples.
 
     Attributes:
-        sequence_length: L, tokens of a sample that the model reads.
+        sequence_length: L, input tokens of a sample.
         extra_tokens: E, 1 if labels are the tokens shifted by one, else 0.
-        num_samples: samples wanted at least; 0 means one epoch.
-        seed: of the two shuffles.
-        drop_last_partial: leave out the tokens that do not fill a sample.
+        num_samples: smallest number of samples; 0 means one epoch.
+        seed: seed of the two shuffles.
+        drop_last_partial: whether to drop the last tokens if they do not fill a sample.
     """
 
     sequence_length: int
@@ -52,10 +52,10 @@ class SampleIndexSpec:
 
 @dataclass(frozen=True, slots=True)
 class SampleIndex:
-    """The three arrays; sample k runs from row ``shuffle[k]`` to the next row.
+    """The three arrays; sample k spans rows ``shuffle[k]`` and the next of ``samples``.
 
     Attributes:
-        documents: int32, sequence ids in the order in which they are laid end to end.
+        documents: int32, sequence ids in the order in which they are concatenated.
         samples: int32 or int64 [num_samples + 1, 2]: position in ``documents`` and token
             offset at which each sample starts.
         shuffle: uint32 or int64 [num_samples].
@@ -74,11 +74,11 @@ def build_sample_index(
     Raises:
         ValueError: if the split has too few tokens for one sample.
     """
-    # A document is shuffled as one int64, its id and its length side by side: the order is
-    # the same as that of ids alone, and no length is looked up at random afterwards.
+    # Each document is shuffled as one int64 that holds its id and its length. The order equals
+    # that of shuffling ids, and no random access to ``lengths`` is needed afterwards.
     is_range = isinstance(ids, range)
     deck = np.arange(ids.start, ids.stop, ids.step) if is_range else ids.astype(np.int64)
-    cards = deck.view(np.int32).reshape(-1, 2)  # little-endian: an id's low half comes first
+    cards = deck.view(np.int32).reshape(-1, 2)  # little-endian: [id, upper half of id = 0]
     cards[:, 1] = lengths[ids.start : ids.stop : ids.step] if is_range else lengths[ids]
     tokens_per_epoch = int(cards[:, 1].sum(dtype=np.int64))
     num_epochs = count_epochs(tokens_per_epoch, spec)
@@ -95,7 +95,7 @@ def build_sample_index(
 
 
 def count_epochs(tokens_per_epoch: int, spec: SampleIndexSpec) -> int:
-    """Epochs that give at least ``spec.num_samples`` samples."""
+    """Return the number of epochs that give at least ``spec.num_samples`` samples."""
     length, extra = spec.sequence_length, spec.extra_tokens
     if tokens_per_epoch == 0:
         raise ValueError("the split has no tokens: give it more documents or a larger share.")
@@ -110,39 +110,39 @@ def count_epochs(tokens_per_epoch: int, spec: SampleIndexSpec) -> int:
 
 
 def cut_samples(sizes: NDArray[np.int32], spec: SampleIndexSpec) -> NDArray[Any]:
-    """Rows (place in the line, token offset) at which samples start, and the end.
+    """Return rows (position in the order of documents, token offset) of the samples' borders.
 
-    Sample k starts at token k*L. The document of a start is the one that holds the last
-    token before the cut, k*L + E - 1: a cut at a document's end stays in that document.
-    Goes over the documents in pieces that fit a processor's cache.
+    Sample k starts at token k*L of the concatenated documents. The document of a border is the
+    one that holds token k*L + E - 1, the last token before the cut: a cut at a document's end
+    belongs to that document. Documents are processed in pieces that fit a processor's cache.
 
     Args:
-        sizes: tokens of the documents in the order in which they are laid end to end.
+        sizes: tokens of the documents in the order in which they are concatenated.
         spec: lengths of samples.
     """
     length, extra = spec.sequence_length, spec.extra_tokens
     total = int(sizes.sum(dtype=np.int64))
     whole, rest = divmod(total - extra, length)
     num_samples = whole + (rest > 0 and not spec.drop_last_partial)
-    fits = len(sizes) <= _INT32_MAX  # so do offsets: no stored length is larger
+    fits = len(sizes) <= _INT32_MAX  # offsets always fit: lengths are stored as int32
     samples = np.empty((num_samples + 1, 2), np.int32 if fits else np.int64)
     row, before = 0, 0
-    places = np.arange(_PIECE)
+    positions = np.arange(_PIECE)
     for first in range(0, len(sizes), _PIECE):
         piece = sizes[first : first + _PIECE]
         ends = np.cumsum(piece, dtype=np.int64)
         ends += before
         before = int(ends[-1])
-        last_rows = (ends - extra) // length  # the last sample that starts by each end
-        counts = np.diff(last_rows, prepend=row - 1)
+        last_rows = (ends - extra) // length  # number of the last border up to each end
+        counts = np.diff(last_rows, prepend=row - 1)  # borders inside each document
         stop = int(last_rows[-1]) + 1
-        found = np.flatnonzero(counts)
-        if len(found) != stop - row:  # some document starts several samples
-            found = np.repeat(places[: len(piece)], counts)
-        samples[row:stop, 0] = found + first
-        samples[row:stop, 1] = np.arange(row, stop) * length - (ends - piece)[found]
+        owners = np.flatnonzero(counts)  # the document of each border
+        if len(owners) != stop - row:  # some document has several borders
+            owners = np.repeat(positions[: len(piece)], counts)
+        samples[row:stop, 0] = owners + first
+        samples[row:stop, 1] = np.arange(row, stop) * length - (ends - piece)[owners]
         row = stop
-    if row <= num_samples:  # the last sample is partial: it ends where the text ends
+    if row <= num_samples:  # the last sample is partial and ends at the end of the text
         last = len(sizes) - 1 - int((sizes[::-1] > 0).argmax())
         samples[row] = last, sizes[last] - extra
     samples[0] = 0
@@ -155,15 +155,15 @@ def load_sample_index(
     spec: SampleIndexSpec,
     cache_folder: str | Path = "",
 ) -> SampleIndex:
-    """Build the index, or map it from a cache where its content hash is known.
+    """Build the index in memory, or map it from a cache under its content hash.
 
-    Every process may call this at the same time on a shared disk (see ``caching``).
+    All processes may call this function at the same time, also on a shared disk (``caching``).
 
     Args:
         lengths: tokens of every sequence of the dataset.
         ids: the sequences that belong to this split.
         spec: lengths, counts and seed.
-        cache_folder: where the arrays are kept; "" builds them in memory.
+        cache_folder: folder of the cached arrays; "" builds the arrays in memory.
     """
     if not cache_folder:
         return build_sample_index(lengths, ids, spec)
@@ -180,7 +180,7 @@ def load_sample_index(
 def content_hash(
     lengths: NDArray[np.int32], ids: NDArray[np.int32] | range, spec: SampleIndexSpec
 ) -> str:
-    """Hash of all that decides the index: the same data under another path is the same."""
+    """Return a hash of everything that determines the index; paths do not count."""
     digest = hashlib.blake2b(_FORMAT, digest_size=16)
     digest.update(repr(spec).encode())
     for part in (lengths, ids):
@@ -193,7 +193,7 @@ def content_hash(
 
 
 def _samples_before(tokens_per_epoch: int, num_epochs: int, spec: SampleIndexSpec) -> int:
-    """Samples that lie wholly before the final epoch."""
+    """Return the number of samples that end before the final epoch."""
     tokens = (num_epochs - 1) * tokens_per_epoch - spec.extra_tokens
     return tokens // spec.sequence_length
 
@@ -201,10 +201,10 @@ def _samples_before(tokens_per_epoch: int, num_epochs: int, spec: SampleIndexSpe
 def _is_final_epoch_separate(
     tokens_per_epoch: int, num_epochs: int, spec: SampleIndexSpec
 ) -> bool:
-    """Whether so little of the last epoch is used that it must be shuffled by itself.
+    """Whether so little of the final epoch is used that it is shuffled separately.
 
-    Otherwise its few samples would be spread over the run, and the documents it leaves out
-    would be seen once less in no particular order.
+    Shuffled together, the epochs would be mixed: some documents would be seen once less, in no
+    particular order.
     """
     if num_epochs == 1:
         return False
@@ -217,7 +217,7 @@ def _is_final_epoch_separate(
 def _shuffle_documents(
     deck: NDArray[np.int64], num_epochs: int, random: np.random.RandomState, separate: bool
 ) -> NDArray[np.int64]:
-    """All epochs in one shuffle, or the last by itself; may shuffle ``deck`` in place."""
+    """Return all epochs shuffled together, or the last separately; may change ``deck``."""
     if num_epochs == 1:
         random.shuffle(deck)
         return deck
@@ -231,7 +231,7 @@ def _shuffle_documents(
 
 def _shuffle_samples(borders: list[int], random: np.random.RandomState) -> NDArray[Any]:
     dtype = np.uint32 if borders[-1] < _UINT32_LIMIT else np.int64
-    order = np.arange(borders[-1])  # numpy shuffles eight bytes faster than four, alike
+    order = np.arange(borders[-1])  # int64: numpy shuffles it faster, in the same order
     for start, stop in pairwise(borders):
         random.shuffle(order[start:stop])
     return order.astype(dtype)

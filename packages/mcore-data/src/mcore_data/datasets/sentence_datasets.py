@@ -1,7 +1,7 @@
-"""From data flags to train, valid and test datasets of sentences: BERT's and T5's samples.
+"""Builds the train, valid and test datasets of BERT and T5 from data flags.
 
-They come from data of ``--split-sentences``; documents are split, blended and repeated as
-those of a GPT are.
+The data must have been preprocessed with ``--split-sentences``. Documents are split, blended
+and repeated as for GPT.
 """
 
 from collections.abc import Sequence
@@ -35,18 +35,18 @@ def build_sentence_datasets(
     num_samples: tuple[int, int, int] = (0, 0, 0),
     only: Sequence[str] = SPLITS,
 ) -> tuple[Any, ...]:
-    """Datasets for train, valid and test; None where the flags give no data.
+    """Build the train, valid and test datasets; None for splits without data.
 
     Args:
-        kind: of the samples.
-        config: where the data is and how it is split.
-        tokenizer: gives the special ids; may be None with ``--mock-data``.
-        masking: how much is hidden.
-        sequence_length: tokens of a sample; of T5 those of the encoder.
-        seed: of everything drawn.
-        decoder_sequence_length: of T5.
-        has_pairs: whether samples of BERT are pairs, for the head of their order.
-        num_samples: samples wanted of each; 0 means one epoch.
+        kind: model whose samples are built.
+        config: data options.
+        tokenizer: provides the special ids; may be None with ``--mock-data``.
+        masking: masking options.
+        sequence_length: tokens of a sample; for T5 of the encoder's row.
+        seed: seed of all random choices.
+        decoder_sequence_length: tokens of the decoder's row, for T5.
+        has_pairs: whether BERT samples are pairs, for the sentence-order head.
+        num_samples: samples of each split; 0 means one epoch.
         only: splits to build; the others are None.
 
     Raises:
@@ -86,7 +86,7 @@ def build_sentence_datasets(
     builds = [build if name in only else None for name in SPLITS]
     if not config.mock_data:
         return build_splits(config, builds, num_samples, by_documents=True)
-    # Ids of texts lie between the special ones at both ends; BERT has four, T5 three and 100.
+    # Text ids are between the special ids: the first four (BERT) or three, and T5's last 100.
     last = 100 if kind == "t5" else 0
     size = tokenizer.vocab_size if tokenizer else vocab_size
     sentences = MockSentences(4, size - last)

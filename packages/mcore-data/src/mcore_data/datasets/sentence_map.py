@@ -1,13 +1,13 @@
-"""Which sentences make a sample of BERT and T5: neighbours of one document up to a length.
+"""Groups sentences into samples of BERT and T5: consecutive sentences of one document.
 
-Sentences are gathered until a sample's target length is reached; no single sentence is left
-over at a document's end. All documents go forward side by side, a sample of each at a time.
-A target is the full length or, for a share of the samples, a shorter one.
+A sample takes sentences until its target length is reached; a single last sentence of a
+document joins the sample before it. The target is the full length or, for a share of the
+samples, a shorter one. The k-th samples of all documents are computed together.
 
-The order differs from Megatron's on purpose: there one stream of random numbers runs through
-all documents in turn, so no document can be laid out without those before it. Here the target
-of a document's k-th sample is a hash of seed, epoch, document and k, and each epoch is
-shuffled by itself.
+The order differs from Megatron's on purpose: Megatron draws the targets of all documents from
+one stream of random numbers, so a document depends on all documents before it. Here the target
+of a document's k-th sample is a hash of seed, epoch, document and k, and each epoch is shuffled
+separately.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LONGEST_SENTENCE = 512
-"""Documents with a longer sentence are left out, unless it is their only one."""
+"""Documents with a longer sentence are not used, unless they have only one sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentenceMapSpec:
-    """What, besides the documents, decides the samples.
+    """Parameters that, together with the documents, determine the samples.
 
     Attributes:
-        max_length: tokens of a sample, special ones not counted.
-        min_sentences: 2 where a sample is a pair, else 1.
+        max_length: tokens of a sample, without special tokens.
+        min_sentences: 2 if a sample is a pair, else 1.
         short_seq_prob: share of the samples with a shorter target.
-        seed: of targets and order.
-        num_samples: samples wanted at least; 0 means one epoch.
+        seed: seed of targets and order.
+        num_samples: smallest number of samples; 0 means one epoch.
     """
 
     max_length: int
@@ -45,7 +45,7 @@ def build_sentence_map(
     document_ids: Sequence[int] | range | NDArray[np.int64] | None,
     spec: SentenceMapSpec,
 ) -> NDArray[np.int64]:
-    """Rows (first sentence, last sentence + 1, target length) in shuffled order, int64 [N, 3].
+    """Return samples (first sentence, last sentence + 1, target), shuffled, int64 [N, 3].
 
     Args:
         lengths: tokens of every sentence.
@@ -77,26 +77,26 @@ def map_epoch(
     spec: SentenceMapSpec,
     epoch: int,
 ) -> NDArray[np.int64]:
-    """Samples of one epoch: the first of each document, then the second of each, ..."""
+    """Return the samples of one epoch: the first of each document, the second of each, ..."""
     tokens_before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     starts, ends = borders[documents], borders[documents + 1]
-    found, number = [], 0
+    rows, number = [], 0
     while len(starts):
         targets = target_lengths(spec, epoch, documents, number)
         reached = np.searchsorted(tokens_before, tokens_before[starts] + targets)
         stops = np.maximum(reached, starts + spec.min_sentences)
-        stops = np.where(ends - stops <= 1, ends, stops)
-        found.append(np.stack([starts, stops, targets], axis=1))
-        going = stops < ends
-        starts, ends, documents = stops[going], ends[going], documents[going]
+        stops = np.where(ends - stops <= 1, ends, stops)  # a single last sentence joins
+        rows.append(np.stack([starts, stops, targets], axis=1))
+        unfinished = stops < ends
+        starts, ends, documents = stops[unfinished], ends[unfinished], documents[unfinished]
         number += 1
-    return np.concatenate(found)
+    return np.concatenate(rows)
 
 
 def target_lengths(
     spec: SentenceMapSpec, epoch: int, documents: NDArray[np.int64], number: int
 ) -> NDArray[np.int64]:
-    """Target of the ``number``-th sample of each document."""
+    """Return the target length of the ``number``-th sample of each document."""
     state = np.uint64(spec.seed)
     for part in (epoch, number):
         state = _mix(state + np.uint64(part))
@@ -107,7 +107,7 @@ def target_lengths(
 
 
 def _mix(value: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014), after its increment."""
+    """Return SplitMix64's increment and finaliser (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
         z = np.asarray(value, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

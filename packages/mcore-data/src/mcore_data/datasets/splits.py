@@ -1,7 +1,7 @@
-"""Datasets of train, valid and test from stored sequences: split, blended, repeated.
+"""Builds the train, valid and test datasets from stored sequences: split, blended, repeated.
 
-What a dataset is made of sequences is a function; which sequences, how many samples and how
-several are mixed comes from the flags.
+The caller gives functions that build a dataset from sequences; the flags determine the
+sequences, the numbers of samples and the blend.
 """
 
 import logging
@@ -42,14 +42,14 @@ def build_splits(
     *,
     by_documents: bool = False,
 ) -> Datasets:
-    """Build train, valid and test from paths of their own, or from shares of one blend.
+    """Build train, valid and test from separate paths, or from shares of one blend.
 
     Args:
-        config: where the data is and how it is split.
-        builds: of each split what makes a dataset of stored sequences, ``document_ids`` and
-            ``num_samples``; None: not built.
-        num_samples: wanted of each.
-        by_documents: split documents, which own several sequences each.
+        config: data options.
+        builds: for each split a function that builds a dataset from stored sequences,
+            ``document_ids`` and ``num_samples``; None: the split is not built.
+        num_samples: samples of each split.
+        by_documents: whether to split documents, which have several sequences, not sequences.
 
     Raises:
         ValueError: if a dataset is too small.
@@ -87,33 +87,33 @@ def build_own_splits(
     *,
     by_documents: bool = False,
 ) -> Datasets:
-    """Datasets of splits that have paths of their own."""
-    found = []
+    """Build the datasets of splits with separate paths; None for a split without paths."""
+    datasets = []
     for i, words in enumerate(split_words):
-        apart = i == SPLITS.index("valid") and config.multiple_validation_sets
+        is_separate = i == SPLITS.index("valid") and config.multiple_validation_sets
         share = _Share("1", 0, num_samples[i], by_documents=by_documents)
         blend = _of_split(parse_blend(words), i, config, num_samples) if words else None
-        found.append(None if apart else _build_blend(blend, config, builds[i], share))
-    return tuple(found)
+        datasets.append(None if is_separate else _build_blend(blend, config, builds[i], share))
+    return tuple(datasets)
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What to take of each dataset: part ``number`` of ``split``, and how many samples."""
+    """The share of each dataset: part ``number`` of ``split``, and the number of samples."""
 
     split: str
     number: int
     num_samples: int
     may_be_empty: bool = False
-    """Whether the part comes from the default split: a small dataset has no document for it."""
+    """Whether a dataset may have no document for the part, as in the default split."""
     by_documents: bool = False
-    """Whether parts are of documents, not of sequences."""
+    """Whether documents are split, not sequences."""
 
 
 def _build_blend(
     blend: Blend | None, config: DataConfig, build: Any, share: _Share
 ) -> GPTDataset | PackedDataset | OrderedBlend | None:
-    """One split of one dataset or of several mixed."""
+    """Build one split of a dataset or of a blend."""
     if blend is None or build is None or split_bounds(share.split, 1)[share.number] is None:
         return None
     wanted = share.num_samples
@@ -139,8 +139,8 @@ def _build_blend(
         replace(share, num_samples=max(1, math.ceil(target * surplus))) for target in targets
     ]
     datasets = _build_each(blend, config, build, shares)
-    # At least one sample of each is requested: None is one without any, in a part that may
-    # be empty. The others do not replace it: the weights would not be those of the blend.
+    # Each dataset has at least one requested sample, so None is a dataset without documents in
+    # a part that may be empty. The split is left out: other weights would be another blend.
     if None in datasets:
         return None
     # pyrefly: ignore[bad-argument-type]
@@ -150,9 +150,9 @@ def _build_blend(
 def _of_split(
     blend: Blend, number: int, config: DataConfig, num_samples: Sequence[int]
 ) -> Blend | None:
-    """What a split takes of a blend; None where weights have no number of samples to share.
+    """Return the blend of a split; None if it has weights but no number of samples.
 
-    Full validation scores every dataset whole, whatever its weight.
+    Full validation reads every dataset once, whatever its weight.
     """
     if config.full_validation and SPLITS[number] == "valid":
         return replace(blend, weights=None)
@@ -163,7 +163,7 @@ def _of_split(
 def _build_each(
     blend: Blend, config: DataConfig, build: Any, shares: Sequence[_Share]
 ) -> list[GPTDataset | PackedDataset | None]:
-    """The datasets of a blend, some at a time: on a slow disk opening them is what takes."""
+    """Build the datasets of a blend concurrently, since opening them may be slow."""
 
     def one(prefix: str, share: _Share) -> GPTDataset | PackedDataset | None:
         return _build_one(prefix, config, build, share)
@@ -175,7 +175,7 @@ def _build_each(
 def _build_one(
     prefix: str, config: DataConfig, build: Any, share: _Share
 ) -> GPTDataset | PackedDataset | None:
-    """One split of one dataset; None if no document falls into it and none need to."""
+    """Build one split of a dataset; None if the split has no documents and may be empty."""
     sequences = open_sequences(prefix, config)
     size = len(sequences.documents) - 1 if share.by_documents else len(sequences)
     ids = split_bounds(share.split, size)[share.number]
@@ -192,7 +192,7 @@ def _build_one(
 
 
 def open_sequences(prefix: str, config: DataConfig) -> IndexedDataset:
-    """Open a stored dataset: with ``--sft`` the tokens of chats."""
+    """Open a stored dataset; with ``--sft`` the tokens of its chats."""
     if config.sft and not is_remote(prefix) and not idx_path(prefix + TOKENS).is_file():
         raise FileNotFoundError(
             f"{prefix}{TOKENS}.idx does not exist: with --sft give the --output-prefix of "

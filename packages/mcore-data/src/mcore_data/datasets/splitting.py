@@ -1,4 +1,4 @@
-"""Which documents are for training and which are held out."""
+"""Splits documents into training, validation and test by ``--split``."""
 
 import re
 
@@ -7,14 +7,14 @@ from numpy.typing import NDArray
 
 _NUMBER = re.compile(r"[.0-9]+")
 _NO_SHARE = re.compile(r"[a-zA-Z-]|\.\d*\.|(?<!\d)\.(?!\d)")
-"""A minus, a word such as nan, a point too many: ``_NUMBER`` would read something else."""
+"""Minus signs, words such as nan, and malformed numbers, which ``_NUMBER`` would misread."""
 NUM_SPLITS = 3
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Shares of train, valid and test from ``--split``, with sum 1.
+    """Parse ``--split`` to the shares of train, valid and test, with sum 1.
 
-    Numbers may be separated by any signs; missing ones are 0.
+    Numbers may be separated by any other characters; missing numbers are 0.
     """
     is_read = not _NO_SHARE.search(split)
     numbers = [float(number) for number in _NUMBER.findall(split)] if is_read else []
@@ -26,9 +26,9 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def split_bounds(split: str, num_elements: int) -> tuple[range | None, ...]:
-    """Elements of train, valid and test: consecutive ranges, None for a share of 0.
+    """Return the consecutive ranges of train, valid and test; None for a share of 0.
 
-    Borders are rounded half to even, as Megatron rounds them.
+    Borders are rounded half to even, as in Megatron.
     """
     shares = parse_split(split)
     borders = [0]
@@ -45,7 +45,7 @@ def split_bounds(split: str, num_elements: int) -> tuple[range | None, ...]:
 def held_out(
     num_documents: int, num_held_out: int, seed: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Draw documents to hold out; returns (the others, the held-out ones), both rising."""
+    """Draw documents to hold out; return (the others, the held-out ones), both sorted."""
     if not 0 <= num_held_out < num_documents:
         raise ValueError(f"{num_held_out} of {num_documents} documents cannot be held out.")
     chosen = np.zeros(num_documents, bool)

@@ -1,9 +1,8 @@
-"""T5 samples: spans of a text are cut out, sentinels stand in their places.
+"""T5 samples (span corruption): sentinels replace spans of a text, from ``--split-sentences``.
 
-The encoder reads the text with each span replaced by a sentinel of its own; the decoder
-writes ``s0 span0 s1 span1 ...`` and the end. Megatron's form: no sentinel follows the last
-span, unlike Hugging Face's. From data of ``--split-sentences``; a sample depends on seed and
-index alone.
+The encoder reads the text with each span replaced by a different sentinel; the decoder predicts
+``s0 span0 s1 span1 ...`` and the end. As in Megatron, and unlike Hugging Face, no sentinel
+follows the last span. A sample depends on seed and index only.
 
 Reference:
     Raffel et al. 2019, Exploring the Limits of Transfer Learning. arXiv:1910.10683.
@@ -26,14 +25,14 @@ _T5_MASKING = MaskingOptions(max_ngram=10, geometric=True)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class T5Ids:
-    """Ids that a T5 sample needs besides the text.
+    """Special ids of T5 samples.
 
     Attributes:
-        bos: what the decoder reads first.
-        eos: what it writes last.
-        pad: fills a sample.
-        sentinels: ids that stand for spans, in the order of use.
-        continues: for each id whether it goes on with a word; None where no id does.
+        bos: first input id of the decoder.
+        eos: last label of the decoder.
+        pad: id that pads a sample.
+        sentinels: ids that replace spans, in the order of use.
+        continues: for each id whether it continues a word; None: no id does.
     """
 
     bos: int
@@ -44,10 +43,11 @@ class T5Ids:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "T5Ids":
-        """Look the ids up.
+        """Look up the special ids of a tokenizer.
 
         Raises:
-            ValueError: if the tokenizer has no sentinels, no end, or nothing to begin with.
+            ValueError: if the tokenizer has no sentinels, no end of document, or neither a
+                beginning nor a padding id.
         """
         sentinels = []
         while (number := tokenizer.token_id(f"<extra_id_{len(sentinels)}>")) is not None:
@@ -72,10 +72,7 @@ class T5Ids:
 
 
 def decoder_start(tokenizer: Tokenizer) -> int | None:
-    """Return what a T5's decoder reads first: padding where texts have no beginning.
-
-    Published T5s begin so.
-    """
+    """Return the first input id of a T5 decoder: bos, else padding as in published T5s."""
     return tokenizer.pad if tokenizer.bos is None else tokenizer.bos
 
 
@@ -89,17 +86,16 @@ class T5Dataset:
     Args:
         sentences: the stored sentences.
         ids: special ids.
-        sequence_length: S, of the encoder.
-        decoder_sequence_length: of the decoder.
-        seed: of everything drawn.
-        num_samples: samples wanted at least; 0 means one epoch.
+        sequence_length: S, length of the encoder's rows.
+        decoder_sequence_length: length of the decoder's rows.
+        seed: seed of all random choices.
+        num_samples: smallest number of samples; 0 means one epoch.
         document_ids: documents to use; None means all.
-        masking: which tokens are cut out.
+        masking: how spans are chosen.
         short_seq_prob: share of shorter samples.
 
     Raises:
-        ValueError: if no document makes a sample, or the decoder may not hold what is cut
-            out.
+        ValueError: if there is no document, or the decoder is too short for the spans.
     """
 
     def __init__(
@@ -173,7 +169,7 @@ class T5Dataset:
         }
 
     def sources(self, sample: int) -> list[tuple[int, int, int]]:
-        """Sentences that a sample is made of: (sentence, 0, number of tokens) of each."""
+        """Return the sentences of a sample as (sentence, 0, number of tokens)."""
         first, stop, _ = self.map[sample].tolist()
         return [(i, 0, int(self.sequences.lengths[i])) for i in range(first, stop)]
 
@@ -181,15 +177,15 @@ class T5Dataset:
 def cut_spans(
     text: NDArray[np.int64], spans: Sequence[tuple[int, int]], sentinels: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Text with sentinels in place of spans, and the sentinels each with its span."""
-    kept: list[int] = []
-    written: list[int] = []
-    place = 0
+    """Return the encoder's text, with sentinels, and the decoder's, with the spans."""
+    encoder: list[int] = []
+    decoder: list[int] = []
+    end = 0  # of the previous span
     for (start, stop), sentinel in zip(spans, sentinels, strict=False):
-        kept += [*text[place:start].tolist(), sentinel]
-        written += [sentinel, *text[start:stop].tolist()]
-        place = stop
-    return [*kept, *text[place:].tolist()], written
+        encoder += [*text[end:start].tolist(), sentinel]
+        decoder += [sentinel, *text[start:stop].tolist()]
+        end = stop
+    return [*encoder, *text[end:].tolist()], decoder
 
 
 def _padded(tokens: Sequence[int], length: int, pad: int) -> NDArray[np.int64]:

@@ -1,8 +1,8 @@
-"""Bulk encoding: many texts to token ids, by the fastest way that gives the tokenizer's ids.
+"""Chooses the engine that encodes a corpus: the fastest one that gives the tokenizer's ids.
 
-A tokenizer is the reference. An engine does its work for whole corpora and is compared with
-it: part by part by ``pipeline``, before the first text by ``differing_probe``, on the texts
-themselves by ``spot_check``. ``build_engine`` chooses one; each has a file.
+The tokenizer is the reference. An engine is checked against it in three ways: its parts by
+``pipeline``, probe texts by ``differing_probe``, and texts of the corpus by ``spot_check``.
+``build_engine`` chooses an engine; each engine has its own file.
 """
 
 import logging
@@ -44,18 +44,18 @@ PROBES = (
     "supercalifragilisticexpialidocious" * 8,
     "a" * 300 + "1" * 50 + "-" * 50 + " " * 50 + "\n" * 20,
 )
-"""Where encoders are known to differ: white space, marks, scripts, new characters, lengths."""
+"""Texts on which encoders differ: white space, marks, scripts, new characters, lengths."""
 
 
 class ReferenceEngine:
-    """The tokenizer itself."""
+    """The tokenizer as an engine."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.name = "reference"
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text, by the tokenizer's own ``encode_batch``."""
+        """Return the ids of each text, by the tokenizer's ``encode_batch``."""
         return [np.array(ids, np.uint32) for ids in self._tokenizer.encode_batch(texts)]
 
 
@@ -65,7 +65,7 @@ class ByteEngine:
     name = "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """UTF-8 bytes of each text."""
+        """Return the UTF-8 bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
@@ -73,13 +73,13 @@ def build_engine(tokenizer: Tokenizer, name: EngineName = "auto") -> Engine:
     """Choose the engine of a tokenizer.
 
     Args:
-        tokenizer: what the ids must be equal to.
-        name: ``auto`` takes the fast engine that is known to implement every part of this
-            tokenizer, is installed and passes the probes, else the tokenizer itself, and logs
-            in one line why; any other name takes that one or fails.
+        tokenizer: the reference.
+        name: ``auto`` chooses the fast engine if it is known to implement every part of the
+            tokenizer, is installed and passes the probes; else the tokenizer, and logs the
+            reason. Any other name chooses that engine or fails.
 
     Raises:
-        ValueError: if the named engine cannot do this tokenizer, or parts from it.
+        ValueError: if the named engine does not support the tokenizer, or gives other ids.
         ImportError: if the named engine is not installed.
     """
     if name == "reference":
@@ -102,7 +102,7 @@ def build_engine(tokenizer: Tokenizer, name: EngineName = "auto") -> Engine:
 
 
 def differing_probe(engine: Engine, tokenizer: Tokenizer) -> str | None:
-    """First of the probes that engine and tokenizer encode differently, None if none."""
+    """Return the first probe that engine and tokenizer encode differently, or None."""
     probes = [*PROBES, *special_probes(getattr(tokenizer, "special_names", []))]
     right = tokenizer.encode_batch(probes)
     for text, ids, expected in zip(probes, engine.encode(probes), right, strict=True):
@@ -112,11 +112,11 @@ def differing_probe(engine: Engine, tokenizer: Tokenizer) -> str | None:
 
 
 def special_probes(names: Sequence[str]) -> list[str]:
-    """Texts in which special tokens meet all that may change how an encoder finds them.
+    """Return texts with special tokens in every context that may affect an encoder.
 
-    Each name alone, at both ends, doubled, between words, digits, blanks and lines, and
-    before and behind every other name; of more than ``_PAIRED`` names so many, evenly drawn,
-    meet every other one, and all meet the next.
+    Each name occurs alone, at both ends, doubled, between words, digits, blanks and lines, and
+    next to the following name. All pairs of names occur too; of more than ``_PAIRED`` names an
+    evenly spaced selection is paired.
     """
     probes = []
     for name in names:
@@ -135,7 +135,7 @@ def special_probes(names: Sequence[str]) -> list[str]:
 
 
 def _checked(tokenizer: Tokenizer, name: str) -> Engine:
-    """The named engine, once it has encoded the probes as the tokenizer does."""
+    """Build the named engine; raise if it encodes a probe differently than the tokenizer."""
     engine = _build(tokenizer, name)
     probe = differing_probe(engine, tokenizer)
     if probe is not None:

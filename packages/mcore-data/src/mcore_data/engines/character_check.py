@@ -1,13 +1,12 @@
-"""Texts with characters that an engine and its tokenizer may class differently.
+"""Finds texts with characters that an engine and its tokenizer may classify differently.
 
 Byte-level BPE splits text by classes of characters (letters, marks, digits) before it merges.
-Engine and tokenizer take these classes from different versions of Unicode, so they may split
-differently at characters that Unicode added lately. Such texts are found here, and the engine
-leaves them to the tokenizer.
+Engine and tokenizer may use different versions of Unicode, and so split differently at recently
+added characters. The engine leaves texts with such characters to the tokenizer.
 
-A character is compared when it first occurs: both encoders get a vocabulary whose only merges
-join a byte of ASCII with the first or last byte of another character, so that equal ids mean
-equal splits on both sides of the character, whatever the real vocabulary can merge.
+Each character is compared when it first occurs. Both encoders get a vocabulary whose only
+merges join an ASCII byte with the first or last byte of another character, so that equal ids
+mean equal splits on both sides of the character, whatever the real vocabulary can merge.
 """
 
 import json
@@ -24,8 +23,8 @@ Encode = Callable[[list[str]], Iterable[Iterable[int]]]
 
 _UNKNOWN, _SAME, _DIFFERS = 0, 1, 2
 _NEIGHBOURS = "aA1. \n'"
-# Each class of neighbour on either side, the character twice, and behind the mark of the
-# highest combining class, where normalisation moves every mark that it can.
+# The character next to each class of neighbour, twice in a row, and after the mark with the
+# highest combining class, where normalisation reorders every mark that it can.
 _CONTEXT = "a{0}a1{0}1.{0}. {0} \n{0}\nA{0}A'{0}'{0}{0}q\u0345{0}q"
 _NUM_CODES = 0x110000
 _CHUNK = 1 << 16
@@ -35,8 +34,8 @@ class CharacterCheck:
     """Compares two encoders character by character, as characters occur.
 
     Args:
-        open_pair: opens the two encoders; called at the first text beyond ASCII.
-        normalizes: whether the encoders bring text into a normal form of Unicode.
+        open_pair: opens the two encoders; called at the first non-ASCII text.
+        normalizes: whether the encoders apply a Unicode normal form.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class CharacterCheck:
         self._pair: tuple[Encode, Encode] | None = None
         self._state = np.zeros(_NUM_CODES, np.uint8)
         self._state[:0x80] = _SAME
-        self._is_open = np.ones(0x10000, bool)  # by UTF-16 unit: not known to be the same
+        self._is_open = np.ones(0x10000, bool)  # by UTF-16 unit: not known to be equal
         self._is_open[:0x80] = False
 
     def differing(self, texts: Sequence[str]) -> list[int]:
-        """Positions of the texts with a character on which the encoders may differ."""
+        """Return the indices of texts with a character on which the encoders may differ."""
         wide = [i for i, text in enumerate(texts) if not text.isascii()]
         joined = "".join([texts[i] for i in wide])
         if not self._has_open(joined):
@@ -61,12 +60,15 @@ class CharacterCheck:
         if not states.all():
             self._compare(np.unique(codes[states == _UNKNOWN]).tolist())
             states = self._state[codes]
-        found = np.flatnonzero(states == _DIFFERS)
+        differing = np.flatnonzero(states == _DIFFERS)
         ends = np.cumsum([len(texts[i]) for i in wide])
-        return [wide[i] for i in np.unique(np.searchsorted(ends, found, side="right"))]
+        return [wide[i] for i in np.unique(np.searchsorted(ends, differing, side="right"))]
 
     def _has_open(self, text: str) -> bool:
-        """Whether a character may not be known to be the same; all beyond U+FFFF may be."""
+        """Whether a text may have a character not known to be equal; fast, by UTF-16 units.
+
+        Surrogates are always open, so every character beyond U+FFFF counts as open.
+        """
         for start in range(0, len(text), _CHUNK):
             units = text[start : start + _CHUNK].encode("utf-16-le", "surrogatepass")
             if self._is_open.take(np.frombuffer(units, "<u2")).any():
@@ -74,22 +76,22 @@ class CharacterCheck:
         return False
 
     def _compare(self, codes: list[int]) -> None:
-        """Encode characters by both encoders, and remember which differ."""
+        """Encode characters by both encoders, and record which characters differ."""
         if self._pair is None:
             self._pair = self._open_pair()
             if self._normalizes:
                 self._compare_compositions()
         chars = [chr(code) for code in codes if not 0xD800 <= code < 0xE000]
         texts = [_CONTEXT.format(char) for char in chars]
-        for char, same in zip(chars, self._encoded_alike(texts), strict=True):
+        for char, same in zip(chars, self._encode_equally(texts), strict=True):
             unsure = self._normalizes and unicodedata.category(char) == "Cn"
             self._note(char, same=same and not unsure)
 
     def _compare_compositions(self) -> None:
-        """Compare the pairs that canonical composition joins, and note the last of each.
+        """Compare the pairs that canonical composition joins; record the second characters.
 
-        Python's own table lists the pairs. Characters that it does not know are never taken
-        for the same: they may compose in ways that cannot be listed.
+        Python's Unicode table lists the pairs. Characters missing in the table are never
+        considered equal, since they may compose in unknown ways.
         """
         chars = [chr(code) for code in range(0x80, 0x33480)]
         split = [unicodedata.decomposition(char) for char in chars]
@@ -98,11 +100,11 @@ class CharacterCheck:
             for each in split
             if each and each[0] != "<"
         ]
-        for pair, same in zip(pairs, self._encoded_alike(pairs), strict=True):
+        for pair, same in zip(pairs, self._encode_equally(pairs), strict=True):
             if not same:
                 self._note(pair[-1], same=False)
 
-    def _encoded_alike(self, texts: list[str]) -> list[bool]:
+    def _encode_equally(self, texts: list[str]) -> list[bool]:
         assert self._pair is not None
         first, second = (encode(texts) for encode in self._pair)
         return [list(a) == list(b) for a, b in zip(first, second, strict=True)]
@@ -116,7 +118,7 @@ class CharacterCheck:
 
 
 def border_vocabulary(pre_tokenizer: Any, normalizer: Any) -> str:
-    """A ``tokenizer.json`` of byte-level BPE whose ids show where a text is split."""
+    """Return a ``tokenizer.json`` of byte-level BPE whose ids show where a text is split."""
     letters = byte_letters()
     first_bytes, last_bytes = range(0xC2, 0xF5), range(0x80, 0xC0)
     merges = [

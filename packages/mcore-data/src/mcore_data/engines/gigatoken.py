@@ -1,10 +1,10 @@
 """Byte-pair encoding by gigatoken (extra ``fast``), for HF and SentencePiece files.
 
-Gigatoken splits text by hand-written code instead of a regular expression and remembers
-the ids of words that it has seen, which makes it some twenty times as fast as the
-tokenizers library on one core. It runs on the calling thread: processes divide the work.
-What it remembers has no bound, so it is opened afresh now and then. Texts that it would
-encode differently, for their characters or for control pieces spelled out, go to the tokenizer.
+Gigatoken splits text by hand-written code instead of a regular expression and caches the ids of
+words, which makes it about twenty times as fast as the tokenizers library on one core. It runs
+on the calling thread; processes divide the work. Its cache is unbounded, so it is reopened now
+and then. The tokenizer encodes texts that gigatoken would encode differently, because of their
+characters or because they spell out control pieces.
 """
 
 import json
@@ -33,12 +33,12 @@ class GigatokenEngine:
     Args:
         tokenizer: an ``HFTokenizer`` with a BPE model, or a ``SentencePieceTokenizer`` whose
             model is BPE with byte fallback.
-        forget_after: characters after which words are learnt again, which bounds memory:
-            new text takes some 250 bytes for a thousand characters.
+        forget_after: characters after which the cache is cleared; new text takes about 250
+            bytes per thousand characters.
 
     Raises:
         ImportError: if gigatoken is not installed.
-        ValueError: if it cannot do this tokenizer.
+        ValueError: if gigatoken does not support the tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer, forget_after: int = FORGET_AFTER) -> None:
@@ -55,9 +55,9 @@ class GigatokenEngine:
         self.name = f"gigatoken {version('gigatoken')}"
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text."""
+        """Return the ids of each text."""
         if self._num_characters > self._forget_after:
-            self._core = None  # the old words go before the new ones come
+            self._core = None  # free the old cache before a new one is allocated
             self._core, self._literals = _open(self._tokenizer)
             self._num_characters = 0
         self._num_characters += sum(map(len, texts))
@@ -72,13 +72,13 @@ class GigatokenEngine:
         return surrounded(ids, self._before, self._behind)
 
     def _with_literals(self, texts: Sequence[str]) -> list[int]:
-        """Positions of the texts that spell out a control piece."""
+        """Return the indices of texts that spell out a control piece."""
         joined = "\n".join(texts) if self._literals else ""
         found = [name for name in self._literals if name in joined]
         return [i for i, text in enumerate(texts) if any(name in text for name in found)]
 
     def _open_pair(self) -> tuple[Encode, Encode]:
-        """Gigatoken and the reference, with a vocabulary that shows how they split."""
+        """Open gigatoken and the reference with a vocabulary that shows how they split."""
         import gigatoken
 
         if '"ByteLevel"' not in json.dumps(self._pre_tokenizer):
@@ -90,12 +90,12 @@ class GigatokenEngine:
         return partial(map, engine.encode), reference.encode_batch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the tokenizer, from which the engine is built again."""
+        """Pickle as the tokenizer, from which the engine is rebuilt."""
         return GigatokenEngine, (self._tokenizer, self._forget_after)
 
 
 def _splitting(tokenizer: Tokenizer) -> tuple[Any, Any]:
-    """Normalizer and pre-tokenizer, as ``tokenizer.json`` holds them; None is none."""
+    """Return normalizer and pre-tokenizer as in ``tokenizer.json``; None if absent."""
     if not isinstance(tokenizer, HFTokenizer):
         return None, None
     normalizer, pre_tokenizer = (
@@ -106,7 +106,7 @@ def _splitting(tokenizer: Tokenizer) -> tuple[Any, Any]:
 
 
 def _open(tokenizer: Tokenizer) -> tuple[Any, list[str]]:
-    """Gigatoken's tokenizer, and the texts that it would take for control pieces."""
+    """Open gigatoken's tokenizer; return it and the texts that it treats as control pieces."""
     gap = gigatoken_gap(tokenizer)
     if gap:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Which tokenizers an engine may do: every part of their pipeline is read and must be listed.
+"""Decides whether an engine supports a tokenizer: every part of its pipeline must be listed.
 
-An engine takes a tokenizer only if each normalizer, pre-tokenizer, model option, added-token
-flag and field of a SentencePiece model is one that the engine is known to implement, as the
-generated tokenizers of ``tests/engines/test_generated_tokenizers.py`` show. ``gigatoken_gap``
-and ``words_gap`` name the first part that is not; then the tokenizer itself encodes.
+An engine supports a tokenizer only if it is known to implement each normalizer, pre-tokenizer,
+model option, added-token flag and field of a SentencePiece model, as the generated tokenizers
+of ``tests/engines/test_generated_tokenizers.py`` show. ``gigatoken_gap`` and ``words_gap`` name
+the first unsupported part; then the tokenizer encodes.
 """
 
 import json
@@ -85,7 +85,7 @@ _INERT_TRAINER = {
 
 
 def gigatoken_gap(tokenizer: Tokenizer) -> str | None:
-    """First part of a tokenizer that gigatoken is not known to implement, None if none."""
+    """Return the first part of a tokenizer that gigatoken does not support, or None."""
     if isinstance(tokenizer, SentencePieceTokenizer):
         return _model_gap(tokenizer.path)
     if not isinstance(tokenizer, HFTokenizer):
@@ -104,7 +104,7 @@ def gigatoken_gap(tokenizer: Tokenizer) -> str | None:
 
 
 def words_gap(tokenizer: Tokenizer) -> str | None:
-    """First part of a tokenizer that remembered words cannot do, None if none."""
+    """Return the first part of a tokenizer that ``WordEngine`` does not support, or None."""
     if not isinstance(tokenizer, HFTokenizer):
         return f"a {type(tokenizer).__name__}"
     if isinstance(tokenizer, MultimodalTokenizer) and tokenizer.image_tag_type:
@@ -128,7 +128,7 @@ def words_gap(tokenizer: Tokenizer) -> str | None:
 
 
 def _type(part: Any) -> str:
-    """Name of a step of a tokenizer.json and of its steps, for messages."""
+    """Return the type of a step of a tokenizer.json, with its inner steps, for messages."""
     if not part:
         return "null"
     steps = part.get("normalizers") or part.get("pretokenizers") or part.get("processors")
@@ -195,14 +195,14 @@ def _post_processor_gap(part: dict[str, Any] | None) -> str | None:
 
 
 def _added_gap(parts: dict[str, Any]) -> str | None:
-    """What is not known of added tokens: flags, and an order in which they are found."""
+    """Return the first unsupported flag, or overlap, of the added tokens, or None."""
     for token in parts["added_tokens"]:
         for flag in ("single_word", "lstrip", "rstrip"):
             if token[flag]:
                 return f"added token {token['content']!r} with {flag}"
         if token["normalized"] and parts["normalizer"] and token["content"].strip(" "):
             return f"added token {token['content']!r} with normalized beside a normalizer"
-    # The library looks for those of the bare text first, then for those of normalized text.
+    # The library searches the original text first, then the normalized text.
     bare, normalized = (
         {letter for token in parts["added_tokens"] for letter in token["content"]
          if token["normalized"] == wanted}
@@ -214,7 +214,7 @@ def _added_gap(parts: dict[str, Any]) -> str | None:
 
 
 def _model_gap(path: Path) -> str | None:
-    """What is not known of a SentencePiece model."""
+    """Return the first unsupported part of a SentencePiece model, or None."""
     pieces, trainer, normalizer = _read_model(path)
     if trainer.get(3, 1) != 2 or not trainer.get(35, 0):
         return "a SentencePiece model that is not BPE with byte_fallback"
@@ -238,7 +238,7 @@ def _model_gap(path: Path) -> str | None:
 
 
 def _pieces_gap(pieces: Sequence[tuple[str, float, int]]) -> str | None:
-    """What is not known of the pieces: names that double, merges that tie or never happen."""
+    """Return the first unsupported property of the pieces (duplicates, ties, ...), or None."""
     normal = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
     others = {piece: kind for piece, _, kind in pieces if kind != _NORMAL}
     if len(normal) + len(others) < len(pieces):
@@ -260,7 +260,7 @@ def _pieces_gap(pieces: Sequence[tuple[str, float, int]]) -> str | None:
 
 
 def _is_merged(piece: str, parts: dict[str, float]) -> bool:
-    """Whether a piece is two others side by side."""
+    """Whether a piece is the concatenation of two other pieces."""
     cuts = range(1, len(piece))
     return any(piece[:cut] in parts and piece[cut:] in parts for cut in cuts)
 
@@ -268,7 +268,7 @@ def _is_merged(piece: str, parts: dict[str, float]) -> bool:
 def _read_model(
     path: Path,
 ) -> tuple[list[tuple[str, float, int]], dict[int, Any], dict[int, Any]]:
-    """Pieces (name, score, type), trainer fields and normalizer fields of a model file."""
+    """Read the pieces (name, score, type), trainer and normalizer fields of a model file."""
     pieces: list[tuple[str, float, int]] = []
     messages: dict[int, dict[int, Any]] = {}
     for field, value in _fields(path.read_bytes()):
@@ -282,7 +282,7 @@ def _read_model(
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and value of each field of a protobuf message, as SentencePiece has read it."""
+    """Yield number and value of each field of a protobuf message."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -297,7 +297,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Number at a place, seven bits a byte, and the place behind it."""
+    """Decode a varint (seven bits per byte, low bits first); return it and the next offset."""
     value = shift = 0
     while data[at] & 0x80:
         value |= (data[at] & 0x7F) << shift

@@ -1,4 +1,4 @@
-"""What an engine is, and what it needs of the tokenizer whose ids it gives."""
+"""The protocol of bulk encoding engines, and the special ids around a text."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,25 +9,25 @@ from numpy.typing import NDArray
 from mcore_data.tokenizers.protocol import Tokenizer
 
 _PLAIN = ("a", "b", "1.", "")
-"""Texts that show together where added ids are, even if one of them has the same id."""
+"""Texts that together determine the added ids, even if a text itself contains such an id."""
 
 
 class Engine(Protocol):
-    """Encodes texts exactly as its tokenizer does, special tokens around them included."""
+    """Encodes texts exactly as its tokenizer does, including added special tokens."""
 
     @property
     def name(self) -> str:
         """Name and version, for the manifest."""
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text."""
+        """Return the ids of each text."""
 
 
 def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Ids that the tokenizer puts before and behind every text.
+    """Return the ids that the tokenizer adds before and after every text.
 
     Raises:
-        ValueError: if what it adds is not of that form.
+        ValueError: if the tokenizer adds other ids than a fixed prefix and suffix.
     """
     wholes = list(map(tokenizer.encode, _PLAIN))
     bares = [tokenizer.encode(text, add_special_tokens=False) for text in _PLAIN]
@@ -43,7 +43,7 @@ def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 def surrounded(
     ids: list[NDArray[np.integer]], before: NDArray[np.uint32], behind: NDArray[np.uint32]
 ) -> list[NDArray[np.integer]]:
-    """Put the ids of ``special_ids`` before and behind those of each text."""
+    """Add the ids of ``special_ids`` before and after the ids of each text."""
     if not len(before) and not len(behind):
         return ids
     return [np.concatenate((before, each, behind)) for each in ids]

@@ -1,9 +1,9 @@
-"""Encoding some texts of a corpus by the tokenizer too, to hold the engine to it.
+"""Compares an engine's ids with the tokenizer's on some texts of a corpus.
 
 ``full`` encodes every text a second time. ``sample`` encodes the first ``FIRST_TEXTS`` texts,
-each text with a character that has not been seen before, the first ``PER_NAME`` texts with
-each added token, and one in ``1 / SAMPLE_SHARE``, drawn by where its block lies. A difference
-is an error that names the text; nothing of its block is written.
+each text with a new character, the first ``PER_NAME`` texts with each added token, and a share
+``SAMPLE_SHARE`` of the others, drawn with a seed from the position of their block. A difference
+is an error that names the text; nothing of the text's block is written.
 """
 
 import re
@@ -22,8 +22,8 @@ FIRST_TEXTS = 256
 PER_NAME = 16
 LONGEST_DRAWN = 1 << 20
 LONGEST_CHOSEN = 1 << 13
-"""Characters of a drawn and of another text that are compared at most: of a longer one a
-part is encoded by both."""
+"""Largest number of compared characters of a drawn text and of any other text; of a longer text
+both encode a part."""
 _SHOWN = 160
 _CHUNK = 1 << 16
 
@@ -34,11 +34,11 @@ class EngineDifferenceError(RuntimeError):
 
 @dataclass(slots=True)
 class CheckReport:
-    """What was encoded twice.
+    """Counts of the texts that were encoded twice.
 
     Attributes:
-        texts: how many.
-        characters: how long they are together.
+        texts: number of texts.
+        characters: number of their characters.
     """
 
     texts: int = 0
@@ -46,13 +46,13 @@ class CheckReport:
 
 
 class Verifier:
-    """Encodes texts by the reference and compares; remembers what it has seen in a run.
+    """Encodes texts by the reference and compares ids; records the characters of a run.
 
-    Each process of a run has its own, which sees a part of the texts in their order: what is
-    the first of its kind in the run is the first in its process too.
+    Each process has its own verifier, which checks a part of the texts in order. So the first
+    text with a character or token in the run is also the first in its process, and is checked.
 
     Args:
-        engine: what is checked.
+        engine: the engine to check.
         reference: the tokenizer.
         mode: ``full``, ``sample`` or ``off``.
     """
@@ -68,7 +68,7 @@ class Verifier:
         self._names = AddedNames(getattr(reference, "special_names", []))
 
     def begin(self) -> "Verifier":
-        """The same check of a new run, which has seen no text."""
+        """Return a verifier with the same settings for a new run."""
         return Verifier(self._engine, self._reference, self._mode)
 
     def check(
@@ -83,9 +83,12 @@ class Verifier:
 
         Args:
             texts: all texts of a block.
-            encoded: what the engine made of them.
-            seed: numbers that say which block it is; with them the sample is drawn.
-            describe: says where text ``i`` comes from.
+            encoded: the engine's ids of all texts.
+            seed: numbers that identify the block, from which the sample is drawn.
+            describe: returns the origin of text ``i``, for messages.
+
+        Raises:
+            EngineDifferenceError: if the ids of a text differ.
         """
         chosen = self._choose(texts, seed)
         parts = [texts[i][start:stop] for i, (start, stop) in chosen.items()]
@@ -100,7 +103,7 @@ class Verifier:
         return CheckReport(len(parts), sum(map(len, parts)))
 
     def _choose(self, texts: Sequence[str], seed: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Number of each text to check, and which part of it."""
+        """Return the texts to check, by index, with the part of each to compare."""
         if self._mode == "off":
             return {}
         if self._mode == "full":
@@ -125,7 +128,7 @@ class SeenCharacters:
         self._is_open = np.ones(0x10000, bool)  # UTF-16 units: not seen, or half a character
 
     def places(self, texts: Sequence[str]) -> dict[int, int]:
-        """Texts with a character that no text before had, and where it is."""
+        """Return the texts with a new character, by index, with the character's position."""
         found: dict[int, int] = {}
         for i, text in enumerate(texts):
             if text.isascii():
@@ -156,10 +159,10 @@ class SeenCharacters:
 
 
 class AddedNames:
-    """The added tokens of a tokenizer, each until it was found in ``PER_NAME`` texts.
+    """The added tokens of a tokenizer, each until ``PER_NAME`` texts have contained it.
 
     Args:
-        names: the tokens as texts spell them.
+        names: the tokens as written in texts.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -167,7 +170,7 @@ class AddedNames:
         self._patterns = {name[0]: _any_of(self._left, name[0]) for name in self._left}
 
     def places(self, texts: Sequence[str]) -> dict[int, int]:
-        """Texts with a token that fewer than ``PER_NAME`` texts had, and where it is."""
+        """Return the texts with a token that is still counted, by index, with its position."""
         found: dict[int, int] = {}
         for i, text in enumerate(texts):
             for first in [first for first in self._patterns if first in text]:
@@ -178,7 +181,7 @@ class AddedNames:
         return found
 
     def _count(self, first: str, names: set[str]) -> None:
-        """Count a text for each name; those that many texts had are looked for no more."""
+        """Count a text for each name; a name in ``PER_NAME`` texts is not searched any more."""
         for name in names:
             self._left[name] -= 1
         if all(self._left[name] for name in names):
@@ -190,13 +193,13 @@ class AddedNames:
 
 
 def _any_of(names: Iterable[str], first: str) -> re.Pattern[str]:
-    """What finds the longest name at a place, of those that begin with one letter."""
-    alike = sorted((name for name in names if name[0] == first), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, alike)))
+    """Return a pattern that matches the longest of the names that begin with a letter."""
+    matching = sorted((name for name in names if name[0] == first), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, matching)))
 
 
 def _window(text: str, place: int, longest: int = LONGEST_CHOSEN) -> tuple[int, int]:
-    """The whole of a text, or of a long one a part with a place."""
+    """Return the (start, stop) of a text, or of a part around ``place`` if the text is long."""
     if len(text) <= longest:
         return 0, len(text)
     start = max(0, min(place - longest // 2, len(text) - longest))
@@ -206,7 +209,7 @@ def _window(text: str, place: int, longest: int = LONGEST_CHOSEN) -> tuple[int, 
 def _difference(
     engine: str, where: str, text: str, found: NDArray[Any], expected: Sequence[int]
 ) -> str:
-    """One message with the place, the text, and the ids around the first difference."""
+    """Return an error message with origin, text, and ids around the first difference."""
     pairs = zip(found.tolist(), expected, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(expected)))
     around = slice(max(same - 2, 0), same + 6)

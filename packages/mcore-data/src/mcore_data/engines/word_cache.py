@@ -1,10 +1,10 @@
-"""Ids of words that were seen before, looked up by the hundred thousand.
+"""A cache of the ids of words, which looks up many words at once.
 
-A word is a run of bytes whose ids do not depend on what stands around it. Words of up to 15
-bytes, nearly all, are kept as two numbers of 64 bits that hold their bytes and length, in a
-hash table of numpy arrays: a batch of words is found by a handful of array operations, and
-found means equal, byte by byte. Longer words are kept in a dictionary, and a word that is new
-is encoded by the caller's function, once.
+A word is a run of bytes whose ids do not depend on the surrounding bytes. Words of up to 15
+bytes, almost all, are stored as two 64-bit numbers with their bytes and length, in an
+open-addressing hash table of numpy arrays: a few array operations look up a batch of words, and
+compare all bytes. Longer words are in a dictionary. The caller's function encodes each new word
+once.
 """
 
 import re
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 MAX_WORDS = 1 << 20
 MAX_BYTES = 64 << 20
-"""Of long words and of ids, after which all is forgotten."""
+"""Bytes of long words and ids after which the cache is cleared."""
 
 _BATCH_BYTES = 1 << 18
 _LONGEST_SHORT = 15
@@ -28,12 +28,12 @@ _MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 
 
 class WordTable:
-    """Remembers the ids of words.
+    """Cache of the ids of words.
 
     Args:
-        encode: gives the ids of words never seen.
-        max_words: words to remember; beyond, all are forgotten and learnt again.
-        max_bytes: the same for what long words and ids take.
+        encode: returns the ids of new words.
+        max_words: number of words after which the cache is cleared.
+        max_bytes: bytes of long words and ids after which the cache is cleared.
     """
 
     def __init__(
@@ -45,20 +45,21 @@ class WordTable:
         self._encode = encode
         self._max_words = max_words
         self._max_bytes = max_bytes
-        self._forget()
+        self._clear()
 
     def encode(
         self, data: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """Ids of all words, one after the other.
+        """Return the ids of all words, concatenated, and the borders between words.
 
         Args:
-            data: bytes in which the words lie, as ``padded`` gives them.
+            data: bytes that contain the words, as returned by ``padded``.
             starts: first byte of each word.
-            ends: byte behind each word; none is empty.
+            ends: one past the last byte of each word; no word is empty.
 
         Returns:
-            The ids, and for each word the number of ids before it and, last, of all.
+            The ids, and borders [words + 1]: word i has the ids ``borders[i]`` to
+            ``borders[i + 1]``.
         """
         numbers = self._numbers(data, starts, ends)
         lengths = self._lengths[numbers]
@@ -73,9 +74,9 @@ class WordTable:
     def _numbers(
         self, data: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Number of each word; words not seen before are encoded."""
+        """Return the number of each word in the cache; encode and add new words."""
         if self._count > self._max_words or self._kept_bytes > self._max_bytes:
-            self._forget()
+            self._clear()
         sizes = ends - starts
         numbers = self._bytes[np.frombuffer(data, np.uint8)[starts]]
         wider = np.flatnonzero(sizes > 1)
@@ -95,13 +96,14 @@ class WordTable:
         return numbers
 
     def _find(self, low: NDArray[np.uint64], high: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Number of each short word, 0 for what is not known."""
+        """Return the number of each short word, 0 for words not in the table."""
         slots = _slots(low, high, len(self._table))
         numbers = self._table[slots]
         wrong = (self._low[numbers] != low) | (self._high[numbers] != high)
+        # Linear probing, for all words at once that have hit another word.
         left = np.flatnonzero(wrong)
         while len(left):
-            left = left[numbers[left] != 0]  # an empty slot: there is no such word
+            left = left[numbers[left] != 0]  # an empty slot: the word is not in the table
             slots[left] = (slots[left] + 1) & (len(self._table) - 1)
             found = self._table[slots[left]]
             numbers[left] = found
@@ -109,7 +111,7 @@ class WordTable:
         return numbers
 
     def _learn(self, words: list[bytes]) -> dict[bytes, int]:
-        """Encode words, remember them, and return their numbers."""
+        """Encode words, add them to the cache, and return their numbers."""
         encoded = self._encode(words)
         lengths = np.fromiter(map(len, encoded), np.int64, len(words))
         ids = np.fromiter(chain.from_iterable(encoded), np.uint32, int(lengths.sum()))
@@ -140,18 +142,20 @@ class WordTable:
         return known
 
     def _place(self, numbers: NDArray[np.int64]) -> None:
-        """Give each of some words a slot."""
+        """Insert words into the table by number."""
         slots = _slots(self._low[numbers], self._high[numbers], len(self._table))
+        # All words write to their free slots; where several share a slot, the last one stays,
+        # and the others try the next slot.
         while len(numbers):
             free = self._table[slots] == 0
             self._table[slots[free]] = numbers[free]
             left = self._table[slots] != numbers
             numbers, slots = numbers[left], (slots[left] + 1) & (len(self._table) - 1)
 
-    def _forget(self) -> None:
-        """Know no words; number 0 is none."""
+    def _clear(self) -> None:
+        """Remove all words; number 0 means "no word"."""
         self._table = np.zeros(_FIRST_SLOTS, np.int64)
-        self._bytes = np.zeros(256, np.int64)  # of words that are a single byte
+        self._bytes = np.zeros(256, np.int64)  # numbers of words of a single byte
         self._low = np.zeros(1, np.uint64)
         self._high = np.zeros(1, np.uint64)
         self._lengths = np.zeros(1, np.int64)
@@ -162,7 +166,7 @@ class WordTable:
 
 
 def padded(data: bytes) -> bytes:
-    """Bytes with some behind them, for words are read by eight bytes at a time."""
+    """Return bytes with padding, since words are read in units of eight bytes."""
     return data + bytes(16 + -len(data) % 8)
 
 
@@ -171,13 +175,13 @@ def encode_in_batches(
     encode: Callable[[list[bytes]], list[NDArray[np.integer]]],
     before_border: re.Pattern[bytes],
 ) -> list[NDArray[np.integer]]:
-    """Encode texts some at a time, few enough for the caches of a processor.
+    """Encode texts in batches that fit the caches of a processor; return the ids of each.
 
     Args:
-        texts: in UTF-8.
-        encode: gives the ids of each of some texts, or of parts of one.
-        before_border: found where a text that is longer than a batch may be divided, before
-            the last byte of what it matches.
+        texts: texts in UTF-8.
+        encode: returns the ids of each text, or part of a text, of a batch.
+        before_border: pattern of places where a text longer than a batch may be divided: before
+            the last byte of a match.
     """
     parts = [_divided(text, before_border) for text in texts]
     found: list[NDArray[np.integer]] = []
@@ -198,7 +202,7 @@ def encode_in_batches(
 
 
 def _divided(text: bytes, before_border: re.Pattern[bytes]) -> list[bytes]:
-    """A text in parts of about a batch, cut at borders."""
+    """Cut a text at borders into parts of about the size of a batch."""
     cuts = [0]
     while len(text) - cuts[-1] > 2 * _BATCH_BYTES:
         found = before_border.search(text, cuts[-1] + _BATCH_BYTES)
@@ -211,7 +215,10 @@ def _divided(text: bytes, before_border: re.Pattern[bytes]) -> list[bytes]:
 def _keys(
     data: bytes, starts: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Bytes 0 to 7 of each word, and its other bytes below its length; 0 if it is long."""
+    """Return each word's key: bytes 0 to 7, and length << 56 with bytes 8 to 14.
+
+    The key of a word of more than 15 bytes is 0.
+    """
     lanes = np.frombuffer(data, "<u8")
     low = _eight_bytes(lanes, starts)
     low &= _MASKS[np.minimum(sizes, 8)]
@@ -227,7 +234,7 @@ def _keys(
 
 
 def _eight_bytes(lanes: NDArray[np.uint64], at: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The eight bytes from each place on, of which any two lanes hold all."""
+    """Return the eight bytes from each position on, from two adjacent 8-byte lanes."""
     lane = at >> 3
     shift = ((at & 7) << 3).astype(np.uint64)
     found = lanes[lane] >> shift
@@ -239,7 +246,7 @@ def _eight_bytes(lanes: NDArray[np.uint64], at: NDArray[np.int64]) -> NDArray[np
 def _slots(
     low: NDArray[np.uint64], high: NDArray[np.uint64], num_slots: int
 ) -> NDArray[np.int64]:
-    """Where to look first for a word: the top bits of a product."""
+    """Return the first slot to probe for each word: the top bits of a multiplicative hash."""
     mixed = high * _ODD_B
     mixed ^= low
     mixed *= _ODD_A
@@ -250,7 +257,7 @@ def _slots(
 
 
 def _appended(array: NDArray[Any], used: int, values: NDArray[Any]) -> NDArray[Any]:
-    """Put values behind the used part of an array, in a larger one if there is no room."""
+    """Append values after the used part of an array; returns a larger array if it is full."""
     if used + len(values) > len(array):
         larger = np.zeros(2 * (used + len(values)), array.dtype)
         larger[:used] = array[:used]

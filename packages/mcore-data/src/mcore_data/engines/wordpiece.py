@@ -1,11 +1,11 @@
-"""WordPiece from remembered words: a corpus uses few of them, again and again.
+"""WordPiece encoding with a cache of words, since a corpus repeats few words many times.
 
-BERT's normalisation, splitting and word pieces never look over white space, a punctuation
-character of ASCII or a Chinese character, of which the last two are words of their own; so the
-ids of a text are those of its words, one after the other. The borders of a whole batch are
-found by array operations on its UTF-8 bytes, and ``word_table.py`` has the ids of the words.
-A new one that is letters and digits of ASCII is cut into pieces here; all others, and what
-holds a special token, go to the tokenizer itself.
+BERT's normalisation, splitting and word pieces never depend on text beyond white space, an
+ASCII punctuation character or a Chinese character; the last two are words of their own. So the
+ids of a text are the concatenated ids of its words. Array operations on the UTF-8 bytes find
+the word borders of a batch, and ``word_cache`` holds the ids of words. New words of ASCII
+letters and digits are cut into pieces here; the tokenizer encodes all other words and special
+tokens.
 """
 
 import json
@@ -37,8 +37,7 @@ class WordEngine:
 
     Args:
         tokenizer: the reference.
-        max_words: words to remember; beyond, all are forgotten and learnt again, which
-            bounds memory (about 100 bytes a word).
+        max_words: words after which the cache is cleared (about 100 bytes per word).
 
     Raises:
         ValueError: if the tokenizer has a part that ``words_gap`` names.
@@ -65,14 +64,14 @@ class WordEngine:
         self.name = "words"
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Ids of each text."""
+        """Return the ids of each text."""
         ids = encode_in_batches(
             [text.encode() for text in texts], self._encode_batch, _WHITE_BYTE
         )
         return surrounded(ids, self._before, self._behind)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the tokenizer; the words are learnt again."""
+        """Pickle as the tokenizer, without the cache."""
         return WordEngine, (self._tokenizer, self._max_words)
 
     def _encode_batch(self, texts: list[bytes]) -> list[NDArray[np.integer]]:
@@ -85,9 +84,10 @@ class WordEngine:
         return [ids[low:high] for low, high in pairwise([0, *borders])]
 
     def _words(self, data: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where words start, and behind which bytes they end; white space is at both ends."""
+        """Return starts and exclusive ends of words; ``data`` has white space at both ends."""
         kinds = np.frombuffer(data.translate(_KINDS), np.uint8)
-        # A word starts where neither white space is nor a letter behind a letter.
+        # With white space 0, word byte 1 and punctuation 2, a word starts at byte i if
+        # kind[i] > (kind[i - 1] & 1): at punctuation, or at a word byte not after a word byte.
         starts = np.empty(len(kinds), bool)
         ends = np.empty(len(kinds), bool)
         starts[0] = ends[-1] = False
@@ -95,11 +95,11 @@ class WordEngine:
         np.greater(kinds[:-1], kinds[1:] & _WORD, out=ends[:-1])
         if self._normalizer["handle_chinese_chars"]:
             _part_chinese(np.frombuffer(data, np.uint8), kinds == _WORD, starts, ends)
-        for found in self._specials(data):
-            first, behind = found.span()
-            starts[first:behind] = ends[first:behind] = False
-            starts[first] = ends[behind - 1] = True
-            starts[behind] |= kinds[behind] == _WORD
+        for match in self._specials(data):  # each special token is one word
+            first, stop = match.span()
+            starts[first:stop] = ends[first:stop] = False
+            starts[first] = ends[stop - 1] = True
+            starts[stop] |= kinds[stop] == _WORD
         return np.flatnonzero(starts), np.flatnonzero(ends) + 1
 
     def _encode_words(self, words: Sequence[bytes]) -> list[list[int]]:
@@ -114,11 +114,11 @@ class WordEngine:
 
 
 class _Pieces:
-    """The longest pieces of a word of letters and digits of ASCII, from its start on.
+    """Greedy longest-match WordPiece for words of ASCII letters and digits.
 
     Args:
-        model: the part of a ``tokenizer.json`` that says it is WordPiece.
-        lower: whether words are written in small letters first.
+        model: the part ``model`` of a WordPiece ``tokenizer.json``.
+        lower: whether words are converted to lower case first.
     """
 
     def __init__(self, model: dict[str, Any], *, lower: bool) -> None:
@@ -134,7 +134,7 @@ class _Pieces:
         self._lower = lower
 
     def encode(self, word: bytes) -> list[int]:
-        """Ids of the pieces; that of the unknown word if any rest has none."""
+        """Return the ids of a word's pieces; the unknown id if some rest has no piece."""
         if len(word) > self._max_letters:
             return self._unknown
         if self._lower:
@@ -155,7 +155,10 @@ class _Pieces:
 
 
 def _longest_by_beginning(pieces: Iterable[bytes]) -> dict[bytes, int]:
-    """Length of the longest piece with each beginning; others are shorter than that."""
+    """Return the length of the longest piece for each first ``_BEGINNING`` bytes.
+
+    A beginning without an entry has no piece longer than ``_BEGINNING`` bytes.
+    """
     longest: dict[bytes, int] = {}
     for piece in sorted(pieces, key=len):
         longest[piece[:_BEGINNING]] = len(piece)
@@ -163,7 +166,7 @@ def _longest_by_beginning(pieces: Iterable[bytes]) -> dict[bytes, int]:
 
 
 def _longest_of(names: Sequence[str]) -> re.Pattern[bytes]:
-    """What finds the longest name at a place; those that begin alike are tried together."""
+    """Return a pattern of the longest name at a position, with beginnings factored out."""
     rests: dict[bytes, list[bytes]] = {}
     for name in sorted(map(str.encode, names), key=len, reverse=True):
         rests.setdefault(name[:_BEGINNING], []).append(re.escape(name[_BEGINNING:]))
@@ -173,7 +176,7 @@ def _longest_of(names: Sequence[str]) -> re.Pattern[bytes]:
 
 
 def _kinds() -> bytes:
-    """Kind of each byte: BERT's white space, ASCII's punctuation, and all else."""
+    """Return the kind of each byte: BERT's white space, ASCII punctuation, or word byte."""
     kinds = bytearray([_WORD]) * 256
     for byte in string.punctuation.encode():
         kinds[byte] = _ALONE
@@ -191,7 +194,7 @@ def _part_chinese(
     starts: NDArray[np.bool_],
     ends: NDArray[np.bool_],
 ) -> None:
-    """Make each character of U+4E00 to U+9FFF a word, in place."""
+    """Mark each character of U+4E00 to U+9FFF (three bytes) as a word, in place."""
     first, last = _CHINESE
     at = np.flatnonzero(data - np.uint8(first) <= last - first)
     if not len(at):

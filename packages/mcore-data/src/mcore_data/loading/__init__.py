@@ -1,1 +1,1 @@
-"""From a dataset to batches on a rank."""
+"""Samplers and loaders, which make a rank's batches from a dataset."""

@@ -1,8 +1,7 @@
-"""From a map-style dataset to batches of torch tensors: the only room that needs torch.
+"""Makes batches of torch tensors from a map-style dataset; the only module that needs torch.
 
-Each micro-batch is a dict of [B, S] tensors of one data-parallel rank. Samples are made many
-at a time and handed out as views, and worker processes prepare the next ones while the step
-runs.
+Each micro-batch is a dict of [B, S] tensors of one data-parallel rank. Many samples are made at
+a time and cut into micro-batches as views; worker processes prepare them while a step runs.
 """
 
 import signal
@@ -39,28 +38,28 @@ def build_loader(
     pin_memory: bool = False,
     without: Collection[str] = (),
 ) -> Iterable[dict[str, torch.Tensor]]:
-    """Micro-batches of one data-parallel rank, from a place in the data on.
+    """Return an iterable of one data-parallel rank's micro-batches, from a given sample on.
 
     Args:
-        dataset: map-style dataset of numpy samples; with ``external`` the loader itself,
-            which is returned as it is.
+        dataset: map-style dataset of numpy samples; with ``external`` an iterable of batches,
+            which is returned unchanged.
         micro_batch_size: samples in a batch.
         dp_rank: rank along the data axis.
         dp_size: ranks along the data axis.
-        consumed_samples: samples that all ranks together have had; the batches continue
-            there, whatever the number of ranks was before.
-        dataloader_type: ``single`` goes through the dataset once, ``cyclic`` for ever in new
-            permutations, ``full`` once to the last sample: what the last micro-batches are
-            short of is filled up with samples that count nothing, and ``len`` is known.
-        num_workers: processes that prepare batches; 0 prepares them in this one. They ignore
-            the signals that a terminal or a batch system sends to every process of a job, and
-            end with the process that reads the batches.
-        seed: of the permutations of ``cyclic``.
-        pin_memory: put batches where a GPU copies them from without waiting.
-        without: entries of samples that nothing reads: they are not copied into batches.
+        consumed_samples: samples that all ranks together have read; the batches continue after
+            them, whatever the number of ranks was before.
+        dataloader_type: ``single`` reads the dataset once; ``cyclic`` repeats it endlessly in
+            new permutations; ``full`` reads it once to the last sample, fills the last
+            micro-batches with samples without loss, and has a ``len``.
+        num_workers: processes that prepare batches; 0 prepares them in this process. Workers
+            ignore the signals that a terminal or a batch system sends to all processes of a
+            job, and end with this process.
+        seed: seed of the permutations of ``cyclic``.
+        pin_memory: whether to put batches in page-locked memory, for asynchronous copies.
+        without: keys of samples that are not copied into batches.
 
     Raises:
-        ValueError: if nothing is left of the data, or sizes make no sense.
+        ValueError: if no samples are left, or sizes are not valid.
     """
     if dataloader_type == "external":
         return dataset  # pyrefly: ignore
@@ -77,11 +76,11 @@ def build_loader(
         sampler = CyclicSampler(**share, consumed_samples=consumed_samples, seed=seed)
     else:
         sampler = SingleSampler(**share, consumed_samples=consumed_samples)
-    # Rows of other datasets may be of other lengths in each micro-batch.
+    # Datasets without ``batch`` may have rows of another length in each micro-batch.
     is_joint = hasattr(dataset, "batch")
     num_joined = max(1, _samples_at_once(dataset) // micro_batch_size) if is_joint else 1
     with warnings.catch_warnings():
-        # Workers may be more than cores: some wait for files.
+        # More workers than cores are useful, since some wait for files.
         warnings.filterwarnings("ignore", "This DataLoader will create")
         loader = DataLoader(
             _Batches(dataset),  # pyrefly: ignore
@@ -94,33 +93,34 @@ def build_loader(
             collate_fn=_Collate(pin_memory, frozenset(without)),  # pyrefly: ignore[bad-argument-type]
         )
     if num_workers:
-        # A fault's traceback may hold the loader until its workers are waited for.
+        # The traceback of an exception may keep the loader alive until the process waits for
+        # the workers at exit.
         Finalize(loader, _end_workers, (ref(loader),), exitpriority=0)
     return _MicroBatches(loader, sampler, micro_batch_size)
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Leave it to the reader of the batches how a signal to the whole job ends it."""
+    """Ignore signals to the job in a worker: the main process decides how to end."""
     for number in _OF_A_JOB:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _end_workers(loader: ReferenceType[DataLoader]) -> None:
-    """End the workers of a loader that is still there when this process exits."""
+    """Kill the workers of a loader that still exists when this process exits."""
     iterator = getattr(loader(), "_iterator", None)
     for worker in getattr(iterator, "_workers", ()):
         worker.kill()
 
 
 def _samples_at_once(dataset: Any) -> int:
-    """Samples to make at once: many share a fixed cost, but long ones would fill memory."""
+    """Return how many samples to make at once: fewer if samples are large."""
     largest = max(value.size for value in dataset[0].values()) if len(dataset) else 1
     return min(_SAMPLES_AT_ONCE, _NUMBERS_AT_ONCE // largest)
 
 
 @dataclass(frozen=True, slots=True)
 class _MicroBatches:
-    """Cuts what a loader made at once into micro-batches."""
+    """Cuts the large batches of a loader into micro-batches."""
 
     loader: DataLoader
     sampler: SingleSampler | CyclicSampler | FullSampler
@@ -130,18 +130,18 @@ class _MicroBatches:
         return len(self.sampler)  # pyrefly: ignore[bad-argument-type] an endless one has none
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for made in self.loader:
-            size = len(next(iter(made.values())))
+        for batch in self.loader:
+            size = len(next(iter(batch.values())))
             for first in range(0, size, self.micro_batch_size):
                 yield {
                     key: value[first : first + self.micro_batch_size]
-                    for key, value in made.items()
+                    for key, value in batch.items()
                 }
 
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """Joins the indices of some micro-batches; the last group may be of fewer."""
+    """Batch sampler that joins the indices of ``num_batches`` micro-batches."""
 
     sampler: SingleSampler | CyclicSampler | FullSampler
     num_batches: int
@@ -154,7 +154,7 @@ class _Grouped:
 
 @dataclass(frozen=True, slots=True)
 class _Batches:
-    """A dataset from which torch's loader fetches many samples at once; None is a filler."""
+    """Adapter by which torch's loader fetches many samples at once; None: without loss."""
 
     dataset: MapDataset
 
@@ -162,16 +162,16 @@ class _Batches:
         return len(self.dataset)
 
     def __getitems__(self, samples: list[int | None]) -> dict[str, Any]:
-        made = read_batch(self.dataset, [sample or 0 for sample in samples])
+        batch = read_batch(self.dataset, [sample or 0 for sample in samples])
         if None in samples:
-            made["loss_mask"] = made["loss_mask"].copy()
-            made["loss_mask"][[sample is None for sample in samples]] = 0
-        return made
+            batch["loss_mask"] = batch["loss_mask"].copy()
+            batch["loss_mask"][[sample is None for sample in samples]] = 0
+        return batch
 
 
 @dataclass(frozen=True, slots=True)
 class _Collate:
-    """Arrays to tensors that share their memory; contiguous ones where a GPU copies them."""
+    """Converts arrays to tensors that share memory; contiguous ones for page-locking."""
 
     contiguous: bool
     without: frozenset[str]

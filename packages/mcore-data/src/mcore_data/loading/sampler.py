@@ -1,9 +1,9 @@
-"""Which samples a data-parallel rank reads next, from how many all ranks have consumed.
+"""Samplers: which samples a data-parallel rank reads next, given the number consumed so far.
 
-A sampler yields the sample indices of one micro-batch of one rank. The global order is one
-stream: each block of micro_batch_size x dp_size consecutive places is cut among the ranks.
-So the place in the data is one number, ``consumed_samples``, and a run continues exactly
-from it under any other data-parallel size.
+A sampler yields the sample indices of the micro-batches of one rank. The global order is one
+stream; each block of micro_batch_size x dp_size consecutive samples is divided over the ranks.
+So one number, ``consumed_samples``, is the position in the data, and a run continues exactly
+under any other data-parallel size.
 """
 
 import math
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SingleSampler:
-    """The samples 0, 1, 2, ... once; the last incomplete block is left out.
+    """Samples 0, 1, 2, ... once; a last incomplete block is dropped.
 
     Attributes:
         num_samples: length of the dataset.
@@ -42,7 +42,7 @@ class SingleSampler:
             )
 
     def __len__(self) -> int:
-        """Micro-batches that this rank still gets."""
+        """Return the number of micro-batches left for this rank."""
         left = self.num_samples - self.consumed_samples
         return left // (self.micro_batch_size * self.dp_size)
 
@@ -59,9 +59,8 @@ class SingleSampler:
 class CyclicSampler:
     """Endless epochs, each a permutation of all samples by (seed, epoch).
 
-    Differs from Megatron's cyclic order on purpose: there each rank permutes a bucket of its
-    own and an epoch leaves out a remainder, so the order depends on the number of ranks and
-    cannot be continued under another.
+    Differs from Megatron's cyclic order on purpose: in Megatron each rank permutes its own
+    bucket and an epoch drops a remainder, so the order depends on the number of ranks.
 
     Attributes:
         num_samples: length of the dataset.
@@ -69,7 +68,7 @@ class CyclicSampler:
         dp_rank: rank along the data axis.
         dp_size: ranks along the data axis.
         consumed_samples: samples that all ranks together have had, over all epochs.
-        seed: of the permutations.
+        seed: seed of the permutations.
     """
 
     num_samples: int
@@ -85,30 +84,30 @@ class CyclicSampler:
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of this rank's micro-batches without end."""
         block = self.micro_batch_size * self.dp_size
-        place = self.consumed_samples + self.dp_rank * self.micro_batch_size
+        start = self.consumed_samples + self.dp_rank * self.micro_batch_size
         epoch, order = -1, np.zeros(0, np.int64)
         while True:
             batch = []
-            for at in range(place, place + self.micro_batch_size):
-                if at // self.num_samples != epoch:
-                    epoch = at // self.num_samples
+            for position in range(start, start + self.micro_batch_size):
+                if position // self.num_samples != epoch:
+                    epoch = position // self.num_samples
                     order = self.order(self.seed, epoch, self.num_samples)
-                batch.append(int(order[at % self.num_samples]))
+                batch.append(int(order[position % self.num_samples]))
             yield batch
-            place += block
+            start += block
 
     @staticmethod
     def order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
-        """The permutation of one epoch."""
+        """Return the permutation of one epoch."""
         return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullSampler:
-    """Every sample once, for full validation; None for what the last block is short of.
+    """Every sample once, for full validation, with None to fill the last block.
 
-    So all ranks make the same number of micro-batches, of one size. With a micro-batch size
-    of 1, Megatron's for this, rank r takes r, r + dp_size, ...
+    So all ranks have equally many micro-batches of equal size. With a micro-batch size of 1, as
+    in Megatron, rank r reads samples r, r + dp_size, ...
 
     Attributes:
         num_samples: length of the dataset.
@@ -126,7 +125,7 @@ class FullSampler:
         _check(self)
 
     def __len__(self) -> int:
-        """Micro-batches of every rank."""
+        """Return the number of micro-batches of every rank."""
         return math.ceil(self.num_samples / (self.micro_batch_size * self.dp_size))
 
     def __iter__(self) -> Iterator[list[int | None]]:
@@ -143,7 +142,8 @@ def _check(sampler: SingleSampler | CyclicSampler | FullSampler) -> None:
     if sampler.micro_batch_size < 1 or not 0 <= sampler.dp_rank < sampler.dp_size:
         raise ValueError(
             f"micro-batch size {sampler.micro_batch_size} and data-parallel rank "
-            f"{sampler.dp_rank} of {sampler.dp_size} make no sense."
+            f"{sampler.dp_rank} of {sampler.dp_size} make no sense: the size must be 1 or "
+            "more, and the rank below the number of ranks."
         )
     if not isinstance(sampler, FullSampler) and sampler.consumed_samples < 0:
         raise ValueError(f"{sampler.consumed_samples} samples cannot have been consumed.")

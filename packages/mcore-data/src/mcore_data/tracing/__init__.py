@@ -1,1 +1,1 @@
-"""Which bytes of which file made a sample."""
+"""Traces a sample back to the documents and input files that it was made from."""

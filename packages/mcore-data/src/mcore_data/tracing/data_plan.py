@@ -1,8 +1,8 @@
-"""``data_plan.json``: all that decides which tokens a run's steps read, kept in checkpoints.
+"""``data_plan.json`` of a checkpoint: everything that determines the tokens of each step.
 
-From it alone the run's datasets are built again, on any host that has the files, and every
-sample of every step can be found (``explaining``). It holds options, seed and counts, a
-fingerprint of every source, and the batch sizes that the run has had.
+The plan holds options, seed and counts, a fingerprint of every source, and the history of batch
+sizes. From the plan alone the run's datasets can be rebuilt on any host that has the files, and
+every sample of every step can be found (``explaining``).
 """
 
 import hashlib
@@ -27,11 +27,11 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Steps of one batch size in a row.
+    """Consecutive steps of one batch size.
 
     Attributes:
-        first_step: steps are counted from 1.
-        first_sample: samples that the run has used before it.
+        first_step: number of the first step, counted from 1.
+        first_sample: number of samples used before the first step.
         batch_size: samples of a step.
     """
 
@@ -42,20 +42,20 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPlan:
-    """What decides the samples of a run.
+    """Everything that determines the samples of a run.
 
     Attributes:
-        data: the options.
+        data: data options.
         fim: fill-in-the-middle options.
         sequence_length: tokens of a sample.
-        seed: of all orders.
-        num_samples: samples requested of train, valid and test.
-        stretches: batch sizes, from the first step on; the last one goes on.
-        iteration: steps done when this was written.
-        consumed_samples: samples used until then.
-        working_folder: where relative paths of the options begin.
+        seed: seed of all shuffles.
+        num_samples: requested samples of train, valid and test.
+        stretches: batch sizes from the first step on; the last stretch is open-ended.
+        iteration: completed steps when the plan was written.
+        consumed_samples: samples used by these steps.
+        working_folder: folder to which relative paths of the options refer.
         sources: for each stored source its prefix, sequences, tokens and fingerprint.
-        ledger: for each source of the training blend how many samples it has given.
+        ledger: for each source of the training blend the number of samples used.
     """
 
     data: DataConfig
@@ -71,12 +71,12 @@ class DataPlan:
     ledger: tuple[int, ...] = ()
 
     def to_json(self) -> str:
-        """Write the plan as JSON."""
+        """Return the plan as JSON."""
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n"
 
 
 def parse_plan(text: str) -> DataPlan:
-    """Read what ``to_json`` wrote."""
+    """Parse the JSON of ``DataPlan.to_json``."""
     table: dict[str, Any] = json.loads(text)
     if table.pop("version", None) != _VERSION:
         raise ValueError(f"{PLAN_FILE} has another version than {_VERSION}.")
@@ -92,7 +92,7 @@ def find_plan(run: str | Path) -> tuple[DataPlan, Path]:
     """Read the plan of a run folder's latest checkpoint, or of a step folder.
 
     Returns:
-        The plan, and the step folder.
+        The plan, and the step folder that holds it.
     """
     folder = Path(run)
     tracker = folder / _TRACKER
@@ -123,18 +123,18 @@ def describe_sources(dataset: Any) -> list[dict[str, Any]]:
 
 
 def given_by_source(plan: DataPlan) -> dict[str, int]:
-    """How many samples each source of a mixture has given, by prefix, if it gave any."""
+    """Return the number of samples used of each source, by prefix, without zeros."""
     names = [source["prefix"] for source in plan.sources]
     return {n: count for n, count in zip(names, plan.ledger, strict=False) if count}
 
 
 def rebuild(plan: DataPlan, tokenizer: Tokenizer | None) -> Any:
-    """Build the training dataset of a plan again.
+    """Rebuild the training dataset of a plan.
 
     Raises:
-        ValueError: if a source or a mixture's past is not what it was when the plan was
-            written.
-        FileNotFoundError: if a source is gone.
+        ValueError: if a source, or the past phases of a mixture, have changed since the plan
+            was written.
+        FileNotFoundError: if a source does not exist any more.
     """
     built: Any = build_gpt_datasets(
         _absolute(plan.data, plan.working_folder),
@@ -163,33 +163,33 @@ def rebuild(plan: DataPlan, tokenizer: Tokenizer | None) -> Any:
 
 
 def samples_before(stretches: Sequence[Stretch], step: int) -> int:
-    """Samples that a run uses before a step; steps are counted from 1.
+    """Return the number of samples that a run uses before a step, counted from 1.
 
     Raises:
-        ValueError: for a step before the first one.
+        ValueError: if the step is before the first stretch.
     """
-    mine = _stretch_of(stretches, step)
-    return mine.first_sample + (step - mine.first_step) * mine.batch_size
+    stretch = _stretch_of(stretches, step)
+    return stretch.first_sample + (step - stretch.first_step) * stretch.batch_size
 
 
-def find_step(stretches: Sequence[Stretch], place: int) -> tuple[int, int]:
-    """Step that reads a place of the data order, and the sample's index in its batch."""
-    mine = [each for each in stretches if each.first_sample <= place][-1]
-    steps, sample = divmod(place - mine.first_sample, mine.batch_size)
-    return mine.first_step + steps, sample
+def find_step(stretches: Sequence[Stretch], position: int) -> tuple[int, int]:
+    """Return the step that reads a position of the data order, and the index in its batch."""
+    stretch = [each for each in stretches if each.first_sample <= position][-1]
+    steps, sample = divmod(position - stretch.first_sample, stretch.batch_size)
+    return stretch.first_step + steps, sample
 
 
 def batch_size_at(stretches: Sequence[Stretch], step: int) -> int:
-    """Samples of a step."""
+    """Return the number of samples of a step."""
     return _stretch_of(stretches, step).batch_size
 
 
-def sample_at(plan: DataPlan, dataset: Any, place: int) -> int:
-    """Sample of the dataset that stands at a place of the data order."""
+def sample_at(plan: DataPlan, dataset: Any, position: int) -> int:
+    """Return the number of the dataset's sample at a position of the data order."""
     if plan.data.dataloader_type != "cyclic":
-        return place
+        return position
     sampler = CyclicSampler(
-        num_samples=len(dataset), micro_batch_size=1, consumed_samples=place, seed=plan.seed
+        num_samples=len(dataset), micro_batch_size=1, consumed_samples=position, seed=plan.seed
     )
     return next(iter(sampler))[0]
 
@@ -214,17 +214,17 @@ def _config(kind: type, table: Mapping[str, Any]) -> Any:
 
 
 def _absolute(config: DataConfig, folder: str) -> DataConfig:
-    """The options with file names that hold from any folder; no cache is needed."""
+    """Return options without a cache, with paths made absolute relative to ``folder``."""
 
-    def whole(word: str) -> str:
-        here = Path(folder, word)
-        exists = Path(f"{here}.idx").is_file() or here.is_file()
-        return str(here) if exists else word
+    def absolute(word: str) -> str:
+        path = Path(folder, word)
+        exists = Path(f"{path}.idx").is_file() or path.is_file()
+        return str(path) if exists else word
 
     changed: dict[str, Any] = {"data_cache_path": ""}
     for name, value in asdict(config).items():
         if name.endswith("data_path") and isinstance(value, tuple):
-            changed[name] = tuple(map(whole, value))
+            changed[name] = tuple(map(absolute, value))
         elif name in ("data_args_path", "per_split_data_args_path", "data_mixture_path"):
-            changed[name] = whole(str(value)) if value else ""
+            changed[name] = absolute(str(value)) if value else ""
     return replace(config, **changed)

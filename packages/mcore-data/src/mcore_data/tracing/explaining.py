@@ -1,7 +1,7 @@
-"""``mcore-data explain``: which text made a sample of a step, and where a document went.
+"""``mcore-data explain``: the documents of a sample, and the steps that read a document.
 
-Steps lead to documents by the run's ``data_plan.json``, documents to lines of the inputs by
-what ``preprocess`` kept beside the pair.
+The run's ``data_plan.json`` maps steps to documents; the ``.origins`` file of a pair maps
+documents to lines of the input files.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from mcore_data.tracing.data_plan import (
 from mcore_data.tracing.tracing import SampleRange, find, prefixes, trace
 
 _SHOWN = 400
-"""Characters of a document's text that are drawn."""
+"""Largest number of characters of a document's text that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class DocumentRange:
     """A range of a document in a sample.
 
     Attributes:
-        prefix: of the ``.bin``/``.idx`` pair; "" for made-up data.
+        prefix: prefix of the ``.bin``/``.idx`` pair; "" for mock data.
         document: number of the document in the pair.
         source: the range of the stored sequence.
-        position: first token in the sample.
-        first_byte: in the ``.bin``; -1 for made-up data.
-        last_byte: behind the range in the ``.bin``; -1 for made-up data.
-        text: what the tokens say; the ids where there is no tokenizer.
-        origin: input file and line or row of the document; "" if the pair does not say.
+        position: position in the sample of the range's first token.
+        first_byte: first byte of the range in the ``.bin``; -1 for mock data.
+        last_byte: one past the last byte of the range; -1 for mock data.
+        text: decoded text of the tokens; without a tokenizer the ids.
+        origin: input file and line or row of the document; "" if unknown.
     """
 
     prefix: str
@@ -74,78 +74,78 @@ class Visit:
 
 
 class RunData:
-    """The training data of a run, as its last checkpoint describes it.
+    """The training data of a run, rebuilt from its latest checkpoint.
 
     Raises:
-        FileNotFoundError: if there is no plan, or its data are gone.
-        ValueError: if the data have changed since.
+        FileNotFoundError: if the checkpoint has no plan, or data do not exist any more.
+        ValueError: if the data have changed since the checkpoint.
     """
 
     def __init__(self, run: str | Path) -> None:
         self.plan: DataPlan
         self.plan, folder = find_plan(run)
-        kept = folder / "tokenizer"
-        self.tokenizer: Tokenizer | None = load_tokenizer(kept) if kept.is_dir() else None
+        saved = folder / "tokenizer"
+        self.tokenizer: Tokenizer | None = load_tokenizer(saved) if saved.is_dir() else None
         self.dataset = rebuild(self.plan, self.tokenizer)
         self._stored = {getattr(each, "prefix", ""): each for each in prefixes(self.dataset)}
         self._origins: dict[str, Origins] = {}
         self._lines_before: dict[tuple[str, int], int] = {}
 
     def explain(self, step: int, sample: int) -> list[DocumentRange]:
-        """Say which documents made a sample.
+        """Return the document ranges that a sample of a step consists of.
 
         Args:
-            step: counted from 1.
+            step: number of the step, counted from 1.
             sample: index in the step's global batch.
 
         Raises:
             ValueError: if the step or the sample does not exist.
         """
-        place = samples_before(self.plan.stretches, step) + sample
+        order_position = samples_before(self.plan.stretches, step) + sample
         size = batch_size_at(self.plan.stretches, step)
         if not 0 <= sample < size:
             raise ValueError(f"step {step} has the samples 0 to {size - 1}, not {sample}.")
         endless = self.plan.data.dataloader_type == "cyclic"
-        if place >= len(self.dataset) and not endless:
+        if order_position >= len(self.dataset) and not endless:
             raise ValueError(f"the run's data end before step {step}.")
         pieces, position = [], 0
-        for source in trace(self.dataset, sample_at(self.plan, self.dataset, place)):
+        for source in trace(self.dataset, sample_at(self.plan, self.dataset, order_position)):
             pieces.append(self._piece(source, position))
-            # The last token of a packed chat is a label alone: the next begins in its place.
+            # The last token of a packed chat is only a label and takes no position.
             position += source.length - int(self.plan.data.sft)
         return pieces
 
     def visits(self, prefix: str, document: int) -> Iterator[Visit]:
-        """Yield the steps done so far that read a document, in the order of the run.
+        """Yield the completed steps that read a document, in the order of the run.
 
         Args:
-            prefix: of the pair; "" where the run reads one only.
-            document: its number in the pair.
+            prefix: prefix of the pair; "" if the run reads a single pair.
+            document: number of the document in the pair.
 
         Raises:
             ValueError: if the run has no such source or document.
         """
         name = self._full_prefix(prefix)
-        found = []
+        reads = []
         for sequence in _sequences_of(self._stored[name], document):
             for sample in find(self.dataset, name, sequence):
-                parts = trace(self.dataset, sample)
-                mine = [part for part in parts if part.sequence == sequence]
-                found += [(place, mine) for place in self._places_of(sample)]
-        for place, parts in sorted(found, key=lambda each: each[0]):
-            step, index = find_step(self.plan.stretches, place)
+                parts = [p for p in trace(self.dataset, sample) if p.sequence == sequence]
+                reads += [(position, parts) for position in self._positions_of(sample)]
+        for position, parts in sorted(reads, key=lambda each: each[0]):
+            step, index = find_step(self.plan.stretches, position)
             for part in parts:
                 yield Visit(step, index, part)
 
     def origin(self, prefix: str, document: int) -> str:
-        """Input file and line or row that a document was made from; "" if it is unknown.
+        """Return the input file and the line or row of a document; "" if unknown.
 
-        The lines before a part of a file (``--partitions``) are counted in the file. Where it
-        is gone or has another size, the answer says from which byte the line is counted.
+        For a part of a file (``--partitions``) the lines before the part are counted in the
+        file. If the file is missing or has another size, the text names the byte from which the
+        line is counted.
 
         Args:
-            prefix: of the pair; "" where the run reads one only.
-            document: its number in the pair.
+            prefix: prefix of the pair; "" if the run reads a single pair.
+            document: number of the document in the pair.
 
         Raises:
             ValueError: if the run has no such source.
@@ -156,17 +156,17 @@ class RunData:
         origin = self._origins[name].find(document)
         if origin is None:
             return ""
-        number, behind = origin.record, ""
+        number, suffix = origin.record, ""
         if origin.start:
             path = Path(origin.path)
             if path.is_file() and path.stat().st_size == origin.size:
-                place = origin.path, origin.start
-                if place not in self._lines_before:
-                    self._lines_before[place] = count_lines(*place)
-                number += self._lines_before[place]
+                key = origin.path, origin.start
+                if key not in self._lines_before:
+                    self._lines_before[key] = count_lines(*key)
+                number += self._lines_before[key]
             else:
-                behind = f" (counted from byte {origin.start})"
-        return f"{describe(origin.path, origin.kind, number)}{behind}"
+                suffix = f" (counted from byte {origin.start})"
+        return f"{describe(origin.path, origin.kind, number)}{suffix}"
 
     def _full_prefix(self, prefix: str) -> str:
         known = [name for name in self._stored if not prefix or _same(name, prefix)]
@@ -175,8 +175,8 @@ class RunData:
             raise ValueError(f"the run reads {', '.join(self._stored)}{hint}.")
         return known[0]
 
-    def _places_of(self, sample: int) -> Iterator[int]:
-        """Places of the data order, used so far, at which a sample stands."""
+    def _positions_of(self, sample: int) -> Iterator[int]:
+        """Yield the positions of a sample in the data order, among the samples used so far."""
         used = self.plan.consumed_samples
         if self.plan.data.dataloader_type != "cyclic":
             if sample < used:
@@ -185,9 +185,9 @@ class RunData:
         size = len(self.dataset)
         for epoch in range(-(-used // size)):
             order = CyclicSampler.order(self.plan.seed, epoch, size)
-            place = epoch * size + int(np.flatnonzero(order == sample)[0])
-            if place < used:
-                yield place
+            position = epoch * size + int(np.flatnonzero(order == sample)[0])
+            if position < used:
+                yield position
 
     def _piece(self, source: SampleRange, position: int) -> DocumentRange:
         stored = self._stored[source.prefix]
@@ -207,7 +207,7 @@ class RunData:
 
 
 def draw_explanation(data: RunData, step: int, sample: int) -> list[str]:
-    """Draw ``explain`` for people: a line for each document, then its text."""
+    """Return ``RunData.explain`` as lines: for each document a line, then the text."""
     lines = [f"step {step}, sample {sample} of {batch_size_at(data.plan.stretches, step)}:"]
     if data.plan.fim.fim_data:
         lines.append("  (as stored; --fim-data rewrites it for training)")
@@ -230,7 +230,7 @@ def draw_explanation(data: RunData, step: int, sample: int) -> list[str]:
 
 
 def draw_origin(origin: str, prefix: str) -> str:
-    """Say where a document comes from, or why that is unknown."""
+    """Return a line with a document's origin, or why it is unknown."""
     if origin:
         return f"from {origin}"
     return (

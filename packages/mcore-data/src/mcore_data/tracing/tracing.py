@@ -1,7 +1,7 @@
-"""Where a sample comes from, and where a document went.
+"""Maps samples to stored sequences and stored sequences to samples.
 
-Both look through blends and epochs down to the stored sequences. Nothing is searched for in
-the tokens: the same indices that make a sample say what it is made of.
+Both directions go through blends and epochs down to the stored sequences. They read the indices
+from which samples are made, and never search the tokens.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from mcore_data.datasets.epochs import EpochsDataset
 
 @dataclass(frozen=True, slots=True)
 class SampleRange:
-    """A range of a stored sequence that stands in a sample.
+    """A range of a stored sequence that a sample contains.
 
     Attributes:
-        prefix: of the ``.bin``/``.idx`` pair; "" for data that is not stored.
+        prefix: prefix of the ``.bin``/``.idx`` pair; "" for data that is not stored.
         sequence: number of the sequence in the pair.
-        offset: first token, in the sequence.
-        length: tokens.
+        offset: index of the range's first token in the sequence.
+        length: tokens of the range.
     """
 
     prefix: str
@@ -32,7 +32,7 @@ class SampleRange:
 
 
 def trace(dataset: Any, sample: int) -> list[SampleRange]:
-    """Say which ranges of which sequences make a sample, in their order in it."""
+    """Return the ranges of stored sequences that a sample consists of, in order."""
     if isinstance(dataset, OrderedBlend):
         number = int(dataset.dataset_index[sample])
         return trace(dataset.datasets[number], int(dataset.sample_index[sample]))
@@ -44,12 +44,12 @@ def trace(dataset: Any, sample: int) -> list[SampleRange]:
 
 
 def find(dataset: Any, prefix: str, sequence: int) -> Iterator[int]:
-    """Yield the samples that a stored sequence stands in, the first ones first."""
+    """Yield the samples that contain tokens of a stored sequence, in ascending order."""
     if isinstance(dataset, OrderedBlend):
         yield from sorted(
-            int(place)
+            int(position)
             for number, part in enumerate(dataset.datasets)
-            for place in _places_in_blend(dataset, number, find(part, prefix, sequence))
+            for position in _positions_in_blend(dataset, number, find(part, prefix, sequence))
         )
     elif isinstance(dataset, EpochsDataset):
         for epoch in range(-(-len(dataset) // dataset.per_epoch)):
@@ -61,21 +61,23 @@ def find(dataset: Any, prefix: str, sequence: int) -> Iterator[int]:
 
 
 def prefixes(dataset: Any) -> list[Any]:
-    """List the stored datasets below a dataset, each with a prefix and lengths, once."""
+    """List the stored sequences below a dataset, each once, with prefix and lengths."""
     if isinstance(dataset, OrderedBlend):
-        found = [each for part in dataset.datasets for each in prefixes(part)]
+        stored = [each for part in dataset.datasets for each in prefixes(part)]
     elif isinstance(dataset, EpochsDataset):
-        found = prefixes(dataset.epoch(0))
+        stored = prefixes(dataset.epoch(0))
     else:
-        found = [dataset.sequences]
-    return list({getattr(each, "prefix", ""): each for each in found}.values())
+        stored = [dataset.sequences]
+    return list({getattr(each, "prefix", ""): each for each in stored}.values())
 
 
 def dataset_prefix(dataset: Any) -> str:
-    """Prefix of the pair below a dataset that is no blend."""
+    """Return the prefix of the pair below a dataset that is not a blend."""
     return getattr(dataset.sequences, "prefix", "")
 
 
-def _places_in_blend(blend: OrderedBlend, number: int, samples: Iterator[int]) -> Iterator[int]:
-    mine = np.flatnonzero(blend.dataset_index == number)
-    yield from (mine[sample] for sample in samples if sample < len(mine))
+def _positions_in_blend(
+    blend: OrderedBlend, number: int, samples: Iterator[int]
+) -> Iterator[int]:
+    positions = np.flatnonzero(blend.dataset_index == number)
+    yield from (positions[sample] for sample in samples if sample < len(positions))

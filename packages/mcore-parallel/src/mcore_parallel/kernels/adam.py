@@ -1,8 +1,7 @@
 """One AdamW update over flat memory: Triton kernel and reference.
 
-Gradient scaling, moments, decay, update and the copy in the parameter's dtype read and write
-each number once, at the memory limit: 30 bytes a weight for bfloat16 parameters with float32
-state.
+One pass scales the gradient and updates moments, weights and the parameter in its own dtype. It
+is limited by memory traffic: 30 bytes per weight for bfloat16 parameters with float32 state.
 """
 
 import math
@@ -50,8 +49,8 @@ def _adamw(
     mean = tl.load(exp_avg + at, mask=inside).to(tl.float32)
     square = tl.load(exp_avg_sq + at, mask=inside).to(tl.float32)
     weight = tl.load(main + at, mask=inside)
-    # Fused by name: where the compiler chooses, a piece of a range may get other bits than the
-    # same weights in the whole, whose addresses and size let it load otherwise.
+    # Explicit fma: if the compiler chose where to fuse, a part of a range could get other bits
+    # than the same weights in the full range, which the compiler may load in another way.
     mean = tl.fma(beta1, mean, one_minus_beta1 * g)
     square = tl.fma(beta2, square, one_minus_beta2 * (g * g))
     spread = tl.sqrt_rn(square) / root_correction + epsilon
@@ -77,7 +76,7 @@ def adamw_plain(
     epsilon: float,
     grad_scale: Float[Tensor, ""] | float = 1.0,
 ) -> None:
-    """Compute ``adamw_update`` by torch's own AdamW; float64 stays float64."""
+    """Compute ``adamw_update`` by torch's AdamW, in the dtype of ``main``."""
     wide = main.dtype
     grad, mean, square = grad.to(wide), exp_avg.to(wide), exp_avg_sq.to(wide)
     if isinstance(grad_scale, Tensor):
@@ -90,7 +89,7 @@ def adamw_plain(
         [mean],
         [square],
         [],
-        [torch.full((), num_steps - 1.0, device=main.device)],  # torch's kernel advances it
+        [torch.full((), num_steps - 1.0, device=main.device)],  # torch increments the count
         fused=True,
         amsgrad=False,
         beta1=betas[0],
@@ -135,20 +134,20 @@ def adamw_update(
     epsilon: float,
     grad_scale: Float[Tensor, ""] | float = 1.0,
 ) -> None:
-    """Update weights and moments in place, and write the weights into the parameter.
+    """Update weights and moments in place, and write the weights to the parameter.
 
     Args:
         main: weights, contiguous; float32 for the kernel.
-        grad: their gradient, of any dtype; left as it is.
-        exp_avg: mean of gradients, of any dtype; computed in float32.
-        exp_avg_sq: mean of squared gradients, likewise.
-        parameter: gets the new weights in its dtype; may be ``main`` itself.
-        num_steps: updates made, this one included: what bias correction goes by.
+        grad: gradient of the weights, any dtype; not changed.
+        exp_avg: mean of gradients, any dtype; computed in float32.
+        exp_avg_sq: mean of squared gradients, any dtype; computed in float32.
+        parameter: receives the new weights in its own dtype; may be ``main``.
+        num_steps: number of updates including this one, for bias correction.
         lr: learning rate.
         weight_decay: decoupled decay.
-        betas: decay of the two means.
+        betas: decay rates of the two means.
         epsilon: added to the root of the mean square.
-        grad_scale: multiplies the gradient first; a tensor is read on the device.
+        grad_scale: factor of the gradient; a tensor is read on the device.
 
     Reference:
         Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.

@@ -1,8 +1,8 @@
 """The gradient of an embedding, rows added to a table by id: Triton kernel and reference.
 
-The kernel sorts the ids, so that one program holds all rows of one id and adds them in the
-order of the tokens: no atomics, hence the same bits in every run, and only the rows that occur
-are read and written.
+The ids are sorted, so that one program adds all rows of one id in the order of the tokens.
+Without atomics every run gives the same bits, and only rows of the table that occur are read
+and written.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,8 @@ _CHUNK = 8
 def _add_rows(
     total, ids, order, rows, num_rows, limit, width, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # One program: the columns of a block, of the run of equal ids that begins here, if any.
+    # A program adds one block of columns of one run of equal sorted ids: the run that begins at
+    # ``begin``. Programs that begin inside a run, or at an id outside the table, do nothing.
     begin = tl.program_id(0)
     mine = tl.load(ids + begin)
     before = tl.load(ids + begin - 1, mask=begin > 0, other=-1)
@@ -37,20 +38,21 @@ def _add_rows(
         own = rows + tl.load(order + begin) * width + column
         result += tl.load(own, mask=inside, other=0.0).to(result.dtype)
         begin += 1
-        # Most ids occur once: only those that do not go on to the slower loop.
+        # Most ids occur once and skip this slower loop, which adds CHUNK rows at a time until a
+        # chunk is not full.
         following = tl.load(ids + begin, mask=begin < num_rows, other=-1)
-        found = tl.where(following == mine, CHUNK, 0)
-        while found == CHUNK:
-            place = begin + tl.arange(0, CHUNK)
-            same = tl.load(ids + place, mask=place < num_rows, other=-1) == mine
-            source = tl.load(order + place, mask=same, other=0)
+        num_same = tl.where(following == mine, CHUNK, 0)
+        while num_same == CHUNK:
+            index = begin + tl.arange(0, CHUNK)
+            same = tl.load(ids + index, mask=index < num_rows, other=-1) == mine
+            source = tl.load(order + index, mask=same, other=0)
             tile = tl.load(
                 rows + source[:, None] * width + column[None, :],
                 mask=same[:, None] & inside[None, :],
                 other=0.0,
             )
             result += tl.sum(tile.to(result.dtype), 0)
-            found = tl.sum(same.to(tl.int32), 0)
+            num_same = tl.sum(same.to(tl.int32), 0)
             begin += CHUNK
         tl.store(at, result.to(total.dtype.element_ty), mask=inside)
 
@@ -79,13 +81,13 @@ def _samples(device: torch.device) -> Iterator[Sample]:
 def add_rows_(
     total: Float[Tensor, "v D"], ids: Int[Tensor, " T"], rows: Float[Tensor, "T D"]
 ) -> None:
-    """Add each row to the row of ``total`` that its id names, in place and in its dtype.
+    """Add each of ``rows`` to the row of ``total`` at its id, in place.
 
-    Every run gives the same bits: rows of one id are added in their order.
+    Every run gives the same bits: rows of one id are added in order.
 
     Args:
-        total: contiguous; sums are made in float32, or in float64 if it is that.
-        ids: int64; rows whose id is no row of ``total`` are left out.
+        total: contiguous; accumulated in float32, or in float64 if ``total`` is float64.
+        ids: int64; rows with an id outside ``total`` are skipped.
         rows: any floating dtype.
     """
     if ids.numel() == 0:

@@ -1,15 +1,16 @@
 """Casts to fp8 by one scale: Triton kernels and references, which give the same bits.
 
-A largest magnitude becomes the largest number of the format: 448 in e4m3, 57344 in e5m2.
-Values are clamped before they are cast, since torch's casts do not saturate. A matrix of zeros
-stays zero. One with infinity or NaN becomes NaN, and its scale too, so that every product with
-it is NaN: as loud as in 16 bits, where clamping would hide it. If the scale was known before,
-only the numbers that are not finite become NaN.
+The scale maps the largest magnitude to the largest number of the format: 448 in e4m3, 57344 in
+e5m2. Values are clamped before the cast, since torch's casts do not saturate. A matrix of zeros
+stays zero. A matrix with infinity or NaN becomes NaN, and its scale too, so that every product
+with it is NaN, as in 16 bits; clamping would hide the fault. If the scale comes from earlier
+steps, only the numbers that are not finite become NaN.
 
-A matrix takes two passes at the memory limit: ``largest_magnitude`` reads it, ``cast_by`` reads
-it again and writes one byte an element for each of the two orders, in one pass over tiles. The
-scale is computed on the device from the largest magnitude, so ranks may reduce that in between.
-``cast_flat`` and ``dequantize_flat`` cast flat memory there and back.
+A matrix takes two passes, both limited by memory traffic: ``largest_magnitude`` reads it,
+``cast_by`` reads it again and writes one byte per element in each of the two memory orders. The
+scale is computed on the device from the largest magnitude, so ranks may all-reduce the
+magnitude between the passes. ``cast_flat`` and ``dequantize_flat`` convert flat memory to fp8
+and back.
 """
 
 from collections.abc import Iterator
@@ -33,18 +34,18 @@ _LANES, _LANE_WARPS, _MOST_PROGRAMS = 4096, 8, 4096
 _TILE, _TILE_WARPS = 128, 8
 _FORMATS = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 2.0**-100
-"""Below it a matrix is scaled as if this were its largest magnitude."""
+"""Lower bound of the magnitude that a scale is computed from."""
 
 
 class Fp8(NamedTuple):
     """A matrix in fp8, in both orders."""
 
     rows: Shaped[Tensor, "T D"]
-    """Empty where only the transpose was wanted."""
+    """Empty if only the transpose was requested."""
     columns: Shaped[Tensor, "D T"]
     """The transpose, contiguous: tensor cores read both factors along the summed dimension."""
     scale_inv: Float[Tensor, " 1"]
-    """Multiplies either to give the matrix back; float32, float64 for a float64 matrix."""
+    """Factor that dequantizes both; float32, float64 for a float64 matrix."""
 
 
 @triton.jit
@@ -53,8 +54,8 @@ def _largest(x, out, size, LANES: tl.constexpr):
     # Bits of non-negative floats are ordered as the floats are, infinity and NaN on top.
     lane = tl.arange(0, LANES)
     top = tl.zeros([LANES], tl.int32)
-    # From the end to the begin: the cache still has what was written last, and ``_cast``
-    # begins with what is read last here.
+    # From the end to the beginning: the cache still holds what the producer wrote last, and
+    # ``_cast`` starts with what this kernel reads last.
     start = (tl.cdiv(size, LANES) - 1 - tl.program_id(0)).to(tl.int64) * LANES
     step = tl.num_programs(0).to(tl.int64) * LANES
     while start >= 0:
@@ -130,7 +131,7 @@ def cast_rows(
     limit = torch.finfo(dtype).max
     wide = torch.promote_types(x.dtype, torch.float32)
     floor = amax.to(wide).clamp(min=SMALLEST_AMAX)
-    # By tensors: torch divides a number, and by a number, through a rounded reciprocal.
+    # Tensor by tensor: with a Python number torch multiplies by a rounded reciprocal instead.
     top = torch.full_like(floor, limit)
     scale, scale_inv = (
         torch.where(amax.isfinite(), s, float("nan")) for s in (top / floor, floor / top)
@@ -142,7 +143,7 @@ def cast_rows(
 def dequantized(
     fp8: Shaped[Tensor, "*T"], scale_inv: Float[Tensor, " 1"]
 ) -> Float[Tensor, "*T"]:
-    """Return a cast tensor times its scale, in the dtype of the scale."""
+    """Return fp8 numbers times their scale, in the dtype of the scale."""
     return fp8.to(scale_inv.dtype) * scale_inv
 
 
@@ -217,9 +218,9 @@ def _fp8_samples(device: torch.device, dtype: torch.dtype = torch.float32) -> It
     "largest magnitudes for fp8", reference=_largest_plain, kind=_kind, samples=_largest_samples
 )
 def largest_magnitude(x: Float[Tensor, "..."]) -> Float[Tensor, " 1"]:
-    """Return the largest magnitude of a contiguous tensor; NaN if the tensor has one.
+    """Return the largest magnitude of a contiguous tensor; NaN if any element is NaN.
 
-    In float32, or float64 for a float64 matrix.
+    The result is float32, or float64 for a float64 tensor.
     """
     bits = torch.zeros(1, dtype=torch.int32, device=x.device)
     programs = min(triton.cdiv(x.numel(), _LANES), _MOST_PROGRAMS)
@@ -238,16 +239,16 @@ def cast_by(
     has_rows: bool = True,
     seen: Float[Tensor, " 1"] | None = None,
 ) -> Fp8:
-    """Cast a matrix to fp8.
+    """Cast a matrix to fp8 in both memory orders.
 
     Args:
         x: contiguous.
-        amax: the magnitude that becomes the format's largest number: x's own, or an earlier
-            tensor's.
+        amax: magnitude that is mapped to the format's largest number: that of x, or of an
+            earlier tensor.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
-        has_rows: whether to write ``[T, D]``; else it is empty.
-        seen: float32, 0 or above; raised in place to x's own largest magnitude. Numbers that
-            are not finite are then NaN, and in the kernel their neighbours in a tile too.
+        has_rows: whether to write ``[T, D]`` too, not only the transpose.
+        seen: float32, not negative; raised in place to the largest magnitude of x if that is
+            larger. Numbers that are not finite become NaN, and in the kernel their tile too.
     """
     num_rows, width = x.shape
     rows, columns, scale_inv = empty_outputs(num_rows, width, x.device, has_rows=has_rows)
@@ -278,12 +279,12 @@ def cast_by(
 def cast_flat(
     x: Float[Tensor, " T"], amax: Float[Tensor, " 1"], out: Shaped[Tensor, " T"]
 ) -> None:
-    """Cast numbers into fp8 memory by a known magnitude, in their own order.
+    """Cast flat memory to fp8 by a known magnitude.
 
     Args:
         x: contiguous.
-        amax: the magnitude that becomes the format's largest number.
-        out: ``float8_e4m3fn`` or ``float8_e5m2``; written.
+        amax: magnitude that is mapped to the format's largest number.
+        out: ``float8_e4m3fn`` or ``float8_e5m2``; overwritten.
     """
     constants = torch.finfo(out.dtype).max, SMALLEST_AMAX, out.dtype == torch.float8_e4m3fn
     _narrow[(triton.cdiv(x.numel(), _LANES),)](
@@ -307,12 +308,12 @@ def cast_flat(
 def dequantize_flat(
     x: Shaped[Tensor, " T"], amax: Float[Tensor, " 1"], out: Float[Tensor, " T"]
 ) -> None:
-    """Write fp8 numbers that ``cast_flat`` made by the same magnitude, dequantized.
+    """Undo ``cast_flat``: convert fp8 numbers to ``out`` by the same magnitude.
 
     Args:
         x: ``float8_e4m3fn`` or ``float8_e5m2``, contiguous.
-        amax: the magnitude that became the format's largest number.
-        out: written.
+        amax: magnitude that was mapped to the format's largest number.
+        out: overwritten.
     """
     _widen[(triton.cdiv(x.numel(), _LANES),)](
         x,

@@ -1,14 +1,14 @@
 """Casts of matrices to fp8 with many scales: Triton kernels and references of the same bits.
 
-A GEMM sums along rows of both factors, so a matrix and its transpose are cast apart, each with
-scales along its own rows: of whole rows and columns (``cast_lines_by``), or of blocks
-(``cast_blocks``). Blocks are 1 x 128 along the row, for inputs and gradients, or 128 x 128, for
+A GEMM sums along the rows of both factors, so a matrix and its transpose are cast separately,
+each with scales along its own rows: one per row or column (``cast_lines_by``), or one per block
+(``cast_blocks``). Blocks are 1 x 128 along the row for inputs and gradients, 128 x 128 for
 weights; their scales are powers of two, rounded down. As in ``fp8_cast`` zeros stay zero;
-numbers that share a scale with infinity or NaN are NaN, and so is that scale.
+numbers that share a scale with infinity or NaN become NaN, and so does the scale.
 
-Both orders come from one pass over tiles of 128 x 128. A tile sees its blocks whole, so block
-scales need no pass before; those of whole rows and columns come from ``largest_of_lines``, and
-ranks may reduce them in between.
+One pass over tiles of 128 x 128 writes both orders. A tile contains its blocks, so block scales
+need no earlier pass. Scales of rows and columns need ``largest_of_lines`` first; ranks may
+all-reduce its magnitudes before the cast.
 """
 
 from collections.abc import Iterator
@@ -36,26 +36,26 @@ BLOCK = 128
 """Numbers that share a scale, along a row or in a square."""
 _WARPS, _BLOCK_WARPS = 8, 4
 _STRIP = 32, 256
-"""Rows of a step and columns of a program that looks for the largest magnitudes."""
+"""Rows per step and columns of a program of ``_largest_of_lines``."""
 _STEPS = 32, 8
-"""Of such a program, where there is much to read and where there is less."""
+"""Steps of such a program, for large matrices and for small ones."""
 
 
 class FineFp8(NamedTuple):
-    """A matrix in fp8 and its transpose, each with its scales; an order may be empty."""
+    """A matrix in fp8 and its transpose, each with its scales; ``rows`` may be empty."""
 
     rows: Shaped[Tensor, "*E T D"]
     row_scales: Float[Tensor, "... _ _"]
-    """``[T, 1]``, ``[T, D/128]`` or ``[T/128, D/128]``: factors of ``rows``."""
+    """Factors of ``rows``: ``[T, 1]``, ``[T, D/128]`` or ``[T/128, D/128]``."""
     columns: Shaped[Tensor, "*E D T"]
     column_scales: Float[Tensor, "... _ _"]
-    """``[D, 1]``, ``[D, T/128]`` or ``[D/128, T/128]``."""
+    """Factors of ``columns``: ``[D, 1]``, ``[D, T/128]`` or ``[D/128, T/128]``."""
 
 
 @triton.jit
 @no_type_check
 def _ordered(bits, KIND: tl.constexpr):
-    # As int32 the bits of non-negative float32 numbers are ordered, too.
+    # As int32 the bits of non-negative float32 numbers are ordered like the numbers.
     return widened(bits, KIND).to(tl.int32, bitcast=True)
 
 
@@ -71,7 +71,8 @@ def _largest_of_lines(
     STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    # One program: STEPS times HEIGHT rows of WIDTH columns, so few that a warp holds each row.
+    # A program reads STEPS x HEIGHT rows of WIDTH columns; WIDTH is so small that one warp
+    # reduces a row.
     column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     matrix = tl.program_id(2).to(tl.int64)
     x += matrix * num_rows * width
@@ -137,7 +138,8 @@ def _cast_lines(
         narrow = narrow_bytes(value.to(tl.float32) * scale[:, None], IS_E4M3, COMPILED)
         tl.store(rows + place, narrow, mask=inside)
     if HAS_COLUMNS:
-        # Transposed in 16 bits, not in 8: ptxas 12.8 loses casts that it transposes bytewise.
+        # Transposed in 16 bits before the cast: ptxas 12.8 drops casts that it transposes by
+        # bytes.
         turned = tl.trans(value)
         tops = tl.load(column_tops + wide + column, mask=is_column, other=0)
         scale, inverse = _scales(tops, LIMIT, SMALLEST)
@@ -285,25 +287,26 @@ def _without_rows(whole: FineFp8) -> FineFp8:
 def scaled_by_tops(
     x: Float[Tensor, "..."], tops: Float[Tensor, "..."], dtype: torch.dtype, *, is_power: bool
 ) -> tuple[Shaped[Tensor, "..."], Float[Tensor, "..."]]:
-    """Cast numbers by known magnitudes, which become the format's largest number.
+    """Cast numbers to fp8 by known magnitudes; return the numbers and the inverse scales.
 
     Args:
         x: floating.
-        tops: of x's dtype or wider; as many dimensions, some of size 1.
+        tops: magnitudes that are mapped to the format's largest number, of x's dtype or wider,
+            broadcastable to x.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
-        is_power: round scales down to powers of two.
+        is_power: whether to round scales down to powers of two.
 
     Returns:
-        The numbers, contiguous, and what multiplies them to give x back.
+        The fp8 numbers, contiguous, and the factors that dequantize them.
     """
     limit = torch.finfo(dtype).max
     wide = torch.promote_types(x.dtype, torch.float32)
     floor = tops.to(wide).clamp(min=SMALLEST_AMAX)
-    # By tensors: torch divides a number, and by a number, through a rounded reciprocal.
+    # Tensor by tensor: with a Python number torch multiplies by a rounded reciprocal instead.
     top = torch.full_like(floor, limit)
     scale, inverse = top / floor, floor / top
     if is_power:
-        # A mantissa from 0.5 to 1 times a power: twice the least mantissa is the power below.
+        # frexp gives scale = m * 2^e with 0.5 <= m < 1: the power of two below is 2^(e - 1).
         scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
         inverse = torch.ones_like(scale) / scale
     scale, inverse = (torch.where(tops.isfinite(), s, float("nan")) for s in (scale, inverse))
@@ -313,7 +316,7 @@ def scaled_by_tops(
 def dequantized_lines(
     fp8: Shaped[Tensor, "T D"], scales: Float[Tensor, "_ _"]
 ) -> Float[Tensor, "T D"]:
-    """Return a cast matrix times its scales of rows or blocks, in their dtype."""
+    """Return an fp8 matrix times its scales of rows or blocks, in the dtype of the scales."""
     down, across = (
         -(-size // count) for size, count in zip(fp8.shape, scales.shape, strict=True)
     )
@@ -360,7 +363,7 @@ def largest_of_lines(
     """Return the largest magnitude of every row and of every column, float32 or wider.
 
     Args:
-        x: contiguous; one matrix, or many of one shape.
+        x: contiguous; one matrix, or a stack of matrices.
     """
     *lead, num_rows, width = x.shape
     row_tops, column_tops = (
@@ -390,10 +393,10 @@ def cast_lines_by(
     *,
     has_rows: bool = True,
 ) -> FineFp8:
-    """Cast a matrix to fp8, each row by its scale, and its transpose, each row by its own.
+    """Cast a matrix and its transpose to fp8, with one scale per row of each.
 
     Args:
-        x: contiguous; one matrix, or many of one shape.
+        x: contiguous; one matrix, or a stack of matrices.
         row_tops: largest magnitude of each row.
         column_tops: largest magnitude of each column.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
@@ -435,15 +438,16 @@ def cast_blocks(
     is_square: bool = False,
     has_rows: bool = True,
 ) -> FineFp8:
-    """Cast a matrix to fp8 and its transpose, both in blocks along their rows or in squares.
+    """Cast a matrix and its transpose to fp8, with one scale per block of each.
+
+    The kernel stores scales in the memory order that GEMMs read: ``[T, D/128]`` by columns,
+    scales of squares by rows padded to a multiple of 4.
 
     Args:
         x: contiguous; sizes are multiples of ``BLOCK``.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
-        is_square: share scales in squares, not along rows.
-        has_rows: whether to write the matrix in its own order. The kernel stores scales
-            ``[T, D/128]`` by columns, and those of squares by rows that are padded to 4, as
-            GEMMs read them.
+        is_square: whether blocks are 128 x 128 squares; else 1 x 128 along rows.
+        has_rows: whether to write the matrix in its own order too, not only its transpose.
     """
     kernel: Any = _cast_squares if is_square else _cast_blocks
     num_rows, width = x.shape

@@ -1,10 +1,10 @@
-"""Parts of Triton kernels that cast tiles to fp8 and store them in both orders.
+"""Triton functions that cast tiles to fp8 and store them in both memory orders.
 
-A tile is held as four quarters: rows 0, 4, 8 and so on, rows 1, 5, 9, and two more. One element
-of each gives four bytes that follow each other in the transpose, so a tile is turned in words
-of four bytes, not byte by byte. Four numbers are cast to a word by instructions that are
-written out here: ptxas 12.8 loses casts whose bytes it has to take apart and put together
-again. The interpreter knows no instructions, so it casts by Triton's own conversions.
+A tile is loaded as four quarters: rows 0, 4, 8, ..., rows 1, 5, 9, ..., and so on. One element
+of each quarter gives four bytes that are adjacent in the transpose, so a tile is transposed in
+words of four bytes instead of single bytes. Inline PTX casts four numbers to a word: ptxas 12.8
+drops casts whose bytes it would have to split and join. In the interpreter, which cannot run
+PTX, Triton's own conversions cast.
 """
 
 from typing import no_type_check
@@ -31,9 +31,10 @@ mov.b32 $0, {low, high};
 @triton.jit
 @no_type_check
 def magnitude_bits(value):
-    """Return numbers' magnitudes as integers of their width, which are ordered as these are.
+    """Return magnitudes as integers of the same width and order.
 
-    Infinity and NaN are on top; as integers of 16 bits they take half the registers.
+    The bits of non-negative floats are ordered like the floats, with infinity and NaN on top.
+    Integers of 16 bits need half the registers of float32.
     """
     if value.dtype.primitive_bitwidth == 16:
         bits = value.to(tl.int16, bitcast=True) & 0x7FFF
@@ -45,7 +46,7 @@ def magnitude_bits(value):
 @triton.jit
 @no_type_check
 def widened(bits, KIND: tl.constexpr):
-    """Return magnitudes in float32 by their bits, which a reduction may have widened."""
+    """Convert ``magnitude_bits``, which a reduction may have widened, to float32."""
     if KIND.primitive_bitwidth == 16:
         bits = bits.to(tl.int16)
     return bits.to(KIND, bitcast=True).to(tl.float32)
@@ -54,7 +55,7 @@ def widened(bits, KIND: tl.constexpr):
 @triton.jit
 @no_type_check
 def raised(largest, bits, KIND: tl.constexpr):
-    """Raise ``largest``, a float32's bits, to the largest of some magnitudes; return these'."""
+    """Raise the float32 bits at ``largest`` to the largest of some magnitudes; return that."""
     most = widened(tl.max(bits, 0), KIND)
     # As int32 the bits of non-negative floats are ordered, infinity and NaN on top.
     tl.atomic_max(largest, most.to(tl.int32, bitcast=True), sem="relaxed")
@@ -64,7 +65,7 @@ def raised(largest, bits, KIND: tl.constexpr):
 @triton.jit
 @no_type_check
 def largest_bits(a, b, c, d):
-    """Return the bits of the largest magnitude of each four, one of every quarter."""
+    """Return the elementwise largest magnitude of the four quarters, as bits."""
     low = tl.maximum(magnitude_bits(a), magnitude_bits(b))
     return tl.maximum(low, tl.maximum(magnitude_bits(c), magnitude_bits(d)))
 
@@ -72,14 +73,16 @@ def largest_bits(a, b, c, d):
 @triton.jit
 @no_type_check
 def power_scales(top, SMALLEST: tl.constexpr, IS_E4M3: tl.constexpr):
-    """Return the power of two that multiplies what is at most ``top``, and its inverse.
+    """Return the power-of-two scale of numbers up to ``top``, and its inverse.
 
-    That is the format's largest number, 1.75 times 2 to the 8th or 15th, by the magnitude,
-    rounded down to a power; NaN where the magnitude is not finite.
+    The scale is (largest number of the format) / top, rounded down to a power of two. The
+    largest number is 1.75 * 2^8 in e4m3 and 1.75 * 2^15 in e5m2. NaN if ``top`` is not finite.
     """
     EXPONENT: tl.constexpr = 8 if IS_E4M3 else 15
     bits = tl.maximum(top, SMALLEST).to(tl.int32, bitcast=True)
-    is_above = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # a mantissa above 1.75
+    # With top = m * 2^(e - 127), scale = 2^(EXPONENT - (e - 127)), halved if m > 1.75; in
+    # biased form the exponent of the scale is 127 + EXPONENT - (e - 127) = 254 + EXPONENT - e.
+    is_above = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     power = 254 + EXPONENT - (bits >> 23) - is_above
     scale = (power << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
@@ -90,7 +93,7 @@ def power_scales(top, SMALLEST: tl.constexpr, IS_E4M3: tl.constexpr):
 @triton.jit
 @no_type_check
 def narrow_bytes(value, IS_E4M3: tl.constexpr, COMPILED: tl.constexpr):
-    """Cast float32 numbers to bytes; what is above the format's largest number becomes it."""
+    """Cast float32 numbers to fp8 bytes, saturating at the format's largest number."""
     if COMPILED:
         code: tl.constexpr = _E4M3 if IS_E4M3 else _E5M2
         narrow = tl.inline_asm_elementwise(
@@ -108,7 +111,7 @@ def narrow_bytes(value, IS_E4M3: tl.constexpr, COMPILED: tl.constexpr):
 @triton.jit
 @no_type_check
 def narrow_words(a, b, c, d, IS_E4M3: tl.constexpr, COMPILED: tl.constexpr):
-    """Cast four tiles of float32 to one of words, the first in the lowest byte."""
+    """Cast four float32 tiles to one tile of words, the first tile in the lowest byte."""
     if COMPILED:
         code: tl.constexpr = _E4M3 if IS_E4M3 else _E5M2
         word = tl.inline_asm_elementwise(
@@ -129,18 +132,19 @@ def load_quarters(x, word, column, stride, inside=None):
 
     Args:
         x: pointer to the matrix.
-        word: numbers of the tile's words in a column of the transpose.
-        column: numbers of the tile's columns.
-        stride: from one row to the next.
-        inside: which places of a quarter lie within the matrix, zeros elsewhere; None: all.
+        word: indices of the tile's words in a row of the transpose; word w is rows 4w to 4w +
+            3.
+        column: indices of the tile's columns.
+        stride: elements from one row to the next.
+        inside: mask of a quarter's elements inside the matrix, zeros elsewhere; None: all.
     """
     other: tl.constexpr = None if inside is None else 0.0
-    place = (word * 4)[:, None] * stride + column[None, :]
-    a = tl.load(x + place, mask=inside, other=other)
-    b = tl.load(x + place + stride, mask=inside, other=other)
-    place += 2 * stride
-    c = tl.load(x + place, mask=inside, other=other)
-    return a, b, c, tl.load(x + place + stride, mask=inside, other=other)
+    at = (word * 4)[:, None] * stride + column[None, :]
+    a = tl.load(x + at, mask=inside, other=other)
+    b = tl.load(x + at + stride, mask=inside, other=other)
+    at += 2 * stride
+    c = tl.load(x + at, mask=inside, other=other)
+    return a, b, c, tl.load(x + at + stride, mask=inside, other=other)
 
 
 @triton.jit
@@ -164,17 +168,17 @@ def store_turned(
     columns, a, b, c, d, word, column, num_rows, IS_E4M3: tl.constexpr, COMPILED: tl.constexpr,
     inside=None,
 ):  # fmt: skip
-    """Cast the four quarters of a tile and store its transpose, whose rows are in words."""
+    """Cast the four quarters of a tile and store the tile's transpose in words."""
     words = narrow_words(a, b, c, d, IS_E4M3, COMPILED)
-    place = column[:, None] * (num_rows // 4) + word[None, :]
-    turned = None if inside is None else tl.trans(inside)
-    tl.store(columns + place, tl.trans(words), mask=turned)
+    at = column[:, None] * (num_rows // 4) + word[None, :]
+    mask = None if inside is None else tl.trans(inside)
+    tl.store(columns + at, tl.trans(words), mask=mask)
 
 
 @triton.jit
 @no_type_check
 def both_scales(amax, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
-    """Return what multiplies numbers of this magnitude, and what undoes that; else NaN."""
+    """Return the scale LIMIT / amax and its inverse; NaN if ``amax`` is not finite."""
     top = tl.load(amax)
     is_finite = top < float("inf")  # false for NaN
     top = tl.maximum(top, SMALLEST)
@@ -186,7 +190,7 @@ def both_scales(amax, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
 @triton.jit
 @no_type_check
 def one_scale(amax, scale_inv, LIMIT: tl.constexpr, SMALLEST: tl.constexpr):
-    """Return what multiplies a matrix of this magnitude; one program stores its inverse."""
+    """Return the scale of a matrix; the first program stores the scale's inverse."""
     scale, inverse = both_scales(amax, LIMIT, SMALLEST)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_inv, inverse)
@@ -209,7 +213,7 @@ def store_both(
         bits = largest_bits(a, b, c, d)
         size: tl.constexpr = bits.shape[0] * bits.shape[1]
         most = raised(seen, tl.reshape(bits, [size], can_reorder=True), a.dtype)
-        # The scale is of other numbers than these, so it says nothing of them.
+        # The scale comes from earlier steps, so it is finite even if these numbers are not.
         scale = tl.where(most < float("inf"), scale, float("nan"))
     a, b = a.to(tl.float32) * scale, b.to(tl.float32) * scale
     c, d = c.to(tl.float32) * scale, d.to(tl.float32) * scale
@@ -221,7 +225,7 @@ def store_both(
 def empty_outputs(
     num_rows: int, width: int, device: torch.device, *, has_rows: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for what ``store_both`` and ``one_scale`` write.
+    """Allocate the outputs of ``store_both`` and ``one_scale``.
 
     Returns:
         Bytes of the matrix in its own order, empty without ``has_rows``; its transpose in words

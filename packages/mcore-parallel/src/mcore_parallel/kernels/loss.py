@@ -1,8 +1,8 @@
 """The cross-entropy over a slice of the vocabulary: Triton kernels and references.
 
-Two passes over the logits of a chunk of tokens, both at the memory limit: ``row_stats``
-reads them once, ``softmax_gradient_`` turns them in place into their own gradient. Ranks
-all-reduce the statistics between the two (see ``head_loss``).
+Two passes over the logits of a chunk of tokens, both limited by memory traffic: ``row_stats``
+reads the logits, ``softmax_gradient_`` overwrites them by their gradient. Between the two
+passes ranks all-reduce the statistics (see ``head_loss``).
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ _LANES, _LANE_WARPS = 2048, 8
 def _row_stats(
     logits, labels, out, stride, width, first, rows, PLAIN: tl.constexpr, LANES: tl.constexpr
 ):
-    # Exponentials are the bottleneck: a lane reads four columns at a time, so that its
-    # running sum is rescaled by one exponential for four. Only the last step needs a mask.
+    # Exponentials are the bottleneck. A lane adds four columns at a time, so that one
+    # exponential rescales its running sum for four columns. Only the last step needs a mask.
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * stride
     lane = tl.arange(0, LANES)
@@ -49,6 +49,7 @@ def _row_stats(
         top, total = _add_exponentials(top, total, a, b, c, d)
         if PLAIN:
             plain += (_or_zero(a) + _or_zero(b)) + (_or_zero(c) + _or_zero(d))
+    # Combine the lanes: sum over lanes of total * exp(top - peak).
     peak = tl.max(top, 0)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
     label = tl.load(labels + row) - first
@@ -64,7 +65,7 @@ def _row_stats(
 @no_type_check
 def _add_exponentials(top, total, a, b, c, d):
     higher = tl.maximum(top, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
-    # A lane that has seen no column yet keeps -inf: its difference would be NaN.
+    # A lane without any column yet has -inf, and -inf - -inf would be NaN.
     safe = tl.where(higher == float("-inf"), 0.0, higher)
     total = total * tl.exp(top - safe)
     total += (tl.exp(a - safe) + tl.exp(b - safe)) + (tl.exp(c - safe) + tl.exp(d - safe))
@@ -106,7 +107,8 @@ def _softmax_gradient(
     shift = tl.load(log_sum + row)
     label = tl.load(labels + row) - first
     kind = logits.dtype.element_ty
-    if weight == 0.0:  # whatever the logits are, numbers or not
+    # gradient = weight * (exp(x - log_sum) - smooth - hit [column is the label])
+    if weight == 0.0:  # a masked token gets zeros even if its logits are NaN
         for start in range(0, padded, BLOCK):
             column = start + columns
             tl.store(base + column, tl.zeros([BLOCK], kind), mask=column < padded)
@@ -156,7 +158,7 @@ def softmax_gradient_plain(
     label_smoothing: float,
     vocab_size: int,
 ) -> None:
-    """Compute ``softmax_gradient_`` in plain torch, likewise in place."""
+    """Compute ``softmax_gradient_`` in plain torch, in place."""
     wide = logits[:, :width].to(log_sum.dtype)
     grad = torch.exp(wide - log_sum[:, None]) - label_smoothing / vocab_size
     local = labels - first
@@ -200,18 +202,18 @@ def row_stats(
     first: int,
     has_plain: bool = True,
 ) -> Float[Tensor, "4 T"]:
-    """Read this rank's logits once: maximum, sum of exponentials, target logit, plain sum.
+    """Return four statistics of each row of this rank's logits, reading the logits once.
 
     Args:
         logits: contiguous rows of the local vocabulary slice; padding columns at the end.
         labels: global vocabulary ids.
         width: columns of the slice that are not padding; may be 0.
         first: global id of column 0.
-        has_plain: whether the plain sum is wanted (label smoothing); else it is 0.
+        has_plain: whether to compute the sum of logits (for label smoothing).
 
     Returns:
-        float32 rows: maximum (-inf for an empty slice); sum of exp(x - maximum); the
-        target's logit, 0 where another rank owns it; sum of logits.
+        float32 rows: maximum (-inf for an empty slice); sum of exp(x - maximum); the label's
+        logit, 0 if another rank has the label; sum of logits, or 0.
     """
     rows = logits.shape[0]
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
@@ -246,17 +248,17 @@ def softmax_gradient_(
     label_smoothing: float,
     vocab_size: int,
 ) -> None:
-    """Overwrite logits by the gradient of the weighted loss with respect to them.
+    """Overwrite logits by the gradient of the weighted loss.
 
     Args:
         logits: as in ``row_stats``; padding columns become 0.
         labels: global vocabulary ids.
-        log_sum: logarithm of the sum of exponentials over the whole vocabulary, float32.
-        weights: what each token's loss is multiplied by; a row of weight 0 becomes 0.
-        width: columns that are not padding.
+        log_sum: logarithm of the sum of exponentials over all ranks' columns, float32.
+        weights: factor of each token's loss; a row of weight 0 becomes 0.
+        width: columns of the slice that are not padding.
         first: global id of column 0.
         label_smoothing: probability spread evenly over the vocabulary.
-        vocab_size: columns of the whole vocabulary without padding.
+        vocab_size: vocabulary of all ranks without padding.
     """
     _softmax_gradient[(logits.shape[0],)](
         logits,

@@ -1,9 +1,10 @@
 """Stochastic rounding of float32 to bfloat16: Triton kernel and reference.
 
-A number between two of bfloat16 becomes the upper one as often as it is near to it, so that the
-sum of many small updates is right on average. The direction follows from the number's own bits
-and the step: no random state is kept, and every layout rounds a number alike. The kernel reads
-and writes each number once, where plain torch makes some twenty passes.
+A number between two neighbouring bfloat16 numbers is rounded up with a probability equal to its
+relative distance from the lower one, so the sum of many small updates is right on average. The
+noise is a hash of the number's bits and the step: there is no random state, and every layout
+rounds a number in the same way. The kernel reads and writes each number once, while plain torch
+needs about twenty passes.
 
 Gupta et al. 2015, arXiv:1502.02551, section 3.1; the mixing of bits is MurmurHash3's.
 """
@@ -26,12 +27,14 @@ _LOW_BITS = 0xFFFF
 def round_stochastically_(
     target: Float[Tensor, " n"], wide: Float[Tensor, " n"], step: int
 ) -> None:
-    """Round ``wide`` into ``target`` in place; kernel and reference give the same bits.
+    """Round ``wide`` stochastically and write it to ``target``.
+
+    Kernel and reference give the same bits. Numbers that bfloat16 represents do not change.
 
     Args:
-        target: bfloat16.
-        wide: float32; finite. Numbers of bfloat16 stay what they are.
-        step: each step rounds by other noise.
+        target: bfloat16; overwritten.
+        wide: float32; finite.
+        step: selects the noise, so that each step rounds independently.
     """
     round_by_salt_(target, wide, step * 0x9E3779B1 & 0x7FFFFFFF)
 
@@ -46,7 +49,8 @@ def _round(wide, target, salt, size, BLOCK: tl.constexpr):
     noise = (noise ^ (noise >> 16)) * 0x85EBCA6B
     noise = (noise ^ (noise >> 13)) * 0xC2B2AE35
     noise = (noise ^ (noise >> 16)) & 0xFFFF
-    # The upper half alone is left, which bfloat16 holds as it is.
+    # Adding 16 random bits carries into the upper half with probability lower half / 2^16. With
+    # the lower half cleared, the conversion to bfloat16 is exact.
     upper = ((number + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
     tl.store(target + at, upper.to(target.dtype.element_ty), mask=inside)
 
@@ -54,7 +58,7 @@ def _round(wide, target, salt, size, BLOCK: tl.constexpr):
 def _round_plain(target: Float[Tensor, " n"], wide: Float[Tensor, " n"], salt: int) -> None:
     bits = wide.view(torch.int32)
     noise = _mix_(bits ^ salt).bitwise_and_(_LOW_BITS)
-    # Carries into the upper half as often as the lower half is large.
+    # Carries into the upper half with probability lower half / 2^16.
     rounded = noise.add_(bits).bitwise_and_(~_LOW_BITS)
     target.copy_(rounded.view(torch.float32))
 
@@ -62,7 +66,7 @@ def _round_plain(target: Float[Tensor, " n"], wide: Float[Tensor, " n"], salt: i
 def _mix_(bits: Tensor) -> Tensor:
     """Mix the bits of every number, in place; int32 wraps around."""
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
-        bits ^= (bits >> shift) & (2 ** (32 - shift) - 1)  # a shift of unsigned numbers
+        bits ^= (bits >> shift) & (2 ** (32 - shift) - 1)  # the mask makes the shift unsigned
         bits *= multiplier
     return bits
 
@@ -79,7 +83,7 @@ def _samples(device: torch.device) -> Iterator[Sample]:
     samples=_samples,
 )
 def round_by_salt_(target: Float[Tensor, " n"], wide: Float[Tensor, " n"], salt: int) -> None:
-    """Round ``wide`` into ``target`` in place, by noise of each number's bits and a salt.
+    """Round ``wide`` to ``target``, with noise hashed from each number's bits and a salt.
 
     Args:
         target: bfloat16, contiguous.

@@ -1,12 +1,13 @@
-"""Comparison of the ranks' first collectives and messages, before each of them runs.
+"""Compares the ranks' first collectives and messages before they run.
 
 Ranks that call one collective with different shapes hang, crash or, worst, continue with wrong
-numbers. So the ranks of a group compare their first calls through the store. The number of the
-call decides, so all ranks of a group compare the same ones; later calls cost one comparison of
-integers. The receiver of a message compares its shape with the sent one before it reads it.
+numbers. So the ranks of a group compare their first ``CHECKED_CALLS`` calls through the store;
+later calls cost one comparison of integers. The receiver of a message compares the sent shape
+with the expected one before it uses the message.
 
-torch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does not replace this: seen on 2.11, it lets a sum
-meet a maximum, and functional all-gathers fail under it on gloo.
+torch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does not replace this module: on torch 2.11 it
+accepts a sum on one rank and a maximum on another, and functional all-gathers fail under it on
+gloo.
 """
 
 from collections import Counter
@@ -24,26 +25,26 @@ from torch.distributed import distributed_c10d
 from mcore_parallel.launch.watchdog import call_site
 
 CHECKED_CALLS = 256
-"""Calls of each group, and messages of each pair of its ranks, that are compared: forward and
-backward of some thirty layers."""
+"""Number of compared calls per group, and of compared messages per pair of ranks: forward and
+backward of about thirty layers."""
 
 
 class DisagreementError(RuntimeError):
-    """Two ranks make different calls at the same place in their sequence of calls."""
+    """Two ranks of a group differ in the n-th call or message."""
 
 
 @dataclass(slots=True)
 class Agreement:
-    """Compares one group's first calls; each rank of the group has its own."""
+    """Compares this rank's first calls with those of the group's first rank."""
 
     store: dist.Store
-    """That all ranks share."""
+    """Store that all ranks share."""
     name: str
-    """Of the group, the same on all of its ranks and on no other group."""
+    """Unique name of the group, equal on all its ranks."""
     ranks: tuple[int, ...]
-    """Global ranks of the group; the first one's calls are the measure."""
+    """Global ranks of the group; the calls of the first rank are the reference."""
     rank: int
-    """Place of this rank among them."""
+    """Index of this rank in ``ranks``."""
     timeout_s: float
     """How long to wait for the first rank's call."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -51,7 +52,7 @@ class Agreement:
     num_calls: int = field(default=0)
     """Calls so far."""
     num_messages: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Messages so far, by places of sender and receiver."""
+    """Messages so far, by indices of sender and receiver."""
 
     @classmethod
     def of_group(
@@ -62,20 +63,21 @@ class Agreement:
         timeout: timedelta,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> "Agreement":
-        """Make the agreement of a group on one of its ranks, over the world's store."""
+        """Build the agreement of a group on one rank, over the world's store."""
         store = distributed_c10d._get_default_store()
         return cls(store, group.group_name, ranks, rank, timeout.total_seconds(), waiting)
 
     def check(self, what: str, x: Tensor, *, any_rows: bool = False) -> None:
-        """Compare a call that is about to happen with that of the group's first rank.
+        """Compare the next call with the same call of the group's first rank.
 
         Args:
-            what: the operation, and all that must be equal apart from the tensor.
-            x: what is sent; shape and dtype must be equal.
-            any_rows: the first dimension may differ.
+            what: name of the operation with its options, which must be equal.
+            x: tensor of the call, whose shape and dtype must be equal.
+            any_rows: whether the first dimension may differ.
 
         Raises:
-            DisagreementError: on the rank that differs from the first; names both call sites.
+            DisagreementError: on a rank that differs from the first rank; names both call
+                sites.
             RuntimeError: if the first rank does not call within the timeout.
         """
         number, self.num_calls = self.num_calls, self.num_calls + 1
@@ -99,18 +101,16 @@ class Agreement:
             )
 
     def announce_message(self, peer: int, x: Tensor) -> None:
-        """Announce the shape and dtype of a message to its receiver."""
+        """Write the shape and dtype of a message to the store, for its receiver."""
         key = self._next_message(self.rank, peer)
         if key:
             self.store.set(key, f"{_described(x)}\n{call_site(2)}")
 
     def expect_message(self, peer: int, x: Tensor) -> Callable[[], None] | None:
-        """Expect a message of a rank.
+        """Return a function that compares the next message of a rank with the expected one.
 
-        Returns:
-            What compares it with the one sent, to be called before that is waited for: it
-            waits until it is on its way, and raises what ``check`` raises. None: no more
-            messages are compared.
+        Call the function before waiting for the message: it waits for the announcement and
+        raises as ``check`` does. None: enough messages have been compared.
         """
         key = self._next_message(peer, self.rank)
         if not key:
@@ -130,7 +130,7 @@ class Agreement:
             )
 
     def _received(self, key: str, otherwise: str) -> list[str]:
-        """Wait for another rank's call or message; return its description and call site."""
+        """Wait for another rank's store entry; return its description and call site."""
         try:
             with self.waiting():
                 self.store.wait([key], timedelta(seconds=self.timeout_s))
@@ -143,7 +143,7 @@ class Agreement:
         return self.store.get(key).decode().split("\n")
 
     def _next_message(self, sender: int, receiver: int) -> str:
-        """Return the store's key of the next message of two ranks; empty: not compared."""
+        """Count a message of two ranks; return its key in the store, '' if not compared."""
         number = self.num_messages[sender, receiver]
         self.num_messages[sender, receiver] += 1
         key = f"agree/{self.name}/{sender}-{receiver}/{number}"
@@ -156,10 +156,10 @@ def _described(x: Tensor, *, any_rows: bool = False) -> str:
 
 
 def agree(agreement: Agreement | None, what: str, x: Tensor, *, any_rows: bool = False) -> None:
-    """Compare a call, outside compiled code, where the group has an agreement.
+    """Run ``Agreement.check``, unless there is no agreement or the code is compiled.
 
     Raises:
-        DisagreementError: see ``Agreement.check``.
+        DisagreementError: if the call differs from the first rank's.
     """
     if agreement is not None and not torch.compiler.is_compiling():
         agreement.check(what, x, any_rows=any_rows)

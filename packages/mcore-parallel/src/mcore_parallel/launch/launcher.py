@@ -1,8 +1,8 @@
-"""Starting ranks: read the launcher's environment, join the world, or spawn one here.
+"""Reads the launcher's environment, joins the world, or starts ranks on this host.
 
-The only module that reads or writes the process environment. A program works the same under
-``torchrun`` (or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT) and as a single process, which needs no process group at all.
+The only module that reads or writes the process environment. A program runs unchanged under
+``torchrun`` (or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT) and as a single process, which needs no process group.
 """
 
 import logging
@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 FLIGHT_RECORDER = {
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    # torch lets four times this pass between a timeout and the end of the process: a minute.
+    # torch waits four times this long between a timeout and the end of the process (by default
+    # that is a minute).
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000",
 }
 """Environment of process groups: each rank remembers its last collectives, and nccl writes
@@ -40,29 +41,32 @@ FLIGHT_RECORDER_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun's agent sets for its ranks."""
 REPEATED_S = 1.0
-"""Within this time a second SIGINT is the first one, sent to a process and to its group."""
+"""A second SIGINT within this time is a repetition: the terminal signals process and group."""
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 """Workspace settings under which cuBLAS gives the same bits in every run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnvironment:
-    """This process's place in the world, as its launcher's variables say."""
+    """This process's rank and world size, from the launcher's environment variables."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    """Ranks on this host."""
+    """Number of ranks on this host."""
     is_launched: bool = False
-    """Whether a launcher set the variables: false for a plain ``python`` start."""
+    """Whether a launcher set the variables; false if plain ``python`` started the process."""
     launcher_pid: int = 0
-    """Process of ``launch_local`` or of torchrun's agent that started this rank; 0: another
-    launcher did."""
+    """Process id of the ``launch_local`` or torchrun agent that started the rank; 0: none."""
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
-    """Read torchrun's variables."""
+    """Read torchrun's variables from the environment.
+
+    Raises:
+        ValueError: if variables are missing or not valid.
+    """
     env = os.environ if environ is None else environ
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     present = [name for name in names if name in env]
@@ -90,7 +94,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
 
 
 def _launcher_pid(env: Mapping[str, str]) -> int:
-    """Return the process of ``launch_local``, or of torchrun's agent, a rank's parent."""
+    """Return the process id of ``launch_local``, or of torchrun's agent (the parent)."""
     if LAUNCHER in env:
         return _integer(env, LAUNCHER)
     return os.getppid() if TORCHRUN in env else 0
@@ -122,10 +126,11 @@ def initialize(
 ) -> torch.device:
     """Join the world that the launcher describes and return this rank's device.
 
-    Collectives use nccl on CUDA (and gloo for host objects) and gloo on CPU. A single process
-    joins nothing. Calling it again returns the same device. The first call returns once all
-    ranks have joined. From then on a rank that ``launch_local`` or torchrun started exits once
-    that process is gone, since a launcher ended by SIGKILL cannot end its ranks.
+    Collectives use nccl on CUDA (and gloo for host tensors) and gloo on the CPU. Without a
+    launcher there is no world to join. The first call returns once all ranks have joined; later
+    calls return the same device. Afterwards a rank that ``launch_local`` or torchrun started
+    exits when that launcher process is gone, since a launcher ended by SIGKILL cannot end its
+    ranks.
 
     Args:
         device_type: ``cuda``, ``cpu``, or ``auto``: CUDA where it is present.
@@ -196,28 +201,29 @@ def dump_flight_recorder(rank: int) -> str:
 def wait_for_all(group: dist.ProcessGroup | None = None) -> None:
     """Return once every rank of a group has called this function (a barrier on the host).
 
-    A rank that leaves a gloo group while another still connects to it makes that one fail with
-    a lost connection, which hides the first rank's own error. So call it after making groups.
+    Call it after making groups: if a rank fails and leaves a gloo group while another rank
+    still connects, the other rank reports a lost connection, which hides the first rank's
+    error.
 
     Args:
-        group: whose ranks call it together, on the host; it has gloo. None: the world.
+        group: group with gloo; None: the world.
 
     Raises:
-        RuntimeError: if a rank does not come within the group's timeout.
+        RuntimeError: if a rank does not call within the group's timeout.
     """
     dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
 
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """A context in which a program on the same number of devices gives the same bits.
+    """Return a context in which runs on equally many devices give the same bits.
 
-    Enter it before ``initialize``: cuBLAS and NCCL read their part of it from the environment
-    when they start (one workspace for each stream, sums round a ring); what is set there
-    already is kept. Operations of torch that have no deterministic form raise.
+    Enter the context before ``initialize``: cuBLAS and NCCL read their settings from the
+    environment when they start (fixed workspaces, ring sums); settings that exist are kept.
+    torch operations without a deterministic form raise.
 
     Raises:
-        ValueError: if the environment already chose cuBLAS workspaces that contradict it.
+        ValueError: if the environment sets cuBLAS workspaces that are not deterministic.
     """
     _check_workspaces(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     variables = {"CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACES[0], "NCCL_ALGO": "Ring"}
@@ -227,7 +233,7 @@ def deterministic_algorithms() -> Iterator[None]:
     was_filled = memory.fill_uninitialized_memory
     os.environ.update({name: variables[name] for name in added})
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # it costs a pass over each new tensor
+    memory.fill_uninitialized_memory = False  # would cost a pass over each new tensor
     try:
         yield
     finally:
@@ -246,45 +252,45 @@ def _check_workspaces(known: str) -> None:
 
 
 def world_size() -> int:
-    """Ranks of the world that was joined, or else of the one that the launcher describes."""
+    """Number of ranks of the joined world, or of the launcher's world before joining."""
     if dist.is_initialized():
         return dist.get_world_size()
     return read_environment().world_size
 
 
 def shut_down() -> None:
-    """Leave the world, if one was joined."""
+    """Leave the world, if this process has joined one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def free_port() -> int:
-    """Return a TCP port that no process listens on at this moment."""
+    """Return a TCP port on which no process listens now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int:
-    """Start ``nproc`` ranks of a command on this host and wait for them.
+    """Start ``nproc`` ranks of a command on this host, and wait until they end.
 
-    The first rank that fails ends the others, so nothing waits for a dead peer. Rank 0 keeps
-    this terminal's standard output; every rank keeps standard error. SIGTERM and SIGINT
-    reach every rank as one SIGTERM, however often they come, and the end of the ranks is
-    waited for as long as it takes (a run saves before it ends). A second SIGINT, a second
-    after the first or later, ends this process and the ranks. SIGUSR1 and SIGUSR2, by which
-    batch systems warn, and SIGHUP reach the ranks as they are.
+    When a rank fails, the others are ended, since they would wait for it. Rank 0 writes to
+    this process's standard output, all ranks to its standard error. Any number of SIGTERM and
+    SIGINT is forwarded to the ranks as one SIGTERM; then this function waits without limit
+    (a run saves before it ends). A second SIGINT more than ``REPEATED_S`` after the first ends
+    this process and the ranks. SIGUSR1 and SIGUSR2 (warnings of batch systems) and SIGHUP are
+    forwarded unchanged.
 
     Args:
         command: program and arguments, such as ``[sys.executable, "-m", "mcore_train", ...]``.
         nproc: ranks to start.
-        poll_s: seconds between looks at the ranks.
+        poll_s: seconds between checks of the ranks.
 
     Returns:
-        0 when all ranks end well, else the exit code of the first that failed.
+        0 if all ranks succeed, else the exit code of the first rank that failed.
 
     Raises:
-        ValueError: if this process already is a launched rank, or ``nproc`` is below 1.
+        ValueError: if this process is itself a launched rank, or ``nproc`` is below 1.
     """
     if nproc < 1:
         raise ValueError(f"--nproc {nproc} must be 1 or more.")
@@ -315,12 +321,12 @@ def launch_local(command: Sequence[str], nproc: int, poll_s: float = 0.1) -> int
 
 
 def is_under_uv_run() -> bool:
-    """Whether ``uv run`` started this process: commands to copy then begin with it."""
+    """Whether ``uv run`` started this process, so that printed commands begin with it."""
     return "UV_RUN_RECURSION_DEPTH" in os.environ
 
 
 def num_cores() -> int:
-    """Cores that this process may run on; all of the host's where nothing limits it (macOS)."""
+    """Number of cores that this process may use; on macOS all cores of the host."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     return len(os.sched_getaffinity(0))
@@ -356,8 +362,9 @@ def _ending(code: int) -> str:
 
 
 def _end_with(launcher: int, rank: int, poll_s: float = 1.0) -> None:
-    """End this process once the one that launched it is gone."""
-    is_child = os.getppid() == launcher  # else it is gone already, or something is between
+    """End this process once its launcher process is gone."""
+    # Not a child: the launcher is gone already, or started this rank through another process.
+    is_child = os.getppid() == launcher
     while os.getppid() == launcher if is_child else _exists(launcher):
         time.sleep(poll_s)
     log.error("rank %d ends: process %d, which started all ranks, is gone", rank, launcher)
@@ -388,8 +395,8 @@ def _passing_on_signals(ranks: list[subprocess.Popen]) -> Iterator[None]:
         if number == signal.SIGINT and now_s - came_s.get(number, now_s) > REPEATED_S:
             signal.signal(number, before[number])
             signal.raise_signal(number)
-        # Ctrl-C has reached the ranks of this terminal already, and a second SIGINT would
-        # end them at once: so SIGTERM, whatever came, and once.
+        # Ctrl-C has also sent SIGINT to the ranks, and a second SIGINT would end them at once.
+        # So any signal is forwarded as SIGTERM, and only the first one.
         if not came_s:
             for rank in ranks:
                 if rank.poll() is None:

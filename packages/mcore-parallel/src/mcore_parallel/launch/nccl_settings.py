@@ -1,14 +1,14 @@
-"""How many multiprocessors nccl may take from the GEMMs that run at the same time, by axis.
+"""nccl settings by axis: how many multiprocessors collectives take from concurrent GEMMs.
 
-A collective under backward runs on multiprocessors that GEMMs would use. Data ranks have a
-whole backward to sum gradients in and need few; tensor ranks wait for every sum and need all.
-So each axis has its own counts, from a TOML file with one table for each::
+A collective during backward runs on multiprocessors that GEMMs could use. Gradient reductions
+over data ranks have all of backward to finish and need few multiprocessors; tensor ranks wait
+for every reduction and need all. So each axis may have its own table in a TOML file::
 
     [dp_cp]
     max_ctas = 8
 
-An axis with a table gets a separate group even where another axis has the same ranks, since
-nccl's counts belong to a communicator. On gloo the counts have no effect.
+An axis with a table gets its own group even if another axis has the same ranks, since nccl's
+settings belong to a communicator. On gloo the settings have no effect.
 """
 
 import tomllib
@@ -25,8 +25,8 @@ TABLES = {
     "expert_dp": ("expert_dp", "expert_optimizer_shard"),
     "pp": ("pp", "pp_back"),
 }
-"""Tables of several axes: data ranks and their cut by the distributed optimizer, both ways of
-the pipeline."""
+"""Tables that hold for several axes: the data ranks and their optimizer shards, and both
+directions of the pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,14 +34,14 @@ class Communicator:
     """Settings of one nccl communicator; 0 keeps nccl's default."""
 
     min_ctas: int = 0
-    """Least blocks, each on a multiprocessor, that a collective runs on."""
+    """Smallest number of thread blocks, each on one multiprocessor, of a collective."""
     max_ctas: int = 0
-    """Most of them."""
+    """Largest number of thread blocks of a collective."""
     cga_cluster_size: int = 0
-    """Blocks in a cluster."""
+    """Thread blocks in a cluster."""
 
     def options(self) -> Any:
-        """Build the options that torch makes an nccl group with."""
+        """Build torch's options for an nccl group."""
         options = dist.ProcessGroupNCCL.Options()
         for field in fields(self):
             if value := getattr(self, field.name):
@@ -50,14 +50,14 @@ class Communicator:
 
 
 def read_communicators(path: str, axes: Mapping[str, object]) -> dict[str, Communicator]:
-    """Read the settings of some axes; no communication.
+    """Read a settings file; return the settings by axis; no communication.
 
     A table of the data ranks, ``dp_cp`` or ``expert_dp``, also holds for the shards of their
-    optimizer, and ``pp`` for ``pp_back``, unless these have tables too.
+    optimizer, and ``pp`` for ``pp_back``, unless these axes have their own tables.
 
     Raises:
-        ValueError: if the file is missing or no TOML, or names an axis or a setting that is
-            not known, or a count below 1; says which.
+        ValueError: if the file is missing or not TOML, or has an unknown axis or setting, or a
+            count below 1.
     """
     if not path:
         return {}
@@ -68,13 +68,14 @@ def read_communicators(path: str, axes: Mapping[str, object]) -> dict[str, Commu
     except ValueError as error:
         raise ValueError(f"{FLAG} {path} is not TOML: {error}.") from error
     known = {name: (name,) for name in axes} | TABLES
-    found: dict[str, Communicator] = {}
+    communicators: dict[str, Communicator] = {}
+    # Tables of several axes first, so that a table of a single axis overrides them.
     for name in sorted(tables, key=lambda name: name not in TABLES):
         if name not in known:
             raise ValueError(f"{FLAG} {path}: no axis {name}; there are {', '.join(known)}.")
-        one = _communicator(f"{FLAG} {path}: [{name}]", tables[name])
-        found |= dict.fromkeys(known[name], one)
-    return found
+        communicator = _communicator(f"{FLAG} {path}: [{name}]", tables[name])
+        communicators |= dict.fromkeys(known[name], communicator)
+    return communicators
 
 
 def _communicator(where: str, table: Any) -> Communicator:
@@ -83,10 +84,11 @@ def _communicator(where: str, table: Any) -> Communicator:
         raise ValueError(f"{where} must be a table of {', '.join(known)}.")
     for name, value in table.items():
         if name not in known:
-            raise ValueError(f"{where} says {name}; known are {', '.join(known)}.")
+            raise ValueError(f"{where} sets {name}, which is unknown: use {', '.join(known)}.")
         if type(value) is not int or value < 1:
-            raise ValueError(f"{where} says {name} = {value!r}: it must be 1 or more.")
-    one = Communicator(**table)
-    if one.max_ctas and one.min_ctas > one.max_ctas:
-        raise ValueError(f"{where} says min_ctas {one.min_ctas} above max_ctas {one.max_ctas}.")
-    return one
+            raise ValueError(f"{where} sets {name} = {value!r}: it must be 1 or more.")
+    communicator = Communicator(**table)
+    least, most = communicator.min_ctas, communicator.max_ctas
+    if most and least > most:
+        raise ValueError(f"{where} sets min_ctas {least} above max_ctas {most}.")
+    return communicator

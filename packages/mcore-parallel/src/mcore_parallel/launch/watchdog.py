@@ -1,4 +1,4 @@
-"""Faults end a job and are named: if a rank raises, dies or hangs, all ranks end.
+"""Ends all ranks of a job if one raises, dies or hangs, and reports which rank failed where.
 
 Torch's collectives time out; the watchdog adds which rank failed and where, and ends the other
 ranks. Every few seconds a thread of each rank writes this rank's place in the code to a store,
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 EXIT_CODE = 1
 GRACE_S = 2.0
-"""Time for a rank to end normally after another rank's fault, as it may have failed too."""
+"""Time for a rank to end normally after another rank's fault; it may have failed too."""
 ENDING_S = 15.0
 """Time for a failed rank to end."""
 WARN_SHARE = 0.9
@@ -52,13 +52,13 @@ GONE = ("left", "failed")
 WAITING = "waiting for its device"
 """Begin of the place of a rank whose host waits for its GPU."""
 FOREIGN = ("torch", "jaxtyping", "beartype")
-"""Packages that stand between a call site and the communication."""
+"""Packages whose frames are skipped between a call site and the communication."""
 
 
 class Watch:
-    """Watches over one world while a program runs in it: a context manager.
+    """Context manager that watches one world while a program runs in it.
 
-    All ranks enter it together. Over a world of one rank it does nothing.
+    All ranks must enter it together. In a world of one rank it does nothing.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Watch:
         *,
         end_on_hang: bool = False,
     ) -> None:
-        """Prepare; nothing is sent before ``__enter__``.
+        """Set up; nothing is written to the store before ``__enter__``.
 
         Args:
             store: that all ranks share; None: nothing to watch.
@@ -108,7 +108,7 @@ class Watch:
         """Watch over the world that this process has joined, if it has more than one rank."""
         if world_size == 1:
             return cls(None, rank, world_size, 60 * timeout_minutes)
-        # A connection of its own: the thread must not wait for a call of the main program.
+        # A separate connection, so that the thread never waits for a call of the main thread.
         store: Any = distributed_c10d._get_default_store()  # torch's stub lacks clone
         timeout_s = 60 * timeout_minutes
         return cls(
@@ -130,10 +130,10 @@ class Watch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop watching; write a fault to the store and add it to the exception as a note.
+        """Stop watching; write a fault to the store and to the exception as a note.
 
-        Only the first fault of a world counts; those after it are its consequences. The
-        process then has ``ENDING_S`` to end: leaving a world of dead ranks may hang too.
+        Only the first fault of a world is reported; later ones are its consequences. After a
+        fault the process has ``ENDING_S`` to end, since leaving a world of dead ranks may hang.
         """
         if self._store is None:
             return
@@ -169,24 +169,24 @@ class Watch:
             self._steps.start()
 
     def places(self, wait_s: float = 0.0) -> dict[int, str]:
-        """Return the last known place of every other rank.
+        """Return the last known position of every other rank.
 
         Args:
-            wait_s: look again after this long, and mark ranks without a new message as silent.
+            wait_s: seconds after which to read again and mark ranks without news as silent.
         """
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        before = {rank: self._heard_of(rank) for rank in others}
+        before = {rank: self._heartbeat_of(rank) for rank in others}
         time.sleep(wait_s)
-        found = {}
+        places = {}
         for rank in others:
-            beat = self._heard_of(rank)
-            found[rank] = json.loads(beat)["place"] if beat else "never heard of"
-            if wait_s and beat == before[rank] and found[rank] not in GONE:
-                found[rank] = f"SILENT, last {found[rank]}"
-        return found
+            beat = self._heartbeat_of(rank)
+            places[rank] = json.loads(beat)["place"] if beat else "never heard of"
+            if wait_s and beat == before[rank] and places[rank] not in GONE:
+                places[rank] = f"SILENT, last {places[rank]}"
+        return places
 
     def _outlast_readers(self) -> None:
-        """Keep the store, which may end with rank 0, until the others have read the fault."""
+        """Wait until the other ranks have read the fault: the store may end with rank 0."""
         deadline = time.monotonic() + GRACE_S + 2 * self.period_s + 1
         if all(place in GONE for place in self.places().values()):
             return
@@ -201,7 +201,7 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        """Write beats and look for faults until the main program leaves or a fault ends it."""
+        """Thread: write heartbeats and look for faults until this rank or another one ends."""
         still_since, still_at, warned = time.monotonic(), "", False
         late_step = 0
         while not self._ended.wait(self.period_s):
@@ -231,7 +231,7 @@ class Watch:
                 return
 
     def _guard(self) -> None:
-        """End the process once the store has not answered for the timeout."""
+        """Thread: end the process if the store does not answer within the timeout."""
         while not self._left.wait(self.period_s):
             silent_s = time.monotonic() - self._answered
             if silent_s > self.timeout_s:
@@ -242,10 +242,13 @@ class Watch:
                 )
 
     def _fault(self) -> str:
-        """Return the fault of another rank, or that the next rank is silent; empty: none."""
+        """Return the stored fault, or a new one if the next rank is silent; empty: none.
+
+        Each rank watches its successor, so that every rank is watched at constant cost.
+        """
         if fault := self._stored_fault():
             return fault
-        beat = self._heard_of((self.rank + 1) % self.world_size)
+        beat = self._heartbeat_of((self.rank + 1) % self.world_size)
         if beat != self._neighbour:
             self._neighbour, self._neighbour_since = beat, time.monotonic()
         silent_s = time.monotonic() - self._neighbour_since
@@ -264,7 +267,7 @@ class Watch:
         return self._store.get("watch/fault").decode()
 
     def _first_fault(self, fault: str) -> str:
-        """Store a fault unless there is an earlier one; return the stored one."""
+        """Store a fault unless one is stored already; return the stored fault."""
         assert self._store is not None
         return self._store.compare_set("watch/fault", "", fault).decode()
 
@@ -331,7 +334,7 @@ class Watch:
         beat = {"count": self._count, "place": place}
         self._store.set(f"watch/beat/{self.rank}", json.dumps(beat))
 
-    def _heard_of(self, rank: int) -> str:
+    def _heartbeat_of(self, rank: int) -> str:
         assert self._store is not None
         key = f"watch/beat/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
@@ -368,12 +371,12 @@ class _StepTimes:
 
 
 def where_in(frames: Mapping[int, FrameType], main: int) -> str:
-    """Describe the place of a process: in which collective, or on which line.
+    """Describe the position of a process: a collective, or the line of the main thread.
 
     Args:
-        frames: innermost frame of every thread.
-        main: the thread that counts if none is in a collective. Backward of a GPU model runs
-            in a thread of its own.
+        frames: innermost frame of every thread. All threads count, since backward on a GPU runs
+            in a thread of autograd.
+        main: the main thread.
     """
     stacks = {thread: _stack(frame) for thread, frame in frames.items()}
     if any(frame.f_code is Watch.__exit__.__code__ for frame, _ in stacks[main]):
@@ -409,9 +412,9 @@ def _waits_in(filename: str) -> bool:
 
 
 def call_site(skip: int = 1) -> str:
-    """Name the line that communicates: the innermost one outside of ``COMMUNICATION``.
+    """Return the innermost line outside ``COMMUNICATION``: the line that communicates.
 
-    If that line is in this package, the line that called the package follows.
+    If that line is in this package, the line that called the package is appended.
     """
     return _site(_stack(sys._getframe(skip)))
 
@@ -425,7 +428,7 @@ def _stack(frame: FrameType | None) -> list[tuple[FrameType, int]]:
 
 
 def _place(stack: list[tuple[FrameType, int]]) -> str:
-    """Describe a stack, innermost frame first."""
+    """Describe the position of a stack, given innermost frame first."""
     inside = [i for i, (frame, _) in enumerate(stack) if _communicates(frame)]
     if not inside:
         own = [entry for entry in stack if not _is_foreign(entry[0])]
@@ -436,7 +439,7 @@ def _place(stack: list[tuple[FrameType, int]]) -> str:
     named = [i for i in inside if _axis_of(stack[i][0]) is not None]
     frame = stack[(named or inside)[0]][0]
     outside = _outside(stack[inside[0] :])
-    # A frame in ``wait`` has no axis; its caller mostly has.
+    # A frame in ``wait`` has no axis; its caller usually has one.
     axis = _axis_of(frame) or (_axis_of(outside[0][0]) if outside else None)
     over = f" over {axis.name} (ranks {_numbers(axis.ranks)})" if axis is not None else ""
     site = f" at {_site(outside)}" if outside else ""
@@ -448,7 +451,7 @@ def _outside(stack: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
 
 
 def _site(stack: list[tuple[FrameType, int]]) -> str:
-    """Name the first line outside of communication, and the line that called this package."""
+    """Return the first line outside communication, and the line that called this package."""
     lines = _outside(stack) or stack[-1:]
     callers = [e for e in lines if not _is_own(e[0])]
     called_by = f", for {_line(*callers[0])}" if callers and callers[0] is not lines[0] else ""
@@ -456,10 +459,10 @@ def _site(stack: list[tuple[FrameType, int]]) -> str:
 
 
 def _axis_of(frame: FrameType) -> Any:
-    """Return ``axis`` of a frame's locals or of its ``self``; None: it has none."""
-    here = frame.f_locals
-    found = here.get("axis", getattr(here.get("self"), "axis", None))
-    return found if hasattr(found, "ranks") else None
+    """Return the local ``axis`` of a frame, or ``self.axis``; None: neither exists."""
+    names = frame.f_locals
+    axis = names.get("axis", getattr(names.get("self"), "axis", None))
+    return axis if hasattr(axis, "ranks") else None
 
 
 def _communicates(frame: FrameType) -> bool:
@@ -473,7 +476,7 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def _is_foreign(frame: FrameType) -> bool:
-    """Whether a frame is torch's, or a wrapper that checks shapes in tests."""
+    """Whether a frame belongs to torch, or to the shape checks of the tests."""
     path = frame.f_code.co_filename
     is_wrapper = path.startswith("<") or path.endswith("tests/shape_checks.py")
     return is_wrapper or any(f"/{name}/" in path for name in FOREIGN)
@@ -492,7 +495,7 @@ def _numbers(ranks: tuple[int, ...], most: int = 8) -> str:
 
 
 def _listed(places: Mapping[int, str], most: int = 8) -> str:
-    """Group ranks by place; the smallest groups, which are the odd ones out, come first."""
+    """Format ranks grouped by position, small groups (the outliers) first."""
     by_place: dict[str, list[int]] = {}
     for rank, place in places.items():
         by_place.setdefault(place, []).append(rank)

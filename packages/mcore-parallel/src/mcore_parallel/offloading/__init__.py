@@ -1,1 +1,1 @@
-"""Optimizer state and activations in host memory."""
+"""Offloading of optimizer state and activations to host memory."""

@@ -1,11 +1,10 @@
-"""Activations in host memory between a layer's forward and its backward.
+"""Offloads activations to host memory between a layer's forward and its backward.
 
-What autograd saves in a layer is copied to pinned host memory on a stream of its own, under the
-layer that comes next; then the device's copy is given up. Backward of a layer fetches the
-tensors of the layer before it, which travel while it computes. Weights stay, those of other
-layers that a layer uses too, and tensors too small to pay; a tensor that several operations
-save travels once. The numbers are the same. On a CPU tensors are copied too, so that the same
-code runs.
+Tensors that autograd saves in a layer are copied to pinned host memory on a separate stream
+while the next layer computes; then the device's copy is freed. Backward of a layer prefetches
+the tensors of the preceding layer, so that copies overlap with computation. Weights and small
+tensors stay on the device; a tensor that several operations save is copied once. Results do not
+change. On a CPU tensors are copied too, so that tests run the same code.
 
 Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, section 5.1.
 """
@@ -23,14 +22,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 LEAST_ELEMENTS = 1 << 20
-"""Elements below which a tensor stays on a GPU."""
+"""Smallest number of elements of a tensor that is offloaded from a GPU."""
 
 
 class ActivationOffload:
-    """Keeps what the first layers of a chunk save in host memory.
+    """Offloads the tensors that autograd saves in the first layers of a model chunk.
 
     Attributes:
-        host_bytes: of host memory that it has taken.
+        host_bytes: bytes of host memory allocated so far.
     """
 
     def __init__(
@@ -40,14 +39,15 @@ class ActivationOffload:
         device: torch.device,
         least_elements: int = 0,
     ) -> None:
-        """Hook into layers; no communication.
+        """Register hooks on the layers; no communication.
 
         Args:
-            layers: of a chunk, in forward order.
-            num_layers: of the first ones whose saved tensors leave the device; fewer than all,
-                since backward begins with the last one at once.
-            device: where they compute.
-            least_elements: of a tensor that leaves; 0: ``LEAST_ELEMENTS`` on a GPU, else all.
+            layers: layers of a chunk, in forward order.
+            num_layers: number of first layers to offload; fewer than all, since backward needs
+                the last layer's tensors at once.
+            device: device of the layers.
+            least_elements: smallest number of elements of an offloaded tensor; 0:
+                ``LEAST_ELEMENTS`` on a GPU, 1 on a CPU.
         """
         if num_layers >= len(layers):
             raise ValueError(
@@ -65,15 +65,17 @@ class ActivationOffload:
         self._latest: _SavedLayer | None = None
         self._open = ExitStack()
         self._handles = []
-        for place, layer in enumerate(layers[: num_layers + 1]):
-            if place < num_layers:
-                enter = partial(self._enter, is_first=place == 0)
+        # The layer after the last offloaded one has a hook too: at its end, the copies of the
+        # last offloaded layer have had a layer's time, and that layer's tensors are freed.
+        for index, layer in enumerate(layers[: num_layers + 1]):
+            if index < num_layers:
+                enter = partial(self._enter, is_first=index == 0)
                 self._handles.append(layer.register_forward_pre_hook(enter))
-            leave = partial(self._leave, is_inside=place < num_layers)
+            leave = partial(self._leave, is_inside=index < num_layers)
             self._handles.append(layer.register_forward_hook(leave, always_call=True))
 
     def remove_hooks(self) -> None:
-        """Let activations stay on the device again."""
+        """Stop offloading: remove the hooks from the layers."""
         for handle in self._handles:
             handle.remove()
 
@@ -110,7 +112,7 @@ class ActivationOffload:
         return layer.known[key]
 
     def send(self, tensor: Tensor) -> "_Buffer":
-        """Begin to copy a tensor to the host."""
+        """Launch the copy of a tensor to a host buffer; return the buffer."""
         size = tensor.numel() * tensor.element_size()
         free = self._free.setdefault(size, [])
         if free:
@@ -121,7 +123,7 @@ class ActivationOffload:
         if not self._on_gpu:
             buffer.shaped(tensor).copy_(tensor)
             return buffer
-        if buffer.event is not None:  # what it held before has arrived on the device
+        if buffer.event is not None:  # the copy of its previous content must have ended
             self._out.wait_event(buffer.event)
         self._out.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._out):
@@ -130,13 +132,13 @@ class ActivationOffload:
         return buffer
 
     def fetch(self, saved: "_SavedTensor") -> None:
-        """Begin to copy a tensor back to the device."""
+        """Launch the copy of a tensor back to the device."""
         tensor = torch.empty_strided(
             saved.shape, saved.strides, dtype=saved.dtype, device=saved.device
         )
         source = saved.buffer.shaped(tensor)
         if self._on_gpu:
-            # The memory may be of operations that are still queued.
+            # Queued operations may still use the memory that the allocator has given out.
             self._back.wait_stream(torch.cuda.current_stream(saved.device))
             with torch.cuda.stream(self._back):
                 tensor.copy_(source, non_blocking=True)
@@ -146,7 +148,7 @@ class ActivationOffload:
         saved.tensor = tensor
 
     def give_back(self, buffer: "_Buffer") -> None:
-        """Take a buffer back whose tensor is no longer needed."""
+        """Return a buffer to the pool, once its tensor is no longer needed."""
         self._free[buffer.memory.numel()].append(buffer)
 
 
@@ -156,16 +158,16 @@ class _Buffer:
 
     memory: Tensor
     event: Any = None
-    """The end of its latest copy."""
+    """Event at the end of the latest copy from or to the memory."""
 
     def shaped(self, like: Tensor) -> Tensor:
-        """Return the memory as a tensor like another."""
+        """Return a view of the memory with the dtype, shape and strides of a tensor."""
         flat = self.memory.view(like.dtype)
         return flat.as_strided(like.shape, _dense_strides(like))
 
 
 class _SavedLayer:
-    """What one layer saved in one forward."""
+    """The tensors that one layer saved in one forward, and the layer before it."""
 
     def __init__(self, owner: ActivationOffload, before: "_SavedLayer | None") -> None:
         self.owner, self.before = owner, before
@@ -180,18 +182,18 @@ class _SavedLayer:
                 apply(saved)
 
     def give_up(self) -> None:
-        """Free the device's copies, which later operations may use once they have left."""
+        """Free the copies on the device."""
         self.each(_SavedTensor.leave)
 
     def fetch(self) -> None:
-        """Begin to copy everything back."""
+        """Launch the copies of all tensors back to the device, once."""
         if not self.is_fetched:
             self.is_fetched = True
             self.each(_SavedTensor.come_back)
 
 
 class _SavedTensor:
-    """A tensor that autograd holds, on the device or on the host or both."""
+    """A tensor saved by autograd, on the device, on the host or on both."""
 
     def __init__(self, layer: _SavedLayer, tensor: Tensor, buffer: _Buffer) -> None:
         self.layer, self.buffer = layer, buffer
@@ -200,19 +202,19 @@ class _SavedTensor:
         self.dtype, self.device = tensor.dtype, tensor.device
 
     def leave(self) -> None:
-        """Give the device's memory up; the current stream waits for the copy first."""
+        """Free the tensor on the device, after the current stream has waited for the copy."""
         if self.tensor is not None and self.buffer.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.buffer.event)
         self.tensor = None
 
     def come_back(self) -> None:
-        """Begin to copy it back, if it has left."""
+        """Launch the copy back to the device, unless the tensor is there."""
         if self.tensor is None:
             self.layer.owner.fetch(self)
 
     @staticmethod
     def whole(packed: Any) -> Tensor:
-        """Return what autograd saved, and begin to fetch what the layer before saved."""
+        """Return the tensor for backward, and prefetch the tensors of the layer before."""
         if isinstance(packed, Tensor):
             return packed
         layer = packed.layer
@@ -225,18 +227,21 @@ class _SavedTensor:
         return packed.tensor
 
     def __del__(self) -> None:
-        """Return the host's memory, once autograd needs the tensor no more."""
+        """Return the host buffer to the pool, when autograd releases the tensor."""
         self.layer.owner.give_back(self.buffer)
 
 
 def _whole_weights(module: nn.Module) -> set[int]:
-    """Return where weights are that are whole now: ``fully_shard`` gathers some on the way."""
-    whole = (p for p in module.parameters() if not isinstance(p, DTensor))
-    return {parameter.untyped_storage().data_ptr() for parameter in whole}
+    """Return the storage addresses of the weights that are not DTensors now.
+
+    ``fully_shard`` replaces a layer's DTensors by gathered weights before its forward.
+    """
+    weights = (p for p in module.parameters() if not isinstance(p, DTensor))
+    return {parameter.untyped_storage().data_ptr() for parameter in weights}
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return a tensor's strides, or those of a contiguous one if it leaves gaps."""
+    """Return a tensor's strides, or contiguous strides if the tensor's memory has gaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

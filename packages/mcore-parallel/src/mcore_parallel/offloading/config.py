@@ -1,31 +1,31 @@
-"""What is kept in host memory. Standard library only."""
+"""Options of offloading to host memory or a drive."""
 
 from dataclasses import dataclass
 
 from mcore_base.options import ON, Because, Options, Rule, option
 
 PIECE_BYTES = 48 << 20
-"""Optimizer state that travels at one time, about a millisecond of PCIe."""
+"""Bytes of optimizer state in one copy, about a millisecond of PCIe."""
 NUM_PIECES_ON_GPU = 3
-"""One that comes, one that is updated and one that goes back."""
+"""Pieces on the GPU: one that is fetched, one that is updated, one that is sent back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadConfig(Options):
-    """Optimizer state and activations that leave the GPU while it does not need them."""
+    """Which optimizer state and activations are kept outside GPU memory."""
 
     optimizer_cpu_offload: bool = False
-    """Keep main weights and moments in host memory: they come to the GPU piece by piece to be
-    updated, and go back."""
+    """Keep main weights and moments in host memory; the GPU fetches, updates and returns them
+    piece by piece."""
 
     optimizer_offload_fraction: float = option(
         1.0, above=0, maximum=1, needs={"optimizer_cpu_offload": ON}
     )
-    """Share of this rank's optimizer state that --optimizer-cpu-offload takes, 0 to 1."""
+    """Share of a rank's optimizer state that --optimizer-cpu-offload offloads, 0 to 1."""
 
     optimizer_offload_dir: str = option("", needs={"optimizer_cpu_offload": ON})
-    """Folder on an NVMe drive of each host: what --optimizer-cpu-offload takes is in a file
-    there, and memory holds a part of it. Empty: it is in memory."""
+    """Folder on an NVMe drive of each host, for a file with the offloaded optimizer state, of
+    which memory holds a part. Empty: all offloaded state is in host memory."""
 
     cpu_offloading: bool = option(
         False,
@@ -36,10 +36,10 @@ class OffloadConfig(Options):
             ),
         },
     )
-    """Keep what backward needs of the first layers in host memory."""
+    """Keep the activations of the first layers in host memory between forward and backward."""
 
     cpu_offloading_num_layers: int = option(0, minimum=0)
-    """Layers of each pipeline stage that --cpu-offloading takes, from the first one on."""
+    """Number of first layers of each pipeline stage that --cpu-offloading offloads."""
 
     rules = (
         Rule(

@@ -1,9 +1,9 @@
-"""Updates of optimizer state in host memory: pieces of it come to the GPU and go back.
+"""Updates optimizer state in host memory: the GPU fetches, updates and returns it in pieces.
 
-Gradients and weights stay on the GPU. While it updates one piece, the next comes on a stream of
-its own and the one before goes back on another, through a few sets of buffers that stay from
-step to step. The update is that of state which lives there, so its bits are the same. Without
-a GPU state is updated where it is.
+Gradients and weights stay on the GPU. While the GPU updates one piece, a second stream fetches
+the next piece and a third returns the previous one, through a few sets of buffers that persist
+between steps. The update code is that of state on the GPU, so results are bitwise equal.
+Without a GPU, state is updated in host memory.
 
 Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, section 6.
 """
@@ -20,34 +20,34 @@ from torch import Tensor
 from mcore_parallel.offloading.config import NUM_PIECES_ON_GPU
 
 Queue = Literal["fetch", "update", "send"]
-"""What runs in order: copies to the GPU, its usual work, copies from it."""
+"""Ordered queues of a device: copies to the GPU, computation, copies from the GPU."""
 
 _ALIGNMENT = 128
-"""Of tensors in a buffer, in bytes: a line of a GPU's cache."""
+"""Alignment of tensors in a buffer, in bytes: a cache line of a GPU."""
 
 
 @runtime_checkable
 class Queues(Protocol):
-    """Work of a device: in order within a queue, and beside other queues unless it waits."""
+    """Asynchronous work of a device: in order within a queue, concurrent between queues."""
 
     def buffer(self, num_bytes: int) -> UInt8[Tensor, " b"]:
-        """Return memory of the device, which work in ``update`` may still be using."""
+        """Allocate device memory, which earlier work in ``update`` may still use."""
 
     def copy(self, queue: Queue, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Queue copies between the host and the device."""
+        """Queue copies between host and device."""
 
     def mark(self, queue: Queue) -> Any:
-        """Return an event: all that is queued now is done."""
+        """Return an event that completes when all work queued so far is done."""
 
     def wait(self, queue: Queue, event: Any) -> None:
-        """Let what is queued from now on begin after an event."""
+        """Make later work in a queue wait for an event."""
 
     def wait_on_host(self, event: Any) -> None:
-        """Return after an event."""
+        """Block the host until an event."""
 
 
 class CudaQueues:
-    """``Queues`` of a GPU: two streams of its own beside the current one."""
+    """``Queues`` of a GPU: the current stream and two more streams."""
 
     def __init__(self, device: torch.device) -> None:
         """Make the streams."""
@@ -58,11 +58,11 @@ class CudaQueues:
         }
 
     def buffer(self, num_bytes: int) -> UInt8[Tensor, " b"]:
-        """Return memory of the current stream."""
+        """Allocate memory on the current stream."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def copy(self, queue: Queue, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Queue copies; the host waits for those of memory that is not page-locked."""
+        """Queue copies; the host waits for copies of memory that is not page-locked."""
         with torch.cuda.stream(self._stream(queue)):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -72,11 +72,11 @@ class CudaQueues:
         return self._stream(queue).record_event()
 
     def wait(self, queue: Queue, event: Any) -> None:
-        """Let a stream wait; the host does not."""
+        """Make a stream wait for an event."""
         self._stream(queue).wait_event(event)
 
     def wait_on_host(self, event: Any) -> None:
-        """Let the host wait."""
+        """Block the host until an event."""
         event.synchronize()
 
     def _stream(self, queue: Queue) -> torch.cuda.Stream:
@@ -87,17 +87,17 @@ class CudaQueues:
 
 @dataclass(slots=True)
 class _Set:
-    """The device's memory of one piece at a time."""
+    """Device memory for one piece at a time."""
 
     memory: Tensor
     is_free: Any
-    """Event: what it held has left."""
+    """Event: the previous piece has been returned to the host."""
     has_arrived: Any = None
-    """Event: what it holds is complete."""
+    """Event: the current piece has been fetched."""
 
 
 class HostUpdates:
-    """The pieces of one rank, and the device's memory that they pass through."""
+    """Optimizer state of one rank in host memory, and device buffers for updating it."""
 
     def __init__(
         self,
@@ -105,76 +105,76 @@ class HostUpdates:
         queues: Queues | None,
         read_ahead: Callable[..., None] | None = None,
     ) -> None:
-        """Allocate the device's memory.
+        """Allocate the device buffers.
 
         Args:
-            pieces: tensors in host memory that are updated together, in the order of updates.
-            queues: of the device; None: the processor updates.
+            pieces: groups of tensors in host memory that are updated together, in order.
+            queues: queues of the device; None: the CPU updates in host memory.
             read_ahead: called with the tensors of a piece some time before they are read.
         """
         self._pieces, self._queues, self._read_ahead = pieces, queues, read_ahead
         self._num_fetched = self._num_updated = 0
         self._sets: list[_Set] = []
         if queues is not None:
-            size = max((_places(piece)[1] for piece in pieces), default=0)
+            size = max((_offsets(piece)[1] for piece in pieces), default=0)
             for _ in range(min(NUM_PIECES_ON_GPU, len(pieces))):
                 self._sets.append(_Set(queues.buffer(size), queues.mark("update")))
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Begin to fetch; after it host memory is current, for which alone the host waits.
+        """Enclose one update of all pieces by ``next_piece``.
 
-        The first pieces come at once, beside what the device still has to do: they depend on
-        nothing but the update before.
+        At entry the fetches of the first pieces are launched; they overlap with queued work of
+        the device. At exit the host waits until all pieces are back in host memory.
         """
         self._num_fetched = self._num_updated = 0
         self._fetch()
         yield
         assert self._num_updated == len(self._pieces)
         if self._queues is not None and self._sets:
-            # They go back in order.
+            # Pieces are returned in order, so the last one is enough.
             last = self._sets[(self._num_updated - 1) % len(self._sets)]
             self._queues.wait_on_host(last.is_free)
 
     @contextmanager
     def next_piece(self) -> Iterator[Sequence[Shaped[Tensor, " n"]]]:
-        """Yield the next piece where it is updated by what is queued; then it goes back."""
+        """Yield the next piece on the device, to be updated in place; then send it back."""
         piece = self._pieces[self._num_updated]
         if self._queues is None:
             self._announce(self._num_updated + 1)
             yield piece
             self._num_updated += 1
             return
-        here = self._sets[self._num_updated % len(self._sets)]
-        tensors = _tensors(here.memory, piece)
-        self._queues.wait("update", here.has_arrived)
+        buffers = self._sets[self._num_updated % len(self._sets)]
+        tensors = _tensors(buffers.memory, piece)
+        self._queues.wait("update", buffers.has_arrived)
         yield tensors
         self._queues.wait("send", self._queues.mark("update"))
         self._queues.copy("send", piece, tensors)
-        here.is_free = self._queues.mark("send")
+        buffers.is_free = self._queues.mark("send")
         self._num_updated += 1
         self._fetch()
 
     def _fetch(self) -> None:
-        """Queue the copies of pieces to every set whose piece is at least on its way back."""
+        """Queue fetches to every buffer whose previous piece is queued for return."""
         if self._queues is None:
             return
         stop = min(self._num_updated + len(self._sets), len(self._pieces))
-        for place in range(self._num_fetched, stop):
-            piece, here = self._pieces[place], self._sets[place % len(self._sets)]
-            self._announce(place + 1)
-            self._queues.wait("fetch", here.is_free)
-            self._queues.copy("fetch", _tensors(here.memory, piece), piece)
-            here.has_arrived = self._queues.mark("fetch")
-            self._num_fetched = place + 1
+        for index in range(self._num_fetched, stop):
+            piece, buffers = self._pieces[index], self._sets[index % len(self._sets)]
+            self._announce(index + 1)
+            self._queues.wait("fetch", buffers.is_free)
+            self._queues.copy("fetch", _tensors(buffers.memory, piece), piece)
+            buffers.has_arrived = self._queues.mark("fetch")
+            self._num_fetched = index + 1
 
-    def _announce(self, place: int) -> None:
-        if self._read_ahead is not None and place < len(self._pieces):
-            self._read_ahead(*self._pieces[place])
+    def _announce(self, index: int) -> None:
+        if self._read_ahead is not None and index < len(self._pieces):
+            self._read_ahead(*self._pieces[index])
 
 
-def _places(piece: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Return where the tensors of a piece begin in a buffer, in bytes, and where they end."""
+def _offsets(piece: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Return the byte offsets of a piece's tensors in a buffer, and the buffer's size."""
     begins, stop = [], 0
     for tensor in piece:
         begins.append(stop)
@@ -183,8 +183,8 @@ def _places(piece: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def _tensors(memory: Tensor, piece: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in a buffer that are like those of a piece."""
+    """Return views of a buffer with the sizes and dtypes of a piece's tensors."""
     return [
         memory[begin : begin + each.numel() * each.itemsize].view(each.dtype)
-        for begin, each in zip(_places(piece)[0], piece, strict=True)
+        for begin, each in zip(_offsets(piece)[0], piece, strict=True)
     ]

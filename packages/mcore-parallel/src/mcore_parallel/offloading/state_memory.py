@@ -1,11 +1,11 @@
-"""Host memory of optimizer state: one map for all of a rank's, page-locked or of a file.
+"""Host memory of optimizer state: one memory map per rank, page-locked or backed by a file.
 
-What is page-locked travels while the host does other things; torch's own allocator would round
-each tensor up to a power of two. A file lies on an NVMe drive, and memory holds what an update
-is working on: the system reads what is touched and writes back what changed. Its space is taken
-before the first step, so a full disk ends no run, except on ZFS and btrfs: these write what
-changes to new space, and SIGBUS ends a run where there is none. The file has no name: however a
-run ends, nothing is left, and checkpoints stand apart from it.
+Page-locked memory is copied asynchronously; torch's allocator would round each tensor up to a
+power of two. A file is on an NVMe drive: the system reads the pages that an update touches and
+writes back the pages that changed. The file's space is allocated before the first step, so a
+full disk does not end a run, except on ZFS and btrfs: these write changed pages to new space,
+and SIGBUS ends the run if there is none. The file has no name, so nothing is left however a run
+ends; checkpoints do not use the file.
 
 Rajbhandari et al. 2021, ZeRO-Infinity, arXiv:2104.07857, section 5.
 """
@@ -28,47 +28,48 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 _PORTABLE = 1
-"""Of ``cudaHostRegister``: for every GPU of the process, whichever is current."""
+"""Flag of ``cudaHostRegister``: page-locked for all GPUs of the process."""
 
 
 class StateMemory:
-    """Zeros, handed out as tensors, which stay good without the object."""
+    """A memory map that is divided into tensors, which keep the map alive."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        """Take a whole map, of which nothing else is made."""
+        """Take over a memory map of zeros, which must have no other user."""
         self._map = memory
-        # Tensors keep this alive. Unlike a map it is finalized before its memory goes.
+        # Tensors reference the array. Unlike a map it can be finalized before the memory is
+        # unmapped.
         self._array = (ctypes.c_char * len(memory)).from_buffer(memory)
         self._begin = ctypes.addressof(self._array)
         self._taken = 0
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Shaped[Tensor, "..."]:
-        """Return the next tensor."""
+        """Return a tensor of zeros in the next free part of the map."""
         count = prod(shape)
         if count == 0:
             return torch.zeros(shape, dtype=dtype)
-        found = torch.frombuffer(self._array, dtype=dtype, count=count, offset=self._taken)
+        tensor = torch.frombuffer(self._array, dtype=dtype, count=count, offset=self._taken)
         self._taken += -(-count * dtype.itemsize // 8) * 8
-        return found.view(shape)
+        return tensor.view(shape)
 
     def lock_pages(self, device: torch.device, runtime: Any) -> bool:
-        """Page-lock memory that is no file's, until its last tensor is gone; say if it is.
+        """Page-lock the map until its last tensor is freed; return whether that succeeded.
 
-        Logs a warning if it is not, which only costs time.
+        Not for maps of files. Logs a warning on failure, which only makes copies slower.
 
         Args:
-            device: that copies from and to it.
+            device: GPU that copies from and to the memory.
             runtime: ``torch.cuda.cudart()``.
         """
         size = len(self._map)
-        self._map.madvise(mmap.MADV_DONTFORK)  # or writing after a fork would move pages
-        with suppress(OSError):  # a kernel may have none
+        self._map.madvise(mmap.MADV_DONTFORK)  # else copy-on-write after a fork moves pages
+        with suppress(OSError):  # the kernel may not support huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         error = int(runtime.cudaHostRegister(self._begin, size, _PORTABLE))
         if error == 0:
             finalize(self._array, runtime.cudaHostUnregister, self._begin)
             return True
-        with suppress(RuntimeError):  # the next kernel reports the error as if it were its own
+        with suppress(RuntimeError):  # consume the error, which the next kernel would report
             torch.zeros((), device=device)
         log.warning(
             "%.1f GiB of host memory could not be page-locked for --optimizer-cpu-offload "
@@ -79,7 +80,7 @@ class StateMemory:
         return False
 
     def read_ahead(self, *tensors: Shaped[Tensor, " n"]) -> None:
-        """Begin to read tensors of a file into memory; returns at once."""
+        """Ask the system to read a file's tensors into memory; returns at once."""
         for tensor in tensors:
             begin = tensor.data_ptr() - self._begin
             first = begin // mmap.PAGESIZE * mmap.PAGESIZE
@@ -88,14 +89,14 @@ class StateMemory:
 
 
 def allocate_state(num_bytes: int, device: torch.device) -> StateMemory:
-    """Take host memory, page-locked if the device is a GPU.
+    """Allocate host memory for optimizer state, page-locked if the device is a GPU.
 
     Args:
-        num_bytes: of all tensors together, each padded to 8.
-        device: that copies from and to it.
+        num_bytes: bytes of all tensors together, each padded to 8.
+        device: device that copies from and to the memory.
 
     Raises:
-        ValueError: if the system refuses to give so much.
+        ValueError: if the system refuses the allocation.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
@@ -112,14 +113,14 @@ def allocate_state(num_bytes: int, device: torch.device) -> StateMemory:
 
 
 def allocate_state_file(num_bytes: int, folder: str) -> StateMemory:
-    """Take the space of a file.
+    """Allocate an unnamed file for optimizer state, and map the file.
 
     Args:
-        num_bytes: of all tensors together, each padded to 8.
-        folder: on the drive; made if it is not there.
+        num_bytes: bytes of all tensors together, each padded to 8.
+        folder: folder on the drive; created if missing.
 
     Raises:
-        ValueError: if the drive has too little space, or none can be taken there.
+        ValueError: if the drive has too little space, or the file cannot be created.
     """
     flag = f"--optimizer-offload-dir {folder}"
     size = max(1, num_bytes)

@@ -1,4 +1,4 @@
-"""Programs on several gloo ranks of this host, and whole tensors from what the ranks hold."""
+"""Runs functions on several gloo ranks of this host, and assembles tensors from shards."""
 
 import importlib
 import importlib.util
@@ -27,29 +27,29 @@ if TYPE_CHECKING:  # A rank loads torch before it loads these modules.
 def run_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0
 ) -> list[Any]:
-    """Run ``function(*arguments)`` on every rank of a new gloo world on this host's CPU.
+    """Run ``function(*arguments)`` on every rank of a new gloo world; return all results.
 
-    Inside, ``torch.distributed`` is initialised: read the rank from it, or build a
-    ``ParallelContext``. The function is found by its file and name, so a module-level function
-    of a test file works under any import mode of pytest; arguments and results must pickle
-    (tensors do). A rank has one thread. When a rank fails, all ranks are ended. A script calls
-    it under ``if __name__ == "__main__"``, as its ranks read the script again.
+    The function may use ``torch.distributed`` and build a ``ParallelContext``. Ranks are
+    processes on this host's CPU with one thread each. They load the function by file and name,
+    so a module-level function of a test file works under any import mode of pytest; arguments
+    and results must pickle (tensors do). If a rank fails, all ranks are ended. A script must
+    call ``run_ranks`` under ``if __name__ == "__main__"``, because its ranks import the script.
 
     Args:
         function: a module-level function.
-        world_size: ranks, 1 or more.
+        world_size: number of ranks, 1 or more.
         arguments: passed to every rank.
-        timeout_s: after which the ranks are ended, from their start.
+        timeout_s: limit for all ranks together, starting included.
 
     Returns:
         One result for each rank, in rank order.
 
     Raises:
-        RuntimeError: if a rank raises or dies (its traceback inside), or time runs out.
+        RuntimeError: if a rank raises (with its traceback) or dies, or time runs out.
     """
     address = import_address(function)
-    # Ranks are forked from one process that has loaded torch and what this process has loaded
-    # of our packages; forks of this process itself would inherit torch's threads.
+    # Ranks are forked from a server process that has imported torch and those of our modules
+    # that this process has; forks of this process would inherit the state of torch's threads.
     context = mp.get_context("forkserver")
     loaded = [name for name in sys.modules if name.startswith("mcore_")]
     context.set_forkserver_preload(
@@ -62,15 +62,15 @@ def run_ranks(
         task = (address, world_size, store, pickle.dumps(arguments))
         try:
             for rank in range(world_size):
-                here, there = context.Pipe()
-                with there:
+                parent_end, rank_end = context.Pipe()
+                with rank_end:
                     processes.append(
                         context.Process(
-                            target=_run_rank, args=(there, rank, *task), daemon=True
+                            target=_run_rank, args=(rank_end, rank, *task), daemon=True
                         )
                     )
                     processes[-1].start()
-                ranks[here] = rank
+                ranks[parent_end] = rank
             return collect_results(ranks, timeout_s)
         except BaseException:
             for process in processes:
@@ -78,7 +78,7 @@ def run_ranks(
             raise
         finally:
             for pipe in ranks:
-                pipe.close()  # A rank that has answered ends then.
+                pipe.close()  # lets ranks that have answered end
             for process in processes:
                 process.join()
 
@@ -87,8 +87,8 @@ def collect_results(ranks: Mapping[Connection, int], timeout_s: float) -> list[A
     """Wait for a pickled (traceback or None, result) of every rank; return the results.
 
     Args:
-        ranks: the pipe to each rank, and its number.
-        timeout_s: for all of them together.
+        ranks: rank number of each pipe.
+        timeout_s: limit for all ranks together.
 
     Raises:
         RuntimeError: if a rank sends a traceback or dies, or time runs out.
@@ -121,7 +121,7 @@ def _run_rank(
     store: str,
     arguments: bytes,
 ) -> None:
-    """Run in a rank: join the world, send the function's result or a traceback."""
+    """Body of a rank's process: join the world, send the function's result or a traceback."""
     import torch
     import torch.distributed as dist
 
@@ -134,18 +134,18 @@ def _run_rank(
         answer = pickle.dumps((None, function(*pickle.loads(arguments))))
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - the parent raises it, with this traceback
-        # The group stays open until the parent has read this: closing it would fail the other
-        # ranks, whose error about a lost connection might come first.
+        # The group stays open until the parent has read the traceback: closing it would make
+        # other ranks fail, and their lost connections might be reported first.
         answer = pickle.dumps((traceback.format_exc(), None))
     pipe.send_bytes(answer)
     pipe.poll(None)  # until the parent closes its end
 
 
 def import_address(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """Return how another process finds a function: module, file, name.
+    """Return module, file and name of a function, for ``load_function`` in another process.
 
     Raises:
-        ValueError: if it is no module-level function of a file.
+        ValueError: if the function is not a module-level function of a file.
     """
     path = getattr(sys.modules.get(function.__module__), "__file__", None)
     if path is None or "<locals>" in function.__qualname__:
@@ -159,8 +159,8 @@ def load_function(address: tuple[str, str, str]) -> Callable[..., Any]:
     if module_name.startswith("mcore_"):
         module = importlib.import_module(module_name)
         return getattr(module, name)
-    # A test file is no importable module under pytest's importlib mode: load it by path, under
-    # the name that it has there, so that its classes travel both ways.
+    # Under pytest's importlib mode a test file cannot be imported by name: load it by path
+    # under the same module name, so that its classes pickle in both directions.
     module = sys.modules.get(module_name)
     if module is None:
         # Unpickling a class of ``a.b.c`` imports ``a`` first, and may import its neighbours.
@@ -183,40 +183,41 @@ def load_function(address: tuple[str, str, str]) -> Callable[..., Any]:
 
 
 def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, Tensor]":
-    """Assemble whole logical tensors from the pieces of all ranks, checking each element.
+    """Assemble logical tensors from the pieces of all ranks, checking every element.
 
     Gathers over ``world`` as pickled objects; for tests of small models.
 
     Args:
-        shards: what this rank holds, with its replicas (``ctx.data_axes()``) filled in.
+        shards: this rank's shards, with replicas over the data ranks (``ctx.data_axes()``).
         world: all ranks that hold pieces.
 
     Returns:
-        Logical name to whole tensor on the CPU, equal on all ranks.
+        Full tensors on the CPU by logical name, equal on all ranks.
 
     Raises:
-        ValueError: if ranks disagree on a shape or dtype, no rank holds an element, it has
-            no owner or two, or if two replicas of it are not equal to the last bit.
+        ValueError: if ranks disagree on a shape or dtype, an element is on no rank, has no
+            owner or two, or has replicas that are not bitwise equal.
     """
     import numpy as np
     import torch.distributed as dist
 
-    own = [
+    own_boxes = [
         (name, s.shape, s.dtype, s.is_owner, p.offsets, p.lengths, _packed(p.data))
         for name, s in shards.items()
         for p in s.pieces
     ]
-    boxes = [own]
+    boxes = [own_boxes]
     if world.size > 1:
         boxes = [[] for _ in range(world.size)]
-        dist.all_gather_object(boxes, own, group=world.group)
-    # As integers of the dtype's size, in numpy: of small tensors torch's calls cost the most.
+        dist.all_gather_object(boxes, own_boxes, group=world.group)
+    # numpy integers of the dtype's size: for small tensors the overhead of torch calls
+    # dominates.
     kinds: dict[str, tuple[Any, Dtype]] = {}
     whole: dict[str, np.ndarray] = {}
     is_held: dict[str, np.ndarray] = {}
     num_owners: dict[str, np.ndarray] = {}
-    # A box that several ranks hold is unpacked and put into its place once.
-    placed: dict[tuple[Any, ...], bytes] = {}
+    # Bytes of each box that was copied: equal replicas need no second copy.
+    copied: dict[tuple[Any, ...], bytes] = {}
     for rank, box in enumerate(boxes):
         for name, shape, dtype, is_owner, offsets, lengths, content in box:
             kind = tuple(shape), dtype
@@ -230,20 +231,20 @@ def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, T
                     f"{name} is {shape} {dtype} on rank {rank} and elsewhere "
                     f"{kinds[name][0]} {kinds[name][1]}"
                 )
-            place = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+            region = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
             if is_owner:
-                num_owners[name][place] += 1
-            if placed.get((name, offsets, lengths)) == content:
+                num_owners[name][region] += 1
+            if copied.get((name, offsets, lengths)) == content:
                 continue
-            placed[name, offsets, lengths] = content
+            copied[name, offsets, lengths] = content
             bits = np.ndarray(lengths, whole[name].dtype, content)
-            before, known = whole[name][place], is_held[name][place]
+            before, known = whole[name][region], is_held[name][region]
             if known.any() and not np.array_equal(bits[known], before[known]):
-                here, there = (_tensor(b[known], dtype) for b in (bits, before))
-                worst = (here - there).abs().max().item()
+                new, old = (_tensor(b[known], dtype) for b in (bits, before))
+                worst = (new - old).abs().max().item()
                 raise ValueError(f"replicas of {name} differ: rank {rank} by {worst:.3g}")
-            whole[name][place] = bits
-            is_held[name][place] = True
+            whole[name][region] = bits
+            is_held[name][region] = True
     for name in whole:
         if holes := int((~is_held[name]).sum()):
             raise ValueError(f"{name} has {holes} elements that no rank holds")
@@ -257,7 +258,7 @@ def gather_logical(shards: "Mapping[str, Shard]", world: "Axis") -> "dict[str, T
 
 
 def _packed(data: "Tensor") -> bytes:
-    """Return a piece as bytes; torch would pickle a tensor for longer than a step takes."""
+    """Return a piece as bytes: pickling a tensor takes torch longer than a training step."""
     import torch
 
     return data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
