@@ -320,7 +320,6 @@ INSTEAD: dict[str, str] = {
         "use --cpu-offloading with --cpu-offloading-num-layers, or --optimizer-cpu-offload."
     ),
     "--checkpoint-activations": "use --recompute-granularity selective or full.",
-    "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES.",
     "--*fsdp* --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp": (
         "use --data-parallel-sharding-strategy, with --num-distributed-optimizer-instances for "
         "hybrid sharding: torch's fully_shard does the rest."
