@@ -29,9 +29,8 @@ from torch import Tensor
 
 from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.hf_folder import write_hf_folder
-from mcore_ckpt.formats.sources import native_table
 from mcore_ckpt.mapping.row_streams import Rows, slabs
-from mcore_ckpt.mapping.rules import expand
+from mcore_ckpt.mapping.rules import expand, native_table
 from mcore_ckpt.mapping.views import RenamedRows, their_items
 from mcore_ckpt.storage.files import Item, memory
 from mcore_ckpt.storage.index import TensorEntry

@@ -23,7 +23,7 @@ from step_profile import device_kernels, heaviest
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS, METHODS
 from mcore_infer import Engine, EngineConfig, SamplingConfig, ScoreRequest
-from mcore_infer.engine.step_plans import Fp8Cache
+from mcore_infer.engine.limits import Fp8Cache
 from mcore_infer.quantization.gemms import QuantizedGemm
 from mcore_infer.quantization.loading import linears, round_to_nearest_
 from mcore_models.config import TransformerConfig

@@ -37,6 +37,15 @@ def test_the_roadmap_has_each_topic_that_rows_are_still_open_for():
     assert still_open <= listed <= topics()
 
 
+def test_the_comparison_has_a_case_for_each_other_trainer():
+    page = (ROOT / "docs/comparison.md").read_text()
+    cases = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]+ \|$", page, re.MULTILINE)
+    chosen = " ".join(cases[2:])  # not the head of the table
+    for name in ("FSDP2", "Accelerate", "LitGPT", "DeepSpeed", "torchtitan", "Megatron-Core"):
+        assert name in chosen, f"no case in docs/comparison.md is one for {name}"
+    assert "docs/comparison.md" in (ROOT / "README.md").read_text()
+
+
 def test_what_is_left_out_is_said():
     left_out = (ROOT / "docs/scope.md").read_text().split("## Left out")[1].split("##")[0]
     assert "RETRO" in left_out

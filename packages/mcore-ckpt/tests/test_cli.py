@@ -202,7 +202,7 @@ def test_exit_codes_tell_bad_input_from_failure(tmp_path, capsys):
     content[-5] ^= 1
     file.write_bytes(content)
     assert main(["verify", str(tmp_path)]) == 1
-    assert "model.blocks.1.w has not the checksum" in capsys.readouterr().err
+    assert "the checksum of model.blocks.1.w differs" in capsys.readouterr().err
 
 
 def test_weights_of_any_format_are_held_to_the_fingerprint_that_convert_printed(

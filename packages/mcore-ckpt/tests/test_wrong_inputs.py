@@ -229,13 +229,13 @@ WRONG = {
         None,
         IN.replace("--output out", "--output hf/out"),
         2,
-        "--output hf/out lies in hf, which is read",
+        "--output hf/out is inside hf, which is read",
     ),
     "an output that is the input": (
         None,
         IN.replace("--output out", "--output hf"),
         2,
-        "so that the input stays as it is",
+        "so that the input stays unchanged",
     ),
     "an output below a file": (
         write("note", b""),
@@ -276,7 +276,7 @@ WRONG = {
         None,
         "convert mcore-to-dcp --input hf --output out",
         2,
-        "hf is a checkpoint in the format hf, and one of mcore is wanted",
+        "hf is a checkpoint in the format hf, but one of mcore is required",
     ),
     "another format to verify": (None, "verify hf", 2, "convert hf-to-mcore makes one of it"),
     "another format to average": (
@@ -333,13 +333,13 @@ WRONG = {
         None,
         "reshard mcore --output mcore/release/more",
         2,
-        "lies in mcore/release, which is read",
+        "is inside mcore/release, which is read",
     ),
     "an average in one of its own": (
         None,
         "average mcore mcore --output mcore/release",
         2,
-        "lies in mcore/release, which is read",
+        "is inside mcore/release, which is read",
     ),
     "a file to reshard to": (
         None,
@@ -405,7 +405,7 @@ WRONG = {
         None,
         f"{IN} --dcp-names hf",
         2,
-        "--dcp-names has no effect on an output in the format mcore: it is about dcp.",
+        "--dcp-names has no effect on an output in the format mcore: it concerns dcp.",
     ),
     "files of a size that ours have not": (
         None,
@@ -423,31 +423,31 @@ WRONG = {
         None,
         f"{IN} --config hf/config.json",
         2,
-        "--config hf/config.json has no effect: hf says itself which model it holds",
+        "--config hf/config.json has no effect: hf itself names its model",
     ),
     "a config where our own directory of torch's has one": (
         None,
         "convert dcp-to-hf --input dcp --output out --config hf",
         2,
-        "--config hf has no effect: dcp says itself which model it holds",
+        "--config hf has no effect: dcp itself names its model",
     ),
     "a config where our own folder of Megatron's has one": (
         None,
         "convert megatron-to-mcore --input megatron --output out --config hf",
         2,
-        "--config hf has no effect: megatron says itself which model it holds",
+        "--config hf has no effect: megatron itself names its model",
     ),
     "a config to compare what needs none": (
         None,
         "inspect dcp --compare megatron --config hf",
         2,
-        "--config hf has no effect: both checkpoints say themselves which model they hold",
+        "--config hf has no effect: both checkpoints themselves name their model",
     ),
     "a config to compare two of ours": (
         None,
         "inspect mcore --compare mcore --config hf",
         2,
-        "--config hf has no effect: both checkpoints say themselves which model they hold",
+        "--config hf has no effect: both checkpoints themselves name their model",
     ),
     "a config to look at one with": (
         None,
@@ -606,7 +606,7 @@ def test_what_a_killed_command_left_goes_with_the_next_to_the_same_output(home, 
     assert {path.name for path in home.iterdir()} == before | {".out.partial"}
     assert main(words.split()) == 0
     assert "taking over the lock of dead process" in caplog.text
-    assert "which a command that was killed has left" in caplog.text
+    assert "which a killed command left" in caplog.text
     assert {path.name for path in home.iterdir()} == before | {"out"}
     files = {path.name for path in (home / "out").iterdir()}
     assert files == {path.name for path in (home / "hf").iterdir()} | {"tokenizer_config.json"}

@@ -11,7 +11,7 @@ from mcore_infer import SamplingConfig
         ({"temperature": float("nan")}, "--temperature nan"),
         ({"top_k": -1}, "--top-k -1"),
         ({"top_p": 1.5}, "--top-p 1.5"),
-        ({"stop_words": ("a", "")}, "--stop-words holds an empty one"),
+        ({"stop_words": ("a", "")}, "--stop-words has an empty word"),
     ],
 )
 def test_impossible_sampling_names_the_flag(fields, message):

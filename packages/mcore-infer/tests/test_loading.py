@@ -65,7 +65,7 @@ def test_no_checkpoint_is_an_error(tmp_path):
 
 def test_a_checkpoint_that_names_no_model_is_an_error(model, tmp_path):
     step = save(tmp_path, 1, named_shards(model), world=SINGLE)
-    with pytest.raises(ValueError, match="does not say which model"):
+    with pytest.raises(ValueError, match="does not describe its model"):
         load_model(step, ParallelContext.single())
 
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_infer import NewToken, SamplingConfig, TokenRules, filtered, sample
-from mcore_infer.writing.sampling import penalized, token_log_probs
-from mcore_infer.writing.sequence import RunningSequence
+from mcore_infer.engine.sampling import penalized, token_log_probs
+from mcore_infer.writing.sequence import RunningSequence, TextRequest
 
 # The expected numbers were obtained by running the reference (Megatron-LM, August 2026).
 PROBS = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
@@ -140,7 +140,8 @@ def test_penalties_and_rules_change_the_scores_of_their_tokens_alone():
 
 def test_a_text_keeps_no_object_for_each_token():
     """Python would look for cycles among all of them while the device waits."""
-    writing = RunningSequence([1], SamplingConfig(), num_tokens=9999, seed=1)
+    request = TextRequest(prompt=[1], sampling=SamplingConfig(), num_tokens=9999, seed=1)
+    writing = RunningSequence(request)
     before = len(gc.get_objects())
     for token in range(1000):
         writing.add(NewToken(0, token, -0.5))
@@ -150,7 +151,7 @@ def test_a_text_keeps_no_object_for_each_token():
 
 def test_top_p_decays_to_its_bound():
     sampling = SamplingConfig(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3)
-    writing = RunningSequence([1], sampling, num_tokens=9, seed=1)
+    writing = RunningSequence(TextRequest(prompt=[1], sampling=sampling, num_tokens=9, seed=1))
     seen = []
     for _ in range(4):
         seen.append(writing.cut.top_p)

@@ -182,7 +182,7 @@ def build_scaled(forward=1.0, backward=1.0, written=1.0):
     """Decorate a function whose results are off by these factors."""
 
     @optional_kernel(
-        "scaling", reference=scaled_reference, kind=lambda *_: (), samples=scaled_samples
+        "scaling", reference=scaled_reference, kind=lambda: (), samples=scaled_samples
     )
     def scaled(x, factor, total):
         """Return x times a factor; add x to the total."""
@@ -201,6 +201,28 @@ def test_a_trial_compares_results_gradients_and_what_is_written_in_place():
     assert len(compared(build_scaled(), sample)) == 3
     assert sample.args[0].grad is None
     assert torch.equal(sample.args[2], wave(3, 5, device=CPU, dtype=torch.float32))
+
+
+def declare(kind):
+    """Decorate a function of three parameters with a kind."""
+
+    @optional_kernel("adding", reference=lambda: None, kind=kind, samples=lambda _: ())
+    def add(out, x, *, alpha=1.0):
+        """Return nothing."""
+
+    return add
+
+
+def test_a_kind_reads_arguments_given_by_position_by_name_and_by_default():
+    kernel = declare(lambda alpha, x: (x, alpha))
+    assert kernel.kind_of("out", "x") == ("x", 1.0)
+    assert kernel.kind_of(x="x", out="out", alpha=2.0) == ("x", 2.0)
+    assert kernel.kind_of("out", x="x", alpha=3.0) == ("x", 3.0)
+
+
+def test_a_kind_that_reads_no_parameter_of_the_kernel_is_refused():
+    with pytest.raises(TypeError, match=r"kind reads weight, .*: out, x, alpha\."):
+        declare(lambda x, weight: (x, weight))
 
 
 def test_on_a_cpu_and_in_compiled_code_the_reference_runs_and_nothing_is_tried(monkeypatch):
@@ -231,7 +253,7 @@ def test_without_triton_kernels_are_declared_and_their_trial_raises_the_import_e
     @module.optional_kernel(
         "doubling",
         reference=lambda x: 2 * x,
-        kind=lambda *_: (),
+        kind=lambda: (),
         samples=lambda device: [module.Sample(torch.ones(3, device=device))],
     )
     def doubled(x):

@@ -14,6 +14,12 @@ from mcore_train.cli import main
 from mcore_train.options.parsing import parse
 from mcore_train.planning.command import run_plan
 from mcore_train.planning.dry_run import dry_run
+from mcore_train.planning.gain import (
+    faster_changes,
+    predict_gain,
+    predict_gains,
+    smaller_changes,
+)
 from mcore_train.planning.memory import predict_memory
 from mcore_train.planning.micro_batch import propose
 from mcore_train.planning.step_time import bubble_formula, predict_step
@@ -292,6 +298,63 @@ def test_micro_batches_are_proposed_by_memory_and_rate():
     assert roomy[0] > 1
     assert roomy == sorted(roomy, reverse=True)
     assert [size for size, *_ in propose(*one, needs[0] + 3 * GIB)] == [1]
+
+
+def gain_run(flags: str, ranks: int, system=H200):
+    config = config_of(f"--seq-length 8192 --global-batch-size 16 {flags}")
+    return config, (GPT_FAMILY, ranks, config.tokenizer.vocab_size, system)
+
+
+def test_the_gain_of_a_change_is_the_difference_of_two_predictions():
+    config, run = gain_run("--use-distributed-optimizer", 8)
+    gain = predict_gain(config, {"overlap_grad_reduce": True}, *run)
+    before = predict_step(config, *run).total
+    changed = replace(
+        config, data_parallelism=replace(config.data_parallelism, overlap_grad_reduce=True)
+    )
+    assert gain.faster == pytest.approx(before / predict_step(changed, *run).total - 1)
+    assert gain.faster > 0
+    assert gain.saved_bytes == 0
+    assert gain.flags == "--overlap-grad-reduce"
+
+
+def test_a_change_of_the_batch_is_compared_by_tokens():
+    config, run = gain_run("", 8)
+    gain = predict_gain(config, {"global_batch_size": 64}, *run)
+    assert gain.after.step_s > 3 * gain.before.step_s
+    assert 0 < gain.faster < 0.2
+
+
+def test_options_that_a_changed_run_would_not_read_go_with_the_change():
+    config, run = gain_run("--recompute-granularity full --recompute-method uniform", 8)
+    gain = predict_gain(config, {"recompute_granularity": ""}, *run)
+    assert gain.faster > 0.2
+    assert gain.saved_bytes < 0
+    assert gain.flags == "--recompute-granularity ''"
+
+
+def test_a_change_that_a_run_refuses_has_no_gain():
+    config, run = gain_run("", 8)
+    with pytest.raises(ValueError, match="heads must divide"):
+        predict_gain(config, {"tensor_model_parallel_size": 3}, *run)
+    changes = [{"tensor_model_parallel_size": 3}, {"tensor_model_parallel_size": 2}]
+    assert [gain.changes for gain in predict_gains(config, changes, *run)] == changes[1:]
+
+
+def test_changes_are_ranked_by_rate_and_held_against_the_memory():
+    flags = "--pipeline-model-parallel-size 4 --use-distributed-optimizer"
+    config, run = gain_run(flags, 8, replace(H200, memory_gib=76))
+    gains = predict_gains(config, faster_changes(config), *run)
+    rates = [gain.faster for gain in gains]
+    assert rates == sorted(rates, reverse=True)
+    assert gains[0].changes["pipeline_schedule"] in ("zb-v", "dualpipev")
+    too_large = [gain.flags for gain in gains if not gain.fits]
+    assert "--micro-batch-size 2" in too_large
+    assert len(too_large) < len(gains) / 2
+    smaller = [gain for gain in predict_gains(config, smaller_changes(config), *run)
+               if gain.saved_bytes > 5 * GIB]  # fmt: skip
+    assert smaller[0].faster == max(gain.faster for gain in smaller)
+    assert "--recompute-granularity full" in [gain.flags for gain in smaller]
 
 
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -4,6 +4,7 @@ import faulthandler
 import io
 import json
 import re
+import shlex
 import sys
 
 import numpy as np
@@ -178,6 +179,9 @@ def test_a_run_says_what_it_is_before_it_trains(tmp_path, capfd):
         {"prefix": str(book), "documents": 3, "tokens": 150, "epochs": 320 / 150}
     ]
     layout = "tensor 1, context 1, pipeline 1, data 1, expert 1, sharding no_shard"
+    command = re.search(r"^command: mcore-train gpt (.+)$", told, re.MULTILINE)[1]
+    assert parse(shlex.split(command)) == parse([*words[1:], "--exit-interval=4"])
+    assert compose(row["options"]) == parse([*words[1:], "--exit-interval=4"])
     for line in (
         f"model: gpt, {size:,} parameters, {active:,} of them for a token, vocabulary of 64, ",
         f"format: bfloat16\nlayout: 1 rank: {layout}\ndevices: 1 x cpu\n",

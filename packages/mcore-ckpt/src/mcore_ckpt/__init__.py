@@ -1,7 +1,7 @@
 """Distributed checkpoints: save under one layout, load under any other, in many formats.
 
-The front is lazy (PEP 562): importing it imports no room, so a command that only
-needs help text never loads torch.
+The front is lazy (PEP 562): importing the package imports none of its modules, so that a
+command which only prints help never loads torch.
 """
 
 from mcore_base.lazy_front import lazy_front

@@ -19,7 +19,7 @@ from mcore_ckpt.errors import CheckpointError
 if TYPE_CHECKING:
     from mcore_ckpt.conversion.conversion import Report
 
-ABOUT = """Look at checkpoints and turn them into other formats.
+ABOUT = """Inspect checkpoints and convert them between formats.
 
 examples:
   mcore-ckpt convert hf-to-mcore --input Llama-3.2-1B --output runs/llama
@@ -31,7 +31,7 @@ examples:
   mcore-ckpt upcycle runs/llama --output runs/experts --num-experts 8"""
 
 FORMATS = ("hf", "mcore", "megatron", "dcp")
-"""What convert reads and writes; the two that users mean most come first."""
+"""Formats that convert reads and writes; the two most used come first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def convert(direction: str, /, *, input: Path, output: Path, conversion: Convert
 
 
 def _print_report(report: "Report", *, was_cut: bool) -> None:
-    out = sys.stderr if was_cut else sys.stdout  # what a shell redirects is a file there
+    out = sys.stderr if was_cut else sys.stdout  # stdout may be a file that the shell made
     proof = "each used once, read back and equal" if report.is_proven else "not read back"
     behind = f" Left behind, as no weights: {report.left_behind}." * bool(report.left_behind)
     tokens = "" if report.has_tokenizer else " There was no tokenizer to go along."
@@ -112,14 +112,14 @@ def inspect(
     config: str = "",
     as_json: Annotated[bool, _ONE_LIST] = False,
 ) -> int:
-    """Show what a checkpoint of any format holds.
+    """Show the tensors, shapes and sizes of a checkpoint of any format.
 
     Args:
         folder: Run folder (its latest step) or step folder, of ours or of Megatron's; Hugging
             Face folder; torch.distributed.checkpoint directory.
         compare: Another checkpoint; show where names, shapes, dtypes or bytes differ.
-        config: config.json of a model that does not say which it is, to compare it, or to
-            list old files of Megatron's without arguments.
+        config: config.json of the model, for a checkpoint that does not name its model: to
+            compare it, or to list old files of Megatron's without arguments.
         as_json: Print JSON, a row a tensor.
     """
     from mcore_ckpt.conversion.inspection import describe, differences, rows
@@ -139,7 +139,7 @@ def verify(folder: Path, /, *, fingerprint: str = "") -> int:
     Args:
         folder: Run folder (its latest step) or step folder; with --fingerprint also a folder of
             Hugging Face, Megatron or torch.distributed.checkpoint, which have no checksums.
-        fingerprint: What convert printed of the weights, in whatever format.
+        fingerprint: What convert printed for the weights, in any format.
     """
     from mcore_ckpt.conversion.inspection import check, check_fingerprint, find_format
 
@@ -185,13 +185,13 @@ def average(folders: tuple[Path, ...], /, *, output: Path) -> int:
 
 
 def upcycle(folder: Path, /, *, output: Path, experts: UpcycleOptions) -> int:
-    """Make a mixture of experts of a dense model; training goes on from the result.
+    """Turn a dense model into a mixture of experts, for further training.
 
     Args:
         folder: Dense model: run folder (its latest step), step folder, or a folder of Hugging
             Face or Megatron.
         output: Run folder that gets the release.
-        experts: what they shall be.
+        experts: number, routing and layers of the experts.
     """
     from mcore_ckpt.conversion.upcycling import upcycle as make
 
@@ -200,13 +200,13 @@ def upcycle(folder: Path, /, *, output: Path, experts: UpcycleOptions) -> int:
 
 
 def parse_direction(word: str) -> tuple[str, str, bool]:
-    """Understand a direction, also one that a shell has cut.
+    """Parse the direction of a conversion, complete or cut off at ``>`` by a shell.
 
     Returns:
-        Source, target (empty if it was cut off), and whether it was.
+        Source, target (empty if the shell cut it off), and whether the shell did.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the word is no direction.
     """
     for source in FORMATS:
         if word == f"{source}-":
@@ -221,7 +221,7 @@ def parse_direction(word: str) -> tuple[str, str, bool]:
 
 
 def explain_redirection(source: str, target: str = "") -> str:
-    """Say what an unquoted ``>`` did, and remove the empty file that it made.
+    """Print what an unquoted ``>`` did, and remove the empty file that the shell made.
 
     The file is removed only if it is this process's standard output and empty; nothing is
     ever printed to it.
@@ -247,7 +247,7 @@ def explain_redirection(source: str, target: str = "") -> str:
 
 
 def _eaten_target(source: str) -> str:
-    """Find the format that the shell made a file of: its own output, else any such file."""
+    """Find the format whose name a shell gave to a file: standard output, else any."""
     others = [form for form in FORMATS if form != source]
     likely = ["mcore" if source == "hf" else "hf"]
     for is_it in (_is_standard_output, Path.is_file):

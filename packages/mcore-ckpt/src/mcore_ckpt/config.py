@@ -17,7 +17,7 @@ StrictnessLevel = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetentionConfig(Options):
-    """Which steps stay on disk once a newer one is durable. All by default."""
+    """Which older steps are deleted once a newer one is durable; by default none."""
 
     save_retain_last: int = option(0, minimum=0, part_of={"save": ON})
     """Newest steps to keep; 0: all."""
@@ -25,28 +25,29 @@ class RetentionConfig(Options):
     save_retain_interval: int = option(
         0, minimum=0, needs={"save_retain_last": Because("as all steps are kept")}
     )
-    """Steps that are multiples of this stay for good; 0: none does."""
+    """Steps that are multiples of this are never deleted; 0: no such step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrictnessConfig:
-    """What a load does about tensors that differ between checkpoint and model."""
+    """How a load treats tensors that differ between checkpoint and model."""
 
     dist_ckpt_strictness: StrictnessLevel = "raise_all"
     """Names on one side only. raise_all: an error; log_all: logged, and tensors that the
-    checkpoint lacks keep their values; ignore_all: passed over in silence. raise_unexpected,
-    log_unexpected: the same for what the checkpoint lacks, and what no model holds is passed
-    over; assume_ok_unexpected is raise_unexpected. Megatron's default: assume_ok_unexpected."""
+    checkpoint lacks keep their values; ignore_all: ignored without a message. raise_unexpected,
+    log_unexpected: the same for tensors that the checkpoint lacks; tensors that no model holds
+    are ignored; assume_ok_unexpected is raise_unexpected. Megatron's default:
+    assume_ok_unexpected."""
 
     dist_ckpt_shape_mismatch: Literal["raise", "skip"] = "raise"
-    """Tensors of another shape: an error, or logged and left as they are."""
+    """Tensors of another shape. raise: an error; skip: logged, and their values kept."""
 
     dist_ckpt_dtype_mismatch: Literal["raise", "cast"] = "raise"
-    """Tensors of another dtype: an error, or logged and cast."""
+    """Tensors of another dtype. raise: an error; cast: logged and cast."""
 
     @property
     def on_missing(self) -> Literal["raise", "log", "ignore"]:
-        """What to do about tensors of the model that the checkpoint lacks."""
+        """Action for tensors of the model that the checkpoint lacks."""
         kind = self.dist_ckpt_strictness.partition("_")[0]
         if kind == "log":
             return "log"
@@ -54,7 +55,7 @@ class StrictnessConfig:
 
     @property
     def on_unexpected(self) -> Literal["raise", "log", "ignore"]:
-        """What to do about tensors of the checkpoint that are not loaded."""
+        """Action for tensors of the checkpoint that are not loaded."""
         if self.dist_ckpt_strictness == "raise_all":
             return "raise"
         return "log" if self.dist_ckpt_strictness == "log_all" else "ignore"
@@ -62,7 +63,7 @@ class StrictnessConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalConfig(Options):
-    """Checkpoints on each host's own disk beside those that last; none by default."""
+    """Checkpoints on each host's own disk, besides the durable ones; none by default."""
 
     non_persistent_local_ckpt_dir: str = ""
     """Folder on a disk of each host; empty: no local checkpoints. Needs nvidia-resiliency-ext.
@@ -72,7 +73,7 @@ class LocalConfig(Options):
     """Steps between local checkpoints, which leave out the steps of --save-interval."""
 
     non_persistent_ckpt_type: Literal["local"] = "local"
-    """Kind of the checkpoints between those that last: on each host's own disk."""
+    """Kind of the checkpoints between the durable ones: on each host's own disk."""
 
     replication: bool = option(False, needs={"non_persistent_local_ckpt_dir": ON})
     """Keep copies of each rank's local checkpoint on other hosts."""

@@ -1,4 +1,4 @@
-"""What goes wrong with files: damage, full disks, another job's folder, a proof that fails."""
+"""Errors of files: damage, full disks, another job's folder, a proof that fails."""
 
 from pathlib import Path
 
@@ -6,16 +6,15 @@ from mcore_base.atomic_files import FULL_DISK
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or written, or is not what it should be.
+    """A checkpoint cannot be read or written, or its content is wrong.
 
-    Files that are damaged, disks that are full, locks of other jobs, and conversions whose
-    proof fails: the message says all there is to say, and commands print it alone, without
-    the lines of code that led there. Any other ``RuntimeError`` is a fault of ours or of a
-    library.
+    Raised for damaged files, full disks, locks of other jobs, and conversions whose proof
+    fails. The message is complete: commands print it alone, without a traceback. Any other
+    ``RuntimeError`` is a bug here or in a library.
     """
 
 
 def write_error(path: Path, error: OSError) -> CheckpointError:
-    """Make a sentence of what the system says against writing to ``path``."""
+    """Return an error that adds a hint to the system's message about writing to ``path``."""
     hint = ": the disk or a quota is full" if error.errno in FULL_DISK else ""
     return CheckpointError(f"cannot write {path}: {error}{hint}.")

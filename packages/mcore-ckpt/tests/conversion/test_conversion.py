@@ -11,9 +11,9 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 
+from mcore_ckpt.conversion import conversion
 from mcore_ckpt.conversion.conversion import convert, hf_to_mcore, mcore_to_hf
 from mcore_ckpt.conversion.inspection import check, differences
-from mcore_ckpt.conversion.logit_check import LogitCheck
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families import family_for, find_family
@@ -797,7 +797,7 @@ def test_a_family_is_found_for_a_model_that_was_trained_here():
     description = {"family": "gpt", "vocab_size": 37, "config": {"squared_relu": True}}
     description["config"] |= {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
     description["config"] |= {"swiglu": False, "qk_l2_norm": True}
-    with pytest.raises(ValueError, match="no Hugging Face family can say this model"):
+    with pytest.raises(ValueError, match="no Hugging Face family can express this model"):
         family_for(description)
 
 
@@ -829,7 +829,7 @@ def test_a_check_runs_our_model_against_transformers_and_keeps_nothing_that_diff
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.neg_()
     model.save_pretrained(tmp_path / "other")
-    monkeypatch.setattr(LogitCheck, "_source_folder", lambda *_: tmp_path / "other")
+    monkeypatch.setattr(conversion, "_as_hf", lambda *_: tmp_path / "other")
     checked = ConvertOptions(check=True)
     for form in ("mcore", "hf"):
         with pytest.raises(RuntimeError, match="mcore against transformers: logits differ by"):

@@ -162,6 +162,6 @@ def test_weights_over_all_experts_are_told_to_change_the_function(
     expected = save_dense(tmp_path / "dense", swiglu=True)
     options = UpcycleOptions(num_experts=4, moe_router_pre_softmax=True, init_method_std=std)
     upcycle(tmp_path / "dense", tmp_path / "run", options)
-    assert ("computes the dense one's function only about" in caplog.text) == is_told
+    assert ("computes the dense one's function only approximately" in caplog.text) == is_told
     got, _ = upcycled_logits(tmp_path / "run")
     assert torch.allclose(got, expected) != is_told

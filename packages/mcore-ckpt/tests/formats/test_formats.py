@@ -342,7 +342,7 @@ def test_a_directory_with_hugging_face_names_comes_in_under_any_prefix(tmp_path)
     report = convert("dcp", tmp_path / "deep", "mcore", tmp_path / "again", options)
     assert_equal_bitwise(before, tensors_of(tmp_path / "again"))
     assert report.left_behind == 2
-    with pytest.raises(ValueError, match="does not say which model it holds: give --config"):
+    with pytest.raises(ValueError, match="does not name its model: give --config"):
         convert("dcp", tmp_path / "deep", "mcore", tmp_path / "x")
     # The shortest name is one that the prefix is found by.
     for name in ("app.model.layers.1.mlp.up_proj.weight", min(state, key=len)):
@@ -421,7 +421,9 @@ def test_fp8_in_blocks_is_dequantized_and_other_quantizations_are_refused(tmp_pa
         convert("hf", tmp_path / "hf", "mcore", tmp_path / "x")
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"says packed weights \(qweight\): none is there"):
+    with pytest.raises(
+        ValueError, match=r"names packed weights \(qweight\), but none is present"
+    ):
         convert("hf", tmp_path / "hf", "mcore", tmp_path / "x")
 
 
@@ -660,7 +662,7 @@ def test_old_files_without_arguments_are_listed_and_converted_with_a_config(tmp_
     extra = read_index(tmp_path / "run" / "release").extra
     config.write_text(json.dumps(extra["model"]))
     for work in (rows, describe_folder):
-        with pytest.raises(ValueError, match="no arguments of Megatron's: give --config"):
+        with pytest.raises(ValueError, match="no arguments of Megatron: give --config"):
             work(tmp_path / "mute")
     assert rows(tmp_path / "mute", str(config)) == rows(tmp_path / "told")
     assert "(megatron)" in describe_folder(tmp_path / "mute", str(config))

@@ -154,7 +154,7 @@ def test_targets_are_named_by_what_all_layers_share(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peft_type": "IA3"}, "of the kind IA3: LORA alone"),
+        ({"peft_type": "IA3"}, "of the kind IA3: only LORA is read"),
         ({"bias": "all"}, r"has trained biases \(bias\)"),
         ({"modules_to_save": ["lm_head"]}, "has whole modules that were trained"),
         ({"init_lora_weights": "pissa"}, "which changed the base too"),

@@ -14,8 +14,8 @@ from mcore_ckpt.formats.quantized_layouts import (
 from mcore_ckpt.formats.quantized_plans import QuantPlan, read_plan
 from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.low_bits import decode, encode, pack, unpack
-from mcore_ckpt.save_load.foreign_loading import opened_quantized
 from mcore_ckpt.save_load.loading import opened_checkpoint
+from mcore_ckpt.save_load.quantized_folder import opened_quantized
 
 FOUR_BITS = {
     "int4": torch.arange(-8, 8, dtype=torch.int8),
@@ -290,7 +290,7 @@ Q = "model.layers.0.self_attn.q_proj"
         ),
         (lambda t, _: t.update({f"{Q}.weight_scale": torch.ones(3)}), r"and is F32 \[3\]"),
         (lambda _, q: q["quantization"].update(exclude_modules=["lm_head"]), "down_proj"),
-        (lambda _, q: q["quantization"]["exclude_modules"].append("*q_proj"), "it is not"),
+        (lambda _, q: q["quantization"]["exclude_modules"].append("*q_proj"), "excludes it"),
         (
             lambda _, q: q["quantization"].update(kv_cache_quant_algo="FP8"),
             "k_scale is missing",

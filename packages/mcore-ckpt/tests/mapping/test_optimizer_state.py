@@ -260,14 +260,14 @@ def another_shape(state):
         (
             lambda _: None,
             {"optimizer": {}},
-            "updates for all weights, and says none",
+            "updates for all weights, but has none",
         ),
         (
             lambda _: None,
             {"optimizer": [{"step": 5}, {"step": 6}]},
-            "updates for all weights, and says 5, 6",
+            "updates for all weights, but has 5, 6",
         ),
-        (lambda _: None, {"iteration": None}, "does not say iteration"),
+        (lambda _: None, {"iteration": None}, "lacks iteration"),
     ],
 )
 def test_a_state_that_is_not_whole_is_refused(tmp_path, plain, change, common, message):

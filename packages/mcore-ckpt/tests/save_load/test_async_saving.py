@@ -95,7 +95,7 @@ def test_files_that_vanish_before_the_commit_are_missed(tmp_path, caplog):
     saver._pending.job.join(60.0)
     shutil.rmtree(step_folder(tmp_path, 1))
     assert saver.wait() is None
-    assert "which rank 0 does not see" in saver.last_failure
+    assert "which rank 0 cannot see" in saver.last_failure
     assert latest_step(tmp_path) is None
 
 
@@ -126,7 +126,7 @@ def test_a_disk_that_hangs_is_told_and_training_goes_on(tmp_path, monkeypatch, c
         assert saver.wait() is None
         assert "ranks [0] have written nothing to" in caplog.text
         assert not saver.save(tmp_path, 2, {"w": whole(torch.ones(4))})
-        assert "step 2 was left out: an earlier write still hangs" in saver.last_failure
+        assert "step 2 was skipped: an earlier write still hangs" in saver.last_failure
     is_back.set()
     while saver._hanging.is_busy:
         time.sleep(0.01)

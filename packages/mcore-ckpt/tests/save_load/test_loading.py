@@ -56,7 +56,7 @@ def test_missing_and_unexpected_tensors_are_named_with_their_neighbours(step):
         "(nearest there: model.blocks.0.gate.weight)" in text
     )
     assert "in the checkpoint, unasked for: optimizer.exp_avg.norm" in text
-    assert text.endswith("\nWhat agrees is loaded with --dist-ckpt-strictness log_all.")
+    assert text.endswith("\nEverything else is loaded with --dist-ckpt-strictness log_all.")
 
 
 def test_without_strict_they_are_logged_and_the_rest_is_loaded(step, caplog):
@@ -88,7 +88,7 @@ def test_shapes_and_dtypes_that_differ_are_listed_together(step):
     assert "model.norm: shape [4] in the checkpoint, [5] wanted" in text
     assert "optimizer.exp_avg.norm: dtype F32 in the checkpoint, BF16 wanted" in text
     ways = "--dist-ckpt-shape-mismatch skip and --dist-ckpt-dtype-mismatch cast"
-    assert text.endswith(f"\nWhat agrees is loaded with {ways}.")
+    assert text.endswith(f"\nEverything else is loaded with {ways}.")
 
 
 def test_dtypes_are_cast_only_when_asked(step):
@@ -139,7 +139,7 @@ def test_tensors_of_another_shape_can_be_left_and_of_another_dtype_cast(step, ca
     )
     with caplog.at_level(logging.WARNING):
         load(step, shards, strictness=strictness)
-    assert "left as it is: model.norm: shape [4] in the checkpoint, [5] wanted" in caplog.text
+    assert "not loaded: model.norm: shape [4] in the checkpoint, [5] wanted" in caplog.text
     assert "cast: optimizer.exp_avg.norm: dtype F32 in the checkpoint" in caplog.text
     assert torch.equal(data(shards, "model.norm"), torch.full((5,), 9.0))
     assert torch.equal(data(shards, "optimizer.exp_avg.norm"), torch.ones(4).bfloat16())
@@ -153,7 +153,7 @@ def flip(path, position):
 
 def test_a_flipped_byte_is_found_and_named_and_can_be_passed_over(step):
     flip(step / "rank_00000.safetensors", -3)
-    with pytest.raises(RuntimeError, match=r"optimizer.exp_avg.norm has not the checksum"):
+    with pytest.raises(RuntimeError, match=r"the checksum of optimizer.exp_avg.norm differs"):
         load(step, targets())
     load(step, targets(), checksums=False)
 
@@ -167,7 +167,7 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path):
     assert torch.all(first == 1)
     last = torch.zeros(1, 1024)
     piece = Piece((rows - 1, 0), (1, 1024), last)
-    with pytest.raises(RuntimeError, match="w has not the checksum"):
+    with pytest.raises(RuntimeError, match="the checksum of w differs"):
         load(step, {"w": Shard((rows, 1024), last.dtype, (piece,))})
 
 
@@ -281,7 +281,7 @@ def test_damage_that_one_rank_meets_is_raised_on_all(tmp_path):
     save(tmp_path, 1, {"w": whole(torch.ones(rows, 1024))}, world=SINGLE)
     flip(resolve_folder(tmp_path) / "rank_00000.safetensors", -3)
     said = run_ranks(load_halves, 2, str(tmp_path), rows)
-    assert "w has not the checksum" in said[1]
+    assert "the checksum of w differs" in said[1]
     assert "1 of 2 ranks failed:\nrank 1: " in said[0]
 
 

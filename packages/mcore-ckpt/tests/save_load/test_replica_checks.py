@@ -32,7 +32,9 @@ def test_one_rank_that_holds_a_box_twice_must_hold_it_alike(tmp_path):
     same = Shard((6,), data.dtype, (piece(data), piece(data.clone())))
     save(tmp_path, 1, {"w": same}, world=SINGLE)
     other = Shard((6,), data.dtype, (piece(data), piece(data + 1)))
-    with pytest.raises(ValueError, match=r"alike: \n  w: unlike on ranks \[0\] and \[0\]\n"):
+    with pytest.raises(
+        ValueError, match=r"under one name: \n  w: unlike on ranks \[0\] and \[0\]\n"
+    ):
         save(tmp_path, 2, {"w": other}, world=SINGLE)
     # What is no number is no rounding of one; of whole numbers, none is of another.
     broken = torch.tensor([0.0, 1.0, torch.nan, 3.0, 4.0, 5.0])
@@ -90,7 +92,7 @@ def save_what_differs(folder):
     now = partial(save, world=world)
 
     def refused(step, state, how=now):
-        with pytest.raises(ValueError, match="One of them would be saved for all") as told:
+        with pytest.raises(ValueError, match="Only one of them would be saved") as told:
             how(folder, step, state)
         return str(told.value)
 

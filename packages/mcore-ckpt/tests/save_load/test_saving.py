@@ -222,7 +222,7 @@ def test_memory_that_holds_no_numbers_is_refused(tmp_path, call):
         call(tmp_path, shards={"w": whole(torch.ones(3).to_sparse())})
     with pytest.raises(ValueError, match=r"w is a conjugate or negative view.*resolve_conj"):
         call(tmp_path, shards={"w": whole(torch.ones(3, dtype=torch.complex64).conj())})
-    with pytest.raises(ValueError, match=r"__metadata__ is a word of safetensors files"):
+    with pytest.raises(ValueError, match=r"__metadata__ is reserved by safetensors files"):
         call(tmp_path, shards={"__metadata__": whole(torch.ones(3))})
     assert [entry.name for entry in tmp_path.glob("iter_*")] == ["iter_0000001"]
 

@@ -89,11 +89,11 @@ def test_a_box_comes_from_its_own_rank_else_from_who_sends_least():
     [
         ({"w": claim([UPPER])}, {"w": claim([UPPER])}, "elements are in no box"),
         ({"w": claim([UPPER, LOWER])}, {"v": claim([UPPER])}, "not held by any rank: v"),
-        ({"w": claim([UPPER, LOWER])}, {}, "wanted by no rank: w"),
+        ({"w": claim([UPPER, LOWER])}, {}, "needed by no rank: w"),
         (
             {"w": claim([UPPER, LOWER])},
             {"w": claim([((0, 0), (5, 2))], (5, 2))},
-            r"\[4, 2\] is held and \[5, 2\] is wanted",
+            r"held as \[4, 2\], needed as \[5, 2\]",
         ),
     ],
 )

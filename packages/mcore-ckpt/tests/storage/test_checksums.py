@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from mcore_ckpt.conversion.inspection import check
-from mcore_ckpt.families.common.experts import expert_settings
-from mcore_ckpt.families.common.fields import settings
+from mcore_ckpt.families.common.fields import expert_settings, settings
 from mcore_ckpt.save_load.hf_saving import hf_view
 from mcore_ckpt.save_load.loading import load
 from mcore_ckpt.save_load.saving import save
@@ -97,7 +96,7 @@ def test_a_flipped_bit_in_any_file_is_found_by_verify_and_by_load(step, tmp_path
 
 def test_what_is_damaged_is_named(step, tmp_path):
     for name, wanted in (
-        ("config.json", "config.json is damaged: it is not as it was saved"),
+        ("config.json", "config.json is damaged: its content has changed"),
         ("model.safetensors", "the header of .*model.safetensors is damaged"),
         ("index.json", "index.json is damaged: its digest is that of other content"),
     ):

@@ -43,7 +43,7 @@ def test_what_the_dead_left_is_removed_and_told(tmp_path, caplog):
     half = left_behind(output, holder)
     make(output)
     assert f"taking over the lock of dead {holder}\n" in caplog.text
-    assert f"removing {half.parent}, which a command that was killed has left" in caplog.text
+    assert f"removing {half.parent}, which a killed command left" in caplog.text
     # Nothing is left beside the output, and nothing but what was written in it.
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "whole"]
     left_behind(tmp_path / "two")  # killed before it could say who it is

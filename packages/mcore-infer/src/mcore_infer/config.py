@@ -6,10 +6,10 @@ from typing import Literal
 from mcore_base.options import ON, Options, Rule, option
 
 Drafts = Literal["ngram", "model", "mtp"]
-"""What proposes tokens."""
+"""Source of proposed tokens."""
 
 MAX_SEED = 2**62
-"""Seeds are at most so large: others are drawn below it."""
+"""Largest seed; a request without a seed draws one below it."""
 
 CacheDtype = Literal["auto", "model", "fp8"]
 """Format of keys and values, see ``InferenceConfig``."""
@@ -20,52 +20,53 @@ class SamplingConfig(Options):
     """How each next token is chosen, and when to stop."""
 
     num_tokens: int = option(128, minimum=1)
-    """Tokens to write after the prompt, at most."""
+    """Most tokens to write after the prompt."""
 
     temperature: float = option(
         1.0, above=0, hint="Use --top-k 1 to always take the most likely token."
     )
-    """Scores are divided by it before anything is cut off; below 1 the likely gets likelier."""
+    """Divides the logits before tokens are cut off; below 1 likely tokens get likelier."""
 
     top_k: int = option(0, minimum=0, zero="off")
-    """Choose among so many most likely tokens, and those as likely as the last; 0: all, 1:
-    always the most likely one, whatever the temperature."""
+    """Choose among this many likeliest tokens, and those that tie with the last; 0: all; 1:
+    always the likeliest, at any temperature."""
 
     top_p: float = option(0.0, minimum=0, maximum=1, zero="off")
-    """Leave out tokens when those before them, likeliest first, hold more than this
-    probability; 0: none. With ``top_k``, of what that leaves."""
+    """Leave out a token if the likelier ones have more than this probability together; 0: leave
+    out none. Applies to the tokens that ``top_k`` leaves."""
 
     min_p: float = option(0.0, minimum=0, maximum=1, zero="off")
-    """Leave out tokens less likely than this share of the likeliest one's probability; 0:
+    """Leave out tokens whose probability is below this share of the largest; 0: leave out
     none."""
 
     top_p_decay: float = option(0.0, minimum=0, maximum=1, zero="off", needs={"top_p": ON})
-    """Multiply ``top_p`` by it after every token; 0: it stays."""
+    """Factor on ``top_p`` after every token; 0: ``top_p`` is constant."""
 
     top_p_bound: float = option(0.0, minimum=0)
-    """``top_p`` decays to this at the lowest."""
+    """Smallest value that ``top_p`` decays to."""
 
     repetition_penalty: float = option(1.0, above=0, hint="1 is none.")
-    """Scores of tokens that the prompt or the text has are divided by it where above 0, else
-    multiplied; 1: none."""
+    """Divides positive logits, and multiplies negative ones, of tokens that the prompt or the
+    text has; 1: no penalty."""
 
     presence_penalty: float = option(0.0, minimum=-100, maximum=100)
-    """Taken from the scores of tokens that were written."""
+    """Subtracted from the logits of tokens in the text."""
 
     frequency_penalty: float = option(0.0, minimum=-100, maximum=100)
-    """Taken from the scores of tokens for each time that they were written."""
+    """Subtracted from a token's logit for each time that the text has it."""
 
     stop_words: tuple[str, ...] = ()
-    """Stop when the text's tokens end with those of one of these, which are cut off."""
+    """Stop when the text's tokens end with the tokens of one of these words, which are cut
+    off."""
 
     ignore_eod: bool = False
-    """Write on after an end of document."""
+    """Continue after an end of document."""
 
     beam_width: int = option(0, minimum=0, maximum=128, zero="off")
-    """Search for the likeliest text with so many beams, instead of drawing one; 0: draw."""
+    """Beams of a search for the likeliest text; 0: draw a text instead."""
 
     length_penalty: float = option(1.0, minimum=-10, maximum=10, needs={"beam_width": ON})
-    """A beam's score is its log probability over its length to this power."""
+    """Power of the length that divides a beam's log probability."""
 
     rules = (
         Rule(
@@ -76,7 +77,7 @@ class SamplingConfig(Options):
         Rule(
             ("stop_words",),
             lambda v: "" in v.stop_words,
-            "--stop-words holds an empty one: leave it out.",
+            "--stop-words has an empty word: leave it out.",
         ),
         Rule(
             ("beam_width", "temperature", "top_k", "top_p", "min_p", "stop_words"),
@@ -101,7 +102,7 @@ class SamplingConfig(Options):
 
     @property
     def cut(self) -> "SamplingConfig":
-        """Temperature and cut-off alone, for rows that can be sampled together."""
+        """Only temperature and cut-off, for rows that can be sampled together."""
         return SamplingConfig(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
@@ -112,44 +113,45 @@ class InferenceConfig(Options):
     """Limits of the engine and the size of its cache; names are Megatron's."""
 
     inference_max_requests: int = option(64, minimum=1)
-    """Requests that are computed together; others wait."""
+    """Most requests that run together; others wait."""
 
     inference_max_seq_length: int = option(0, minimum=0)
-    """Tokens of one prompt and its text together; 0: the model's positions, at most 8192."""
+    """Most tokens of one prompt and its text together; 0: the model's positions, at most
+    8192."""
 
     inference_dynamic_batching_buffer_size_gb: float = option(0.0, minimum=0)
-    """GiB of keys and values of this rank; 0: as much as all requests may need, within 90 % of
-    the memory that the model leaves free on a GPU, less room for two of the largest steps, or
-    within 2 GiB on a CPU. Requests that do not fit together wait."""
+    """GiB of keys and values of this rank; 0: as much as all requests may need, but at most 90
+    % of the memory that the model and two of the largest steps leave free on a GPU, or 2 GiB on
+    a CPU. Requests that do not fit together wait."""
 
     inference_dynamic_batching_block_size: int = option(64, minimum=1)
     """Tokens in a page of the cache."""
 
     kv_cache_dtype: CacheDtype = "auto"
-    """Format of keys and values in the cache. auto: fp8 where the checkpoint holds scales for
-    it, else the model's; model: the model's; fp8: e4m3, with scales of 1 where the checkpoint
-    holds none."""
+    """Format of keys and values in the cache. auto: fp8 if the checkpoint has scales for it,
+    else the model's; model: the model's; fp8: e4m3, with scales of 1 if the checkpoint has
+    none."""
 
     inference_dynamic_batching_max_tokens: int = 2048
-    """Tokens of one step, of prompts and of writing together."""
+    """Most tokens of one step, of prompts and of new tokens together."""
 
     enable_chunked_prefill: bool = True
-    """Cut prompts where a step is full; else each is computed whole."""
+    """Cut prompts that do not fit into a step; without it a prompt must fit into one step."""
 
     enable_prefix_caching: bool = True
-    """Compute equal beginnings of prompts once. Off where layers are recurrent, and with
-    proposals of mtp."""
+    """Compute equal prefixes of prompts once. Has no effect with recurrent layers, and with
+    --speculative-drafts mtp."""
 
     num_speculative_tokens: int = option(0, minimum=0)
-    """Tokens that are proposed for each text and step, and checked by one forward; 0: none.
-    Texts stay the same, token for token. A step holds those of all requests."""
+    """Tokens to propose for each text and step, verified by one forward; 0: none. Texts stay
+    the same, token for token. The proposals of all requests must fit into a step."""
 
     speculative_drafts: Drafts = option("ngram", needs={"num_speculative_tokens": ON})
-    """What proposes them: what followed the same tokens earlier in the text (ngram), a smaller
-    model (model), or the model's own layer that predicts further tokens (mtp)."""
+    """Source of the proposals: the tokens after an earlier occurrence of the last tokens
+    (ngram), a smaller model (model), or the model's multi-token prediction layer (mtp)."""
 
     draft_load: str = ""
-    """Folder of the smaller model, of the same tokenizer."""
+    """Folder of the smaller model, which has the same tokenizer."""
 
     rules = (
         Rule(
@@ -176,53 +178,55 @@ class InferenceConfig(Options):
                 (bool(v.num_speculative_tokens) and v.speculative_drafts == "model")
                 != bool(v.draft_load)
             ),
-            "--draft-load {draft_load!r} goes with --speculative-drafts model and "
-            "--num-speculative-tokens 1 or more, and they with it.",
+            "--draft-load {draft_load!r} and --speculative-drafts model with "
+            "--num-speculative-tokens 1 or more need each other: give all three, or neither "
+            "--draft-load nor model.",
         ),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig(Options):
-    """Where a server listens, who may use it, and how long it waits."""
+    """Address, access control and timeouts of a server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. The default serves this machine alone; 0.0.0.0 serves everybody who
-    reaches it, so give an --api-key too."""
+    """Address to listen on. The default serves this machine only; 0.0.0.0 serves every host
+    that reaches it, so give an --api-key too."""
 
     port: int = option(5000, minimum=0, below=65536)
-    """Port to listen on; 0: any free one."""
+    """Port to listen on; 0: any free port."""
 
     api_key: str = ""
-    """Bearer token that clients must send; @FILE reads it from a file; empty: none."""
+    """Bearer token that clients must send; @FILE reads it from a file; empty: no token is
+    needed."""
 
     served_model_name: str = ""
     """Name of the model in replies; empty: the name of its folder."""
 
     chat_template: str = ""
-    """File with a Jinja template; empty: the tokenizer's own, or ChatML."""
+    """File with a Jinja template; empty: the tokenizer's template, or ChatML."""
 
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages whose scripts may call the server from a browser (CORS), such as
     https://chat.example; *: all."""
 
     max_queued_requests: int = option(1024, above=0)
-    """Texts that run or wait; more are refused with status 503."""
+    """Most texts that run or wait; more are refused with status 503."""
 
     max_body_mib: float = option(4.0, above=0)
-    """MiB of a request at most."""
+    """Largest body of a request in MiB."""
 
     answer_timeout_s: float = option(600.0, above=0)
-    """Seconds for a whole answer, after which it is cut off."""
+    """Most seconds from a request to the end of its answer."""
 
     client_timeout_s: float = option(30.0, above=0)
-    """Seconds for a client to send its request and to read each event."""
+    """Most seconds for a client to send its request, and to read each event."""
 
     drain_timeout_s: float = option(30.0, above=0)
-    """Seconds after SIGTERM in which answers that have begun may end."""
+    """Most seconds after SIGTERM for the answers that have begun."""
 
 
 def check_seed(seed: int) -> None:
-    """Refuse a seed that texts cannot draw from."""
+    """Raise ValueError for a seed outside the range of the random number generators."""
     if not -MAX_SEED <= seed <= MAX_SEED:
         raise ValueError(f"--seed {seed} must be from -2^62 to 2^62.")

@@ -1,7 +1,8 @@
-"""RunningSequence text offline: prompts go in together, an engine writes after each of them.
+"""Offline generation: an engine continues a list of prompts.
 
-``stream`` and ``generate`` build an engine for their prompts alone; ``stream_texts`` takes the
-options of the commands. What a prompt's text is depends on its seed and not on its neighbours.
+``generate`` and ``stream`` build an engine whose cache fits their prompts; ``stream_texts``
+takes the options of the commands. The text of a prompt depends on its seed, not on the other
+prompts.
 """
 
 import logging
@@ -17,8 +18,8 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.building import build_engine
 from mcore_infer.engine.engine import Engine
+from mcore_infer.engine.limits import EngineConfig, Scales
 from mcore_infer.engine.stages import last_stage_logits, run_stages
-from mcore_infer.engine.step_plans import EngineConfig, Scales
 from mcore_infer.errors import StructureError
 from mcore_infer.kv_cache import StaticCache
 from mcore_infer.writing.grammars import Structure
@@ -30,7 +31,7 @@ from mcore_parallel.mesh import SINGLE, Axis
 log = logging.getLogger(__name__)
 
 _MOST_ROWS = 256
-"""Prompts that are written after together, at most; the others wait."""
+"""Most prompts that run together; the others wait."""
 _GPU_PAGE_TOKENS = 64
 
 
@@ -43,7 +44,7 @@ def generate(
     eod: int | None = None,
     stop: Sequence[Sequence[int]] = (),
 ) -> list[Generation]:
-    """Write after each prompt; see ``stream`` for the arguments."""
+    """Return the continuation of each prompt; ``stream`` describes the arguments."""
     engine, rows = _queued(model, prompts, sampling, seed, eod, stop)
     results = {rows[event[0]]: event[1] for event in engine.run() if isinstance(event, tuple)}
     return [results[i] for i in range(len(prompts))]
@@ -58,7 +59,7 @@ def stream(
     eod: int | None = None,
     stop: Sequence[Sequence[int]] = (),
 ) -> Iterator[NewToken]:
-    """Write after each prompt, token by token.
+    """Yield the continuations of prompts, token by token.
 
     Communicates over ``tp`` and ``pp`` (and the axes of its experts): all its ranks call it
     with equal arguments and all see the same tokens.
@@ -73,8 +74,8 @@ def stream(
         stop: token sequences that end a row and are cut off.
 
     Returns:
-        Tokens in the order of writing. A token that may be the beginning of a stop sequence is
-        held back until that is decided.
+        Tokens in the order of their steps. A token that may begin a stop sequence is held back
+        until that is decided.
 
     Raises:
         ValueError: if there is no prompt, an empty or too long one, or the model is in
@@ -100,10 +101,10 @@ def stream_texts(
     replicas: Axis = SINGLE,
     in_step: Axis = SINGLE,
 ) -> Iterator[NewToken]:
-    """Write after prompts on an engine with the options of commands, token by token.
+    """Yield continuations of prompts, token by token, on an engine with the commands' options.
 
     Args:
-        model: as in ``stream``, and the arguments up to ``stop`` too.
+        model: whole or a stage, in eval mode; see ``Engine``.
         prompts: token ids, at least one each.
         sampling: how tokens are chosen, and how many.
         config: limits of the engine.
@@ -111,11 +112,11 @@ def stream_texts(
         eod: id that ends a row; None: no id does.
         stop: token sequences that end a row and are cut off.
         draft: model that proposes tokens.
-        structure: what texts are held to; None: nothing.
+        structure: grammar of the texts; None: any text.
         grammars: compiles the structure.
         kv_scales: of an fp8 cache that the checkpoint holds.
-        replicas: ranks with the same model. Each is given all prompts and writes after every
-            ``replicas.size``-th, from its own rank on.
+        replicas: ranks with the same model. Each gets all prompts and continues every
+            ``replicas.size``-th, starting with its rank.
         in_step: all ranks of replicas that share experts, see ``Engine``.
 
     Raises:
@@ -125,7 +126,8 @@ def stream_texts(
     engine = build_engine(model, config, draft, kv_scales, replicas, in_step)
     engine.grammars = grammars
     positions, limit = model.config.max_position_embeddings, engine.config.max_sequence_tokens
-    rows: dict[int, int] = {}  # by request: a beam search takes further numbers for its steps
+    # By request number: a beam search takes further numbers for its steps.
+    rows: dict[int, int] = {}
     for i, prompt in enumerate(prompts):
         request = engine.add(
             prompt,
@@ -137,7 +139,7 @@ def stream_texts(
             structure=structure,
         )
         rows[request] = i
-        # Every replica checks all prompts, so that all refuse what one would.
+        # Every replica checks all prompts, so that all raise the same error.
         if i % replicas.size != replicas.rank:
             engine.abort(request)
     yield from _tokens(engine, rows)
@@ -168,7 +170,7 @@ def _queued(
         len(p) + n for p, n in zip(prompts, wanted, strict=True) for _ in range(num_beams)
     ]
     longest, num_rows = max(lengths), min(len(lengths), _MOST_ROWS)
-    # On a CPU a text has one page, so that its keys follow each other and need no gathering.
+    # On a CPU each text has one page: its keys are contiguous and need no gathering.
     is_cuda = next(model.parameters()).device.type == "cuda"
     page_tokens = _GPU_PAGE_TOKENS if is_cuda else longest
     num_pages = sum(-(-n // page_tokens) for n in sorted(lengths, reverse=True)[:num_rows])
@@ -177,7 +179,7 @@ def _queued(
         max_sequence_tokens=longest,
         num_pages=num_pages,
         page_tokens=page_tokens,
-        records_graphs=False,  # for a few texts, and training may use the device meanwhile
+        records_graphs=False,  # few texts; and training may use the device at the same time
     )
     engine = Engine(model, config)
     rows = {}
@@ -190,7 +192,7 @@ def _queued(
 
 
 def _tokens(engine: Engine, rows: Mapping[int, int]) -> Iterator[NewToken]:
-    """Run an engine until its requests are over; yield their tokens with their rows."""
+    """Run an engine until all requests end; yield tokens with the rows of their prompts."""
     for event in engine.run():
         if isinstance(event, NewToken):
             yield replace(event, row=rows[event.row])
@@ -208,10 +210,10 @@ def generate_text(
     sampling: SamplingConfig,
     seed: int = 1234,
 ) -> list[str]:
-    """Write after each prompt in words; an empty prompt begins a document.
+    """Return the continuation of each prompt as text; an empty prompt begins a document.
 
     Returns:
-        The new text of each prompt, special tokens left out.
+        The new text of each prompt, without special tokens.
     """
     results = generate(
         model,
@@ -225,7 +227,7 @@ def generate_text(
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Turn a prompt into tokens; an empty one becomes what begins a document."""
+    """Return the tokens of a prompt; an empty one becomes the token that begins a document."""
     ids = tokenizer.encode(prompt)
     if ids:
         return ids
@@ -244,8 +246,8 @@ def stop_ids(
     """Return the token sequences that end a text and are cut off.
 
     Args:
-        tokenizer: turns stop words into tokens, as they would stand inside a text.
-        sampling: stop words, and whether a text goes on behind its end.
+        tokenizer: encodes stop words as in the middle of a text.
+        sampling: stop words, and whether a text continues after an end of document.
         ends: tokens besides the tokenizer's end of document that end a text.
     """
     words = [tokenizer.encode(w, add_special_tokens=False) for w in sampling.stop_words]
@@ -255,14 +257,14 @@ def stop_ids(
 def next_logits(
     model: LanguageModel, tokens: Tensor, cache: StaticCache | None = None
 ) -> Float[Tensor, "B V"]:
-    """Score the token after the last of each row, whole vocabulary without padding.
+    """Return the logits of the token after each row, without padding of the vocabulary.
 
-    All-gathers the vocabulary over ``tp``; see ``last_stage_logits`` for stages.
+    All-gathers the vocabulary over ``tp``; stages before the last return zeros.
 
     Args:
         model: whole or a stage, in eval mode.
-        tokens: ``[B, S]``; with a cache those that it does not hold yet.
-        cache: is extended by the tokens.
+        tokens: ``[B, S]``; with a cache, the tokens after the cached ones.
+        cache: the tokens are appended to it.
     """
     with torch.no_grad():
         hidden = run_stages(model, tokens, state=cache)
@@ -274,17 +276,17 @@ def next_logits(
 def room(
     positions: int, wanted: int, prompt: Sequence[int], limit: int = 0, name: str = "it"
 ) -> int:
-    """Return how many tokens can be written after a prompt, and warn where that is fewer.
+    """Return how many tokens fit after a prompt; warn if they are fewer than wanted.
 
     Args:
         positions: of the model; 0: no limit.
         wanted: tokens to write.
         prompt: token ids.
-        limit: tokens of prompt and text together; 0: the model's positions alone.
+        limit: most tokens of prompt and text together; 0: the model's positions are the limit.
         name: of the prompt, for messages.
 
     Raises:
-        ValueError: if not one can.
+        ValueError: if no token fits.
     """
     limits = {
         "--inference-max-seq-length": limit,

@@ -1,7 +1,7 @@
 """Static cache: keys and values of a batch whose rows have equal lengths.
 
-Each layer holds one block of memory for the longest text, allocated at its first use with the
-heads, dtype and device of its tensors. A recurrent layer holds a state of fixed size instead.
+Each layer has one block of memory for the longest text, allocated at first use with the heads,
+dtype and device of its tensors. A recurrent layer has a state of fixed size instead.
 Used by the decode loop of T5; the engine has ``PagedCache``.
 """
 
@@ -22,7 +22,7 @@ class StaticCache:
 
     Attributes:
         capacity: tokens that fit.
-        length: tokens held; ``advance`` moves it when a forward is over.
+        length: cached tokens; ``advance`` counts those of a forward.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -35,12 +35,12 @@ class StaticCache:
         return _StaticLayer(self, self._memories.setdefault(number, _LayerMemory()))
 
     def advance(self, num_tokens: int) -> None:
-        """Count new tokens as held, after a forward through all layers."""
+        """Count the tokens of a forward as cached, after all layers have run."""
         self.length += num_tokens
 
     @property
     def num_bytes(self) -> int:
-        """Memory taken so far."""
+        """Allocated memory in bytes."""
         return sum(held.num_bytes for held in self._memories.values())
 
 
@@ -53,7 +53,7 @@ def cache_bytes(
     head_dim: int,
     dtype: torch.dtype,
 ) -> int:
-    """Memory of a full cache of this rank: keys and values of all its layers and heads."""
+    """Return the bytes of this rank's keys and values: all its layers and heads."""
     return 2 * num_layers * capacity * batch * num_kv_heads * head_dim * dtype.itemsize
 
 

@@ -1,7 +1,7 @@
 """Loads a checkpoint folder: a model in eval mode and its tokenizer.
 
-The folder contains the description of its model, so that no flags are needed. Any rank grid may
-load it: each rank reads the rows of its shards.
+The folder describes its model, so no flags are needed. Any rank grid can load it: each rank
+reads the rows of its shards.
 """
 
 import json
@@ -16,8 +16,8 @@ from torch import nn
 
 from mcore_ckpt.formats.json_files import read_json_object
 from mcore_ckpt.mapping.adapters import find_base
-from mcore_ckpt.save_load.foreign_loading import opened_quantized
 from mcore_ckpt.save_load.loading import describe_checkpoint, load
+from mcore_ckpt.save_load.quantized_folder import opened_quantized
 from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_ckpt.storage.index import ADAPTER, Index
 from mcore_ckpt.storage.paths import is_hf_folder, resolve_folder
@@ -58,11 +58,12 @@ class LoadedModel:
     folder: Path
     """The step folder that was read."""
     data: Axis = SINGLE
-    """Ranks with the same part of the model, one in each replica, which may share work."""
+    """Ranks with the same part of the model, one in each replica."""
     world: Axis = SINGLE
     """All ranks of all replicas."""
     in_step: Axis = SINGLE
-    """``world`` if replicas share experts, see ``Engine``; else this rank alone."""
+    """Ranks whose engines step together: ``world`` if replicas share experts, else this
+    rank."""
     draft: LanguageModel | None = None
     """Draft model of speculative decoding."""
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class LoadedModel:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens besides the tokenizer's that end a text, of a Hugging Face folder."""
+        """Tokens that end a text, in addition to the tokenizer's end of document."""
         named = self._small_file("generation_config.json").get("eos_token_id")
         ids = named if isinstance(named, list) else [named]
         own = None if self.tokenizer is None else self.tokenizer.eod
@@ -94,7 +95,7 @@ class LoadedModel:
 
     @property
     def start(self) -> int:
-        """First token of a T5's decoder: of the folder, else of its tokenizer, else 0."""
+        """First token of a T5's decoder: from the folder, else from its tokenizer, else 0."""
         for name in ("generation_config.json", "config.json"):
             if isinstance(found := self._small_file(name).get("decoder_start_token_id"), int):
                 return found
@@ -124,20 +125,20 @@ def load_model(
     """Build the model of a checkpoint and load its weights.
 
     Communicates over ``ctx.world``: all its ranks call it. Adapters are loaded unmerged; their
-    base model is read from the folder that it had during training.
+    base model is read from the folder that it was trained from.
 
     Args:
         path: a run folder, a step folder of one, a Hugging Face or a Megatron folder.
         ctx: the rank grid, without context parallelism; each pipeline rank gets its stage.
-        step: which of a run folder's; 0: the latest.
+        step: step of a run folder; 0: the latest.
         dtype: of the computation; None: bfloat16 on a GPU; on a CPU the saved dtype, but
             float32 for bfloat16, which is slow there.
         checksums: verify the checksums of all bytes read.
         keep_codes: multiply with the codes of quantized weights, instead of decoding them once;
             None: True on a GPU. Inputs are rounded by the method in both cases.
-        takes_t5: whether the model may be a T5, which ``t5_decoding`` runs and no engine.
-        needs_experts: whether a model without experts is refused.
-        families: of models that the checkpoint may hold.
+        takes_t5: whether the model may be a T5, which only ``t5_decoding`` runs.
+        needs_experts: raise ValueError for a model without experts.
+        families: families of models that are known.
 
     Raises:
         ValueError: if there is no checkpoint or it does not describe a model, or the layout
@@ -149,7 +150,7 @@ def load_model(
     index = describe_checkpoint(folder)
     if "model" not in index.extra:
         raise ValueError(
-            f"{folder} does not say which model it holds (no 'model' in its index): load a "
+            f"{folder} does not describe its model (no 'model' in its index): load a "
             "checkpoint that mcore-train or mcore-ckpt convert wrote."
         )
     description = ModelDescription.from_dict(index.extra["model"], families)
@@ -160,8 +161,8 @@ def load_model(
         )
     adapter = index.extra.get(ADAPTER, {})
     peft = config_from_dict(PeftConfig, {n: v for n, v in adapter.items() if n != "base"})
-    computes_in = dtype or _dtype_for(ctx.device, index)
-    model = _on_meta(description, ctx, computes_in, families, peft, takes_t5)
+    compute_dtype = dtype or _dtype_for(ctx.device, index)
+    model = _on_meta(description, ctx, compute_dtype, families, peft, takes_t5)
     reading: dict[str, Any] = {"world": ctx.world, "checksums": checksums, "cast": True}
     with ExitStack() as stack:
         quantized, scales, kv_scales = None, {}, {}
@@ -174,19 +175,19 @@ def load_model(
         _allocate(model, ctx.device, packed)
         shards = {f"model.{n}": s for n, s in named_shards(model, ctx.data_axes()).items()}
         rest = {n: s for n, s in shards.items() if not any(p.data.is_meta for p in s.pieces)}
-        # Weights that stay packed are loaded later, one linear at a time; the names of all
-        # stages are ignored here, since a load checks that every tensor is used.
-        apart = {
+        # Weights that stay packed are loaded later, one linear at a time. load() checks that
+        # every tensor of the folder is used, so it must ignore the packed ones of all stages.
+        packed_names = {
             name for names in gather_json([*shards.keys() - rest], ctx.pp) for name in names
         }
         if adapter.get("base"):
             rest = _without_base(folder, adapter, rest, reading)
-        load(folder, rest, ignore=("optimizer.", "rng.", *apart), **reading)
+        load(folder, rest, ignore=("optimizer.", "rng.", *packed_names), **reading)
         if quantized is not None:
 
             def fill(weights: Mapping[str, Shard]) -> None:
                 named = {f"model.{name}": shard for name, shard in weights.items()}
-                # Stages have different numbers of linears, so that collectives would not match.
+                # Stages have different numbers of linears, so collectives would not match.
                 alone: dict[str, Any] = {"world": SINGLE} if ctx.pp.size > 1 else {}
                 load(folder, named, ignore=("model.",), **reading | alone)
 
@@ -211,14 +212,14 @@ def empty_model(
     families: Mapping[str, Family] = FAMILIES,
     peft: PeftConfig = _NO_ADAPTERS,
 ) -> LanguageModel:
-    """Build a model with weights of zero, for the caller to fill; no communication.
+    """Build a model whose weights are zero; no communication.
 
     Args:
-        description: which model.
+        description: config and family of the model.
         ctx: the rank grid, without context parallelism.
-        dtype: to compute in.
-        families: of models that there may be.
-        peft: adapters beside its linears; none by default.
+        dtype: of the computation.
+        families: families of models that are known.
+        peft: adapters to attach to its linears; none by default.
 
     Raises:
         ValueError: if the model predicts no next token.
@@ -258,7 +259,7 @@ def _on_meta(
 
 
 def _allocate(model: nn.Module, device: torch.device, packed: frozenset[str]) -> None:
-    """Allocate zeros for all tensors but the weights of linears that stay packed."""
+    """Allocate zeros for all tensors except the weights of linears that stay packed."""
     for path, module in model.named_modules():
         if path not in packed:
             module.to_empty(device=device, recurse=False)
@@ -288,8 +289,8 @@ def check_context(ctx: ParallelContext) -> None:
     """Raise ValueError for rank grids that cannot generate token by token."""
     if ctx.config.context_parallel_size > 1:
         raise ValueError(
-            "generation runs without --context-parallel-size: set it to 1. Any checkpoint "
-            "loads so."
+            "generation runs without --context-parallel-size: set it to 1. Every checkpoint "
+            "loads into such a grid."
         )
     if ctx.config.sequence_parallel:
         raise ValueError("--sequence-parallel cannot cut single tokens: leave it out.")
@@ -306,5 +307,5 @@ def _tokenizer_of(folder: Path) -> Tokenizer | None:
     if (folder / "tokenizer").is_dir():
         return load_tokenizer(folder / "tokenizer")
     names = ("tokenizer.json", "tokenizer.model")
-    is_there = is_hf_folder(folder) and any((folder / name).is_file() for name in names)
-    return load_tokenizer(folder) if is_there else None
+    has_tokenizer = is_hf_folder(folder) and any((folder / name).is_file() for name in names)
+    return load_tokenizer(folder) if has_tokenizer else None

@@ -1,6 +1,6 @@
-"""Greedy or sampled answers of a T5: the encoder reads each text once, the decoder writes.
+"""Greedy or sampled answers of a T5: the encoder runs once a text, the decoder once a token.
 
-The one decode loop outside the engine. All answers begin with the same token, so the rows of a
+The only decode loop outside the engine. All answers begin with the same token, so the rows of a
 batch have equal lengths and share a ``StaticCache``.
 """
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from mcore_infer.config import SamplingConfig
+from mcore_infer.engine.sampling import choose, token_log_probs
 from mcore_infer.engine.stages import agree_on_tokens
 from mcore_infer.generation import room
 from mcore_infer.kv_cache import StaticCache
-from mcore_infer.writing.sampling import choose, token_log_probs
-from mcore_infer.writing.sequence import NewToken, RunningSequence
+from mcore_infer.writing.sequence import NewToken, RunningSequence, TextRequest
 from mcore_parallel.collectives import all_gather
 
 
@@ -29,7 +29,7 @@ def answer_texts(
     eod: int | None = None,
     stop: Sequence[Sequence[int]] = (),
 ) -> Iterator[NewToken]:
-    """Write an answer to each text, token by token; yields tokens as ``generation.stream``.
+    """Yield an answer to each text, token by token.
 
     Communicates over ``tp`` as the model does; all its ranks call it with equal arguments.
 
@@ -51,7 +51,14 @@ def answer_texts(
     num_tokens = room(positions, sampling.num_tokens, [start], name="the answer")
     rows = [
         RunningSequence(
-            [start], sampling, num_tokens=num_tokens, seed=seed + i, eod=eod, stop=stop
+            TextRequest(
+                prompt=[start],
+                sampling=sampling,
+                num_tokens=num_tokens,
+                seed=seed + i,
+                eod=eod,
+                stop=stop,
+            )
         )
         for i in range(len(texts))
     ]
@@ -66,7 +73,7 @@ def answer_texts(
         hidden = model.write(tokens, encoded, mask, cache)  # [1, B, D]
         cache.advance(1)
         logits = all_gather(model.logits(hidden)[-1], model.tp, dim=-1)[:, : model.vocab_size]
-        # Rows that are over keep their place in the batch; their tokens are not read.
+        # Finished rows stay in the batch; their tokens are ignored.
         chosen = agree_on_tokens(choose(logits, rows), model.tp, model.pp)
         log_probs = token_log_probs(logits, chosen)
         pairs = zip(chosen.tolist(), log_probs.tolist(), strict=True)

@@ -12,7 +12,7 @@ from mcore_infer import (
     generate,
 )
 from mcore_infer.engine.beams import BeamSearch
-from mcore_infer.writing.sequence import RunningSequence
+from mcore_infer.writing.sequence import RunningSequence, TextRequest
 
 PROMPT = [10, 20, 30, 40, 50]
 
@@ -87,7 +87,8 @@ def test_beams_are_also_found_offline(model):
 
 def test_a_search_ends_when_no_beam_can_do_better():
     sampling = SamplingConfig(num_tokens=9, beam_width=2, length_penalty=0.0)
-    search = BeamSearch(RunningSequence([1], sampling, num_tokens=9, seed=0, eod=0))
+    request = TextRequest(prompt=[1], sampling=sampling, num_tokens=9, seed=0, eod=0)
+    search = BeamSearch(RunningSequence(request))
     assert not search.take([((0, -1.0), (5, -1.2), (6, -2.0), (7, -3.0))])
     assert [ids for ids, _ in search.live] == [(5,), (6,)]
     ends = [((0, -0.5), (1, -0.6), (2, -0.7), (3, -0.8))] * 2

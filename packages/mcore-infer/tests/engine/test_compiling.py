@@ -49,7 +49,7 @@ TILE = {
 def test_the_kernel_for_many_requests_takes_what_ran_on_a_gpu():
     import torch
 
-    from mcore_infer.engine.kernels.paged_attention import takes_many
+    from mcore_infer.engine.decode_kernels import takes_many
 
     for in_fp8, fewest in ((False, 256), (True, 512)):
         for channels in (64, 96, 128, 256):

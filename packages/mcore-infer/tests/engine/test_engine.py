@@ -21,10 +21,10 @@ from mcore_infer import (
     generate,
     load_model,
 )
+from mcore_infer.engine.sampling import choose, token_log_probs
 from mcore_infer.generation import next_logits
 from mcore_infer.kv_cache import StaticCache
-from mcore_infer.writing.sampling import choose, token_log_probs
-from mcore_infer.writing.sequence import NewToken, RunningSequence
+from mcore_infer.writing.sequence import NewToken, RunningSequence, TextRequest
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel.config import ParallelConfig
@@ -79,7 +79,11 @@ def alone(model):
     """What each prompt's text is where it is read anew for every token; no engine, no cache."""
     results = []
     for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
-        text = RunningSequence(prompt, sampling, num_tokens=sampling.num_tokens, seed=3 + i)
+        text = RunningSequence(
+            TextRequest(
+                prompt=prompt, sampling=sampling, num_tokens=sampling.num_tokens, seed=3 + i
+            )
+        )
         while not text.finish_reason:
             logits = next_logits(model, torch.tensor([[*prompt, *text.ids]]))
             chosen = choose(logits, [text])
@@ -337,7 +341,9 @@ def test_positions_stretched_by_the_length_of_a_text_are_those_of_one_text_a_ste
 
 def grown(model, prompt, sampling, seed):
     """What one text writes with keys that stay as they were rotated; no engine."""
-    text = RunningSequence(prompt, sampling, num_tokens=sampling.num_tokens, seed=seed)
+    text = RunningSequence(
+        TextRequest(prompt=prompt, sampling=sampling, num_tokens=sampling.num_tokens, seed=seed)
+    )
     cache, tokens = StaticCache(40), prompt
     while not text.finish_reason:
         chosen = choose(next_logits(model, torch.tensor([tokens]), cache), [text]).tolist()

@@ -5,7 +5,7 @@ import torch
 
 from mcore_infer import Engine, EngineConfig, InferenceConfig, SamplingConfig, build_engine
 from mcore_infer.engine.fp8_cache import from_codes, rounded_cache, to_codes
-from mcore_infer.engine.step_plans import Fp8Cache
+from mcore_infer.engine.limits import Fp8Cache
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel.mesh import ParallelContext

@@ -28,7 +28,8 @@ from mcore_infer.engine.checks import check_speculation
 from mcore_infer.engine.stages import own_stage
 from mcore_infer.evaluation.continuations import Continuation
 from mcore_infer.generation import stream_texts
-from mcore_infer.server.worker import EngineWorker, TextRequest, follow
+from mcore_infer.server.worker import EngineWorker, follow
+from mcore_infer.writing.sequence import TextRequest
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.mesh import Axis, ParallelContext
 

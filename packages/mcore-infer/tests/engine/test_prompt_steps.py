@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mcore_infer import Engine, EngineConfig, SamplingConfig, ScoreRequest, generate, load_model
-from mcore_infer.engine import prompt_steps
-from mcore_infer.engine.prompt_steps import PromptSteps
-from mcore_infer.engine.step_plans import Chunk, Step
+from mcore_infer.engine import model_runner
+from mcore_infer.engine.model_runner import PromptSteps
+from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
 from mcore_parallel.mesh import ParallelContext
@@ -97,7 +97,7 @@ def test_steps_that_keep_the_device_busy_are_not_recorded(model, tape_recorder, 
     long_texts = PromptSteps(model, engine.cache, 2048, table_pages=2000, recorder=None)
     assert long_texts.sizes[-2:] == [512, 524]
     num_parameters = sum(weight.numel() for weight in model.parameters())
-    monkeypatch.setattr(prompt_steps, "_MOST_WORK", 300 * num_parameters // 2)
+    monkeypatch.setattr(model_runner, "_MOST_WORK", 300 * num_parameters // 2)
     large = PromptSteps(model, engine.cache, 2048, table_pages=1, recorder=None)
     assert large.sizes[-2:] == [256, 300]
 

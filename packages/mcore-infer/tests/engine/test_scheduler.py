@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_infer.engine.limits import SchedulerConfig
 from mcore_infer.engine.prefix_pages import FIRST_KEY, PagePool, next_key
 from mcore_infer.engine.scheduler import Scheduler
-from mcore_infer.engine.step_plans import SchedulerConfig
 
 
 def next_token(tokens):

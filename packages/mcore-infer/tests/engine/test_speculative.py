@@ -151,7 +151,7 @@ def test_the_models_own_layer_proposes_what_it_was_trained_to_predict(model):
     engine.add(PROMPTS[0], SAMPLINGS[0])
     for _ in range(3):
         engine.step()
-    (writing,) = engine._writings.values()
+    (writing,) = engine._sequences.values()
     text = torch.tensor([[*writing.prompt, *writing.ids]])
     (chunk,) = engine._plan().chunks
     assert chunk.num_drafts == 2
@@ -173,7 +173,7 @@ def test_proposals_that_nothing_can_make_or_check_are_refused(model):
     plain = GPT(fewer, ParallelContext.single(), vocab_size=12, device="meta").eval()
     with pytest.raises(ValueError, match="no layer that predicts further tokens"):
         Engine(plain, replace(config, speculative_drafts="mtp"))
-    with pytest.raises(ValueError, match="goes with --speculative-drafts model"):
+    with pytest.raises(ValueError, match="--speculative-drafts model with"):
         InferenceConfig(draft_load="there")
     refused = "--speculative-drafts mtp has no effect without --num-speculative-tokens"
     with pytest.raises(ValueError, match=refused):

@@ -4,9 +4,9 @@ import random
 
 import torch
 
-from mcore_infer.engine.decoding import decode_sizes, size_to_run
+from mcore_infer.engine.model_runner import decode_sizes, size_to_run
+from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_infer.engine.step_layout import DecodeTensors
-from mcore_infer.engine.step_plans import Chunk, Step
 
 
 def test_a_step_is_laid_out_as_in_new_memory_whatever_was_there_before():

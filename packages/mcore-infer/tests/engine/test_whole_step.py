@@ -5,10 +5,10 @@ import torch
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer import Engine, EngineConfig, SamplingConfig
-from mcore_infer.engine.few_rows_gemm import read_few_rows_fast
+from mcore_infer.engine.few_rows_gemm import use_few_rows_gemm
 from mcore_infer.engine.paged_cache import PagedCache
+from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_infer.engine.step_layout import DecodeTensors
-from mcore_infer.engine.step_plans import Chunk, Step
 from mcore_infer.engine.whole_step.whole_step import (
     WHOLE_STEP_KERNEL,
     WholeStep,
@@ -57,7 +57,7 @@ MACROS = {
 def built(device="cpu", **changes):
     config = TransformerConfig(**{**SIZES, **changes})
     model = GPT(config, ParallelContext.single(device), vocab_size=500, dtype=torch.bfloat16)
-    read_few_rows_fast(model)
+    use_few_rows_gemm(model)
     return model.eval()
 
 

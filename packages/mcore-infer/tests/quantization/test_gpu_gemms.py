@@ -6,7 +6,7 @@ import torch
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
 from mcore_infer import Engine, EngineConfig, SamplingConfig
 from mcore_infer.engine.kernels.skinny_gemm_tiles import tiles_for
-from mcore_infer.engine.step_plans import Fp8Cache
+from mcore_infer.engine.limits import Fp8Cache
 from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm
 from mcore_infer.quantization.loading import linears, round_to_nearest_
 from mcore_models.config import TransformerConfig

@@ -13,9 +13,8 @@ import uvicorn
 
 from mcore_infer import InferenceConfig, build_engine, load_model
 from mcore_infer.server.app import Limits, Server
-from mcore_infer.server.job import ServedModel
-from mcore_infer.server.responses import EngineClient
-from mcore_infer.server.worker import EngineWorker
+from mcore_infer.server.replies import ServedModel
+from mcore_infer.server.worker import EngineClient, EngineWorker
 from mcore_infer.writing.chat_format import load_chat_format
 from mcore_infer.writing.structured import Grammars
 from mcore_parallel.mesh import ParallelContext

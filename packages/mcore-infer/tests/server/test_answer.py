@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import Generation, NewToken
-from mcore_infer.server.answer import Answer
-from mcore_infer.writing.token_text import TokenTexts
+from mcore_infer.writing.token_text import Answer, TokenTexts
 
 TEXTS = TokenTexts(ByteTokenizer())
 

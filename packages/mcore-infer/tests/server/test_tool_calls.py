@@ -8,7 +8,6 @@ import tokenizers
 from mcore_data.tokenizers.hf import HFTokenizer, set_byte_level
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import NewToken
-from mcore_infer.server.answer import Answer
 from mcore_infer.server.schemas import Function
 from mcore_infer.server.tool_calls import (
     PLAIN,
@@ -21,7 +20,7 @@ from mcore_infer.server.tool_calls import (
 )
 from mcore_infer.writing.grammars import Structure
 from mcore_infer.writing.structured import Grammars
-from mcore_infer.writing.token_text import TokenTexts
+from mcore_infer.writing.token_text import Answer, TokenTexts
 
 
 def deepseek(text):

@@ -17,14 +17,9 @@ from warm_ranks import run_command, run_ranks
 
 from mcore_data.tokenizers.plain import ByteTokenizer
 from mcore_infer import InferenceConfig, SamplingConfig, build_engine, generate, load_model
-from mcore_infer.server.worker import (
-    EngineWorker,
-    RefusedGroup,
-    TextRequest,
-    follow,
-)
+from mcore_infer.server.worker import EngineWorker, RefusedGroup, follow
 from mcore_infer.writing.grammars import Structure
-from mcore_infer.writing.sequence import Generation, ScoreRequest, TokenRules
+from mcore_infer.writing.sequence import Generation, ScoreRequest, TextRequest, TokenRules
 from mcore_infer.writing.structured import Grammars
 from mcore_parallel.config import ParallelConfig
 from mcore_parallel.launch.launcher import free_port

@@ -75,7 +75,7 @@ def test_every_kernel_passes_its_trial_on_this_gpu():
         if name in OF_PACKAGES:  # tried where a model takes them
             continue
         for sample in kernel.samples(device):
-            kind = kernel.kind(*sample.args, **sample.kwargs)
+            kind = kernel.kind_of(*sample.args, **sample.kwargs)
             if kind is not None:
                 failures[name, kind] = kernel_failure(kernel, device, *kind)
     assert len({name for name, _ in failures}) > 15

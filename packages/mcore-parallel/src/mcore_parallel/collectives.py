@@ -1,8 +1,8 @@
-"""Collectives over an ``Axis``: plain ones, and autograd pairs of forward and backward.
+"""Collectives over an ``Axis``: plain ones, and pairs with a collective in backward.
 
-Every function returns a new tensor and leaves its input as it is: in-place collectives inside
+Every function returns a new tensor and does not change its input: in-place collectives inside
 an autograd.Function silently give zero gradients under ``torch.compile``. Over an axis of one
-rank each function returns its input and never calls torch.distributed.
+rank each function returns its input and does not call torch.distributed.
 
 The pairs, forward / backward:
     copy_to            identity        / all-reduce
@@ -12,11 +12,11 @@ The pairs, forward / backward:
     gather_partial_from all-gather     / reduce-scatter
     reduce_scatter_to  reduce-scatter  / all-gather
     all_to_all         exchange        / exchange back
-The ``start_`` functions begin a plain collective and return at once, for overlap with
-computation; ``wait`` gives its result. The ``begin_`` functions do so for pairs with gradients.
-Which pair is right depends on what the gradient is on each rank: whole and equal (a replica)
-or a part of a sum (partial). Shoeybi et al. 2019, arXiv:1909.08053 (f and g); Korthikanti
-et al. 2022, arXiv:2205.05198 (g-bar).
+The ``start_`` functions launch a plain collective and return at once, so that computation can
+overlap; ``wait`` completes it. The ``begin_`` functions launch a pair, gradients included.
+Which pair is right depends on the gradient of the result on each rank: equal on all ranks (a
+replica), or one term of a sum over the ranks (partial). Shoeybi et al. 2019, arXiv:1909.08053
+(f and g); Korthikanti et al. 2022, arXiv:2205.05198 (g-bar).
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ OverlapCallback = Callable[[], None] | None
 """Launches other work during a collective, and during the collective of its gradient."""
 
 Cast = Callable[[Tensor], Tensor] | None
-"""Applied to what is sent or received, forward only: into bytes and back, for example."""
+"""Encodes the sent tensor or decodes the received one, in forward only: to fp8, for example."""
 
 
 def all_reduce(x: Shaped[Tensor, "..."], axis: Axis, op: str = "sum") -> Shaped[Tensor, "..."]:
@@ -45,7 +45,7 @@ def all_reduce(x: Shaped[Tensor, "..."], axis: Axis, op: str = "sum") -> Shaped[
 
     Args:
         x: any shape and dtype of the backend; equal shapes on all ranks.
-        axis: ranks that take part; all of them call it.
+        axis: ranks that take part.
         op: ``sum``, ``max``, ``min``, ``product`` or ``avg`` (nccl only).
     """
     if axis.size == 1:
@@ -62,7 +62,7 @@ def all_gather(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Ten
 
 
 def reduce_scatter(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
-    """Sum over ``axis`` and keep this rank's equal slice of ``dim``; no gradient.
+    """Sum over ``axis`` and return this rank's equal slice of ``dim``; no gradient.
 
     Raises:
         ValueError: if the axis does not divide ``dim``.
@@ -93,7 +93,7 @@ def host_device(axis: Axis) -> torch.device:
 
 
 def start_all_reduce(x: Shaped[Tensor, "..."], axis: Axis) -> Shaped[Tensor, "..."]:
-    """Begin a sum over ``axis``; the result may be read after ``wait``."""
+    """Launch a sum over ``axis``; the result may be read after ``wait``."""
     if axis.size == 1:
         return x
     agree(axis.agreement, "all_reduce (sum)", x)
@@ -101,7 +101,7 @@ def start_all_reduce(x: Shaped[Tensor, "..."], axis: Axis) -> Shaped[Tensor, "..
 
 
 def start_all_gather(x: Shaped[Tensor, "s ..."], axis: Axis) -> Shaped[Tensor, "S ..."]:
-    """Begin a concatenation along dimension 0; the result may be read after ``wait``."""
+    """Launch an all-gather along dimension 0; the result may be read after ``wait``."""
     if axis.size == 1:
         return x
     agree(axis.agreement, "all_gather", x)
@@ -109,7 +109,7 @@ def start_all_gather(x: Shaped[Tensor, "s ..."], axis: Axis) -> Shaped[Tensor, "
 
 
 def start_reduce_scatter(x: Shaped[Tensor, "S ..."], axis: Axis) -> Shaped[Tensor, "s ..."]:
-    """Begin a sum that keeps this rank's slice of dimension 0; read it after ``wait``.
+    """Launch a reduce-scatter along dimension 0; the result may be read after ``wait``.
 
     Raises:
         ValueError: if the axis does not divide dimension 0.
@@ -122,13 +122,14 @@ def start_reduce_scatter(x: Shaped[Tensor, "S ..."], axis: Axis) -> Shaped[Tenso
 
 
 def start_shift(x: Shaped[Tensor, "R ..."], axis: Axis) -> Shaped[Tensor, "R ..."]:
-    """Begin to send x to the next rank of the axis, the last to the first.
+    """Launch a send of x to the next rank, and return the previous rank's x, cyclically.
 
-    The result, what the previous rank sent, may be read after ``wait``; x must not change
-    before that. Shapes are equal on all ranks.
+    The result may be read after ``wait``; x must not change before. Shapes are equal on all
+    ranks.
     """
     if axis.size == 1:
         return x
+    # An all-to-all in which every rank has rows for one other rank only.
     send, receive = [0] * axis.size, [0] * axis.size
     send[(axis.rank + 1) % axis.size] = x.shape[0]
     receive[(axis.rank - 1) % axis.size] = x.shape[0]
@@ -139,7 +140,7 @@ def start_shift(x: Shaped[Tensor, "R ..."], axis: Axis) -> Shaped[Tensor, "R ...
 def start_all_to_all(
     x: Shaped[Tensor, "R ..."], axis: Axis, send: list[int], receive: list[int]
 ) -> Shaped[Tensor, "Q ..."]:
-    """Begin an exchange as ``all_to_all`` does; the result may be read after ``wait``."""
+    """Launch the exchange of ``all_to_all``; the result may be read after ``wait``."""
     if axis.size == 1:
         return x
     agree(axis.agreement, "all_to_all", x, any_rows=True)
@@ -147,7 +148,10 @@ def start_all_to_all(
 
 
 def wait(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """Wait for the result of a ``start_`` function and return it; no-op on other tensors."""
+    """Wait until the result of a ``start_`` function is complete, and return the result.
+
+    Returns any other tensor as it is.
+    """
     return _ops.wait_tensor(x)
 
 
@@ -165,23 +169,23 @@ def own_slice(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tens
 
 
 def copy_to(x: Shaped[Tensor, "..."], axis: Axis) -> Shaped[Tensor, "..."]:
-    """Pass through; all-reduce the gradient over ``axis`` in backward.
+    """Return x; all-reduce the gradient over ``axis`` in backward.
 
-    Use it where a replicated tensor enters computation that is split over the axis.
+    For a replicated tensor that enters a computation split over the axis.
     """
     return x if axis.size == 1 else _Copy.apply(x, axis)
 
 
 def reduce_from(x: Shaped[Tensor, "..."], axis: Axis) -> Shaped[Tensor, "..."]:
-    """All-reduce over ``axis``; pass the gradient through.
+    """All-reduce x over ``axis``; return the gradient unchanged in backward.
 
-    Use it where partial sums become a replicated tensor whose gradient is whole on every rank.
+    For partial sums that become a replicated tensor, whose gradient is equal on every rank.
     """
     return x if axis.size == 1 else _Reduce.apply(x, axis)
 
 
 def split_to(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
-    """Keep this rank's slice of ``dim``; all-gather the gradient in backward.
+    """Return this rank's slice of ``dim``; all-gather the gradient in backward.
 
     Raises:
         ValueError: if the axis does not divide ``dim``.
@@ -193,10 +197,10 @@ def split_to(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tenso
 
 
 def gather_from(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
-    """All-gather along ``dim``; keep this rank's slice of the gradient in backward.
+    """All-gather along ``dim``; take this rank's slice of the gradient in backward.
 
-    Only right when the gradient of the result is whole and equal on every rank; use
-    ``gather_partial_from`` when each rank's gradient is a part of a sum.
+    Only right if every rank has the full, equal gradient of the result; use
+    ``gather_partial_from`` if each rank's gradient is one term of a sum.
     """
     return x if axis.size == 1 else _Gather.apply(x, axis, dim)
 
@@ -211,7 +215,7 @@ def gather_partial_from(
 def reduce_scatter_to(
     x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0
 ) -> Shaped[Tensor, "..."]:
-    """Sum over ``axis`` keeping this rank's slice of ``dim``; all-gather the gradient.
+    """Reduce-scatter along ``dim``; all-gather the gradient in backward.
 
     Raises:
         ValueError: if the axis does not divide ``dim``.
@@ -225,25 +229,25 @@ def reduce_scatter_to(
 def all_to_all(
     x: Shaped[Tensor, "R ..."], axis: Axis, send: list[int], receive: list[int]
 ) -> Shaped[Tensor, "Q ..."]:
-    """Exchange rows: ``send[i]`` rows go to rank ``i``, ``receive[i]`` come from it.
+    """Exchange rows: ``send[i]`` rows go to rank ``i``, ``receive[i]`` come from rank ``i``.
 
-    Backward sends the gradients of the rows back where they came from.
+    Backward returns the gradient of each row to the rank that sent the row.
 
     Args:
         x: rows sorted by destination; ``sum(send)`` of them.
         axis: ranks that take part.
         send: rows for each rank of the axis; may hold zeros.
-        receive: rows from each rank: this rank's entry of each other rank's ``send``.
+        receive: rows from each rank, equal to this rank's entry of that rank's ``send``.
     """
     return x if axis.size == 1 else _AllToAll.apply(x, axis, send, receive)
 
 
 class CollectiveHandle:
-    """A collective that has begun: launch other work, then ``wait`` for its result.
+    """A launched collective with a gradient; ``wait`` returns the result.
 
-    In backward the node of ``wait`` begins the collective of the gradient, and the node of
-    ``__init__`` waits for it: operations that forward launched between the two run their
-    backward during that collective. The overlap callback is called before either wait.
+    In backward the autograd node of ``wait`` launches the collective of the gradient, and the
+    node of ``__init__`` waits for it, so operations between the two calls overlap with the
+    collective in both directions. The overlap callback is called before either wait.
     """
 
     def __init__(
@@ -254,14 +258,15 @@ class CollectiveHandle:
         decode: Cast = None,
         overlap_callback: OverlapCallback = None,
     ) -> None:
-        """Begin the collective.
+        """Launch the collective of x.
 
         Args:
-            x: its input.
-            begin: a ``start_`` function.
-            begin_backward: the ``start_`` function of the gradient.
-            decode: from the received tensor to the result; None: the same tensor.
-            overlap_callback: called during the collective, and during that of the gradient.
+            x: input of the collective.
+            begin: launches the collective (a ``start_`` function).
+            begin_backward: launches the collective of the gradient.
+            decode: converts the received tensor to the result; None: no conversion.
+            overlap_callback: called during the collective, and again during the collective of
+                the gradient.
         """
         self._x = _Begin.apply(x, overlap_callback)
         self._received = begin(self._x.detach())
@@ -271,13 +276,13 @@ class CollectiveHandle:
     def run_overlap_callback(self) -> None:
         """Call the overlap callback now instead of in ``wait``."""
         overlap_callback, self._overlap_callback = self._overlap_callback, None
-        # A forward that backward repeats does not call back: the collectives of the gradients
-        # do, and all ranks must call back equally often.
+        # Inside backward (graph task id != -1) this is a recomputed forward. It makes no call:
+        # the collectives of the gradients do, and all ranks must make equally many calls.
         if overlap_callback is not None and torch._C._current_graph_task_id() == -1:
             overlap_callback()
 
     def wait(self) -> Shaped[Tensor, "..."]:
-        """Wait for the result and return it; call it once."""
+        """Complete the collective and return its result; may be called once."""
         self.run_overlap_callback()
         return _Wait.apply(self._x, self._received, self._begin_backward, self._decode)
 
@@ -290,7 +295,7 @@ def begin_gather_partial(
     encode: Cast = None,
     decode: Cast = None,
 ) -> CollectiveHandle:
-    """Begin ``gather_partial_from`` along dimension 0."""
+    """Launch ``gather_partial_from`` along dimension 0."""
     return CollectiveHandle(
         x,
         lambda x: start_all_gather(x if encode is None else encode(x), axis),
@@ -303,7 +308,7 @@ def begin_gather_partial(
 def begin_reduce_scatter(
     x: Shaped[Tensor, "S ..."], axis: Axis, overlap_callback: OverlapCallback = None
 ) -> CollectiveHandle:
-    """Begin ``reduce_scatter_to`` along dimension 0."""
+    """Launch ``reduce_scatter_to`` along dimension 0."""
     return CollectiveHandle(
         x,
         lambda x: start_reduce_scatter(x, axis),
@@ -322,7 +327,7 @@ def begin_all_to_all(
     encode: Cast = None,
     decode: Cast = None,
 ) -> CollectiveHandle:
-    """Begin ``all_to_all``."""
+    """Launch ``all_to_all``."""
     return CollectiveHandle(
         x,
         lambda x: start_all_to_all(x if encode is None else encode(x), axis, send, receive),
@@ -336,7 +341,7 @@ def _check_divides(x: Tensor, axis: Axis, dim: int) -> None:
     if x.shape[dim] % axis.size:
         raise ValueError(
             f"dimension {dim} of size {x.shape[dim]} does not divide over axis "
-            f"{axis.name} of {axis.size} ranks"
+            f"{axis.name} of {axis.size} ranks: it must be a multiple of {axis.size}"
         )
 
 
@@ -418,7 +423,7 @@ class _AllToAll(OnceDifferentiable):
 
 
 class _Begin(OnceDifferentiable):
-    """Identity; backward waits for the collective of the gradient."""
+    """Identity in forward; backward waits for the gradient's collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, overlap_callback: Any) -> Tensor:
@@ -433,7 +438,7 @@ class _Begin(OnceDifferentiable):
 
 
 class _Wait(OnceDifferentiable):
-    """Waits for the result; backward begins the collective of the gradient."""
+    """Waits for the result in forward; backward launches the gradient's collective."""
 
     @staticmethod
     def forward(

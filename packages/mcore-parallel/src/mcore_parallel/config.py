@@ -1,8 +1,8 @@
-"""Degrees of parallelism and the switches that go with them: plain frozen data.
+"""Options of model and data parallelism: frozen dataclasses, no torch.
 
 Field names are Megatron's flags with underscores; each field's docstring is its help
-text. Nothing here needs the world or the hardware: what does is checked by
-``rank_grid.build_grids``.
+text. Rules here compare options only; ``rank_grid.build_grids`` checks them against the
+world size.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from typing import Any, Literal
 from mcore_base.options import ON, Options, Rule, When, option
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
-"""What --rank-order is made of, in the usual order."""
+"""Names that --rank-order arranges, in the default order."""
 
 
 def _wrong_context_levels(values: Any) -> str:
-    """Return what the sizes of a ring of groups lack; empty: nothing."""
+    """Return the error message for sizes that do not factor the context size, else ''."""
     sizes, cp = values.hierarchical_context_parallel_sizes, values.context_parallel_size
     fits = len(sizes) == 2 and min(sizes) > 1 and sizes[0] * sizes[1] == cp
     if values.cp_comm_type != "a2a+p2p" or fits:
@@ -30,7 +30,7 @@ def _wrong_context_levels(values: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig(Options):
-    """How a world of ranks is factorised: TP x CP x DP x PP, and ETP x EP x EDP x PP."""
+    """How the world size is factorised: TP x CP x DP x PP, and ETP x EP x EDP x PP."""
 
     tensor_model_parallel_size: int = option(1, minimum=1)
     """Ranks that split each weight matrix."""
@@ -46,23 +46,25 @@ class ParallelConfig(Options):
         idle_with={"context_parallel_size": 1},
         selects_path="context_parallel.{cp_comm_type}",
     )
-    """How attention reaches the keys of other context ranks: p2p passes them round a ring,
-    all_gather collects them, a2a exchanges heads for sequence, a2a+p2p does so among
-    neighbours and passes keys round a ring of these groups. Empty: p2p, or all_gather for
-    layers with a window or with attention dropout. Megatron's default: p2p."""
+    """How attention gets the keys and values of other context ranks: p2p passes them around a
+    ring, all_gather gathers them, a2a exchanges heads for sequence, a2a+p2p exchanges heads
+    within groups of neighbouring ranks and passes keys around a ring of these groups. Empty:
+    p2p, or all_gather for layers with a window or with attention dropout. Megatron's default:
+    p2p."""
 
     hierarchical_context_parallel_sizes: tuple[int, ...] = option(
         (), needs={"cp_comm_type": "a2a+p2p"}
     )
-    """With --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, such as those of a
-    node, and how many groups of them the ring has."""
+    """Two sizes for --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, such as
+    those of a node, and the number of such groups in the ring."""
 
     expert_model_parallel_size: int = option(1, minimum=1, needs={"num_experts": ON})
     """Ranks that split the experts; folded over data, context and tensor ranks."""
 
     hierarchical_expert_parallel_size: int = 0
-    """Neighbouring expert-parallel ranks that share a node: a token crosses to another node
-    once, however many of its experts are there. 0: tokens travel to their ranks in one step."""
+    """Neighbouring expert-parallel ranks on one node: tokens are dispatched first between
+    nodes, once for all experts of a node, then inside the node. 0: one all-to-all over all
+    expert-parallel ranks."""
 
     expert_tensor_parallel_size: int = option(
         0, minimum=0, zero="as --tensor-model-parallel-size"
@@ -76,8 +78,8 @@ class ParallelConfig(Options):
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
 
     rank_order: str = ""
-    """Order of the axes over the ranks, the first varying fastest, such as tp-cp-ep-dp-pp;
-    empty: that one, or what --use-tp-pp-dp-mapping says."""
+    """Order of the axes over the ranks, fastest-varying first. Empty: tp-cp-ep-dp-pp, or
+    tp-cp-ep-pp-dp with --use-tp-pp-dp-mapping."""
 
     num_distributed_optimizer_instances: int = option(
         1,
@@ -91,14 +93,15 @@ class ParallelConfig(Options):
             ),
         ),
     )
-    """Replicated groups of optimizer shards: each holds a whole optimizer state."""
+    """Replicas of the sharded optimizer: the data ranks are cut into as many groups, and the
+    optimizer state is sharded inside each group."""
 
     distributed_timeout_minutes: float = option(10.0, above=0)
-    """Minutes after which a collective that does not finish ends the job."""
+    """Minutes after which an unfinished collective ends the job."""
 
     nccl_communicator_config_path: str = ""
-    """TOML file with a table for some axes, such as [dp_cp] max_ctas = 8: how many
-    multiprocessors nccl may take from the GEMMs that run at the same time."""
+    """TOML file with NCCL settings by axis, such as [dp_cp] max_ctas = 8, which limits the
+    multiprocessors that NCCL takes from concurrent GEMMs."""
 
     rules = (
         Rule(
@@ -121,7 +124,7 @@ class ParallelConfig(Options):
             ("hierarchical_expert_parallel_size", "expert_model_parallel_size"),
             lambda v: (
                 v.hierarchical_expert_parallel_size
-                and _is_no_part(
+                and not _divides_properly(
                     v.hierarchical_expert_parallel_size, v.expert_model_parallel_size
                 )
             ),
@@ -151,19 +154,18 @@ class ParallelConfig(Options):
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
 
-def _is_no_part(size: int, whole: int) -> bool:
-    """Whether a size does not divide a larger one into two parts or more."""
-    return not 1 < size < whole or whole % size != 0
+def _divides_properly(divisor: int, number: int) -> bool:
+    return 1 < divisor < number and number % divisor == 0
 
 
 ShardingStrategy = Literal["", "no_shard", "optim", "optim_grads", "optim_grads_params"]
-"""Megatron's words for what data ranks shard."""
+"""Megatron's names for what data ranks shard."""
 FULLY_SHARDED = ("optim_grads", "optim_grads_params")
-"""Those of torch's ``fully_shard``."""
+"""Strategies that torch's ``fully_shard`` implements."""
 
 
 def fully_sharded(why: str) -> When:
-    """Return the condition that gradients are sharded, with why another option excludes it."""
+    """Return the condition "gradients are sharded", with the reason that excludes it."""
     name = "--data-parallel-sharding-strategy optim_grads or optim_grads_params"
     return When("is_fully_sharded", bool, name, why)
 
@@ -173,21 +175,23 @@ _BY_LAYERS = (fully_sharded("which move a layer at a time"),)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataParallelConfig(Options):
-    """How gradients travel between data-parallel ranks, and who owns the optimizer state."""
+    """How data ranks reduce gradients, and how they shard weights and optimizer state."""
 
     data_parallel_sharding_strategy: ShardingStrategy = ""
     """What data ranks shard: no_shard; optim, the optimizer (ZeRO-1); optim_grads, gradients
     and main weights too (ZeRO-2); optim_grads_params, weights as well, gathered layer by layer
-    (ZeRO-3, FSDP). Empty: what the next two say, else no_shard."""
+    (ZeRO-3, FSDP). Empty: optim with --use-distributed-optimizer, optim_grads_params with
+    --use-torch-fsdp2, else no_shard."""
 
     use_distributed_optimizer: bool = False
-    """Shard the optimizer over the data ranks (ZeRO-1): each updates a slice of the weights."""
+    """Shard the optimizer over the data ranks (ZeRO-1): each rank updates a slice of the
+    weights."""
 
     use_torch_fsdp2: bool = False
     """Shard weights, gradients and optimizer over the data ranks by torch's fully_shard."""
 
     overlap_grad_reduce: bool = False
-    """Start reducing a bucket of gradients while backward still computes the others."""
+    """Reduce each bucket of gradients while backward computes the next ones."""
 
     overlap_param_gather: bool = option(
         False,
@@ -200,32 +204,32 @@ class DataParallelConfig(Options):
             ),
         ),
     )
-    """Gather updated weights bucket by bucket under the next forward pass."""
+    """Gather updated weights bucket by bucket during the next forward pass."""
 
     ddp_bucket_size: int = option(0, minimum=0, zero="derive", idle_with=_BY_LAYERS)
-    """Elements after which a bucket closes; 0: max(40e6, 1e6 x data ranks) when gradients or
-    weights travel under computation, else one bucket."""
+    """Elements after which a bucket closes; 0: max(40e6, 1e6 x data ranks) with
+    --overlap-grad-reduce or --overlap-param-gather, else one bucket."""
 
     grad_reduce_in_bf16: bool = option(
         False, needs=(When("has_16_bits", bool, "--bf16 or --fp16"),)
     )
-    """Keep and reduce main gradients in the weights' own 16-bit type, not in float32."""
+    """Accumulate and reduce main gradients in the weights' 16-bit type, not in float32."""
 
     main_grads_dtype: Literal["fp32", "bf16"] = option("fp32", needs={"bf16": ON})
-    """Format in which gradients are kept and summed; bf16 says what --grad-reduce-in-bf16 says.
-    Rows of fully sharded weights have the format of their gradients: in bf16 they are not the
-    main weights."""
+    """Format in which gradients are accumulated and reduced; bf16 has the effect of
+    --grad-reduce-in-bf16. Fully sharded weights are stored in the format of their gradients:
+    in bf16 they are not the main weights."""
 
     accumulate_allreduce_grads_in_fp32: bool = False
-    """Keep and reduce main gradients in float32; so it is without --grad-reduce-in-bf16."""
+    """Accumulate and reduce main gradients in float32, as without --grad-reduce-in-bf16."""
 
     fp8_param_gather: bool = False
-    """Send weights that --fp8-recipe tensorwise casts in fp8 when the distributed optimizer
-    gathers them: half the bytes, the same numbers in every GEMM. Checkpoints hold all bits of
-    the weights' format."""
+    """Let the distributed optimizer gather in fp8 those weights that --fp8-recipe tensorwise
+    casts: half the bytes, equal results of every GEMM. Checkpoints keep the weights' full
+    precision."""
 
     ddp_pad_buckets_for_high_nccl_busbw: bool = option(False, idle_with=_BY_LAYERS)
-    """Pad buckets to multiples of 65536 elements, which NCCL moves faster on many ranks."""
+    """Pad buckets to multiples of 65536 elements, which NCCL reduces faster on many ranks."""
 
     rules = (
         Rule(
@@ -279,7 +283,7 @@ class DataParallelConfig(Options):
 
     @property
     def sharding(self) -> ShardingStrategy:
-        """What data ranks shard, one of ``ShardingStrategy`` but the empty one."""
+        """What data ranks shard: the ``ShardingStrategy``, never empty."""
         if self.data_parallel_sharding_strategy:
             return self.data_parallel_sharding_strategy
         if self.use_torch_fsdp2:
@@ -288,7 +292,7 @@ class DataParallelConfig(Options):
 
     @property
     def has_narrow_grads(self) -> bool:
-        """Whether gradients are kept and summed in the weights' own 16-bit type."""
+        """Whether gradients are accumulated and reduced in the weights' 16-bit type."""
         return self.grad_reduce_in_bf16 or self.main_grads_dtype == "bf16"
 
     @property

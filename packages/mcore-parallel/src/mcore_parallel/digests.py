@@ -1,4 +1,4 @@
-"""Digests by which ranks compare tensors: they exchange one integer instead of the tensor."""
+"""Digests of tensors: ranks compare one integer instead of exchanging a tensor."""
 
 from collections.abc import Iterator
 
@@ -8,17 +8,17 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 PART_BYTES = 1 << 26
-"""Most temporary memory of a digest, for a tensor whose rows are no longer than that."""
+"""Temporary memory of a digest, unless a single row of the tensor is larger."""
 
 _WIDTH = 1024
 _MIX = 0x1B873593_CC9E2D51  # any odd number with bits all over
 
 
 def digest(x: Shaped[Tensor, "..."]) -> Int[Tensor, ""]:
-    """Return the sum of a tensor's bits as integers, weighted by position, on its device.
+    """Return a digest of a tensor: its bytes as 64-bit integers, weighted by position, summed.
 
-    Equal tensors give equal digests on any device, whatever their strides; the same elements
-    in another order give another digest. Modulo 2**64; reads the tensor once.
+    Computed on the tensor's device, modulo 2**64, in one pass. Equal tensors have equal digests
+    on any device, whatever their strides; a permutation of the elements changes the digest.
     """
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for part in in_parts(x.detach()):
@@ -27,7 +27,7 @@ def digest(x: Shaped[Tensor, "..."]) -> Int[Tensor, ""]:
 
 
 def in_parts(x: Shaped[Tensor, "..."]) -> Iterator[Shaped[Tensor, " n"]]:
-    """Cut a tensor into contiguous parts of some rows each, the same for equal shapes."""
+    """Yield a tensor as flat, contiguous parts of some rows; equal shapes give equal cuts."""
     rows = x if x.dim() else x.view(1)
     if not rows.numel():
         return
@@ -37,7 +37,7 @@ def in_parts(x: Shaped[Tensor, "..."]) -> Iterator[Shaped[Tensor, " n"]]:
 
 
 def _words(part: Shaped[Tensor, " n"]) -> Int[Tensor, " words"]:
-    """View a tensor's bytes as 64-bit integers, or copy them where alignment forbids a view."""
+    """Return a tensor's bytes as 64-bit integers: a view if aligned, else a padded copy."""
     content = part.view(torch.uint8)
     if len(content) % 8:
         content = F.pad(content, (0, 8 - len(content) % 8))
@@ -47,7 +47,7 @@ def _words(part: Shaped[Tensor, " n"]) -> Int[Tensor, " words"]:
 
 
 def _digest_of_words(words: Int[Tensor, " words"]) -> Int[Tensor, ""]:
-    """Combine weighted sums over the rows, the columns and the rest of the words."""
+    """Combine the weighted sums of rows and columns of the words, and of the remainder."""
     full = len(words) // _WIDTH * _WIDTH
     square, rest = words[:full].view(-1, _WIDTH), words[full:]
     total = _weighted(square.sum(1))

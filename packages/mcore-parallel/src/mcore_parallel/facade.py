@@ -1,9 +1,9 @@
-"""The plain front known as ``parallel_state``: one rank grid for a whole program.
+"""Functions in the style of Megatron's ``parallel_state``: one rank grid for a program.
 
 ``from mcore_parallel import parallel_state`` gives this module. A program that calls
-``initialize_model_parallel`` once does not need to pass a context around: the facades of the
-packages above call ``current_context``. Only the functions here set that context, and no other
-code reads it, so contexts built by hand are independent of it.
+``initialize_model_parallel`` once need not pass a ``ParallelContext`` around: the facades of
+the packages above call ``current_context``. Layers never read this context, so a context that a
+program builds itself is independent of it.
 """
 
 from contextvars import ContextVar
@@ -30,22 +30,23 @@ def initialize_model_parallel(
     order: str = "",
     device_type: str = "auto",
 ) -> None:
-    """Join the world that a launcher describes, if not done yet, and build its rank grid.
+    """Join the launcher's world if this process has not, and build the program's rank grid.
 
-    All ranks call it together. A plain ``python`` start is a world of one rank.
+    All ranks must call this function together. A program started by plain ``python`` has a
+    world of one rank.
 
     Args:
         tensor_model_parallel_size: ranks that split each weight matrix.
         pipeline_model_parallel_size: ranks that split the layers.
         context_parallel_size: ranks that split each sequence.
         expert_model_parallel_size: ranks that split the experts.
-        expert_tensor_parallel_size: ranks that split each expert; 0: as the tensor ranks.
-        order: of the axes over the ranks, the first varying fastest; empty: tp-cp-ep-dp-pp.
-        device_type: ``cuda``, ``cpu``, or ``auto``: CUDA where it is present.
+        expert_tensor_parallel_size: ranks that split each expert; 0: the tensor-parallel size.
+        order: order of the axes over the ranks, fastest-varying first; empty: tp-cp-ep-dp-pp.
+        device_type: ``cuda``, ``cpu``, or ``auto``: CUDA if present, else the CPU.
 
     Raises:
-        RuntimeError: if a rank grid is set already.
-        ValueError: if the degrees do not divide the world.
+        RuntimeError: if the program has a rank grid already.
+        ValueError: if the degrees do not divide the world size.
     """
     if _CONTEXT.get() is not None:
         raise RuntimeError(
@@ -64,9 +65,9 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Forget the rank grid and destroy its groups; all ranks call it together.
+    """Destroy the program's rank grid and its process groups; all ranks call it together.
 
-    The process stays in the world: another rank grid may follow.
+    The process stays in the world, so ``initialize_model_parallel`` may be called again.
     """
     ctx = _CONTEXT.get()
     if ctx is not None:
@@ -75,34 +76,34 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether ``initialize_model_parallel`` has set a rank grid."""
+    """Whether the program has a rank grid (``initialize_model_parallel`` was called)."""
     return _CONTEXT.get() is not None
 
 
 def set_fp8_training_enabled(
     enabled: bool, *, fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
 ) -> None:
-    """Let models that the facades build from now on multiply in fp8, or no more.
+    """Enable or disable fp8 GEMMs in the models that the facades build later.
 
-    Inputs and weights become e4m3, gradients e5m2, where GEMMs are: see ``Fp8Gemm``. No
-    communication. Recipes that remember steps, or need other formats, are the trainer's.
+    GEMMs cast inputs and weights to e4m3 and gradients to e5m2 (``Fp8Gemm``); nothing is
+    communicated. Recipes with a state of their own (delayed scaling) need mcore-train.
     """
     _FP8.set(Fp8Config(fp8_format="hybrid", fp8_recipe=fp8_recipe) if enabled else None)
 
 
 def current_fp8() -> Fp8Config:
-    """Return what ``set_fp8_training_enabled`` has set, for the facades of other packages."""
+    """Return the fp8 config of ``set_fp8_training_enabled``, for facades of other packages."""
     return _FP8.get() or Fp8Config()
 
 
 def current_context() -> ParallelContext:
-    """Return the context of this program, for the facades of other packages.
+    """Return the program's context, for the facades of other packages.
 
-    If none is set and the world has one rank, returns a context of that rank. In a larger world
-    each rank would build a separate model that nothing keeps equal, so the call is refused.
+    Without ``initialize_model_parallel``, a world of one rank gets a context of that rank. In a
+    larger world each rank would train a model of its own, without any synchronisation.
 
     Raises:
-        RuntimeError: if the world has several ranks and no rank grid is set.
+        RuntimeError: if the world has several ranks and the program has no rank grid.
     """
     ctx = _CONTEXT.get()
     if ctx is not None:
@@ -122,12 +123,12 @@ def get_tensor_model_parallel_world_size() -> int:
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """Place of this rank among those that split each weight matrix."""
+    """Index of this rank among the tensor ranks."""
     return _axis("tp").rank
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
-    """Process group of the tensor ranks; None if there is one."""
+    """Process group of the tensor ranks; None for a single tensor rank."""
     return _axis("tp").group
 
 
@@ -137,12 +138,12 @@ def get_pipeline_model_parallel_world_size() -> int:
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    """Place of this rank among those that split the layers."""
+    """Index of this rank among the pipeline ranks."""
     return _axis("pp").rank
 
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup | None:
-    """Process group of the pipeline ranks; None if there is one."""
+    """Process group of the pipeline ranks; None for a single pipeline rank."""
     return _axis("pp").group
 
 
@@ -157,17 +158,17 @@ def is_pipeline_last_stage() -> bool:
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    """Ranks that see different sequences; with context ranks, different tokens."""
+    """Ranks with different sequences, or, with context parallelism, different tokens."""
     return _axis("dp_cp" if with_context_parallel else "dp").size
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    """Place of this rank among those that see different sequences (or tokens)."""
+    """Index of this rank among the data ranks, or the data and context ranks."""
     return _axis("dp_cp" if with_context_parallel else "dp").rank
 
 
 def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup | None:
-    """Process group of the data ranks; None if there is one."""
+    """Process group of the data ranks, or the data and context ranks; None for one rank."""
     return _axis("dp_cp" if with_context_parallel else "dp").group
 
 
@@ -177,12 +178,12 @@ def get_context_parallel_world_size() -> int:
 
 
 def get_context_parallel_rank() -> int:
-    """Place of this rank among those that split each sequence."""
+    """Index of this rank among the context ranks."""
     return _axis("cp").rank
 
 
 def get_context_parallel_group() -> dist.ProcessGroup | None:
-    """Process group of the context ranks; None if there is one."""
+    """Process group of the context ranks; None for a single context rank."""
     return _axis("cp").group
 
 
@@ -192,12 +193,12 @@ def get_expert_model_parallel_world_size() -> int:
 
 
 def get_expert_model_parallel_rank() -> int:
-    """Place of this rank among those that split the experts."""
+    """Index of this rank among the expert-parallel ranks."""
     return _axis("ep").rank
 
 
 def get_expert_model_parallel_group() -> dist.ProcessGroup | None:
-    """Process group of the expert ranks; None if there is one."""
+    """Process group of the expert-parallel ranks; None for a single expert-parallel rank."""
     return _axis("ep").group
 
 

@@ -1,9 +1,9 @@
-"""This rank's place on the rank grid, and its process groups: ``Axis``, ``ParallelContext``.
+"""This rank's coordinates and process groups: ``Axis`` and ``ParallelContext``.
 
 A context is an object, built once from a ``ParallelConfig`` and passed down; several may
-exist in one process. Layers take an ``Axis``, whole models take the context. Every process
-group is made in ``build``, in one order on all ranks; an axis of one rank has no group,
-and ``None``, torch's name for the whole world, never reaches torch.distributed.
+exist in one process. Layers take an ``Axis``, models take the context. ``build`` makes every
+process group, in one order on all ranks. An axis of one rank has no group: collectives return
+before they would pass ``None`` to torch.distributed, which takes it for the whole world.
 """
 
 from __future__ import annotations
@@ -34,39 +34,40 @@ from mcore_parallel.rank_grid import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """One axis of the rank grid, or several of them as one, as this rank sees it."""
+    """The ranks along one axis of the rank grid, or a product of axes, through this rank."""
 
     name: str
-    """For error messages: ``tp``, ``cp_dp``."""
+    """Name in error messages: ``tp``, ``cp_dp``."""
     size: int
-    """Ranks along the axis."""
+    """Number of ranks along the axis."""
     rank: int
-    """This rank's place on it, ``0 <= rank < size``."""
+    """Index of this rank on the axis, ``0 <= rank < size``."""
     group: dist.ProcessGroup | None
-    """None exactly when ``size == 1``: then a layer equals its unsplit form."""
+    """None exactly when ``size == 1``, where layers neither split nor communicate."""
     ranks: tuple[int, ...]
-    """Global ranks along the axis, in order; ``ranks[rank]`` is this one."""
+    """Global ranks along the axis, in order; ``ranks[rank]`` is this rank."""
     agreement: Agreement | None = None
-    """Compares the first calls of all ranks; None without ``compare_calls``."""
+    """Compares the first collective calls of all ranks; None without ``compare_calls``."""
 
     def __post_init__(self) -> None:
         if self.group is None:
             return
-        place = self.group.rank(), self.group.size()
-        if place != (self.rank, self.size) or len(self.ranks) != self.size:
+        group_rank, group_size = self.group.rank(), self.group.size()
+        fits = (group_rank, group_size) == (self.rank, self.size)
+        if not fits or len(self.ranks) != self.size:
             raise ValueError(
                 f"axis {self.name}: rank {self.rank} of {self.size}, ranks {self.ranks}, but "
-                f"its group has this process as rank {place[0]} of {place[1]} (new_group "
-                "sorts the ranks it is given)."
+                f"its group has this process as rank {group_rank} of {group_size} (new_group "
+                "sorts the ranks that it is given)."
             )
 
     def __deepcopy__(self, memo: object) -> Axis:
-        """Return the axis itself: copies of a layer communicate over the same group."""
+        """Return the axis, not a copy: copies of a layer communicate over the same group."""
         return self
 
     @property
     def group_name(self) -> str:
-        """Torch's registered name of the group, which functional collectives take."""
+        """Name under which torch registered the group, for functional collectives."""
         if self.group is None:
             ranks = "one rank" if self.size == 1 else f"{self.size} ranks"
             raise ValueError(f"axis {self.name} has {ranks} and no group")
@@ -74,7 +75,7 @@ class Axis:
 
 
 _SEPARATE = ("pp_back",)
-"""Axes that share no group with others over the same ranks."""
+"""Axes with a group of their own even if another axis has the same ranks."""
 SINGLE = Axis("single", 1, 0, None, (0,))
 """The axis of a layer that is not parallel."""
 
@@ -83,23 +84,25 @@ class ParallelContext:
     """All axes of one rank grid, and the device this rank computes on.
 
     Attributes:
-        config: the degrees it was built from.
+        config: degrees of the rank grid.
         device: where this rank's tensors live.
-        global_rank: this process in the world.
+        global_rank: rank of this process in the world.
         world: every rank of the job as one axis.
-        tp, cp, pp, dp: dense grid. ``dp_cp`` is where dense gradients are summed.
-        expert_tp, ep, expert_dp: expert grid; expert gradients are summed over ``expert_dp``.
-        ep_nodes, ep_node: ``ep`` between nodes and within one, of one rank each without
-            ``--hierarchical-expert-parallel-size``.
-        cp_exchange, cp_ring: ``cp`` cut into neighbours that exchange heads, and the ranks at
-            one place of every such group; of one rank each without
+        tp, cp, pp, dp: axes of the dense grid. Dense gradients are summed over ``dp_cp``.
+        expert_tp, ep, expert_dp: axes of the expert grid. Expert gradients are summed over
+            ``expert_dp``.
+        ep_nodes, ep_node: ``ep`` factored into ranks across nodes and ranks of one node; single
+            ranks without ``--hierarchical-expert-parallel-size``.
+        cp_exchange, cp_ring: ``cp`` factored into consecutive ranks that exchange heads, and
+            the ranks with equal index in these groups; single ranks without
             ``--hierarchical-context-parallel-sizes``.
-        optimizer_shard, optimizer_replica: ``dp_cp`` cut into instances of the sharded
-            optimizer (consecutive blocks), and the ranks at one place of every instance.
-        expert_optimizer_shard, expert_optimizer_replica: the same cut of ``expert_dp``.
-        embedding_ends: pipeline ranks that hold copies of one embedding, the first and the
-            last unless ``build`` is given others; an axis of one rank elsewhere.
-        pp_back: ``pp`` over a second group, for messages to lower ranks.
+        optimizer_shard, optimizer_replica: ``dp_cp`` factored into the consecutive ranks that
+            shard one instance of the optimizer, and the ranks with equal index in all
+            instances.
+        expert_optimizer_shard, expert_optimizer_replica: ``expert_dp`` factored alike.
+        embedding_ends: pipeline ranks that hold copies of one embedding, by default the first
+            and the last; a single rank on all other pipeline ranks.
+        pp_back: the ranks of ``pp`` with a second group, for messages to lower ranks.
     """
 
     def __init__(
@@ -145,96 +148,105 @@ class ParallelContext:
         embedding_stages: Sequence[int] = (),
         ranks: Sequence[int] = (),
     ) -> ParallelContext:
-        """Make every process group of a rank grid over the initialised world, or a part of it.
+        """Build the rank grid, with all its groups, over the world or some of its ranks.
 
-        All its ranks call it together, with equal configs, after ``launcher.initialize`` (or
-        ``torch.distributed.init_process_group``). With no process group it describes a world
-        of one rank. Returns once every rank is connected to all members of its groups.
+        All ranks of the grid must call ``build`` together, with equal configs, after
+        ``launcher.initialize`` (or ``torch.distributed.init_process_group``). Without an
+        initialised world the grid has one rank. Returns once every rank is connected to all
+        members of its groups.
 
         Args:
             config: the degrees; data-parallel sizes follow from the world size.
             device: where this rank computes; groups use nccl for ``cuda`` and gloo for ``cpu``.
-                Those of the world and of ``tp`` have gloo and nccl, so that numbers on the
-                host are exchanged without the GPU.
+                On ``cuda``, the groups of ``world`` and ``tp`` have both backends, so that
+                ranks can exchange numbers on the host without the GPU.
             compare_calls: let the ranks of each group compare their first calls through the
-                world's store, so that an error names those that disagree (see ``call_checks``).
+                world's store, so that an error names ranks that disagree (``call_checks``).
             embedding_stages: pipeline ranks of ``embedding_ends``, ascending; empty: the first
-                and the last. Others hold one where multi-token prediction has its own stage.
-            ranks: of the world that the grid is over; empty: all. The others do not call it,
-                and ``world`` is these ranks alone.
+                and the last. Multi-token prediction on a stage of its own adds that stage.
+            ranks: global ranks that form the grid; empty: all. Other ranks must not call
+                ``build``; ``world`` is then an axis over ``ranks``.
 
         Raises:
-            ValueError: if the degrees do not fit the ranks, these leave this one out, the
-                settings of nccl cannot be read (all ranks read them for themselves), or a
-                launcher has started several ranks and this one has not joined them; before
-                any group is made.
+            ValueError: before any group is made, if the degrees do not fit the number of ranks,
+                ``ranks`` does not contain this rank, the nccl settings cannot be read (every
+                rank reads the file), or a launcher has started several ranks but this process
+                has not joined the world.
         """
         device = torch.device(device)
-        ready = dist.is_initialized()
-        if not ready and (size := launcher.read_environment().world_size) > 1:
+        is_initialized = dist.is_initialized()
+        if not is_initialized and (size := launcher.read_environment().world_size) > 1:
             raise ValueError(
                 f"WORLD_SIZE={size}, but this process has joined no world: call "
                 "mcore_parallel.initialize() or torch.distributed.init_process_group() before "
                 "ParallelContext.build. ParallelContext.single() describes one rank alone."
             )
-        members = tuple(ranks or range(dist.get_world_size() if ready else 1))
-        global_rank = dist.get_rank() if ready else 0
+        members = tuple(ranks or range(dist.get_world_size() if is_initialized else 1))
+        global_rank = dist.get_rank() if is_initialized else 0
         if global_rank not in members:
-            raise ValueError(f"ranks {list(members)} leave out rank {global_rank}, this one.")
+            raise ValueError(
+                f"ranks {list(members)} leave out rank {global_rank}, which called build: add "
+                "it, or call build on those ranks only."
+            )
+        # The grid counts from 0; ``members`` maps its ranks to global ranks.
         plan = {
-            name: [tuple(members[place] for place in group) for group in groups]
+            name: [tuple(members[rank] for rank in group) for group in groups]
             for name, groups in _group_plan(
                 config, *build_grids(config, len(members)), tuple(embedding_stages)
             ).items()
         }
         settings = read_communicators(config.nccl_communicator_config_path, plan)
-        # Groups of others are placeholders; axes of the same ranks and settings share one,
-        # apart from _SEPARATE: nccl does what a group is given one after the other.
-        made: dict[_Key, Any] = {}
+        # Every rank calls new_group for every group, also for groups without this rank, where
+        # torch returns a placeholder. Axes with equal ranks and settings share one group,
+        # except _SEPARATE: nccl runs the operations of one group one after the other.
+        process_groups: dict[_Key, Any] = {}
         axes = {}
         uses_nccl = device.type == "cuda"
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
         agreements: dict[_Key, Agreement] = {}
         for name, groups in plan.items():
             axes[name] = Axis(name, 1, 0, None, (global_rank,))
-            wanted = settings.get(name)
+            communicator = settings.get(name)
             for group in groups:
-                key = (group, wanted, name if name in _SEPARATE else "")
-                if len(group) > 1 and key not in made:
-                    made[key] = dist.new_group(
+                key = (group, communicator, name if name in _SEPARATE else "")
+                if len(group) > 1 and key not in process_groups:
+                    process_groups[key] = dist.new_group(
                         list(group),
                         timeout=timeout,
                         backend=_backend(name, device),
-                        pg_options=wanted.options() if wanted and uses_nccl else None,
-                        use_local_synchronization=bool(ranks),  # others make none
-                        group_desc=name,  # what profiles and watchdogs call it
+                        pg_options=(
+                            communicator.options() if communicator and uses_nccl else None
+                        ),
+                        # Ranks outside the grid do not call new_group.
+                        use_local_synchronization=bool(ranks),
+                        group_desc=name,  # shown in profiles and by watchdogs
                     )
                 if global_rank not in group or len(group) == 1:
                     continue
-                place = group.index(global_rank)
+                index, process_group = group.index(global_rank), process_groups[key]
                 if compare_calls and key not in agreements:
-                    agreements[key] = Agreement.of_group(made[key], group, place, timeout)
+                    agreements[key] = Agreement.of_group(process_group, group, index, timeout)
                 axes[name] = Axis(
-                    name, len(group), place, made[key], group, agreements.get(key)
+                    name, len(group), index, process_group, group, agreements.get(key)
                 )
         if axes["world"].group is not None:
             launcher.wait_for_all(axes["world"].group)
-        mine = [group for (held, *_), group in made.items() if global_rank in held]
-        return cls(config, device, global_rank, axes, mine)
+        own_groups = [g for (group, *_), g in process_groups.items() if global_rank in group]
+        return cls(config, device, global_rank, axes, own_groups)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> ParallelContext:
-        """Describe one rank alone, whatever the world is; makes no group."""
+        """Build the context of a grid of one rank, without any group, in any world."""
         config = ParallelConfig()
         plan = _group_plan(config, *build_grids(config, 1))
         axes = {name: Axis(name, 1, 0, None, (0,)) for name in plan}
         return cls(config, torch.device(device), 0, axes, [])
 
     def axis(self, *names: str) -> Axis:
-        """Return one axis, or several of the same grid combined.
+        """Return one axis, or the product of several axes of the same grid.
 
         The order of ``names`` does not matter: ranks ascend as in the grid. ``build`` has made
-        the groups of all combinations; none is made here.
+        the groups of all products, so ``axis`` may be called on any rank at any time.
 
         Raises:
             KeyError: if the names do not belong to one grid.
@@ -245,10 +257,9 @@ class ParallelContext:
         return self._axes[key]
 
     def tp_block(self, size: int) -> Axis:
-        """Return this rank's block of ``size`` neighbouring tensor ranks.
+        """Return the axis of ``size`` consecutive tensor ranks that contains this rank.
 
-        Used where fewer parts than tensor ranks exist, such as key/value heads: the ranks of
-        a block hold the same part.
+        Key/value heads fewer than tensor ranks are replicated over such a block.
 
         Raises:
             KeyError: if ``size`` does not divide the tensor-parallel size.
@@ -270,10 +281,10 @@ class ParallelContext:
 
 
 def forget_meshes() -> None:
-    """Clear what DTensor keeps of layouts, each with the mesh on which it was first computed.
+    """Clear DTensor's cache of sharding decisions, whose entries hold device meshes.
 
-    Meshes over equal ranks are equal to it, so that a tensor of a new mesh would communicate
-    over the groups of an old one.
+    DTensor treats meshes over equal ranks as equal, so a tensor on a new mesh would get a
+    cached entry and communicate over the groups of the old mesh.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
@@ -282,7 +293,7 @@ def forget_meshes() -> None:
 
 
 _Key = tuple[tuple[int, ...], Communicator | None, str]
-"""What identifies a group: its ranks, its settings of nccl, its axis if it is _SEPARATE."""
+"""Identity of a group: its ranks, its nccl settings, and its axis if that is _SEPARATE."""
 
 
 def _product_name(names: tuple[str, ...]) -> str:
@@ -293,7 +304,7 @@ def _product_name(names: tuple[str, ...]) -> str:
 
 
 def _backend(name: str, device: torch.device) -> str:
-    """Say what the groups of an axis communicate by; in torch's fake world nothing."""
+    """Return the torch backend for the groups of an axis; "fake" in torch's fake world."""
     if dist.is_initialized() and dist.get_backend() == "fake":
         return "fake"
     if device.type != "cuda":
@@ -304,7 +315,7 @@ def _backend(name: str, device: torch.device) -> str:
 def _group_plan(
     config: ParallelConfig, dense: Grid, expert: Grid, embedding_stages: tuple[int, ...] = ()
 ) -> dict[str, list[tuple[int, ...]]]:
-    """List the groups of every axis over the whole world, in the one order of creation."""
+    """List every axis' groups by axis name, in the order in which all ranks make them."""
     plan: dict[str, list[tuple[int, ...]]] = {"world": [tuple(range(dense.world_size))]}
     for grid, order in ((dense, DENSE_AXES), (expert, EXPERT_AXES)):
         for count in range(1, len(order) + 1):

@@ -26,6 +26,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import update_wrapper
 from importlib.metadata import PackageNotFoundError, version
+from inspect import Parameter, signature
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -100,8 +101,8 @@ class KernelFunction(OptionalKernel, Generic[P, R]):
     Attributes:
         launch: runs the kernel, whatever the device.
         reference: computes the same in plain torch.
-        kind: maps the arguments of a call to what the kernel is compiled for; None: the kernel
-            is not made for these arguments.
+        kind: maps those arguments of a call that it names to what the kernel is compiled for;
+            None: the kernel is not made for these arguments.
         samples: maps a device and a kind to small calls; without a kind, to calls that
             Triton's interpreter computes exactly.
     """
@@ -117,6 +118,19 @@ class KernelFunction(OptionalKernel, Generic[P, R]):
     ) -> None:
         super().__init__(name, packages, self._trial)
         self.launch, self.reference, self.kind, self.samples = launch, reference, kind, samples
+        parameters = signature(launch).parameters
+        self._parameters = tuple(parameters)
+        self._defaults = {
+            name: parameter.default
+            for name, parameter in parameters.items()
+            if parameter.default is not Parameter.empty
+        }
+        self._read_by_kind = tuple(signature(kind).parameters)
+        if unknown := set(self._read_by_kind) - set(parameters):
+            raise TypeError(
+                f"{name}: kind reads {', '.join(sorted(unknown))}, which is no parameter of "
+                f"the kernel. Use the names of its parameters: {', '.join(parameters)}."
+            )
         update_wrapper(self, launch)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -135,8 +149,14 @@ class KernelFunction(OptionalKernel, Generic[P, R]):
         device = args[0].device
         if torch.compiler.is_compiling() or device.type != "cuda":
             return False
-        kind = self.kind(*args, **kwargs)
+        kind = self.kind_of(*args, **kwargs)
         return kind is not None and works(self, device, *kind)
+
+    def kind_of(self, *args: Any, **kwargs: Any) -> tuple[Hashable, ...] | None:
+        """Return the kind of a call, whose arguments may be given by position or by name."""
+        # Not Signature.bind: this precedes every launch, and bind takes several microseconds.
+        call = {**self._defaults, **dict(zip(self._parameters, args, strict=False)), **kwargs}
+        return self.kind(*[call[name] for name in self._read_by_kind])
 
     def _trial(self, device: torch.device, *kind: Hashable) -> Iterable[tuple[Tensor, Tensor]]:
         for sample in self.samples(device, *kind):
@@ -157,7 +177,8 @@ def optional_kernel(
         name: for the warning.
         reference: computes the same in plain torch.
         kind: maps the arguments of a call on a GPU to what the kernel is compiled for (dtype,
-            head size, ...); None: the reference runs.
+            head size, ...); None: the reference runs. Its parameters have the names of those
+            of the kernel that it reads.
         samples: maps a device and a kind to small calls for the trial. The values of the kind
             have defaults, with which Triton's interpreter runs the samples in the tests.
         packages: distributions that provide the kernel; the warning names their versions.

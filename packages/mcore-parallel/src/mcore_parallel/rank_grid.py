@@ -20,7 +20,7 @@ EXPERT_AXES = ("expert_tp", "ep", "expert_dp", "pp")
 class Grid:
     """One factorisation of the world; ``sizes[i]`` belongs to ``names[i]``, fastest first.
 
-    A name may stand in several places: its axis then spans all of them.
+    A name may occur several times: its axis then spans all these positions.
     """
 
     names: tuple[str, ...]
@@ -47,8 +47,8 @@ class Grid:
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """List the groups in which ``axes`` vary and every other axis is fixed.
 
-        Groups come in mixed-radix order of the fixed axes; inside one, ranks ascend with
-        the grid's own order of ``axes``. Every rank stands in exactly one group.
+        Groups are ordered by the mixed-radix number of their fixed axes, ranks inside a group
+        by that of ``axes`` in the grid's order. Every rank is in exactly one group.
         """
         if unknown := set(axes) - set(self.names):
             raise KeyError(f"{sorted(unknown)} are not axes of {self.names}")
@@ -100,14 +100,16 @@ def build_grids(config: ParallelConfig, world_size: int) -> tuple[Grid, Grid]:
     expert_dp = world_size // (expert_tp * ep * pp)
     order = _rank_order(config)
     sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-    dense = Grid(*_places(order, {name: (name, size) for name, size in sizes.items()}))
-    # The same order, each dense axis replaced by the experts' own.
-    own = {"tp": ("expert_tp", expert_tp), "ep": ("ep", ep), "pp": ("pp", pp)}
-    if ep == 1 and expert_tp == tp:  # each copy of an expert lies where a dense layer's does
-        own |= {"cp": ("expert_dp", cp), "dp": ("expert_dp", dp)}
+    dense = Grid(*_in_order(order, {name: (name, size) for name, size in sizes.items()}))
+    # The expert grid has the same order, with each dense axis replaced by an expert axis.
+    expert_axes = {"tp": ("expert_tp", expert_tp), "ep": ("ep", ep), "pp": ("pp", pp)}
+    if ep == 1 and expert_tp == tp:
+        # Experts are split like dense layers, so their replicas are the dp and cp ranks: one
+        # axis at two positions, whatever axes the order puts between them.
+        expert_axes |= {"cp": ("expert_dp", cp), "dp": ("expert_dp", dp)}
     else:
-        own["dp"] = ("expert_dp", expert_dp)
-    expert = Grid(*_places(order, own))
+        expert_axes["dp"] = ("expert_dp", expert_dp)
+    expert = Grid(*_in_order(order, expert_axes))
     if set(dense.groups(("pp",))) != set(expert.groups(("pp",))):
         raise ValueError(
             f"rank order {'-'.join(order)} gives dense and expert layers different pipelines "
@@ -129,11 +131,11 @@ def build_grids(config: ParallelConfig, world_size: int) -> tuple[Grid, Grid]:
     return dense, expert
 
 
-def _places(
+def _in_order(
     order: tuple[str, ...], axes: dict[str, tuple[str, int]]
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return names and sizes of the axes that stand at some of an order's places."""
-    names, sizes = zip(*(axes[place] for place in order if place in axes), strict=True)
+    """Return names and sizes of ``axes``, sorted as ``order`` sorts the keys of ``axes``."""
+    names, sizes = zip(*(axes[key] for key in order if key in axes), strict=True)
     return names, sizes
 
 
@@ -145,9 +147,9 @@ def _rank_order(config: ParallelConfig) -> tuple[str, ...]:
 
 def _check_divides(world_size: int, degrees: dict[str, int]) -> None:
     if world_size % prod(degrees.values()):
-        wanted = " x ".join(f"--{name} {size}" for name, size in degrees.items())
+        flags = " x ".join(f"--{name} {size}" for name, size in degrees.items())
         raise ValueError(
-            f"{wanted} = {prod(degrees.values())} does not divide the world of {world_size} "
+            f"{flags} = {prod(degrees.values())} does not divide the world of {world_size} "
             f"ranks. Start {prod(degrees.values())} ranks or a multiple, or lower a degree."
         )
 
@@ -161,5 +163,5 @@ def consecutive_blocks(groups: list[tuple[int, ...]], size: int) -> list[tuple[i
 
 
 def strided_blocks(groups: list[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
-    """Join equal positions of the runs that ``consecutive_blocks(groups, size)`` gives."""
+    """Group the i-th ranks of all blocks that ``consecutive_blocks`` makes, for each i."""
     return [g[i::size] for g in groups for i in range(size)]

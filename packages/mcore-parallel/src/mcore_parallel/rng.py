@@ -1,12 +1,12 @@
-"""Random numbers that do not depend on the rank grid, and named streams for dropout.
+"""Initial weights that do not depend on the rank grid, and named random streams for dropout.
 
-Weights: ``fill_normal_`` draws any box of a logical tensor in tiles, each seeded by (seed,
-name, place of the tile), so that every rank grid gets the same weights, bitwise, and a rank
+Weights: ``fill_normal_`` draws any box of a logical tensor in tiles. A tile's seed is a hash of
+(seed, name, position of the tile), so every rank grid gets bitwise equal weights, and a rank
 draws only the tiles that overlap its boxes.
 
-Dropout: ``RngStreams`` holds named generator states. Which stream is right depends on the
-activation: ``replicated`` where all tensor ranks hold the same tensor and must drop the
-same elements, ``tensor_parallel`` where each holds its own part.
+Dropout: ``RngStreams`` holds named generator states. Dropout on a tensor that all tensor ranks
+replicate uses ``replicated``, so that all of them drop the same elements; dropout on a tensor
+that tensor ranks split uses ``tensor_parallel``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,60 +34,60 @@ def fill_normal_(
     std: float,
     num_threads: int = 0,
 ) -> None:
-    """Fill a box of a logical tensor with its normal random numbers, in place.
+    """Fill a box of a logical tensor with normal random numbers, in place.
 
-    Equal for every box that holds an element: the whole tensor filled at once and cut gives
-    the same bits. Numbers are drawn on the CPU in float32 and cast, about 150 million a second
-    and thread; each thread has one tile in memory (for a view on another device, one row of
-    tiles). The bits are those of one torch build on one kind of CPU. A tensor of more than
-    two dimensions is a stack of matrices, each with its own numbers.
+    An element gets the same bits whichever box it is filled in. Numbers are drawn on the CPU in
+    float32 and cast, about 150 million per second and thread; each thread holds a few tiles
+    (for a view on another device, also one row of tiles). Another torch build or kind of CPU
+    may give other bits. A tensor of more than two dimensions is filled as a stack of matrices.
 
     Args:
         view: memory of the box, any device, dtype and strides.
-        seed: of the model.
-        name: logical name, which sets the tensors of a model apart.
-        shape: of the logical tensor.
-        offsets: where the box begins in it.
+        seed: seed of the model.
+        name: logical name, so that tensors of one model get different numbers.
+        shape: shape of the logical tensor.
+        offsets: first element of the box in the logical tensor.
         std: standard deviation; the mean is 0.
-        num_threads: that draw; 0: one for each core, 16 at most. torch's own number is no
-            guide here, since launchers set it to 1.
+        num_threads: threads that draw; 0: one for each core, at most 16. (torch's own number of
+            threads is often 1, set by launchers.)
 
     Raises:
-        ValueError: if the box does not lie in the tensor.
+        ValueError: if the box is not inside the tensor.
     """
     fills = plan_fills(view, seed=seed, name=name, shape=shape, offsets=offsets, std=std)
     run_fills(fills, num_threads)
 
 
 def fill_parameter_(named: NamedParameter, *, seed: int, std: float) -> None:
-    """Fill every logical part of a local parameter by ``fill_normal_``; padding with zeros.
+    """Fill every part of a local parameter by ``fill_normal_``, padding with zeros, in place.
 
-    Of a DTensor, as FSDP2 makes, each rank draws the whole and keeps what it has of it.
+    For a DTensor (FSDP2), each rank draws the full tensor and keeps its own shard.
     """
     parameter = named.parameter.detach()
     if isinstance(parameter, DTensor):
         local = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         fill_parameter_(replace(named, parameter=nn.Parameter(local)), seed=seed, std=std)
-        placed = parameter.device_mesh, parameter.placements
-        parameter.copy_(distribute_tensor(local, *placed, src_data_rank=None))
+        # src_data_rank=None: no broadcast, since all ranks have drawn equal numbers.
+        mesh, placements = parameter.device_mesh, parameter.placements
+        parameter.copy_(distribute_tensor(local, mesh, placements, src_data_rank=None))
         return
     parameter.zero_()
     shards = shards_of([(named, parameter)])
     fill_shards_([(name, shard, std) for name, shard in shards.items()], seed=seed)
 
 
-def fill_shards_(wanted: Iterable[tuple[str, Shard, float]], *, seed: int) -> None:
-    """Fill what this rank holds of logical tensors as ``fill_normal_`` does.
+def fill_shards_(shards: Iterable[tuple[str, Shard, float]], *, seed: int) -> None:
+    """Fill this rank's pieces of many logical tensors by ``fill_normal_``, in place.
 
-    One call for many: its threads are started once.
+    Threads are started once for all tensors.
 
     Args:
-        wanted: name, pieces and standard deviation of each tensor.
-        seed: of the model.
+        shards: logical name, shard and standard deviation of each tensor.
+        seed: seed of the model.
     """
     fills: list[Fill] = []
     devices: set[torch.device] = set()
-    for name, shard, std in wanted:
+    for name, shard, std in shards:
         for piece in shard.pieces:
             devices.add(piece.data.device)
             fills += plan_fills(
@@ -99,18 +99,19 @@ def fill_shards_(wanted: Iterable[tuple[str, Shard, float]], *, seed: int) -> No
                 std=std,
             )
     for device in devices:
-        if device.type == "cuda":  # threads have a stream of their own
+        if device.type == "cuda":
+            # The threads write on their own streams: work queued on the memory must end first.
             torch.cuda.current_stream(device).synchronize()
     run_fills(fills)
 
 
 def reset_weight_(layer: nn.Module, *, std: float, seed: int | None = None) -> None:
-    """Fill a layer's ``weight`` with normal numbers, its other own parameters with zeros.
+    """Fill a layer's ``weight`` with normal numbers, its other direct parameters with zeros.
 
     Args:
-        layer: holds a parameter ``weight``; its logical names begin at the layer.
-        std: 0.0 leaves zeros and draws nothing.
-        seed: None draws one from torch's default CPU generator.
+        layer: holds a parameter ``weight``; logical names are relative to the layer.
+        std: standard deviation; 0.0 fills with zeros and draws nothing.
+        seed: None draws a seed from torch's default CPU generator.
     """
     with torch.no_grad():
         for parameter in layer.parameters(recurse=False):
@@ -128,7 +129,7 @@ class RngStreams:
     """Named random streams of one rank, for dropout.
 
     - ``replicated``: equal over tensor ranks, different over context, data and pipeline
-      ranks. For tensors that all tensor ranks hold whole.
+      ranks. For tensors that all tensor ranks replicate.
     - ``tensor_parallel``: different on every rank of the dense grid. For tensors split over
       tensor ranks, by features or, under sequence parallelism, by tokens.
     - ``expert``: different on every rank of the expert grid. For tokens inside experts.
@@ -137,28 +138,33 @@ class RngStreams:
     NAMES = ("replicated", "tensor_parallel", "expert")
 
     def __init__(self, seed: int, ctx: ParallelContext) -> None:
-        """Seed every stream from ``seed`` and this rank's place in ``ctx``."""
+        """Seed every stream from ``seed`` and this rank's coordinates in ``ctx``."""
         self.device = ctx.device
         data = (ctx.cp.rank, ctx.dp.rank, ctx.pp.rank)
-        expert = (ctx.expert_tp.rank, ctx.ep.rank, ctx.expert_dp.rank, ctx.pp.rank)
-        places = {"replicated": data, "tensor_parallel": (ctx.tp.rank, *data), "expert": expert}
+        coordinates = {
+            "replicated": data,
+            "tensor_parallel": (ctx.tp.rank, *data),
+            "expert": (ctx.expert_tp.rank, ctx.ep.rank, ctx.expert_dp.rank, ctx.pp.rank),
+        }
         self._states = {
             name: _state_of(
-                torch.Generator(self.device).manual_seed(hash_words(seed, name, *places[name]))
+                torch.Generator(self.device).manual_seed(
+                    hash_words(seed, name, *coordinates[name])
+                )
             )
             for name in self.NAMES
         }
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Draw from stream ``name`` inside the block, from the default generator after it.
+        """Let the device's default generator draw from stream ``name`` inside the block.
 
-        The stream continues where its last fork ended; the state of the device's default
-        generator does not change. Nested forks of one stream are refused: the inner one would
-        repeat the outer one.
+        The stream continues where its last fork ended; afterwards the default generator has
+        its state from before the block. Nested forks of one stream are refused, because the
+        inner fork would repeat the numbers of the outer one.
 
         Raises:
-            KeyError: if there is no such stream.
+            KeyError: if no stream has this name.
             RuntimeError: if the stream is already in use.
         """
         if name not in self.NAMES:
@@ -174,19 +180,19 @@ class RngStreams:
             _set_default_state(self.device, outside)
 
     def state(self) -> dict[str, Tensor]:
-        """Return a copy of every stream's state, to be saved with a checkpoint.
+        """Return a copy of every stream's state, by name, for a checkpoint.
 
         Raises:
-            RuntimeError: inside a ``fork``, where one stream is in use.
+            RuntimeError: inside a ``fork``, while a stream is in use.
         """
         self._check_idle()
         return {name: _copy_of(self._states[name]) for name in self.NAMES}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what ``state`` returned.
+        """Restore the states that ``state`` returned.
 
         Raises:
-            ValueError: if the names of the streams differ.
+            ValueError: if ``state`` has other names of streams.
             RuntimeError: inside a ``fork``.
         """
         self._check_idle()
@@ -195,15 +201,15 @@ class RngStreams:
         for name in self.NAMES:
             held = self._states[name]
             if isinstance(held, torch.Generator):
-                held.set_state(state[name])  # in place: a CUDA graph may hold it
+                held.set_state(state[name])  # in place: a CUDA graph may refer to ``held``
             else:
                 self._states[name] = state[name].clone()
 
     def generators(self) -> list[torch.Generator]:
         """Return the streams' generators on CUDA, for ``CUDAGraph.register_generator_state``.
 
-        A graph that was recorded with them draws new numbers at each replay, those that the
-        same calls would draw without it.
+        A graph captured with these generators draws new numbers at each replay, equal to the
+        numbers of the same calls without a graph.
 
         Raises:
             RuntimeError: inside a ``fork``.
@@ -218,15 +224,16 @@ class RngStreams:
 
 
 class StreamDropout(nn.Module):
-    """Dropout whose mask comes from a named stream."""
+    """Dropout whose mask is drawn from a named stream."""
 
     def __init__(self, prob: float, streams: RngStreams, stream: str) -> None:
-        """Keep the streams; ``stream`` names one of ``RngStreams.NAMES``.
+        """Set the probability and the stream.
 
         Args:
-            prob: of an element being zeroed, 0 <= prob < 1.
-            streams: of this rank.
-            stream: ``replicated``, ``tensor_parallel`` or ``expert``, by what x is.
+            prob: probability that an element is zeroed, 0 <= prob < 1.
+            streams: random streams of this rank.
+            stream: ``replicated``, ``tensor_parallel`` or ``expert``, by how ranks share the
+                input (see ``RngStreams``).
 
         Raises:
             ValueError: if ``prob`` or ``stream`` is out of range.
@@ -239,7 +246,7 @@ class StreamDropout(nn.Module):
         self.prob, self.streams, self.stream = prob, streams, stream
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Zero elements with probability ``prob`` and scale the others; identity in eval."""
+        """Zero elements with probability ``prob``, scale the others; the identity in eval."""
         if self.prob == 0.0 or not self.training:
             return x
         with self.streams.fork(self.stream):
@@ -251,8 +258,8 @@ class StreamDropout(nn.Module):
 
 
 State = Tensor | torch.Generator
-"""Of a generator: on CUDA a generator that shares it, which a graph being recorded may swap
-in without the host having to read it; elsewhere its bytes."""
+"""State of a generator. On CUDA a generator that shares the state: it can be swapped in while a
+CUDA graph is captured, when the host cannot read state. On the CPU the bytes of the state."""
 
 
 def _state_of(generator: torch.Generator) -> State:

@@ -2,12 +2,12 @@
 
 A parameter may be fused, stacked or padded for speed. Checkpoints, gradient clipping,
 initialisation, conversion, comparison and counting work on logical tensors instead (q, k, v,
-gate, up, expert 7, the true vocabulary). A layer that holds anything but whole replicated
-tensors has a method ``layouts() -> dict[str, ParamLayout]`` over its own parameter names;
-``named_shards`` walks a model and turns these into ``Shard``s.
+gate, up, expert 7, the true vocabulary). A layer whose parameters are split, fused or padded
+has a method ``layouts() -> dict[str, ParamLayout]`` by local parameter name;
+``named_shards`` walks a model and turns these layouts into ``Shard``s.
 
-Logical names are the module path plus the part's name. Paths carry global layer numbers
-(``blocks.7`` is layer 7 on every stage), so no stage offset exists to be forgotten.
+A logical name is the module path plus the part's name. Paths contain global layer numbers:
+``blocks.7`` is layer 7 of the model on every pipeline stage.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,8 +27,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 class Part:
     """A box of a local parameter, and the box of a logical tensor that it stores.
 
-    ``lengths`` has as many entries as the local parameter has dimensions; where the logical
-    tensor has fewer (an expert inside a stack), the leading ones must be 1 and are dropped.
+    ``lengths`` has as many entries as the local parameter has dimensions. If the logical tensor
+    has fewer dimensions (an expert inside a stack), the leading lengths are 1 and are dropped.
     """
 
     name: str
@@ -42,9 +42,9 @@ class Part:
     lengths: tuple[int, ...]
     """Size of the box in the local parameter's dimensions."""
     replicas: Axis = SINGLE
-    """Model-parallel ranks that hold this same box (tp for a norm, a KV block of tp)."""
+    """Model-parallel ranks that hold the same box (tp for a norm, a KV block of tp)."""
     partial: Axis = SINGLE
-    """Ranks whose gradients of this box are parts of a sum, summed at finalisation."""
+    """Ranks whose gradients of this box are parts of a sum, which ``finish`` adds up."""
 
     @property
     def logical_lengths(self) -> tuple[int, ...]:
@@ -64,14 +64,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ParamLayout:
-    """What other modules and packages need to know about one local parameter."""
+    """The logical tensors inside one local parameter, and the ranks that replicate them."""
 
     parts: tuple[Part, ...]
-    """Disjoint boxes of the parameter. What no part covers is padding: always zero."""
+    """Disjoint boxes of the parameter. Elements outside every part are padding, always zero."""
     data: str = "dense"
-    """Which data ranks replicate it: ``dense`` (dp_cp) or ``expert`` (expert_dp)."""
+    """Which data ranks replicate the parameter: ``dense`` (dp_cp) or ``expert`` (expert_dp)."""
     tied: Axis = SINGLE
-    """Pipeline stages that hold a copy (tied embedding): gradients are summed over it."""
+    """Pipeline ranks that hold a copy (tied embedding), over which gradients are summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +81,14 @@ class Piece:
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     data: Tensor
-    """Local view of shape ``lengths``; writing to it writes to the owner's memory."""
+    """Local view of shape ``lengths``; writing to the view writes to the parameter's memory."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Shard:
-    """What this rank holds of one logical tensor: none, one or many pieces.
+    """This rank's pieces of one logical tensor; there may be none.
 
-    Weak references to it may be kept: a saver knows by them what it has seen before.
+    Supports weak references, by which a saver recognises shards that it has saved before.
     """
 
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class Shard:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank is the first of all replicas: it counts and writes the pieces."""
+        """Whether this rank is the first of all replicas, the one that writes the pieces."""
         return all(axis.rank == 0 for axis in self.replicas)
 
 
@@ -112,18 +112,18 @@ class NamedParameter:
     """Path of the local parameter, ``blocks.7.attention.qkv.weight``."""
     parameter: nn.Parameter
     layout: ParamLayout
-    """Part names are whole logical names here."""
+    """Layout whose parts have full logical names, module path included."""
 
 
 def whole(
     name: str, shape: tuple[int, ...], replicas: Axis = SINGLE, partial: Axis = SINGLE
 ) -> ParamLayout:
-    """Build the ``ParamLayout`` of a parameter that every rank of ``replicas`` holds whole.
+    """Build the ``ParamLayout`` of a parameter that every rank of ``replicas`` holds in full.
 
     Args:
-        name: logical name below the module, or empty for the parameter's own.
-        shape: of the parameter.
-        replicas: ranks that hold it.
+        name: logical name below the module; empty: the parameter's own name.
+        shape: shape of the parameter.
+        replicas: ranks that hold the parameter.
         partial: ranks whose gradients must be summed (tp under sequence parallelism).
     """
     zeros = (0,) * len(shape)
@@ -131,25 +131,22 @@ def whole(
 
 
 def replicated(module: nn.Module, axis: Axis, *, partial: bool = False) -> nn.Module:
-    """Declare that all ranks of an axis hold a plain module whole, such as a norm of torch's.
+    """Declare in place that all ranks of an axis replicate a plain module; return the module.
 
-    Its parameters must begin equal on these ranks: seed torch alike before it is made. The
-    first ``DataParallel.finish`` checks that they did, and that ``partial`` is right.
+    The replicas must start with equal parameters, so seed torch equally before the module is
+    built. The first ``DataParallel.finish`` checks this, and that ``partial`` is right.
 
     Args:
-        module: changed in place: it and the modules inside get ``layouts``, unless they have
-            their own.
+        module: a module of plain torch, such as ``LayerNorm``. The module and its submodules
+            get a method ``layouts``, unless they have one.
         axis: tensor ranks.
-        partial: the module sees this rank's tokens only, as under sequence parallelism: its
-            gradients are parts of a sum.
-
-    Returns:
-        The module.
+        partial: whether each rank's gradient comes from that rank's tokens only (sequence
+            parallelism), so that the gradients must be summed.
     """
     for owner in module.modules():
         if not hasattr(owner, "layouts"):
-            declared = _whole_parameters(owner, axis, axis if partial else SINGLE)
-            owner.layouts = declared.copy  # pyrefly: ignore
+            layouts = _whole_parameters(owner, axis, axis if partial else SINGLE)
+            owner.layouts = layouts.copy  # pyrefly: ignore
     return module
 
 
@@ -161,13 +158,13 @@ def _whole_parameters(module: nn.Module, axis: Axis, partial: Axis) -> dict[str,
 
 
 def undeclared_parameters(module: nn.Module) -> list[str]:
-    """List the parameters without a ``ParamLayout``: which other ranks hold them is unknown."""
-    found = []
+    """List the paths of parameters for which no module declares a ``ParamLayout``."""
+    undeclared = []
     for path, owner in module.named_modules():
         layouts = getattr(owner, "layouts", dict)()
-        own = (name for name, _ in owner.named_parameters(recurse=False))
-        found += [_join(path, name) for name in own if name not in layouts]
-    return found
+        names = (name for name, _ in owner.named_parameters(recurse=False))
+        undeclared += [_join(path, name) for name in names if name not in layouts]
+    return undeclared
 
 
 def sliced(
@@ -177,14 +174,14 @@ def sliced(
     axis: Axis,
     local: tuple[int, ...] | None = None,
 ) -> ParamLayout:
-    """Build the ``ParamLayout`` of a parameter cut evenly along ``dim`` over ``axis``.
+    """Build the ``ParamLayout`` of a parameter split evenly along ``dim`` over ``axis``.
 
     Args:
-        name: logical name below the module, or empty for the parameter's own.
+        name: logical name below the module; empty: the parameter's own name.
         shape: global shape without padding.
-        dim: the dimension that is cut.
-        axis: ranks that share it; each holds ``local[dim]`` rows.
-        local: local shape; may exceed the even share by padding at the global end.
+        dim: the dimension that is split.
+        axis: ranks that split the parameter; each holds ``local[dim]`` rows.
+        local: local shape, which may include padding at the global end of ``dim``.
 
     Raises:
         ValueError: if the axis does not divide ``dim`` and ``local`` is not given.
@@ -196,6 +193,7 @@ def sliced(
                 f"{axis.size} ranks"
             )
         local = (*shape[:dim], shape[dim] // axis.size, *shape[dim + 1 :])
+    # Rows at or beyond shape[dim] are padding: the last ranks may hold a shorter part, or none.
     begin = min(axis.rank * local[dim], shape[dim])
     length = min(local[dim], shape[dim] - begin)
     offsets = tuple(begin if i == dim else 0 for i in range(len(shape)))
@@ -204,10 +202,9 @@ def sliced(
 
 
 def layer_stacks(chunk: nn.Module) -> list[list[nn.Module]]:
-    """List the layers of each stack of a chunk, in forward order.
+    """List the layers of each stack of a model chunk, in forward order.
 
-    A stack is a container named ``blocks``: of the chunk itself, or of a part such as an
-    encoder.
+    A stack is a container named ``blocks``, in the chunk or in a submodule such as an encoder.
     """
     return [
         list(module.children())
@@ -218,16 +215,16 @@ def layer_stacks(chunk: nn.Module) -> list[list[nn.Module]]:
 
 
 def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
-    """Walk every parameter once with its layout, logical names made whole.
+    """Yield every parameter once, with its path and its layout under full logical names.
 
-    A module without ``layouts`` holds whole tensors that no other rank shares: right for
-    any module on one rank, so plain torch modules work. A parameter registered under two
-    paths is given once, under the first.
+    A parameter without a declared layout counts as a full tensor that no other rank holds, so
+    plain torch modules work on one rank. A parameter registered under two paths is yielded
+    once, under the first.
     """
     seen: set[int] = set()
     for path, owner in module.named_modules():
-        describe: Callable[[], dict[str, ParamLayout]] = getattr(owner, "layouts", dict)
-        layouts = describe()
+        get_layouts: Callable[[], dict[str, ParamLayout]] = getattr(owner, "layouts", dict)
+        layouts = get_layouts()
         for own_name, parameter in owner.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
@@ -248,15 +245,15 @@ def _with_path(layout: ParamLayout, path: str, own_name: str) -> ParamLayout:
 
 
 def named_shards(module: nn.Module, data: dict[str, Axis] | None = None) -> dict[str, Shard]:
-    """Describe what this rank holds of every logical tensor of a model.
+    """Return this rank's ``Shard`` of every logical tensor of a model, by logical name.
+
+    Pieces are views of the parameters.
 
     Args:
         module: a model or a part of one.
-        data: axes of the data ranks by kind (``dense``, ``expert``), which hold replicas;
-            ``ParallelContext.data_axes()`` gives them. Left out, data ranks are not counted.
-
-    Returns:
-        Logical name to ``Shard``; pieces are views of the parameters.
+        data: axes of the data ranks by kind (``dense``, ``expert``), as
+            ``ParallelContext.data_axes()`` returns them; None: data ranks do not count as
+            replicas.
     """
     return shards_of([(p, p.parameter.detach()) for p in named_parameters(module)], data)
 
@@ -264,7 +261,7 @@ def named_shards(module: nn.Module, data: dict[str, Axis] | None = None) -> dict
 def shards_of(
     tensors: list[tuple[NamedParameter, Tensor]], data: dict[str, Axis] | None = None
 ) -> dict[str, Shard]:
-    """Describe tensors that have their parameters' local shapes (gradients, main weights).
+    """Return shards of tensors with their parameters' local shapes (gradients, main weights).
 
     Raises:
         ValueError: if a tensor's shape is not its parameter's, or two parameters hold
@@ -286,13 +283,14 @@ def shards_of(
 def flat_shards(
     ranges: list[tuple[NamedParameter, int, int, Tensor]], data: dict[str, Axis] | None = None
 ) -> dict[str, Shard]:
-    """Describe flat ranges of parameters (ZeRO, FSDP) as boxes of logical tensors.
+    """Return shards of flat ranges of parameters (ZeRO, FSDP), cut into boxes.
 
     Args:
-        ranges: parameter, first and one-past-last element in its flattened local tensor,
-            and the 1-D memory that holds them. A range of a matrix is at most 3 boxes.
-        data: axes along which the ranges are replicated, by kind; none when each data rank
-            holds its own range.
+        ranges: for each range the parameter, the first and one-past-last element in the
+            flattened local tensor, and the 1-D memory that holds the range. A range of a
+            matrix is at most 3 boxes.
+        data: axes along which the ranges are replicated, by kind; None when each data rank
+            holds a different range.
     """
     shards: dict[str, Shard] = {}
     for named, start, stop, flat in ranges:
@@ -305,24 +303,24 @@ def flat_shards(
 def flat_pieces(
     named: NamedParameter, part: Part, start: int, stop: int, flat: Tensor
 ) -> Iterator[Piece]:
-    """Cut a flat range of a parameter into the boxes of one of its logical tensors.
+    """Cut a flat range of a parameter into pieces of one of its logical tensors.
 
     Args:
         named: the parameter.
-        part: one of its parts.
+        part: the part of the parameter that belongs to the logical tensor.
         start: first element of the range in the flattened local tensor.
-        stop: one past its last element.
+        stop: one past the last element of the range.
         flat: the 1-D memory that holds the range; pieces are views of it.
     """
     local_shape = tuple(named.parameter.shape)
     for box in flat_boxes(local_shape, start, stop):
         # The elements of this part inside the box, in coordinates of the parameter.
-        cut = _intersect(*box, part.local_offsets, part.lengths)
-        if cut is None:
+        overlap = _intersect(*box, part.local_offsets, part.lengths)
+        if overlap is None:
             continue
-        offsets, lengths = cut
-        # ``flat`` holds the elements [start, stop) of the flattened parameter, so the cut is a
-        # view of it with the parameter's own strides.
+        offsets, lengths = overlap
+        # ``flat`` holds the elements [start, stop) of the flattened parameter, so the overlap
+        # is a view of ``flat`` with the parameter's own strides.
         first = _flat_index(local_shape, offsets) - start
         view = flat.as_strided(lengths, _strides(local_shape), flat.storage_offset() + first)
         # From the parameter to the logical tensor: relative to the part's box, without the
@@ -348,13 +346,16 @@ def _add(
         replicas.append(data[named.layout.data])
     axes = tuple(axis for axis in replicas if axis.size > 1)
     pieces = (piece,) if prod(piece.lengths) else ()
-    known = shards.get(part.name)
-    if known is None:
+    shard = shards.get(part.name)
+    if shard is None:
         shards[part.name] = Shard(part.shape, piece.data.dtype, pieces, axes)
         return
-    if known.shape != part.shape:
-        raise ValueError(f"{part.name} has shape {known.shape} and {part.shape}")
-    shards[part.name] = replace(known, pieces=known.pieces + pieces)
+    if shard.shape != part.shape:
+        raise ValueError(
+            f"two parameters hold {part.name}, one with global shape {shard.shape}, one with "
+            f"{part.shape}: their layouts must give the same shape."
+        )
+    shards[part.name] = replace(shard, pieces=shard.pieces + pieces)
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

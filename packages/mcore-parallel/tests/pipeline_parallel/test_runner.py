@@ -394,7 +394,7 @@ def test_the_actions_of_all_ranks_at_once_are_refused():
 
 
 def test_a_stage_that_returns_a_bare_tensor_is_told_what_to_return():
-    with pytest.raises(TypeError, match=r"chunk 0 returned Tensor: it returns StageOutput"):
+    with pytest.raises(TypeError, match=r"chunk 0 returned Tensor: it must return StageOutput"):
         run_schedule(one_f_one_b(1, 1)[0], {0: lambda x, microbatch: torch.zeros(())})
 
 
@@ -439,7 +439,7 @@ def test_a_queue_comes_before_data_parallelism():
 
 
 def test_a_split_backward_without_a_queue_is_refused():
-    with pytest.raises(ValueError, match="needs a weight_queue, which linears put"):
+    with pytest.raises(ValueError, match="needs a weight_queue, to which linears defer"):
         run_schedule(zero_bubble_h1(1, 1)[0], {0: lambda x, microbatch: None})
 
 

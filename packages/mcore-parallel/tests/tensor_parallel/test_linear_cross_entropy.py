@@ -149,7 +149,7 @@ def test_a_token_without_weight_cannot_spoil_the_loss():
 
 def test_a_head_too_small_for_the_vocabulary_is_refused():
     x, weight, labels, weights = inputs()
-    with pytest.raises(ValueError, match="cannot hold 12 words"):
+    with pytest.raises(ValueError, match="cannot hold a vocabulary of 12"):
         head_loss(x, weight, labels, weights, vocab_size=12)
 
 

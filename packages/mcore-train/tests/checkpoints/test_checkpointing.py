@@ -220,7 +220,7 @@ def test_how_texts_end_is_carried_from_a_base_and_under_its_own_tokenizer(saved,
 
 def test_a_model_that_no_family_can_say_is_refused_before_training(tmp_path):
     run = build(save=str(tmp_path), save_hf=True, swiglu=False, quick_geglu=True)
-    with pytest.raises(ValueError, match="no Hugging Face family can say this model"):
+    with pytest.raises(ValueError, match="no Hugging Face family can express this model"):
         train(run, Reporter(None))
     assert run.progress.iteration == 0
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,10 @@ from mcore_train.diagnosis.doctor import (
     page,
     satisfies,
 )
+from mcore_train.diagnosis.planned_run import plan_run
 from mcore_train.diagnosis.run_rules import RULES, RunFacts, diagnose, read_run
+from mcore_train.options.parsing import parse
+from mcore_train.options.recipe import changed_options
 
 LAYOUT = ParallelConfig(tensor_model_parallel_size=2)
 CONFIG = DoctorConfig(
@@ -388,6 +392,14 @@ def reports(**series):
 
 FALLING = [4.0 - 0.1 * i for i in range(16)]
 H200 = {"devices": {"NVIDIA H200": 8}, "layout": {"tensor": 1, "pipeline": 1, "data": 8}}
+
+
+def planned(flags: str = "", options: str = "--model llama-3-8b --seq-length 8192"):
+    """Plan a run of 8 H200s, with 16 sequences a step."""
+    words = f"{options} --bf16 --mock-data --lr 1e-4 --train-iters 9 --global-batch-size 16"
+    return plan_run(H200, changed_options(parse([*words.split(), *flags.split()])))
+
+
 RUNS = {
     "ended": (RunFacts(fault="hardware", advice="Leave the host out."), ""),
     "memory": (
@@ -419,6 +431,10 @@ RUNS = {
     "low efficiency": (
         RunFacts(reports=reports(mfu=[0.1, 0.25, 0.25]), header=H200),
         "--overlap-grad-reduce",
+    ),
+    "slower than planned": (
+        RunFacts(reports=reports(step_ms=[9000.0] * 9), header=H200, planned=planned()),
+        "",
     ),
 }
 """By diagnosis: a run that has it alone, and the option that is named."""
@@ -453,19 +469,61 @@ def test_flags_that_diagnoses_name_exist():
     assert named <= flag_names()
 
 
-def test_the_command_reads_a_run_folder(tmp_path):
-    rows = [{"kind": "run", "iteration": 0, **H200}]
-    rows += reports(loss=[*FALLING, 4.1, 2.6, 3.9, 2.7])
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    step = tmp_path / "iter_0000010"
-    step.mkdir()
-    (step / "recipe.toml").write_text(
-        "[schedule]\nlr_warmup_iters = 100\n[optimizer]\nlr = 1e-3\n"
+def test_rules_on_memory_and_time_name_the_best_option_with_its_predicted_gain():
+    slow = {"mfu": [0.1, 0.25, 0.25]}
+    full = "--use-distributed-optimizer --recompute-granularity full"
+    (found,) = diagnose(RunFacts(reports=reports(**slow), header=H200, planned=planned(full)))
+    assert found.flag == "--recompute-granularity ''"
+    gain = r"predicted \+2\d\.\d % tokens/s \(step \S+ s -> \S+ s\), memory \S+ -> \S+ GiB"
+    assert re.fullmatch(gain, found.gain)
+    pipelined = planned("--pipeline-model-parallel-size 4 --use-distributed-optimizer")
+    (found,) = diagnose(RunFacts(reports=reports(loss=[4.0]), planned=pipelined))
+    assert found.name == "pipeline bubble"
+    assert found.flag.startswith("--pipeline-schedule ")
+    assert found.gain.startswith("predicted +")
+    run = RunFacts(reports=reports(peak_gib=[135.0]), header=H200, planned=planned())
+    (found,) = diagnose(run)
+    assert found.flag == "--use-distributed-optimizer"
+    assert "memory" in found.gain
+
+
+def test_an_option_that_saves_too_little_memory_is_passed_over():
+    run = planned("--use-distributed-optimizer --micro-batch-size 2")
+    little, much = (run.cheapest_saving(gib * 2**30) for gib in (10, 45))
+    assert little.saved_bytes > 10 * 2**30
+    assert much.saved_bytes > 45 * 2**30
+    assert much.faster < little.faster
+    assert little.flags != much.flags
+
+
+def test_a_gain_that_cannot_be_predicted_has_its_reason():
+    oscillating, _ = RUNS["oscillating loss"]
+    assert "not the loss" in diagnose(oscillating)[0].gain
+    unknown = RunFacts(
+        reports=reports(mfu=[0.1, 0.2, 0.2]), header=H200, unplanned="the run has no options"
     )
+    assert diagnose(unknown)[0].gain == "not predicted: the run has no options"
+    with pytest.raises(ValueError, match="no constants of cpu"):
+        plan_run({"devices": {"cpu": 2}}, {"num_layers": 2})
+    moe = planned("", "--model mixtral-8x7b --num-layers 4")
+    run = RunFacts(reports=reports(expert_imbalance=[3.0] * 9), planned=moe)
+    assert re.match(r"at most \d+ % tokens/s", diagnose(run)[0].gain)
+
+
+def test_the_command_reads_a_run_folder(tmp_path):
+    words = "--model llama-3-8b --lr 1e-3 --lr-warmup-iters 100 --recompute-granularity full"
+    words += " --use-distributed-optimizer --train-iters 200 --mock-data --bf16"
+    words += " --seq-length 8192 --global-batch-size 16"
+    options = changed_options(parse(words.split()))
+    rows = [{"kind": "run", "iteration": 0, **H200, "options": options}]
+    rows += reports(loss=[*FALLING, 4.1, 2.6, 3.9, 2.7], mfu=[0.3] * 20)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run_command("mcore_train", "doctor", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "oscillating loss: 2 reports" in done.stdout
-    assert "  try --lr 0.0005: half of 0.001" in done.stdout
+    assert "  try --lr 0.0005: half of 0.001\n  gain: not predicted: " in done.stdout
+    assert "low efficiency: MFU 30 %\n  try --recompute-granularity ''" in done.stdout
+    assert "  gain: predicted +" in done.stdout
     assert run_command("mcore_train", "doctor", str(tmp_path / "none")).returncode == 2
 
 
@@ -473,4 +531,5 @@ def test_logs_of_a_run_out_of_memory_name_the_cheapest_option(tmp_path):
     (tmp_path / "rank_0.log").write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
     (found,) = diagnose(read_run(tmp_path))
     assert (found.name, found.seen) == ("memory", "out of memory")
-    assert found.flag == "--recompute-granularity selective"
+    assert found.flag.startswith("--recompute-granularity selective --recompute-modules")
+    assert found.gain == "not predicted: the run recorded no options"

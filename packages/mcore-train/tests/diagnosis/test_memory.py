@@ -149,7 +149,7 @@ def test_what_is_no_snapshot_is_refused(tmp_path):
         (["/x/mcore_moe/dispatch/dispatching.py:3 (f)"], "buffers"),
         (["/x/torch/utils/cublas.py:3 (f)", "/x/mcore_models/gpt.py:1 (f)"], "workspace"),
         (["/x/other/library.py:3 (f)"], "other"),
-        ([], "other"),
+        ([], "unrecorded"),
     ],
 )
 def test_a_block_has_the_class_of_the_lines_that_allocated_it(lines, name):
@@ -208,5 +208,6 @@ def test_a_snapshot_of_a_gpu_has_the_bytes_of_the_run(tmp_path):
     table = read_snapshot(rank_path(str(path), 0))
     for name in ("weights", "gradients", "optimizer"):
         assert table.classes[name] == pytest.approx(table.planned[name], rel=0.02), name
-    unsorted = table.classes["other"] / sum(table.classes.values())
-    assert unsorted < 0.05
+    # Earlier tests of this process may have left blocks, which no line of this history names.
+    recorded = sum(table.classes.values()) - table.classes["unrecorded"]
+    assert table.classes["other"] < 0.05 * recorded, table.page()

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from mcore_train.diagnosis.flight_recorder import first_divergence, read_dumps
 from mcore_train.diagnosis.memory_mends import MemoryRecord, cheapest_mend
 from mcore_train.diagnosis.rules import FAULTS, RULES, recognize
 from mcore_train.diagnosis.triage import Verdict, triage
+from mcore_train.options.parsing import parse
 
 HERE = Path(__file__).parent
 LAYOUTS = ("a file a rank", "torchrun", "one file")
@@ -245,6 +247,77 @@ def test_the_first_of_two_errors_is_the_root_unless_it_is_a_reaction(tmp_path):
     verdict = triage(write(files, tmp_path))
     assert (verdict.root_ranks, verdict.message) == ((2,), "IndexError: first")
     assert verdict.num_cascade == 1
+
+
+LOGGED = (
+    "command: torchrun --nproc-per-node 2 -m mcore_train gpt --num-layers 2 --hidden-size 16 "
+    "--num-attention-heads 4 --lr 0.001 --train-iters 40 --global-batch-size 8 "
+    "--micro-batch-size 4 --mock-data --vocab-size 128"
+)
+"""Line of the header of a run, which its first rank logs."""
+
+
+LIGHT = "--recompute-granularity selective --recompute-modules layernorm"
+
+
+def with_command(case: Case, flags: str) -> dict[str, str]:
+    """Return the logs of a case whose run logged its command line."""
+    first = min(case.files, key=lambda name: (_rank_of(name) is None, name))
+    return {**case.files, first: f"{LOGGED} {flags}\n{case.files[first]}"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_command_that_continues_a_run_is_one_that_training_takes(case, tmp_path):
+    save = tmp_path / "save"
+    damaged = case.name in ("damaged checkpoint", "checkpoint cut off")  # in step 4
+    for step in (2, 10) if damaged else ():
+        (save / f"iter_{step:07d}").mkdir(parents=True)
+        (save / f"iter_{step:07d}" / "index.json").write_text("{}")
+    verdict = triage(write(with_command(case, f"--save {save}"), tmp_path / "logs"))
+    assert is_right(case, verdict)
+    mended = damaged or verdict.fault in ("out_of_memory", "nan")
+    assert bool(verdict.command) == (verdict.retry or mended)
+    if not verdict.command:
+        return
+    start, _, flags = verdict.command.partition(" gpt ")
+    assert start.endswith("torchrun --nproc-per-node 2 -m mcore_train")
+    if damaged:
+        flags = flags.removesuffix(f" --load {save} --ckpt-step 2")
+        assert "ckpt-step" not in flags
+    config = parse(shlex.split(flags))
+    assert config.loading.auto_resume != damaged
+    assert config.optimizer.lr == (0.0005 if verdict.fault == "nan" else 0.001)
+
+
+def test_a_run_without_saves_begins_anew(tmp_path):
+    case = next(case for case in CASES if case.fault == "killed")
+    command = triage(write(with_command(case, ""), tmp_path)).command
+    assert command == LOGGED.removeprefix("command: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "mended"),
+    [
+        ("--seq-length 1024", "--use-distributed-optimizer"),
+        ("--use-distributed-optimizer", f"{LIGHT} mlp_act"),
+        (f"--use-distributed-optimizer {LIGHT}", "--micro-batch-size 2"),
+        (
+            f"--use-distributed-optimizer {LIGHT} --micro-batch-size 1",
+            "--recompute-granularity full",
+        ),
+    ],
+)
+def test_a_run_out_of_memory_continues_with_the_option_that_helps(options, mended, tmp_path):
+    case, _ = _memory_case()
+    files = with_command(case, options)
+    sharding = "optim" if "distributed" in options else "no_shard"
+    files = {k: text.replace("sharding no_shard", f"sharding {sharding}")
+             for k, text in files.items()}  # fmt: skip
+    command = triage(write(files, tmp_path)).command
+    assert command.endswith(f" {mended}")
+    parse(shlex.split(command.partition(" gpt ")[2]))
+    again = [word for word in mended.split() if word.startswith("--")]
+    assert all(command.count(word) == 1 for word in again)
 
 
 def test_exit_codes_are_distinct_and_tell_retry():

@@ -1,13 +1,15 @@
-"""Convert between Hugging Face, ours, Megatron and torch.distributed.checkpoint, each to each.
+"""Convert checkpoints between Hugging Face, mcore, Megatron and torch.distributed.checkpoint.
 
-Every format is read as our logical tensors and written from them, rows at a time, so memory
-does not grow with the model; only transposed matrices are held whole, one at a time. A
-conversion ends with its proof: the result is opened like any other input, turned back into
-what was read, and compared with it bit by bit.
+Every format is read as logical tensors and written from them, rows at a time, so that memory
+does not grow with the model; only transposed matrices are held in memory, one at a time. A
+conversion ends with a proof: the output is opened like an input, mapped back to the source's
+tensors, and compared with them bit by bit.
 """
 
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,12 @@ from typing import Any
 
 from mcore_base.stores import as_path, is_store
 from mcore_ckpt.conversion.inspection import native_step
-from mcore_ckpt.conversion.logit_check import LogitCheck
+from mcore_ckpt.conversion.logit_check import (
+    CAST_ROUNDING,
+    ROUNDING,
+    compare_logits,
+    require_model,
+)
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.round_trip import proven, proven_native
@@ -26,7 +33,7 @@ from mcore_ckpt.conversion.targets import (
     our_items,
     write_small_files,
 )
-from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES, num_tokens
+from mcore_ckpt.formats.hf_folder import TOKENIZER_FILES, num_tokens, read_hf_folder
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.sources import FORMATS, opened
 from mcore_ckpt.mapping.row_streams import Progress, Rows, read_ahead, with_progress
@@ -40,20 +47,20 @@ from mcore_ckpt.storage.outputs import (
     check_run_folder,
     fresh_step,
 )
-from mcore_ckpt.storage.paths import RELEASE, commit
+from mcore_ckpt.storage.paths import RELEASE, commit, is_peft_folder
 
 STATE_FORMATS = ("mcore", "megatron")
-"""Formats that hold an optimizer's state by the names of the weights."""
+"""Formats whose optimizer state carries the names of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a conversion did."""
+    """Result of a conversion, for the command to print."""
 
     output: Path
-    """The folder to open: a run folder, or a folder of the format."""
+    """The folder to open: a run folder, or a folder of the target format."""
     family: str
-    """``model_type``, or the format's own word where there is none."""
+    """``model_type`` of a Hugging Face model, else the format's own name for the model."""
     num_tensors: int
     """Logical tensors, each used exactly once."""
     num_bytes: int
@@ -63,16 +70,17 @@ class Report:
     fingerprint: str = ""
     """Hash of all logical tensors as read back; the same in every format. Empty: not read."""
     left_behind: int = 0
-    """Entries of the source that are no weights: optimizer, random state."""
+    """Entries of the source that are not converted because they are no weights."""
     has_tokenizer: bool = True
-    """Whether a tokenizer went along."""
+    """Whether a tokenizer was copied."""
     logits_differ_by: float | None = None
     """Largest difference of our model's logits from transformers', relative to the largest of
     them; None: not compared."""
     quantization: str = ""
-    """How the source stores its matrices, which were dequantized; empty: as they are."""
+    """How the source stores its quantized matrices, which were dequantized; empty: not
+    quantized."""
     not_carried: tuple[str, ...] = ()
-    """Files beside the source's weights that did not go along."""
+    """Other files of the source that were not copied."""
 
 
 def convert(
@@ -84,21 +92,21 @@ def convert(
     *,
     on_progress: Progress | None = None,
 ) -> Report:
-    """Convert a checkpoint of one format to another, or to itself (cast, cut, reshard).
+    """Convert a checkpoint to another format, or to its own (cast, reshard).
 
     Args:
         source_format: ``hf``, ``mcore``, ``megatron`` or ``dcp``.
-        source: its folder.
+        source: folder of the checkpoint.
         target_format: one of the same.
-        output: folder to make; a run folder of ours may exist and gets a release.
-        options: casts, cuts and checks.
-        on_progress: called for each slab written, then, from the beginning, about each tensor
+        output: folder to make; an mcore run folder may exist and gets a release.
+        options: casts, vocabulary and checks.
+        on_progress: called for each slab written, then, from the beginning, for each tensor
             read back.
 
     Raises:
-        ValueError: if a format is not known, one side cannot express the model, or its logits
-            cannot be compared; names what.
-        CheckpointError: if files are damaged, the output is in the way, or the proof fails.
+        ValueError: if a format is unknown, the target cannot express the model, or its logits
+            cannot be compared.
+        CheckpointError: if files are damaged, the output exists already, or the proof fails.
     """
     options = options or ConvertOptions()
     _check_formats(source_format, source, target_format, output, options)
@@ -107,8 +115,7 @@ def convert(
     if target_format == "mcore":
         check_run_folder(output)
     if source_format == "mcore":
-        native_step(source)  # Says which format it is in, if it is in another.
-    logits = LogitCheck(source_format, as_path(source), target_format, options)
+        native_step(source)  # its error names the format of another program's folder
     watched: list[Item] = []
 
     def watch(items: Sequence[Item]) -> list[Item]:
@@ -120,12 +127,22 @@ def convert(
         _check_config(found, source, options.config)
         _check_tokens(found, options.vocab_size)
         if options.check:
-            logits.require(found.description)
+            require_model(found.description)
         worst: list[float] = []
 
         def judge(written: Rows, folder: Path) -> None:
-            if options.check:
-                worst.append(logits.compare(found, written, folder))
+            if not options.check:
+                return
+            # transformers runs whichever side is a Hugging Face folder, our model the other.
+            is_export = source_format != "hf" and target_format == "hf"
+            weights = found.ours if is_export else written
+            embedding = "embedding.weight"
+            rows = min(side.entries[embedding].shape[0] for side in (found.ours, written))
+            bound = CAST_ROUNDING if options.dtype else ROUNDING
+            with ExitStack() as stack:
+                if not is_export:
+                    folder = _as_hf(stack, source_format, as_path(source), options)
+                worst.append(compare_logits(found, weights, rows, folder, bound))
 
         print_ = ""
         if target_format == "mcore":
@@ -153,6 +170,16 @@ def convert(
         )
 
 
+def _as_hf(stack: ExitStack, source_format: str, source: Path, options: ConvertOptions) -> Path:
+    """Return the source as a Hugging Face folder: itself, or a copy until the stack closes."""
+    is_model = source_format == "hf" and not is_peft_folder(source)
+    if is_model and "model_type" in read_hf_folder(source).config:
+        return source
+    copy = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hf"
+    convert(source_format, source, "hf", copy, ConvertOptions(config=options.config))
+    return copy
+
+
 def hf_to_mcore(
     source: str | Path,
     output: str | Path,
@@ -171,7 +198,7 @@ def mcore_to_hf(
     *,
     on_progress: Progress | None = None,
 ) -> Report:
-    """Convert a step of ours to a Hugging Face folder, as ``convert`` does."""
+    """Convert a step of mcore to a Hugging Face folder, as ``convert`` does."""
     return convert("mcore", source, "hf", output, options, on_progress=on_progress)
 
 
@@ -181,7 +208,7 @@ def _write_native(
     watch: Watch,
     prove: Callable[[OpenCheckpoint, Path, Index], str] | None,
 ) -> tuple[str, str]:
-    """Write a release of a run folder, or the step that an optimizer's state is of.
+    """Write a release of a run folder, or, with an optimizer's state, the step of that state.
 
     Returns:
         ``model_type`` and the fingerprint.
@@ -189,7 +216,7 @@ def _write_native(
     extra: dict[str, Any] = {"model": source.description, "hf": source.hf}
     step: int | str = RELEASE
     if source.state is not None:
-        # No layout is this one's, so that no run takes random streams for its own.
+        # An empty layout, so that no resuming run takes over random streams.
         extra |= {"schedule": {}, **source.state.progress, "parallel": {}}
         step = extra["iteration"]
     with fresh_step(output, step) as target:
@@ -207,7 +234,7 @@ def _check_formats(
     output: str | Path,
     options: ConvertOptions,
 ) -> None:
-    """Refuse formats that are not known, and options that they do not go with."""
+    """Raise ValueError for unknown formats and for options without effect on these formats."""
     for form in (source_format, target_format):
         if form not in FORMATS:
             raise ValueError(f"format {form!r} is not known: use {', '.join(FORMATS)}.")
@@ -229,19 +256,18 @@ def _check_formats(
 
 
 def _check_config(source: OpenCheckpoint, folder: str | Path, config: str) -> None:
-    """Refuse a model's config where the input says itself which model it is."""
+    """Raise ValueError for ``--config`` where the input itself names its model."""
     if config and not source.took_config:
         raise ValueError(
-            f"--config {config} has no effect: {folder} says itself which model it holds. "
-            "Leave it out."
+            f"--config {config} has no effect: {folder} itself names its model. Leave it out."
         )
 
 
 def _check_tokens(source: OpenCheckpoint, vocab_size: int) -> None:
-    """Refuse to cut rows off that the tokenizer has ids of."""
+    """Raise ValueError if ``--vocab-size`` removes rows that the tokenizer has ids for."""
     needed = num_tokens(source.tokenizer)
     if 0 < vocab_size < needed:
         raise ValueError(
-            f"--vocab-size {vocab_size} cuts off ids of the tokenizer that goes along, which "
-            f"has {needed}: give {needed} or more."
+            f"--vocab-size {vocab_size} removes ids of the copied tokenizer, which has "
+            f"{needed}: give {needed} or more."
         )

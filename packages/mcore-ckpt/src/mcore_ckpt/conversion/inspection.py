@@ -1,6 +1,6 @@
-"""Looking at a checkpoint: what it holds, whether it is sound, how two of them differ.
+"""Inspects checkpoints of any format: lists tensors, verifies bytes, compares two.
 
-Any format can be looked at; two of different formats are compared by our logical names.
+Checkpoints of different formats are compared by logical names.
 """
 
 import re
@@ -16,10 +16,10 @@ from mcore_base.terminal import size_text
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.round_trip import fingerprint
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.dcp import METADATA, read_dcp_folder
+from mcore_ckpt.formats.dcp import read_dcp_folder
 from mcore_ckpt.formats.hf_folder import read_hf_folder
 from mcore_ckpt.formats.peft_folder import TENSORS
-from mcore_ckpt.formats.recognition import folder_format
+from mcore_ckpt.formats.recognition import DCP_METADATA, folder_format
 from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import (
     Progress,
@@ -45,18 +45,18 @@ from mcore_ckpt.storage.shard_plans import name_problems
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a folder lists, without its bytes."""
+    """Names, shapes and files of a checkpoint, without its values."""
 
     form: str
     """``mcore``, ``hf``, ``megatron`` or ``dcp``."""
     folder: Path
     """Where the tensors are."""
     tensors: Mapping[str, tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]]]
-    """Dtype, shape and the boxes' offsets of each."""
+    """Dtype, shape, and the offsets of the stored boxes, by name."""
     num_files: int
     """Files of tensors."""
     extra: Mapping[str, Any]
-    """What else the folder says about itself."""
+    """Description of the model and other facts that the folder records."""
 
 
 def find_format(folder: str | Path) -> tuple[str, Path]:
@@ -72,16 +72,16 @@ def find_format(folder: str | Path) -> tuple[str, Path]:
     inside = path if step is None or is_complete(path) else step_folder(path, step)
     if form := folder_format(inside):
         return form, inside
-    # Says what is missing, and which steps are there.
+    # resolve_folder's error lists what is missing and which steps exist.
     return "mcore", resolve_folder(path)
 
 
 def native_step(folder: str | Path) -> Path:
-    """Find the step of ours that a folder names."""
+    """Return the step of mcore in a run or step folder; ValueError for other formats."""
     form, step = find_format(folder)
     if form != "mcore":
         raise ValueError(
-            f"{step} is a checkpoint in the format {form}, and one of mcore is wanted: "
+            f"{step} is a checkpoint in the format {form}, but one of mcore is required: "
             f"mcore-ckpt convert {form}-to-mcore makes one of it; inspect takes any, and "
             "verify with --fingerprint."
         )
@@ -89,14 +89,14 @@ def native_step(folder: str | Path) -> Path:
 
 
 def contents(folder: str | Path, config: str = "") -> Contents:
-    """List what a checkpoint of any format holds.
+    """List the tensors of a checkpoint of any format.
 
     Raises:
-        ValueError: if it holds none, or is listed without the config that is given.
+        ValueError: if there is no checkpoint, or ``config`` has no effect.
         CheckpointError: if it is damaged.
     """
     form, path = find_format(folder)
-    if form == "megatron" and not (path / METADATA).is_file():
+    if form == "megatron" and not (path / DCP_METADATA).is_file():
         with opened("megatron", path, ConvertOptions(config=config)) as found:
             said = {"model": found.description}
             return _of_entries(form, path, found.theirs.entries, said)
@@ -111,7 +111,7 @@ def contents(folder: str | Path, config: str = "") -> Contents:
         hf = read_hf_folder(path)
         kind = {"model_type": hf.config.get("model_type")}
         return _of_entries(form, path, hf.tensors, kind)
-    if (path / METADATA).is_file():
+    if (path / DCP_METADATA).is_file():
         listed = read_dcp_folder(path)
         files = {place.file for one in listed.tensors.values() for *_, place in one.boxes}
         tensors = {
@@ -153,7 +153,7 @@ def rows(folder: str | Path, config: str = "") -> list[dict[str, Any]]:
 
 
 def layout(shape: Sequence[int], boxes: Sequence[Sequence[int]]) -> str:
-    """Say how a tensor is cut: ``2 x 1`` for two parts along rows; ``whole``."""
+    """Describe how a tensor is split: ``2 x 1`` for two parts along rows, or ``whole``."""
     if len(boxes) <= 1 or not shape:
         return "whole"
     parts = [len({offsets[dim] for offsets in boxes}) for dim in range(len(shape))]
@@ -162,7 +162,7 @@ def layout(shape: Sequence[int], boxes: Sequence[Sequence[int]]) -> str:
 
 
 def describe(folder: str | Path, config: str = "") -> str:
-    """Draw a checkpoint as text; equal tensors of many layers stand in one line.
+    """Format a checkpoint as text; tensors that are alike in many layers share one line.
 
     Arguments and errors are those of ``contents``.
     """
@@ -198,7 +198,7 @@ def check(folder: str | Path, on_progress: Progress | None = None) -> tuple[Path
     """Read every byte of a step, small files too, and compare checksums and digests.
 
     Returns:
-        The step folder, how many tensors it holds and of how many bytes.
+        The step folder, the number of its tensors and their bytes.
 
     Raises:
         CheckpointError: naming the first tensor or file that is damaged.
@@ -222,7 +222,8 @@ def check_fingerprint(
 ) -> tuple[Path, int, int]:
     """Read all weights of a checkpoint of any format and compare their fingerprint.
 
-    The fingerprint is the one that ``convert`` prints: of names, dtypes, shapes and content of
+    The fingerprint is the one that ``convert`` prints: a hash of names, dtypes, shapes and
+    values of
     the weights under our names, equal in all formats. It does not cover config.json, the
     tokenizer or an optimizer's state.
 
@@ -231,7 +232,7 @@ def check_fingerprint(
 
     Raises:
         ValueError: if ``wanted`` is no fingerprint, or there is no checkpoint.
-        CheckpointError: if the weights are others, or files are damaged.
+        CheckpointError: if the weights differ, or files are damaged.
     """
     if not re.fullmatch(r"[0-9a-f]{32}", wanted):
         raise ValueError(
@@ -255,21 +256,21 @@ def check_fingerprint(
 def differences(
     one: str | Path, other: str | Path, config: str = "", on_progress: Progress | None = None
 ) -> list[str]:
-    """Compare two checkpoints, whatever layouts and formats they were saved under.
+    """Compare two checkpoints of any layouts and formats.
 
-    Two of ours are compared whole, optimizer included; of others, the weights, by our names.
+    Two mcore steps are compared completely, optimizer included; otherwise the weights alone.
 
     Args:
         one: a run or step folder, or a folder of another format.
-        other: the other.
-        config: config.json of the model, for those that do not say which they are.
+        other: the same.
+        config: config.json of the model, for checkpoints that do not name their model.
         on_progress: called for each tensor that both hold.
 
     Returns:
-        One sentence a tensor that is missing in one or differs; empty if they are equal.
+        One sentence for each tensor that is missing in one or differs; empty if they are equal.
 
     Raises:
-        ValueError: if a folder holds no checkpoint, or neither says which model it is.
+        ValueError: if a folder holds no checkpoint, or neither names its model.
         CheckpointError: if files are damaged.
     """
     forms = [find_format(one), find_format(other)]
@@ -287,8 +288,8 @@ def differences(
                 took_config |= found.took_config
         if config and not took_config:
             raise ValueError(
-                f"--config {config} has no effect: both checkpoints say themselves which model "
-                "they hold. Leave it out."
+                f"--config {config} has no effect: both checkpoints themselves name their "
+                "model. Leave it out."
             )
         return _differences([folder for _, folder in forms], sides, on_progress)
 

@@ -1,16 +1,13 @@
 """The last check of a conversion: our model and transformers compute the same logits.
 
-Names and bits are proven elsewhere (``round_trip``), but a wrong rule that is undone on the
-way back passes that proof. So our model runs on the weights as they were written, or on those
-that were read if a Hugging Face folder is the output, and transformers on the other side.
-Needs the extra ``check``. Models are imported by name, when a check runs: nothing else here
-needs a model's class.
+``round_trip`` proves that every bit survives the way there and back; a wrong rule whose inverse
+is equally wrong passes that proof. Here our model computes logits from one side's weights and
+transformers from the other's. Needs the extra ``check``. Models are imported by name when a
+check
+runs: no other module of this package needs a model class.
 """
 
-import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,12 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.hf_folder import read_hf_folder
 from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.mapping.row_streams import Rows
-from mcore_ckpt.storage.paths import is_peft_folder
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.sharding import named_shards
 
@@ -32,102 +26,75 @@ ROUNDING = 1e-4
 """Largest difference of float32 logits, relative to the largest of them, for equal weights."""
 
 CAST_ROUNDING = 5e-2
-"""The same where one side's weights were cast to 16 bits."""
+"""The same bound where the weights of one side were cast to 16 bits."""
 
 _LENGTH = 16
 
 
-@dataclass(frozen=True, slots=True)
-class LogitCheck:
-    """Our model against transformers on random tokens, in float32 on the CPU.
+def require_model(description: Mapping[str, Any]) -> None:
+    """Raise ValueError if transformers is missing or mcore-models cannot run the model."""
+    try:
+        import_module("transformers")
+    except ImportError:
+        raise ValueError(
+            "--check needs transformers: pip install 'mcore-ckpt[check]', or leave --check out."
+        ) from None
+    family, known = description["family"], import_module("mcore_models.families").FAMILIES
+    if family not in known:
+        raise ValueError(
+            f"--check cannot prove this conversion: mcore-models has no running model for the "
+            f"family {family!r}, only for {', '.join(known)}. Without --check names, shapes "
+            "and bits are still proven."
+        )
+    import_module("mcore_models.description").ModelDescription.from_dict(description)
 
-    Models are held in memory whole, one at a time.
+
+def compare_logits(
+    source: OpenCheckpoint, weights: Rows, num_tokens: int, folder: Path, bound: float
+) -> float:
+    """Compute logits of random tokens by our model and by transformers; compare them.
+
+    Both models run in float32 on the CPU, one at a time. Without a head that predicts tokens
+    hidden states are compared.
+
+    Args:
+        source: the checkpoint that was converted; describes the model.
+        weights: weights of our model, under our names.
+        num_tokens: the random tokens are below this number.
+        folder: the Hugging Face folder that transformers runs.
+        bound: largest difference, relative to the largest logit.
+
+    Returns:
+        The largest difference, relative to the largest logit.
+
+    Raises:
+        CheckpointError: if the difference is above ``bound`` or transformers cannot run the
+            folder.
     """
-
-    source_format: str
-    """What is read: ``hf``, ``mcore``, ``megatron`` or ``dcp``."""
-    source: Path
-    """Its folder."""
-    target_format: str
-    """What is written."""
-    options: ConvertOptions
-    """What is said of the conversion."""
-
-    def require(self, description: Mapping[str, Any]) -> None:
-        """Refuse a conversion whose logits cannot be compared here, before it begins."""
-        try:
-            import_module("transformers")
-        except ImportError:
-            raise ValueError(
-                "--check needs transformers: pip install 'mcore-ckpt[check]', or leave --check "
-                "out."
-            ) from None
-        family, known = description["family"], import_module("mcore_models.families").FAMILIES
-        if family not in known:
-            raise ValueError(
-                f"--check cannot prove this conversion: mcore-models has no running model for "
-                f"the family {family!r}, only for {', '.join(known)}. Without --check names, "
-                "shapes and bits are still proven."
-            )
-        import_module("mcore_models.description").ModelDescription.from_dict(description)
-
-    def compare(self, found: OpenCheckpoint, written: Rows, folder: Path) -> float:
-        """Compute logits on both sides.
-
-        Args:
-            found: what was read.
-            written: what was written, read back under our names.
-            folder: where it was written.
-
-        Returns:
-            The largest difference, relative to the largest logit.
-
-        Raises:
-            CheckpointError: if it is above the bound.
-        """
-        is_export = self.source_format != "hf" and self.target_format == "hf"
-        ours = found.ours if is_export else written
-        vocab = min(source.entries["embedding.weight"].shape[0] for source in (ours, written))
-        with ExitStack() as stack:
-            there = folder if is_export else self._source_folder(stack)
-            vocab = min(vocab, _vocab_size(there))
-            generator = torch.Generator().manual_seed(0)
-            tokens = torch.randint(vocab, (1, _LENGTH), generator=generator)
-            # Under another head, or none, stands what is compared.
-            heads = found.description["config"].get("bert_heads", ("lm",))
-            has_logits = "head" not in found.hf and "lm" in heads
-            try:
-                want = _their_logits(there, tokens, found.description, has_logits)
-            except Exception as error:  # whatever a library may raise
-                reason = str(error).strip().partition("\n")[0]
-                raise CheckpointError(
-                    f"--check: transformers cannot run the model in {there}: "
-                    f"{type(error).__name__}: {reason}. Nothing was kept; without --check "
-                    "names, shapes and bits are still proven."
-                ) from error
-        got = _our_logits(found.description, ours, tokens, has_logits)
-        if has_logits:
-            got, want = got[..., :vocab], want[..., :vocab]
-        worst = ((got - want).abs().max() / want.abs().max()).item()
-        bound = CAST_ROUNDING if self.options.dtype else ROUNDING
-        if not worst <= bound:
-            raise CheckpointError(
-                f"mcore against transformers: logits differ by {worst:.3g} of the largest, at "
-                f"most {bound:.3g} is rounding. Nothing was kept."
-            )
-        return worst
-
-    def _source_folder(self, stack: ExitStack) -> Path:
-        """Return the source as a Hugging Face folder: a copy of it in that form if need be."""
-        is_model = self.source_format == "hf" and not is_peft_folder(self.source)
-        if is_model and "model_type" in read_hf_folder(self.source).config:
-            return self.source
-        from mcore_ckpt.conversion.conversion import convert
-
-        there = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hf"
-        options = ConvertOptions(config=self.options.config)
-        convert(self.source_format, self.source, "hf", there, options)
-        return there
+    vocab = min(num_tokens, _vocab_size(folder))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab, (1, _LENGTH), generator=generator)
+    heads = source.description["config"].get("bert_heads", ("lm",))
+    has_logits = "head" not in source.hf and "lm" in heads
+    try:
+        want = _their_logits(folder, tokens, source.description, has_logits)
+    except Exception as error:  # any error of the library is reported the same way
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"--check: transformers cannot run the model in {folder}: {type(error).__name__}: "
+            f"{reason}. Nothing was kept; without --check names, shapes and bits are still "
+            "proven."
+        ) from error
+    got = _our_logits(source.description, weights, tokens, has_logits)
+    if has_logits:
+        got, want = got[..., :vocab], want[..., :vocab]
+    worst = ((got - want).abs().max() / want.abs().max()).item()
+    if not worst <= bound:
+        raise CheckpointError(
+            f"mcore against transformers: logits differ by {worst:.3g} of the largest, at most "
+            f"{bound:.3g} is rounding. Nothing was kept."
+        )
+    return worst
 
 
 def _vocab_size(folder: Path) -> int:
@@ -137,13 +104,13 @@ def _vocab_size(folder: Path) -> int:
 def _their_logits(
     folder: Path, tokens: Tensor, description: Mapping[str, Any], has_logits: bool
 ) -> Float[Tensor, "B S V"]:
-    """Logits; of a model without a head for tokens its hidden states."""
+    """Return logits of transformers, or hidden states of a model without a head for tokens."""
     kind = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
     name = kind.get(description["family"], "AutoModelForCausalLM")
     transformers = import_module("transformers")
     auto = getattr(transformers, name if has_logits else "AutoModel")
     config = transformers.AutoConfig.from_pretrained(folder)
-    # Its grouped GEMMs of experts take widths that are multiples of 16 bytes only.
+    # transformers' grouped GEMMs of experts require widths that are multiples of 16 bytes.
     config._experts_implementation = "eager"
     model = auto.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     more = {"decoder_input_ids": tokens} if description["family"] == "t5" else {}

@@ -10,11 +10,11 @@ DTYPE_WORDS = {"fp32": "F32", "float32": "F32", "fp16": "F16", "float16": "F16"}
     "bf16": "BF16",
     "bfloat16": "BF16",
 }
-"""Dtypes to cast to, by the words that users write."""
+"""Dtypes to cast to, by the names that users give."""
 
 
 def _wrong_size(values: Any) -> str:
-    """Return why the largest file has no size; empty: it has one."""
+    """Return why ``--max-shard-size`` is no size; empty if it is one."""
     try:
         parse_size(values.max_shard_size)
     except ValueError as error:
@@ -24,7 +24,7 @@ def _wrong_size(values: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertOptions(Options):
-    """What may be said about a conversion."""
+    """What a conversion changes, carries along and checks."""
 
     dtype: str = option(
         "",
@@ -34,49 +34,49 @@ class ConvertOptions(Options):
             )
         },
     )
-    """Cast weights to bf16, fp16 or fp32; empty: as they are."""
+    """Cast weights to bf16, fp16 or fp32; empty: keep their dtype."""
 
     max_shard_size: str = "5GB"
     """Largest weight file of an output, such as 500MB or 5GB."""
 
     model_type: str = ""
-    """Hugging Face family to write; empty: where the weights came from, or the first that
-    fits."""
+    """Hugging Face family to write; empty: the family that the weights came from, else the
+    first that can express the model."""
 
     config: str = ""
-    """config.json of the model, or a folder with one, for inputs that do not say which they
-    are."""
+    """config.json of the model, or a folder with one, for inputs that do not name their
+    model."""
 
     vocab_size: int = option(0, minimum=0)
-    """Rows of vocabulary to keep, or to fill up to with zeros; 0: as they are."""
+    """Rows of vocabulary: further rows are removed, missing ones are zeros; 0: unchanged."""
 
     make_vocab_size_divisible_by: int = 128
     """Megatron's vocabulary is padded to a multiple of this."""
 
     transformer_impl: str = "transformer_engine"
-    """Megatron's layers that will load it: transformer_engine or local."""
+    """Megatron's layers that will load the output: transformer_engine or local."""
 
     dcp_names: str = "mcore"
-    """Names in a directory of PyTorch's: mcore or hf."""
+    """Names in a torch.distributed.checkpoint directory: mcore or hf."""
 
     keep_unknown_config_fields: bool = False
-    """Carry fields of a config.json along that are not known here, instead of refusing them;
-    they must not change what the model computes."""
+    """Carry unknown fields of a config.json along instead of refusing them; they must not
+    change what the model computes."""
 
     optimizer: bool = False
-    """Between mcore and megatron, take along the optimizer's state, how far the run is, its
-    schedule and its place in the data, so that it goes on."""
+    """Between mcore and megatron, also convert the optimizer's state, iteration, schedule and
+    position in the data, so that training can resume."""
 
     experts_apart: bool = False
-    """With --optimizer to megatron: the run there will have --expert-model-parallel-size
-    above 1, and so an optimizer of the experts' own."""
+    """With --optimizer to megatron: that run will have --expert-model-parallel-size above 1,
+    and so a separate optimizer for experts."""
 
     verify: bool = True
     """Read the result back and compare it with the source, bit by bit."""
 
     check: bool = False
-    """Run our model on the result against transformers on the source, in float32 on the CPU;
-    what differs, or has no model here, is not kept."""
+    """Compare logits of our model with those of transformers, in float32 on the CPU; outputs
+    that differ, or that no model here can run, are not kept."""
 
     @property
     def max_shard_bytes(self) -> int:
@@ -95,16 +95,16 @@ class ConvertOptions(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpcycleOptions(Options):
-    """What the experts shall be."""
+    """Number, routing and layers of the new experts."""
 
     num_experts: int
-    """Experts of each such layer: copies of the dense network, or of its slices."""
+    """Experts of each layer that gets some: copies of the dense network, or of its slices."""
 
     moe_router_topk: int = 2
     """Experts that each token goes to."""
 
     moe_upcycling_granularity: int = 1
-    """Slices of the dense network, one an expert; the function is kept where
+    """Slices of the dense network, one an expert; the model's function is unchanged where
     --moe-router-topk is a multiple of it."""
 
     moe_layer_freq: str = "1"
@@ -117,10 +117,10 @@ class UpcycleOptions(Options):
     """Weight of the load-balancing loss in training."""
 
     init_method_std: float = option(0.02, minimum=0)
-    """Of the normal numbers that the routers begin with; 0: zeros."""
+    """Standard deviation of the routers' initial weights; 0: zeros."""
 
     seed: int = 1234
-    """Of these numbers."""
+    """Seed of the routers' initial weights."""
 
     rules = (
         Rule(
@@ -149,7 +149,7 @@ class UpcycleOptions(Options):
 
     @property
     def scale(self) -> float:
-        """Factor on an expert's output, which brings the sum over k to the dense output."""
+        """Factor on an expert's output that makes the sum over k experts the dense output."""
         if not self.moe_router_pre_softmax:
             return float(self.moe_upcycling_granularity)
         # At the start each weight is about 1/E, and k of them are chosen.

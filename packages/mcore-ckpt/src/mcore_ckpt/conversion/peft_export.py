@@ -1,4 +1,4 @@
-"""Adapters of ours as a folder that Hugging Face PEFT reads."""
+"""Writes adapters of mcore as a folder that Hugging Face PEFT reads."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,8 +14,9 @@ from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.conversion.targets import target_model_type
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families import find_family
+from mcore_ckpt.formats.open_checkpoint import PREFIX
 from mcore_ckpt.formats.peft_folder import read_adapters, write_adapters
-from mcore_ckpt.formats.sources import PREFIX, opened
+from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.adapters import A, B, find_base, group_adapters, is_adapter
 from mcore_ckpt.mapping.row_streams import Progress, Source
 from mcore_ckpt.mapping.rules import Link, expand
@@ -35,10 +36,10 @@ def convert_adapters(
     *,
     on_progress: Progress | None = None,  # noqa: ARG001 - they are small
 ) -> Report:
-    """Do as ``convert`` for adapters alone; see ``export_adapters``.
+    """Convert adapters alone, with the signature of ``convert``; see ``export_adapters``.
 
     Raises:
-        ValueError: if the source is not of ours, or an option is given that has no effect.
+        ValueError: if the source is not of mcore, or an option without effect is given.
     """
     if source_format != "mcore":
         raise ValueError(
@@ -54,16 +55,16 @@ def convert_adapters(
 def export_adapters(source: str | Path, output: str | Path) -> Report:
     """Write the adapters of a step as a folder that PEFT reads.
 
-    They are held in memory. The folder is read back: A and B are the same to the bit, and
-    those of a fused module give the same matrices.
+    The adapters are held in memory. The folder is read back: A and B are equal to the bit, and
+    those of a fused module give the same products.
 
     Args:
         source: run folder (its latest step) or step folder of adapters.
         output: folder to make.
 
     Raises:
-        ValueError: if the step holds no adapters, or PEFT cannot express them; names what.
-        CheckpointError: if files are damaged, or what was written is not what was read.
+        ValueError: if the step holds no adapters, or PEFT cannot express them.
+        CheckpointError: if files are damaged, or reading the output back gives other adapters.
     """
     step, output = native_step(source), as_path(output)
     check_place(output, as_path(source))
@@ -90,7 +91,7 @@ def export_adapters(source: str | Path, output: str | Path) -> Report:
 
 
 def _links(step: Path) -> tuple[list[Link], str]:
-    """Say how the base's tensors are named in Hugging Face's folder of it."""
+    """Return the links of the base model's tensors to Hugging Face names, and its folder."""
     config = read_index(step).extra[ADAPTER]
     base = as_path(find_base(step, config)) if config["base"] else step
     form = "hf" if is_hf_folder(base) else "mcore"
@@ -102,7 +103,7 @@ def _links(step: Path) -> tuple[list[Link], str]:
 
 
 def _compare(wanted: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
-    """Compare what the adapters add to each weight; one of no fused module to the bit."""
+    """Compare the weight updates of two sets of adapters; to the bit if no module is fused."""
     theirs = group_adapters(again)
     for weight, kinds in group_adapters(wanted).items():
         other = theirs.get(weight, {})

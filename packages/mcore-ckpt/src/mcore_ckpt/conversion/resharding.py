@@ -1,7 +1,7 @@
-"""Checkpoints made of others without a model: whole tensors, resharded or averaged.
+"""Rewrites checkpoints without building a model: as whole tensors, resharded or averaged.
 
-Any step loads under any layout as it is; resharding offline puts the boxes of a thousand
-ranks together again, so that later reads are long. Tensors stream in slabs of rows.
+Any step loads under any layout unchanged; resharding offline joins the boxes of a thousand
+ranks, so that later reads are long. Tensors stream in slabs of rows.
 """
 
 import heapq
@@ -39,7 +39,7 @@ from mcore_ckpt.storage.shard_plans import listed, name_problems
 def write_whole(
     folder: Path, items: Sequence[Item], extra: Mapping[str, Any], num_files: int = 1
 ) -> Index:
-    """Write whole tensors to files of about the same size; the caller commits the index."""
+    """Write complete tensors to files of similar size; the caller commits the index."""
     tensors: dict[str, TensorEntry] = {}
     files = {}
     for number, mine in enumerate(_spread(items, num_files)):
@@ -49,7 +49,7 @@ def write_whole(
         for item, one in zip(mine, written.sections, strict=True):
             zeros = (0,) * len(item.shape)
             chunk = StoredBox(path.name, one.offset, zeros, item.shape, one.checksums)
-            # A tensor without elements needs no chunk.
+            # A tensor without elements is in the index only.
             chunks = (chunk,) if item.num_bytes else ()
             tensors[item.name] = TensorEntry(item.shape, item.dtype, chunks)
         files[path.name] = written.entry
@@ -63,12 +63,12 @@ def reshard(
     num_files: int = 1,
     on_progress: Progress | None = None,
 ) -> Path:
-    """Write a step again as whole tensors in few files, small files and ``extra`` included.
+    """Rewrite a step as complete tensors in few files, small files and ``extra`` included.
 
     Args:
         source: run folder (its latest step) or step folder.
         output: another run folder; gets the step under its own name.
-        num_files: how many files to spread the tensors over.
+        num_files: files to spread the tensors over.
         on_progress: called for each slab written.
 
     Returns:
@@ -99,7 +99,7 @@ def reshard(
 def average(
     sources: Sequence[str | Path], output: str | Path, *, on_progress: Progress | None = None
 ) -> Path:
-    """Average the weights of several steps, as a ``release``; optimizers are left behind.
+    """Average the weights of several steps into a ``release``; optimizer states are dropped.
 
     Sums in float32 (float64 for float64 weights), in the order given. Izmailov et al. 2018,
     Averaging Weights Leads to Wider Optima, arXiv:1803.05407.
@@ -113,9 +113,8 @@ def average(
         The release's folder.
 
     Raises:
-        ValueError: if fewer than two are given, one has no weights, or they hold different
-            tensors; names them.
-            Or if the output lies in one of them or is a checkpoint of another format.
+        ValueError: if fewer than two are given, one has no weights, they hold different
+            tensors, or the output is inside one of them or is a checkpoint of another format.
         CheckpointError: if files are damaged, the disk is full, or the output holds a release.
             Then nothing is left of the output.
     """
@@ -151,7 +150,7 @@ def average(
 
 
 def _spread(items: Sequence[Item], num_files: int) -> list[list[Item]]:
-    """Give the biggest to the least loaded file; files without items are left out."""
+    """Assign items to files, largest first, each to the least loaded; omits empty files."""
     if num_files == 1:
         return [list(items)]
     num_files = min(num_files, len(items))
@@ -203,7 +202,7 @@ def _step_of(folder: Path) -> int | str:
 
 
 def native_steps(output: Path, *sources: str | Path) -> list[tuple[Path, Index]]:
-    """Find the steps of ours to read, whose files are checked, and refuse an output in them."""
+    """Return the steps to read with checked files; ValueError if the output is inside one."""
     steps = [native_step(source) for source in sources]
     check_place(output, *steps)
     check_run_folder(output)
@@ -221,7 +220,7 @@ def write_step(
     origin: tuple[Path, Index],
     num_files: int = 1,
 ) -> Path:
-    """Write a step of whole tensors, with the small files of another; return its folder."""
+    """Write a step of complete tensors with another step's small files; return its path."""
     check_room(output, sum(item.num_bytes for item in items))
     with fresh_step(output, number) as target:
         new = write_whole(target, items, extra, num_files)
@@ -230,11 +229,11 @@ def write_step(
 
 
 def _copy_small_files(step: Path, target: Path, index: Index) -> None:
-    """Copy what is no tensor from one step's folder to another's."""
-    # Whole tensors of ours are no Hugging Face folder any more.
+    """Copy all files that are no tensors from one step's folder to another's."""
+    # Files that belong to the Hugging Face form of a step, which the copy has not.
     gone = {INDEX, HF_INDEX, "config.json", *index.files}
     if (step / "tokenizer").is_dir():
-        gone.update(TOKENIZER_FILES)  # its copies at the root were for such a folder
+        gone.update(TOKENIZER_FILES)  # copies at the root served the Hugging Face form
     for entry in sorted(step.iterdir()):
         if entry.name not in gone:
             copy_durably(entry, target / entry.name)

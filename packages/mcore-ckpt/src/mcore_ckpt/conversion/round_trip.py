@@ -1,4 +1,4 @@
-"""The proof that ends a conversion: what was written is read and turned back, bit by bit."""
+"""The proof that ends a conversion: the output is read, mapped back and compared bit by bit."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mcore_ckpt.conversion.options import ConvertOptions
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
-from mcore_ckpt.formats.sources import PREFIX, opened
+from mcore_ckpt.formats.open_checkpoint import PREFIX, OpenCheckpoint
+from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.optimizer_state import StateKind, native_name
 from mcore_ckpt.mapping.row_streams import (
     Progress,
@@ -24,7 +24,7 @@ from mcore_ckpt.storage.files import Checksums, Reader, memory
 from mcore_ckpt.storage.index import Index
 
 Judge = Callable[[Rows, Path], None]
-"""Looks at what was written and read back before it is kept; raises to have it removed."""
+"""Inspects an output that was read back, before it is kept; raises to have it removed."""
 
 
 def fingerprint(
@@ -32,12 +32,12 @@ def fingerprint(
 ) -> str:
     """Hash tensors: names, dtypes, shapes and content, in the order of names.
 
-    The content counts by the CRC32 of each block.
+    Values enter as the CRC32 of each block.
 
     Args:
         tensors: by logical name.
         on_progress: called for each tensor.
-        trusts_checksums: whether checksums that files of ours list stand for the content.
+        trusts_checksums: use checksums listed in mcore files instead of reading the values.
     """
     total = hashlib.sha256()
     sizes = {name: tensors.entries[name].num_bytes for name in sorted(tensors.entries)}
@@ -59,7 +59,7 @@ def fingerprint(
 def prove(
     source: OpenCheckpoint | StateKind, again: Rows, on_progress: Progress | None = None
 ) -> None:
-    """Turn tensors that were written and read back into the source's, and compare."""
+    """Map tensors that were read back from the output to the source's, and compare them."""
     if again.entries.keys() != source.ours.entries.keys():
         odd = sorted(again.entries.keys() ^ source.ours.entries.keys())
         raise CheckpointError(f"proof failed: {odd[0]} is on one side only. It was not kept.")
@@ -75,7 +75,7 @@ def prove(
         shape = source.theirs.entries[link.theirs].shape
         rows = shape[0] if shape else 1
         if not link.transposed and shape:
-            # Padding means nothing; rows that were cut off cannot come back.
+            # Padding rows have no meaning; removed rows cannot be restored.
             kept = [min(again.entries[name].shape[0], before[name]) for name in link.ours]
             rows = sum(kept)
         _compare(link.theirs, their_slabs(link, back), source.theirs, rows)
@@ -88,14 +88,14 @@ def proven(
     judge: Judge,
     on_progress: Progress | None = None,
 ) -> str:
-    """Open what was written as if it were an input, compare, and return its fingerprint.
+    """Open an output like an input, compare it with the source, return its fingerprint.
 
     Raises:
         CheckpointError: naming the first tensor that differs.
     """
     has_state = source.state is not None
     size = source.description["vocab_size"] if form == "megatron" else 0
-    # What was carried along unread is there again.
+    # Unknown fields that were carried along are in the output too.
     options = ConvertOptions(
         vocab_size=size, optimizer=has_state, keep_unknown_config_fields=form == "hf"
     )
@@ -116,7 +116,7 @@ def proven_native(
     judge: Judge,
     on_progress: Progress | None = None,
 ) -> str:
-    """Compare what was written of ours, before its index makes it a step; return the same.
+    """Compare a step before its index is written; return its fingerprint.
 
     Raises:
         CheckpointError: naming the first tensor that differs.

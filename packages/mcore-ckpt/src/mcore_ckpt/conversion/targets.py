@@ -1,4 +1,4 @@
-"""Writing a checkpoint that was opened in any other format; each folder appears whole."""
+"""Writers of every format, for a checkpoint that was opened; an output appears complete."""
 
 import json
 from argparse import Namespace
@@ -14,8 +14,7 @@ from mcore_ckpt.formats.hf_folder import write_hf_folder
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.megatron.optimizer import state_items, to_common
 from mcore_ckpt.formats.model_heads import put_head_on
-from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
-from mcore_ckpt.formats.sources import EXTRA, PREFIX
+from mcore_ckpt.formats.open_checkpoint import EXTRA, PREFIX, OpenCheckpoint
 from mcore_ckpt.mapping.optimizer_state import native_name
 from mcore_ckpt.mapping.rules import Table, expand, match_ours, native_table
 from mcore_ckpt.mapping.views import stacked_items, their_items
@@ -23,7 +22,7 @@ from mcore_ckpt.storage.files import Item
 from mcore_ckpt.storage.paths import RELEASE, TRACKER, step_folder
 
 Watch = Callable[[Sequence[Item]], list[Item]]
-"""Wraps items, so that what passes can be seen."""
+"""Wraps items, to observe what is written."""
 
 _TORCH_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -36,13 +35,13 @@ _TAKEN_BY = {
     "transformer_impl": ("megatron",),
     "experts_apart": ("megatron",),
 }
-"""Options about an output, and the formats that take them."""
+"""Options that concern an output, and the formats that they apply to."""
 
 _DEFAULTS = ConvertOptions()
 
 
 def check_target(options: ConvertOptions, target: str) -> None:
-    """Refuse what has no effect on an output of a format."""
+    """Raise ValueError for options without effect on an output of this format."""
     for name, formats in _TAKEN_BY.items():
         takes = {*formats}
         if name == "model_type" and options.dcp_names == "hf":
@@ -50,13 +49,13 @@ def check_target(options: ConvertOptions, target: str) -> None:
         if target not in takes and getattr(options, name) != getattr(_DEFAULTS, name):
             flag = name.replace("_", "-")
             raise ValueError(
-                f"--{flag} has no effect on an output in the format {target}: it is about "
+                f"--{flag} has no effect on an output in the format {target}: it concerns "
                 f"{' and '.join(sorted(takes))}. Leave it out."
             )
 
 
 def our_items(source: OpenCheckpoint) -> list[Item]:
-    """List a checkpoint's tensors under our names, ready to be written."""
+    """List a checkpoint's tensors under logical names, as items to write."""
     items = [
         replace(item, name=PREFIX + item.name)
         for item in their_items(expand(native_table(source.ours.entries)), source.ours)
@@ -73,7 +72,7 @@ def target_model_type(source: OpenCheckpoint, wanted: str = "") -> str:
     """Return the Hugging Face family to write.
 
     Raises:
-        ValueError: if no family can say the model.
+        ValueError: if no family can express the model.
     """
     return wanted or source.hf.get("model_type") or family_for(source.description)
 
@@ -85,10 +84,10 @@ def write_hf(
     model_type = target_model_type(source, options.model_type)
     family = find_family(model_type)
     origin = source.hf.get("model_type", model_type)
-    # Fields that one family alone has are no other's.
+    # Fields that only the source's family has are dropped.
     alone = () if origin == model_type else own_fields(find_family(origin))
     carried = {n: value for n, value in source.hf.get("config", {}).items() if n not in alone}
-    # Words that went along say nothing about weights; those of a family win.
+    # Carried fields first, so that those of the family override them.
     try:
         config = {**carried, **family.to_theirs(source.description)}
     except ValueError as error:
@@ -101,7 +100,7 @@ def write_hf(
     if head := source.hf.get("head"):
         if model_type != source.hf["model_type"]:
             raise ValueError(
-                f"--model-type {model_type} has no place for the head of "
+                f"--model-type {model_type} cannot carry the head of "
                 f"{head['architecture']}: leave it out."
             )
         config, items = put_head_on(head, config, items)
@@ -115,7 +114,7 @@ def hf_small_files(source: OpenCheckpoint) -> dict[str, bytes]:
     """Return the tokenizer's files and the generation config of a Hugging Face folder."""
     tokenizer = dict(source.tokenizer)
     if "tokenizer.json" in tokenizer and "tokenizer_config.json" not in tokenizer:
-        # Enough for AutoTokenizer to open a tokenizer that was trained here.
+        # The least that AutoTokenizer needs to open a tokenizer that was trained here.
         plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
         tokenizer["tokenizer_config.json"] = json.dumps(plain, indent=2).encode() + b"\n"
     return {**tokenizer, **source.generation}
@@ -124,7 +123,7 @@ def hf_small_files(source: OpenCheckpoint) -> dict[str, bytes]:
 def write_dcp(
     folder: Path, source: OpenCheckpoint, options: ConvertOptions, watch: Watch
 ) -> str:
-    """Write a directory of torch.distributed.checkpoint; return whose names it has."""
+    """Write a torch.distributed.checkpoint directory; return ``--dcp-names``."""
     if options.dcp_names == "mcore":
         items = our_items(source)
     elif options.dcp_names == "hf":
@@ -146,7 +145,7 @@ def write_megatron(
 ) -> str:
     """Write a run folder that megatron-core loads; return ``torch_dist``.
 
-    Without an optimizer's state it is a release, with it the step that the run is at.
+    Without an optimizer's state it is a release, else the step of that state.
 
     Raises:
         ValueError: if Megatron cannot express the model, or an option is out of range.
@@ -199,7 +198,7 @@ def write_megatron(
 
 
 def write_small_files(folder: Path, source: OpenCheckpoint) -> None:
-    """Write the tokenizer and the generation config that go along."""
+    """Write the tokenizer and the generation config."""
     for name, content in source.tokenizer.items():
         _write_small(folder / "tokenizer" / name, content)
     for name, content in source.generation.items():
@@ -216,7 +215,7 @@ WRITERS: Mapping[str, Callable[[Path, OpenCheckpoint, ConvertOptions, Watch], st
     "dcp": write_dcp,
     "megatron": write_megatron,
 }
-"""Writers of folders that appear whole; ours has its own way."""
+"""Writers by format; mcore steps are written by ``conversion``."""
 
 
 def _items(table: Table, source: OpenCheckpoint) -> list[Item]:

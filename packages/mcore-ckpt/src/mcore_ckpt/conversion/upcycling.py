@@ -2,10 +2,10 @@
 
 Every expert begins as the dense feed-forward network, or with a granularity of g as one of its
 g slices along the width. A router's rows are drawn once for g experts in turn, whose slices
-make the whole network, so that a token which goes to them gets the dense output. He et al.
-2024, Upcycling Large Language Models into Mixture of Experts, arXiv:2410.07524. We scale what
-a linear function follows (up-projection and second matrix), never a gate, so that the function
-is kept exactly where k is a multiple of g and weights sum to 1.
+together are the dense network, so that a token routed to them gets the dense output. He et al.
+2024, Upcycling Large Language Models into Mixture of Experts, arXiv:2410.07524. The scale goes
+into linear factors (up-projection and second matrix), never into a gate, so that the function
+is unchanged where k is a multiple of g and weights sum to 1.
 """
 
 import logging
@@ -22,8 +22,9 @@ from mcore_base.stores import as_path
 from mcore_ckpt.conversion.options import UpcycleOptions
 from mcore_ckpt.conversion.resharding import write_whole
 from mcore_ckpt.conversion.targets import write_small_files
+from mcore_ckpt.formats.open_checkpoint import PREFIX
 from mcore_ckpt.formats.recognition import folder_format
-from mcore_ckpt.formats.sources import PREFIX, opened
+from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import Progress, Rows, row_groups, slabs, with_progress
 from mcore_ckpt.storage.checksums import sealed
 from mcore_ckpt.storage.files import DTYPES, Item
@@ -42,15 +43,15 @@ def upcycle(
     *,
     on_progress: Progress | None = None,
 ) -> Path:
-    """Write a dense checkpoint as a ``release`` with experts; the optimizer is left behind.
+    """Write a dense checkpoint as a ``release`` with experts, without its optimizer state.
 
-    Streams slabs of rows: no tensor is held whole.
+    Streams slabs of rows: no tensor is held in memory as a whole.
 
     Args:
-        source: run folder (its latest step) or step folder of a dense model, or its folder in
-            the format of Hugging Face or Megatron.
+        source: run folder (its latest step) or step folder of a dense model, or a folder of
+            Hugging Face or Megatron.
         output: run folder that gets the release.
-        options: what the experts shall be.
+        options: number, routing and layers of the experts.
         on_progress: called for each slab written.
 
     Returns:
@@ -69,15 +70,15 @@ def upcycle(
     if options.moe_router_topk % options.moe_upcycling_granularity:
         log.warning(
             "--moe-router-topk %d is no multiple of --moe-upcycling-granularity %d: the new "
-            "model does not compute what the dense one did.",
+            "model does not compute the dense one's function.",
             options.moe_router_topk,
             options.moe_upcycling_granularity,
         )
     if options.moe_router_pre_softmax and options.init_method_std:
         log.warning(
-            "--moe-router-pre-softmax weighs experts by a softmax over all, which a drawn "
+            "--moe-router-pre-softmax weighs experts by a softmax over all, which a random "
             "router makes unequal: the new model computes the dense one's function only "
-            "about. --init-method-std 0 or leaving the flag out keeps it.",
+            "approximately. --init-method-std 0, or leaving the flag out, keeps it.",
         )
     with opened(form, folder) as found:
         description = found.description
@@ -120,7 +121,7 @@ def _fields(options: UpcycleOptions) -> dict[str, Any]:
 
 
 def _items(source: Rows, layers: list[int], options: UpcycleOptions) -> list[Item]:
-    """List the tensors of the new checkpoint, in the order of the old one."""
+    """List the items of the new checkpoint, in the order of the old one."""
     items = []
     places = {f"blocks.{layer}.mlp.": layer for layer in layers}
     seen = set()
@@ -155,7 +156,7 @@ def _router(source: Rows, place: str, layer: int, options: UpcycleOptions) -> It
 def _router_rows(
     shape: tuple[int, int], dtype: str, layer: int, options: UpcycleOptions
 ) -> Iterator[Tensor]:
-    # torch reads 32 bits of a seed on the CPU.
+    # torch uses 32 bits of a seed on the CPU.
     drawn = sha256(f"router of layer {layer} from {options.seed}".encode()).digest()[:4]
     generator = torch.Generator().manual_seed(int.from_bytes(drawn, "little"))
     groups = options.num_experts // options.moe_upcycling_granularity
@@ -168,7 +169,7 @@ def _moe(place: str) -> str:
 
 
 def _experts(source: Rows, name: str, place: str, options: UpcycleOptions) -> list[Item]:
-    """List what one dense tensor becomes: a slice of it for every expert."""
+    """List the items that one dense tensor becomes: a slice for every expert."""
     entry, part, slices = (
         source.entries[name],
         name.removeprefix(place),
@@ -210,7 +211,7 @@ def _slice(
     number: int,
     factor: float,
 ) -> Iterator[Tensor]:
-    """Give one expert's slice by groups of rows, times a factor in float32."""
+    """Yield one expert's slice by groups of rows, times a factor in float32."""
     first = number * shape[0] if cut == 0 else 0
     for begin, stop in row_groups((shape[0], *source.entries[name].shape[1:])):
         rows = source.rows(name, first + begin, first + stop)

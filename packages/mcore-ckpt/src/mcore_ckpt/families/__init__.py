@@ -1,16 +1,21 @@
-"""Families of Hugging Face models: one short file each, weights and config.json together.
+"""Families of Hugging Face models: weights and config.json together, one short file each.
 
-A file has a ``FAMILY`` (a ``common.decoder.Decoder``), several by type in ``FAMILIES``, or is
-one: ``to_ours(config) -> description``, ``to_theirs(description) -> config`` and
-``table(description) -> Table``; where config.json may promise more than a folder has, or less,
-also ``as_stored(description, names) -> description``; where published folders spell names in
-another way, ``renames(names) -> {name there: name in the table}``; where the model is no GPT of
-ours, ``shapes(description)``; where the class is not named like the type, ``ARCHITECTURE``. A
-description is what our checkpoints keep: ``{"family": "gpt", "vocab_size": int, "config":
-{...}, "moe": {...}}`` with the fields of mcore-models' TransformerConfig and mcore-moe's
-MoEConfig; fields left out have their defaults. Families whose model does not run here yet have
-a name of their own in ``family``, and weights and config survive the way there and back all the
-same. Each direction refuses, by name, what the other side cannot express.
+A description is what mcore checkpoints store of a model: ``{"family": "gpt", "vocab_size": int,
+"config": {...}, "moe": {...}}`` with fields of TransformerConfig and MoEConfig; absent fields
+have their defaults. A family converts between a config.json and a description, and lists the
+weights:
+
+- ``to_ours(config) -> description`` and ``to_theirs(description) -> config``; each raises
+  ValueError, naming the field, for what the other side cannot express;
+- ``table(description) -> Table``;
+- optional: ``as_stored(description, names)`` corrects a description by the tensors in the
+  folder; ``renames(names)`` maps names of published folders to those of the table;
+  ``shapes(description)`` for models other than GPT; ``ARCHITECTURE`` where the class is not
+  named like the type.
+
+A module is a family itself, or has one in ``FAMILY`` (mostly a ``common.decoder.Decoder``), or
+several in ``FAMILIES``. Families that no model here runs yet convert all the same; their
+descriptions have their own name in ``family``.
 """
 
 import re
@@ -23,107 +28,104 @@ from mcore_ckpt.families.common.fields import UnknownFieldsError
 from mcore_ckpt.mapping.rules import Table
 from mcore_ckpt.storage.index import TensorEntry
 
-_FLOORS = {
-    "llama": "dense",
-    "mistral": "dense",
-    "qwen2": "dense",
-    "qwen3": "dense",
-    "mixtral": "moe",
-    "qwen3_moe": "moe",
-    "gpt2": "dense",
-    "nemotron": "dense",
-    "phi3": "dense",
-    "olmo2": "dense",
-    "olmo3": "dense",
-    "gemma2": "dense",
-    "gemma3_text": "dense",
-    "granite": "dense",
-    "cohere": "dense",
-    "cohere2": "dense",
-    "starcoder2": "dense",
-    "gpt_neox": "dense",
-    "smollm3": "dense",
-    **dict.fromkeys(
-        (
-            *("arcee", "cwm", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "helium"),
-            *("internlm3", "ministral", "ministral3", "seed_oss"),
-        ),
-        "dense.variants",
-    ),
-    "gpt_oss": "moe",
-    "glm4_moe": "moe",
-    **dict.fromkeys(("dots1", "olmoe", "qwen2_moe"), "moe.variants"),
-    "ernie4_5_moe": "moe",
-    **dict.fromkeys(("granitemoe", "granitemoeshared"), "moe.granitemoe"),
-    "llama4_text": "moe",
-    "deepseek_v2": "moe",
-    "deepseek_v3": "moe",
+_MODULES = {
+    "llama": "dense.llama",
+    "mistral": "dense.mistral",
+    "qwen2": "dense.qwen2",
+    "qwen3": "dense.qwen3",
+    "mixtral": "moe.mixtral",
+    "qwen3_moe": "moe.qwen3_moe",
+    "gpt2": "dense.gpt2",
+    "nemotron": "dense.nemotron",
+    "phi3": "dense.phi3",
+    "olmo2": "dense.olmo2",
+    "olmo3": "dense.olmo3",
+    "gemma2": "dense.gemma2",
+    "gemma3_text": "dense.gemma3_text",
+    "granite": "dense.granite",
+    "cohere": "dense.cohere",
+    "cohere2": "dense.cohere2",
+    "starcoder2": "dense.starcoder2",
+    "gpt_neox": "dense.gpt_neox",
+    "smollm3": "dense.smollm3",
+    "arcee": "dense.variants",
+    "cwm": "dense.variants",
+    "ernie4_5": "dense.variants",
+    "exaone4": "dense.variants",
+    "gemma": "dense.variants",
+    "glm": "dense.variants",
+    "glm4": "dense.variants",
+    "helium": "dense.variants",
+    "internlm3": "dense.variants",
+    "ministral": "dense.variants",
+    "ministral3": "dense.variants",
+    "seed_oss": "dense.variants",
+    "gpt_oss": "moe.gpt_oss",
+    "glm4_moe": "moe.glm4_moe",
+    "dots1": "moe.variants",
+    "olmoe": "moe.variants",
+    "qwen2_moe": "moe.variants",
+    "ernie4_5_moe": "moe.ernie4_5_moe",
+    "granitemoe": "moe.granitemoe",
+    "granitemoeshared": "moe.granitemoe",
+    "llama4_text": "moe.llama4_text",
+    "deepseek_v2": "moe.deepseek_v2",
+    "deepseek_v3": "moe.deepseek_v3",
     "kimi_k2": "moe.variants",
-    "mamba2": "recurrent",
-    "t5": "encoders",
-    "bert": "encoders",
-    "megatron-bert": "encoders",
-    "nemotron_h": "recurrent",
-    "qwen3_next": "recurrent",
-    "bamba": "recurrent",
-    "granitemoehybrid": "recurrent",
+    "mamba2": "recurrent.mamba2",
+    "t5": "encoders.t5",
+    "bert": "encoders.bert",
+    "megatron-bert": "encoders.megatron_bert",
+    "nemotron_h": "recurrent.nemotron_h",
+    "qwen3_next": "recurrent.qwen3_next",
+    "bamba": "recurrent.bamba",
+    "granitemoehybrid": "recurrent.granitemoehybrid",
 }
-"""``model_type`` of each family and the folder of its module, named alike with ``_``; or the
-module whose table has it."""
+"""Module of each ``model_type``; modules of several families list them in ``FAMILIES``."""
 
-MODEL_TYPES = tuple(_FLOORS)
-"""All of them; the first that can say a model is the one it is exported as."""
+MODEL_TYPES = tuple(_MODULES)
+"""Types in the order in which an export tries them for a model."""
 
 
 def find_family(model_type: str) -> Any:
-    """Return a family."""
-    if model_type not in MODEL_TYPES:
+    """Import and return the family of a ``model_type``.
+
+    Raises:
+        ValueError: if no family has this type.
+        LookupError: if a row of the table names a module or a family that does not exist.
+    """
+    if model_type not in _MODULES:
         raise ValueError(
-            f"model_type {model_type!r} is not known; known are {', '.join(MODEL_TYPES)}."
+            f"model_type {model_type!r} is not known; known are {', '.join(_MODULES)}."
         )
-    floor = _FLOORS[model_type]
-    room = floor if "." in floor else f"{floor}.{model_type.replace('-', '_')}"
-    path = f"families/{room.replace('.', '/')}.py"
-    if find_spec(f"{__name__}.{room}") is None:
+    name = _MODULES[model_type]
+    path = f"families/{name.replace('.', '/')}.py"
+    if find_spec(f"{__name__}.{name}") is None:
         raise LookupError(
-            f"families/__init__.py lists model_type {model_type!r}, and there is no {path}: "
+            f"families/__init__.py lists model_type {model_type!r}, but {path} is missing: "
             "add it, with a FAMILY."
         )
-    module = import_module(f"{__name__}.{room}")
-    if "." not in floor:
+    module = import_module(f"{__name__}.{name}")
+    families = getattr(module, "FAMILIES", None)
+    if families is None:
         return getattr(module, "FAMILY", module)
-    if model_type not in module.FAMILIES:
+    if model_type not in families:
         raise LookupError(
             f"families/__init__.py lists model_type {model_type!r} as one of {path}, whose "
             "FAMILIES lacks it: add it there."
         )
-    return module.FAMILIES[model_type]
+    return families[model_type]
 
 
 def own_fields(family: Any) -> tuple[str, ...]:
-    """Return a family's fields of config.json that only go along: engines may read them."""
+    """Return a family's config.json fields that are copied unread, for inference engines."""
     return (*getattr(family, "carries", ()), *getattr(family, "unread", ()))
-
-
-def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """List the shapes of a model's weights by their names within a layer.
-
-    Returns:
-        As ``families.common.shapes`` names them; nothing for a family that is not known.
-    """
-    name = description.get("family", "")
-    if name == "gpt":
-        return import_module(f"{__name__}.common.shapes").gpt_shapes(description)
-    model_types = {model_type.replace("-", "_"): model_type for model_type in MODEL_TYPES}
-    if name not in model_types:
-        return {}
-    return find_family(model_types[name]).shapes(description)
 
 
 def stored_model(
     config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-    """Read which model a folder holds, and its tensors under the names of its table."""
+    """Return a folder's model description, and its tensors under the table's names."""
     family = find_family(config.get("model_type", ""))
     check_architectures(config)
     renames = getattr(family, "renames", None)
@@ -166,7 +168,7 @@ def check_architectures(config: Mapping[str, Any]) -> None:
 
 
 def family_for(description: dict[str, Any]) -> str:
-    """Find the first family that can say what a model of ours is."""
+    """Return the first ``model_type`` whose family can express a description."""
     reasons = []
     for model_type in MODEL_TYPES:
         try:
@@ -175,9 +177,9 @@ def family_for(description: dict[str, Any]) -> str:
             reasons.append(f"\n  {model_type}: {error}")
         else:
             return model_type
-    raise ValueError(f"no Hugging Face family can say this model: {''.join(reasons)}")
+    raise ValueError(f"no Hugging Face family can express this model: {''.join(reasons)}")
 
 
 def table_for(description: dict[str, Any]) -> Table:
-    """List the weights of a model of ours as the first family names them that can say it."""
+    """List the weights of a description under the names of ``family_for``'s family."""
     return find_family(family_for(description)).table(description)

@@ -1,10 +1,10 @@
-"""Compressed-tensors: how its config names our layouts, and its folders as unified ones.
+"""Compressed-tensors: its names of our layouts, and its folders read as unified ones.
 
-One table holds both directions. A way to store a matrix is one ``format`` of the config: codes
-of eight bits as they are, or packed into bytes or words of 32 bits along the inputs, with a
-scale for the tensor, each output, or each group. Scales that NVFP4 divides by are the inverse
-of ours. What the table has is read with its codes, scales and rounding of inputs; other
-folders of compressed-tensors are widened (``mapping.packed_words``).
+One table serves both directions. Each way to store a matrix is one ``format`` of the config:
+codes of eight bits, or codes packed into bytes or 32-bit words along the inputs, with a scale
+for the tensor, each output, or each group. NVFP4's scales are divisors, the inverse of ours.
+Layouts in the table are read with codes, scales and rounding of inputs; other folders of
+compressed-tensors are dequantized (``mapping.packed_words``).
 """
 
 from collections.abc import Callable, Mapping
@@ -30,14 +30,14 @@ from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.index import TensorEntry
 
 _NAMING = {"num_bits": 8, "type": "int", "strategy": None, "block_structure": None}
-"""Fields of weights and inputs that name how numbers are stored, with the format's defaults."""
+"""Fields of weights and inputs that determine how numbers are stored, with their defaults."""
 _UNSUPPORTED = {"weight_zero_point", "weight_g_idx"}
-"""Tensors of modules that have no place in the unified layout."""
+"""Tensors of a module that the unified layout cannot hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedForm:
-    """How a config of compressed-tensors names a layout of ours."""
+    """Format and numbers by which a compressed-tensors config names one of our layouts."""
 
     format: str
     weights: Mapping[str, Any]
@@ -45,7 +45,7 @@ class CompressedForm:
 
 
 def numbers(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
-    """Return what a config says of weights, inputs or a cache."""
+    """Return the config's description of the numbers of weights, inputs or a cache."""
     return {
         "num_bits": bits,
         "type": kind,
@@ -62,7 +62,7 @@ def numbers(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
 
 
 def form_of(layout: QuantLayout) -> CompressedForm | None:
-    """Return the form of a layout; None: compressed-tensors has none."""
+    """Return the form of a layout; None if compressed-tensors has no such format."""
     by_token = {"dynamic": True, "observer": None}
     groups = {"group_size": layout.group[1]}
     forms = {
@@ -79,7 +79,7 @@ def form_of(layout: QuantLayout) -> CompressedForm | None:
             numbers(8, "float", "block", block_structure=[128, 128]),
             numbers(8, "float", "group", group_size=128, **by_token),
         ),
-        # vLLM's experts compute with a group's size, where -1 is a whole row.
+        # -1 is a whole row; vLLM's kernel for experts requires the field.
         "W8A16": CompressedForm("pack-quantized", numbers(8, "int", "channel", group_size=-1)),
         "W8A8_SQ_PER_CHANNEL": CompressedForm(
             "int-quantized", numbers(8, "int", "channel"), numbers(8, "int", "tensor")
@@ -100,7 +100,7 @@ def form_of(layout: QuantLayout) -> CompressedForm | None:
 
 
 def layout_named_by(how: Mapping[str, Any]) -> QuantLayout | None:
-    """Return the layout that a ``quantization_config`` names; None: none, or several."""
+    """Return the layout that a ``quantization_config`` names; None if not exactly one."""
     groups = list((how.get("config_groups") or {}).values())
     if len(groups) != 1:
         return None
@@ -117,7 +117,7 @@ def layout_named_by(how: Mapping[str, Any]) -> QuantLayout | None:
         theirs = group.get("weights"), group.get("input_activations")
         if all(map(_same, (ours.weights, ours.inputs), theirs)):
             found.append(layout)
-    # Of AWQ and GPTQ, which differ in scales of inputs that the form has no place for.
+    # AWQ and GPTQ have one form; they differ in scales of inputs, which it cannot hold.
     return min(found, key=lambda layout: bool(layout.pre_quant_scale), default=None)
 
 
@@ -136,18 +136,18 @@ class UnifiedRows:
     """A folder of compressed-tensors with the names, shapes and codes of the unified layout.
 
     Attributes:
-        plan: what the unified folder would say of itself.
+        plan: quantization of the equivalent unified folder.
     """
 
     def __init__(self, under: Rows, layout: QuantLayout) -> None:
-        """Look at names and shapes only.
+        """Read names and shapes only.
 
         Args:
-            under: the folder.
-            layout: of all its quantized matrices, which ``form_of`` has.
+            under: tensors of the folder.
+            layout: layout of all its quantized matrices, which has a form.
 
         Raises:
-            ValueError: if a matrix has not the tensors or shapes that its form says.
+            ValueError: if a matrix lacks a tensor of its form, or has another shape.
         """
         self._under, self._layout = under, layout
         form = form_of(layout)
@@ -182,21 +182,21 @@ class UnifiedRows:
 
     @staticmethod
     def reads(under: Rows, layout: QuantLayout) -> bool:
-        """Whether a folder has packed matrices, and nothing the unified layout cannot hold."""
+        """Whether a folder has packed matrices and all its tensors fit the unified layout."""
         kinds = {name.rpartition(".")[2] for name in under.entries}
         heights = (e.shape[0] for n, e in under.entries.items() if n.endswith("weight_packed"))
         is_odd = layout.code == "int4" and any(height % 2 for height in heights)
         return WEIGHT_SCALE in kinds and not kinds & _UNSUPPORTED and not is_odd
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Read rows; codes and scales as the unified layout holds them."""
+        """Read rows of codes or scales in the unified layout."""
         made = self._made.get(name)
         return self._under.rows(name, begin, stop) if made is None else made(begin, stop)
 
     def _add(
         self, name: str, entry: TensorEntry, theirs: str, *, inverse: bool = False
     ) -> None:
-        """Add a tensor of the same rows as one of theirs, whose shape may be another."""
+        """Add a tensor with the rows of one of theirs, possibly in another shape."""
         self.entries[name] = TensorEntry(entry.shape, entry.dtype, ())
         self._made[name] = partial(self._same_rows, theirs, entry.shape, inverse)
 
@@ -217,7 +217,7 @@ class UnifiedRows:
         if self._scheme.form == "pack-quantized":
             self._made[name] = partial(self._codes, module, tall, columns)
         scale = theirs[f"{module}.weight_scale"]
-        # A scale for each output has a dimension of one behind it there, one for all has one.
+        # They store scales of outputs as [F, 1], a scale of the tensor as [1].
         shape = {(0, 0): (), (1, 0): (rows,)}.get(layout.group, scale.shape)
         own = TensorEntry(shape, scale.dtype, ())
         self._add(f"{module}.{WEIGHT_SCALE}", own, f"{module}.weight_scale")
@@ -229,13 +229,13 @@ class UnifiedRows:
             if (held := theirs.get(f"{module}.{kind}")) is not None:
                 one = TensorEntry((), "F32" if inverse else held.dtype, ())
                 self._add(f"{module}.{ours}", one, f"{module}.{kind}", inverse=inverse)
-        if layout.pre_quant_scale == "all":  # the layer before has them
+        if layout.pre_quant_scale == "all":  # applied by the layer before
             before = f"{module}.{PRE_QUANT_SCALE}"
             self.entries[before] = TensorEntry((columns,), "F32", ())
             self._made[before] = lambda begin, stop: torch.ones(stop - begin)
 
     def _codes(self, module: str, tall: int, columns: int, begin: int, stop: int) -> Tensor:
-        """Take unsigned codes out of words, as signed ones of ``tall`` rows a byte."""
+        """Unpack unsigned codes from words; repack as signed ones, ``tall`` rows a byte."""
         words = self._under.rows(f"{module}.weight_packed", begin * tall, stop * tall)
         bits = self._scheme.bits
         codes = word_codes(words, bits).flatten(1)[:, :columns] - (1 << (bits - 1))

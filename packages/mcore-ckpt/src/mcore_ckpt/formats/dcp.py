@@ -1,9 +1,8 @@
 """Directories of torch.distributed.checkpoint, read in place; ``dcp_writing`` writes them.
 
-Such a directory has a ``.metadata`` pickle, written last, that says in which file, from which
-byte, each box of each tensor stands; each box is what ``torch.save`` writes. Both pickles are
-read as data, so a foreign directory can run nothing; tensors are then read like ours, rows at
-a time.
+Such a directory has a ``.metadata`` pickle, written last, with the file, offset and box of
+every part of every tensor; each part is what ``torch.save`` writes. Both pickles are read as
+data, so a foreign directory cannot run code; tensors are then read like ours, rows at a time.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.recognition import DCP_METADATA
 from mcore_ckpt.formats.safe_pickle import Record, load_inert
 from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
 from mcore_ckpt.storage.boxes import cover_problems
 from mcore_ckpt.storage.index import StoredBox, TensorEntry
 from mcore_ckpt.storage.paths import path_within
 
-METADATA = ".metadata"
-"""Name of the file that makes a folder such a directory."""
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one box, or one object, stands."""
+    """Where one box of a tensor, or one object, is stored."""
 
     file: str
     """Name within the folder."""
@@ -36,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor as the directory lists it; its bytes were not looked at yet."""
+    """A tensor as the directory lists it; its bytes have not been read."""
 
     shape: tuple[int, ...]
     """Global shape."""
@@ -48,17 +45,17 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpFolder:
-    """What a directory holds."""
+    """Tensors and objects that a directory lists."""
 
     path: Path
     """The folder."""
     tensors: Mapping[str, DcpTensor]
     """By name."""
     objects: Mapping[str, Place]
-    """Everything else, by name."""
+    """Everything that is no tensor, by name."""
 
     def locate(self, names: Iterable[str]) -> dict[str, TensorEntry]:
-        """Find the bytes of tensors; a box must lie in its file row-major.
+        """Return index entries of tensors; every box must be stored row-major.
 
         Raises:
             CheckpointError: if files are damaged, or boxes do not cover a tensor.
@@ -66,14 +63,14 @@ class DcpFolder:
         return {name: self._entry(name, self.tensors[name]) for name in names}
 
     def read_object(self, name: str) -> Any:
-        """Read something that is no tensor, as data; foreign classes become records."""
+        """Read an object that is no tensor, as data; foreign classes become records."""
         place = self.objects[name]
         return read_torch_file(self.path / place.file, place.offset, place.length)
 
     def _entry(self, name: str, listed: DcpTensor) -> TensorEntry:
         problems = cover_problems(listed.shape, [(o, n) for o, n, _ in listed.boxes])
         if problems and all(listed.shape):
-            raise CheckpointError(f"{self.path / METADATA}: {name}: {problems[0]}")
+            raise CheckpointError(f"{self.path / DCP_METADATA}: {name}: {problems[0]}")
         chunks = []
         for offsets, lengths, place in listed.boxes:
             if not all(lengths):
@@ -81,7 +78,7 @@ class DcpFolder:
             found = read_torch_file(self.path / place.file, place.offset, place.length)
             if not isinstance(found, FileTensor) or found.shape != lengths:
                 raise CheckpointError(
-                    f"{self.path / place.file} has not the box of {name} that {METADATA} says."
+                    f"{self.path / place.file} lacks the box of {name} that its metadata lists."
                 )
             if found.dtype != listed.dtype:
                 raise CheckpointError(
@@ -92,16 +89,16 @@ class DcpFolder:
 
 
 def read_dcp_folder(path: str | Path) -> DcpFolder:
-    """Read the list of a directory, executing nothing."""
+    """Read the metadata of a directory, executing nothing."""
     path = Path(path)
     try:
-        content = (path / METADATA).read_bytes()
+        content = (path / DCP_METADATA).read_bytes()
     except FileNotFoundError:
         raise ValueError(
-            f"{path} holds no {METADATA}: it is no complete torch.distributed.checkpoint "
+            f"{path} holds no {DCP_METADATA}: it is no complete torch.distributed.checkpoint "
             "directory."
         ) from None
-    where = path / METADATA
+    where = path / DCP_METADATA
     found = load_inert(content, str(where))
     try:
         return _folder(path, found)

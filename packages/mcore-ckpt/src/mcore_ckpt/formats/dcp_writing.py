@@ -1,7 +1,8 @@
 """Directories of torch.distributed.checkpoint, written in slabs.
 
-Torch's own classes say what is where, so its reader loads the result under any layout.
-Importing them takes as long as importing torch: this file is imported where it is chosen.
+Torch's own classes describe the contents, so that torch's reader loads the result under any
+layout. Importing them takes as long as importing torch: this module is imported when it is
+used.
 """
 
 import io
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mcore_base.atomic_files import sync_folder, write_durably
 from mcore_ckpt.errors import write_error
-from mcore_ckpt.formats.dcp import METADATA
+from mcore_ckpt.formats.recognition import DCP_METADATA
 from mcore_ckpt.mapping.rules import split_index
 from mcore_ckpt.storage.files import DTYPES, Item
 
@@ -39,16 +40,16 @@ def write_dcp_folder(
     *,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a directory; ``.metadata`` comes last.
+    """Write a directory, ``.metadata`` last.
 
-    Every slab becomes a box, so memory stays bounded. An item called ``X[3,7]`` becomes that
+    Every slab becomes a box, so that memory stays bounded. An item named ``X[3,7]`` becomes
     part of a tensor ``X``, whose size follows from the largest numbers.
 
     Args:
         path: an empty folder.
         items: every tensor; slabs are whole rows.
-        objects: what is no tensor, saved by ``torch.save``.
-        max_file_bytes: when to begin another file.
+        objects: other values, saved by ``torch.save``.
+        max_file_bytes: size at which another file begins.
 
     Raises:
         CheckpointError: if the disk fails.
@@ -92,11 +93,11 @@ def _write(
     listed |= {name: BytesStorageMetadata() for name in objects}
     metadata = Metadata(listed, {name: (name,) for name in listed}, writer.places)
     metadata.storage_meta = StorageMeta()
-    write_durably(path / METADATA, pickle.dumps(metadata))
+    write_durably(path / DCP_METADATA, pickle.dumps(metadata))
 
 
 class _Writer:
-    """Files of bounded size, one box after the other."""
+    """Writes boxes one after another into files of bounded size."""
 
     def __init__(self, path: Path, max_file_bytes: int) -> None:
         self._path, self._most = path, max_file_bytes
@@ -117,10 +118,10 @@ class _Writer:
         if isinstance(value, bytes):
             file.write(value)
         else:
-            # torch.save writes a tensor's whole storage, whatever part of it is seen.
+            # torch.save writes the whole storage of a tensor, even for a view of a part.
             if value.untyped_storage().nbytes() != value.numel() * value.element_size():
                 value = value.clone()
-            # Not straight to the file: torch would report a full disk as its own fault.
+            # Into a buffer first: torch would report a full disk as an internal error.
             buffer = io.BytesIO()
             torch.save(value, buffer)
             file.write(buffer.getbuffer())

@@ -1,4 +1,4 @@
-"""Hugging Face folders: which tensor stands in which file, and the small files around."""
+"""Hugging Face folders: the file of each tensor, and files of tokenizer and licence."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from typing import Any
 from mcore_base.atomic_files import write_durably
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.json_files import json_bytes, parse_json_object, read_json_object
-from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
 from mcore_ckpt.mapping.row_streams import Source, same_tensors
 from mcore_ckpt.storage.files import Item, Reader, write_file
 from mcore_ckpt.storage.headers import read_header
@@ -26,19 +25,19 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json", "tekken.json"),
     *("sentencepiece.bpe.model", "tiktoken.model"),
 )
-"""Files that make up a tokenizer, of which a folder has some."""
+"""Files of tokenizers; a folder has some of them."""
 
 COMPANIONS = (
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
     *("1_Pooling/config.json", "preprocessor_config.json", "processor_config.json"),
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md"),
 )
-"""Files that say how a model is used and under which terms; they go along with a tokenizer."""
+"""Files about use and licence of a model; they are copied with a tokenizer."""
 
 _TEMPLATES = "additional_chat_templates"
 
 GENERATION = "generation_config.json"
-"""How ``generate`` samples by default."""
+"""Default sampling options of ``generate``."""
 
 
 ReadFile = Callable[[Path, str], dict[str, TensorEntry]]
@@ -47,7 +46,7 @@ ReadFile = Callable[[Path, str], dict[str, TensorEntry]]
 
 @dataclass(frozen=True, slots=True)
 class HFFolder:
-    """What a Hugging Face folder holds."""
+    """Config and tensors of a Hugging Face folder."""
 
     path: Path
     """The folder."""
@@ -70,8 +69,8 @@ def read_hf_folder(path: str | Path) -> HFFolder:
         config = read_json_object(path / "config.json")
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
-            f"{path} is no Hugging Face folder: it has no config.json. To convert one of "
-            "ours, say mcore->hf."
+            f"{path} is no Hugging Face folder: it has no config.json. To convert a run folder "
+            "of mcore, use mcore->hf."
         ) from None
     for single, index, read in (
         (_SINGLE, _INDEX, read_header),
@@ -83,7 +82,7 @@ def read_hf_folder(path: str | Path) -> HFFolder:
             if has_single and files != [single]:
                 raise ValueError(
                     f"{path} holds weights twice: {single}, which transformers opens, and the "
-                    f"files of {index}. Take those away that are old."
+                    f"files of {index}. Remove those that are old."
                 )
             return HFFolder(path, config, _read_shards(path, files, read))
         if has_single:
@@ -99,7 +98,9 @@ def read_hf_folder(path: str | Path) -> HFFolder:
 
 
 def _read_pickle(folder: Path, file: str) -> dict[str, TensorEntry]:
-    """Read the places of the tensors in a file of torch.save; nothing in it is executed."""
+    """List the tensors in a file of torch.save; nothing in it is executed."""
+    from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
+
     path = path_within(folder, file)
     found = read_torch_file(path)
     if not isinstance(found, dict) or not all(
@@ -114,7 +115,7 @@ def _read_pickle(folder: Path, file: str) -> dict[str, TensorEntry]:
 
 
 def _listed_files(index: Path) -> list[str]:
-    """List the files that an index of shards names, in the order of their names."""
+    """Return the files that an index of shards names, sorted."""
     places = read_json_object(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
         raise CheckpointError(
@@ -128,11 +129,11 @@ def _listed_files(index: Path) -> list[str]:
 
 
 def _read_shards(folder: Path, files: Sequence[str], read: ReadFile) -> dict[str, TensorEntry]:
-    """Collect the tensors of all listed files, as transformers does.
+    """List the tensors of all files, as transformers does.
 
-    The index says which files there are, the files say which tensors: a tensor that the index
-    leaves out or looks for in another file is read too. A tensor may be in two files if its
-    copies are equal.
+    The index determines the files, the files determine the tensors: a tensor that the index
+    lacks, or lists in another file, is read too. A tensor may be in two files if its copies are
+    equal.
     """
     tensors: dict[str, TensorEntry] = {}
     for file in files:
@@ -141,7 +142,7 @@ def _read_shards(folder: Path, files: Sequence[str], read: ReadFile) -> dict[str
                 raise ValueError(
                     f"{folder} holds {name} twice, with different values: in "
                     f"{tensors[name].chunks[0].file} and in {file}, which transformers reads. "
-                    "Take the old file away, or the tensor out of it."
+                    "Remove the old file, or the tensor in it."
                 )
             tensors[name] = entry
     return tensors
@@ -160,7 +161,7 @@ def write_hf_folder(
     Args:
         path: an empty folder.
         config: content of config.json.
-        items: every tensor, in order; a file may exceed the bound by one large tensor.
+        items: every tensor, in order; a single larger tensor may exceed the bound.
         max_shard_bytes: most bytes of tensors in one file.
     """
     shards: list[list[Item]] = [[]]
@@ -186,7 +187,7 @@ def write_hf_folder(
 
 
 def num_tokens(tokenizer: Mapping[str, bytes]) -> int:
-    """Count a tokenizer's ids, as far as its files are JSON or lists; else 0.
+    """Return a tokenizer's number of ids; 0 if its files are neither JSON nor lists.
 
     Raises:
         CheckpointError: naming the file that is damaged.
@@ -214,7 +215,7 @@ def small_files(path: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Read the tokenizer's files and companions of a folder, and its generation_config.json.
 
     Returns:
-        Both by name; empty where there are none.
+        Both by name; empty if there are none.
     """
     templates = [f"{_TEMPLATES}/{file.name}" for file in sorted((path / _TEMPLATES).glob("*"))]
     tokenizer = {
@@ -227,7 +228,7 @@ def small_files(path: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
 
 
 def not_carried(folder: HFFolder) -> tuple[str, ...]:
-    """List the files and folders of a Hugging Face folder that no conversion takes along."""
+    """List the files and folders of a Hugging Face folder that no conversion copies."""
     read = {chunk.file for entry in folder.tensors.values() for chunk in entry.chunks}
     is_pickled = not any(file.endswith(".safetensors") for file in read)
     templates = {f"{_TEMPLATES}/{one.name}" for one in (folder.path / _TEMPLATES).glob("*")}

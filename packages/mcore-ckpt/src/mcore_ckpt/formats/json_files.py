@@ -1,4 +1,4 @@
-"""JSON files of foreign programs: read with the file's name in every error, written strictly.
+"""JSON files of other programs: read with the file's name in errors, written strictly.
 
 Numbers that JSON lacks (infinity, NaN) are written as transformers writes them, as objects
 such as ``{"__float__": "Infinity"}``, and read in this form and in Python's.

@@ -1,8 +1,8 @@
-"""Hugging Face models with another head than that of next tokens: classes, or none at all.
+"""Hugging Face models with a head that classifies, or without a head.
 
-The model under it is one that we know. A head's few tensors go along as they are, in what a
-checkpoint says of its origin (``hf``), and come back with it; nothing here computes them. A
-model without a head is read as one whose embeddings are its head.
+The model below the head belongs to a known family. A head's few tensors are stored unchanged in
+a checkpoint's ``hf`` entry and written again on export; nothing here computes them. A model
+without a head is read as one whose head is its embedding.
 """
 
 import base64
@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.formats.recognition import other_head
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.files import Item, memory
 from mcore_ckpt.storage.index import TensorEntry
 
-_CLASS = re.compile(r"(?P<stem>\w+?)(?P<kind>(?<!Head)Model|For(Sequence|Token)Classification)")
 _PREFIXES = {
     "gpt2": "transformer.",
     **dict.fromkeys(("mamba2", "nemotron_h"), "backbone."),
     "gpt_neox": "gpt_neox.",
 }
-"""Where the model stands in a folder with a head, if not below ``model.``."""
+"""Prefix of the model's weights in a folder with a head, if it is not ``model.``."""
 _TENSOR = re.compile(r"(score|classifier)\.(weight|bias)")
 _LABELS = ("id2label", "label2id", "problem_type", "num_labels", "classifier_dropout")
 _MAX_BYTES = 1 << 24
@@ -37,19 +37,17 @@ class BareModel:
 
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
-    """Of the model, named as under a head of next tokens."""
+    """Tensors of the model, named as below a head that predicts tokens."""
     head: dict[str, TensorEntry]
     """Tensors of the head."""
     said: dict[str, Any]
-    """What is needed to put it back; empty: nothing was taken off."""
+    """Facts needed to write the head again; empty: nothing was removed."""
 
 
 def take_head_off(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> BareModel:
-    """Look at which class a folder is of; classes that families know stay as they are."""
+    """Remove a head that classifies, or add the prefix of a bare model; see ``BareModel``."""
     whole = BareModel(dict(config), dict(tensors), {}, {})
-    named = config.get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and len(named) == 1 else ""
-    found = _CLASS.fullmatch(architecture)
+    found = other_head(config)
     model_type = config.get("model_type", "")
     if found is None or model_type == "t5" or "lm_head.weight" in tensors:
         return whole
@@ -59,7 +57,7 @@ def take_head_off(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry])
     head = {name: entry for name, entry in tensors.items() if _TENSOR.fullmatch(name)}
     left = {name: entry for name, entry in tensors.items() if name not in head}
     kept = {name: config[name] for name in _LABELS if name in config}
-    said: dict[str, Any] = {"architecture": architecture, "config": kept}
+    said: dict[str, Any] = {"architecture": found.group(), "config": kept}
     bare = {name: value for name, value in config.items() if name not in kept}
     if model_type in _BERTS:
         left = {name.removeprefix("bert."): entry for name, entry in left.items()}
@@ -76,13 +74,13 @@ def take_head_off(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry])
 
 
 def with_tensors(said: Mapping[str, Any], head: Rows) -> dict[str, Any]:
-    """Add a head's tensors to what is said of it."""
+    """Return the facts of a head with its tensors added."""
     found = {}
     for name, entry in head.entries.items():
         if entry.num_bytes > _MAX_BYTES or entry.dtype not in _DTYPES:
             raise ValueError(
                 f"{said['architecture']} has {name} of {entry.num_bytes} bytes, {entry.dtype}: "
-                f"heads go along in {', '.join(_DTYPES)} up to {_MAX_BYTES} bytes."
+                f"only heads in {', '.join(_DTYPES)} up to {_MAX_BYTES} bytes are kept."
             )
         rows = head.rows(name, 0, entry.shape[0])
         data = base64.b64encode(memory(rows.contiguous())).decode()

@@ -1,19 +1,35 @@
-"""A checkpoint that is open: which model it is, and its tensors as rows."""
+"""An open checkpoint of any format: the description of its model, and its tensors as rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mcore_ckpt.conversion.options import DTYPE_WORDS, ConvertOptions
 from mcore_ckpt.families import find_family
-from mcore_ckpt.families.common.shape_check import check_counts
+from mcore_ckpt.families.common.shapes import check_counts, check_shapes
 from mcore_ckpt.formats.json_files import read_json_object
-from mcore_ckpt.mapping.optimizer_state import OptimizerState
-from mcore_ckpt.mapping.row_streams import Rows
-from mcore_ckpt.mapping.rules import Link
+from mcore_ckpt.mapping.row_streams import Rows, compare_copy
+from mcore_ckpt.mapping.rules import Link, Table, expand, match_theirs
+from mcore_ckpt.mapping.views import Cast, RenamedRows, ResizedTensors
+
+if TYPE_CHECKING:
+    from mcore_ckpt.mapping.optimizer_state import OptimizerState
+
+PREFIX = "model."
+"""Prefix of logical names of weights in an mcore checkpoint."""
+
+EXTRA = "mcore"
+"""Entry of checkpoints of other formats written here: JSON with the model's description."""
+
+PADDED = ("embedding.weight", "head.weight", "lm_head.bias")
+"""Tensors with a row for each id of the vocabulary."""
+
+STATE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng_state", "chained_")
+"""Beginnings of names of entries that are no weights."""
 
 _MOST_LAYERS = 10_000
-"""Most layers or experts of a model that is described apart from its tensors."""
+"""Bound for models that are described without their tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +39,7 @@ class OpenCheckpoint:
     description: dict[str, Any]
     """The model, in our fields."""
     links: Sequence[Link]
-    """How its tensors are ours."""
+    """Mapping of its tensors to ours."""
     theirs: Rows
     """Its tensors under its own names."""
     ours: Rows
@@ -35,19 +51,20 @@ class OpenCheckpoint:
     generation: Mapping[str, bytes] = field(default_factory=dict)
     """generation_config.json, if there is one."""
     left_behind: int = 0
-    """Entries that are no weights (optimizer, random state) and are not converted."""
+    """Number of entries that are no weights (optimizer, random state) and are not converted."""
     not_carried: tuple[str, ...] = ()
-    """Files beside its weights that are not converted."""
-    state: OptimizerState | None = None
-    """The optimizer's, if it was to be read."""
+    """Other files of the folder that are not copied."""
+    state: "OptimizerState | None" = None
+    """The optimizer's state, if requested."""
     quantization: str = ""
-    """How the folder stores its matrices, which are widened on the way; empty: as they are."""
+    """How the folder stores its quantized matrices, which are dequantized; empty: not
+    quantized."""
     took_config: bool = False
-    """Whether the model is the one that ``--config`` names: the input did not say."""
+    """Whether the description comes from ``--config``, because the checkpoint has none."""
 
 
 def description_in(config: str) -> dict[str, Any]:
-    """Read a description out of what ``--config`` names; empty if nothing is named."""
+    """Read a description from the file that ``--config`` names; empty without the option."""
     if not config:
         return {}
     path = Path(config)
@@ -56,10 +73,65 @@ def description_in(config: str) -> dict[str, Any]:
         found = read_json_object(path)
     except FileNotFoundError:
         raise ValueError(f"--config {config}: there is no {path}.") from None
-    # Which tensors there are is compared later.
+    # The tensors are compared later.
     check_counts(found, [(_MOST_LAYERS, 1, 1)], str(path))
     if "model_type" in found:
         return find_family(found["model_type"]).to_ours(found)
     if "family" in found and "config" in found:
         return found
     raise ValueError(f"--config {config} has neither model_type nor family: it names no model.")
+
+
+def link_tensors(
+    table: Table,
+    theirs: Rows,
+    description: dict[str, Any],
+    options: ConvertOptions,
+    **more: Any,
+) -> OpenCheckpoint:
+    """Match a checkpoint's tensors with a table of rules; check names, copies and shapes.
+
+    Raises:
+        ValueError: if a tensor is missing, unknown or used twice, or its shape is not that of
+            the description.
+    """
+    links = expand(table)
+    for name in match_theirs(table, links, theirs.entries):
+        compare_copy(theirs, name, table.copies[name])
+    return OpenCheckpoint(
+        *describe_rows(description, links, cast_rows(theirs, options), options), **more
+    )
+
+
+def describe_rows(
+    description: dict[str, Any], links: Sequence[Link], theirs: Rows, options: ConvertOptions
+) -> tuple[dict[str, Any], Sequence[Link], Rows, Rows]:
+    """Return the first four fields of an ``OpenCheckpoint``, the vocabulary resized as asked.
+
+    Raises:
+        ValueError: if a tensor's shape is not that of the description.
+    """
+    ours: Rows = RenamedRows(links, theirs)
+    check_shapes(description, ours.entries)
+    if options.vocab_size and options.vocab_size != description["vocab_size"]:
+        ours = ResizedTensors(ours, dict.fromkeys(PADDED, options.vocab_size))
+        description = {**description, "vocab_size": options.vocab_size}
+    return description, links, theirs, ours
+
+
+def cast_rows(theirs: Rows, options: ConvertOptions) -> Rows:
+    """Return rows in the dtype of ``--dtype``; unchanged if the option is empty."""
+    return Cast(theirs, DTYPE_WORDS[options.dtype]) if options.dtype else theirs
+
+
+def with_state(
+    found: OpenCheckpoint, state: "OptimizerState", options: ConvertOptions
+) -> OpenCheckpoint:
+    """Add an optimizer's state, with its vocabulary rows resized like the weights'."""
+    sizes = dict.fromkeys(PADDED, options.vocab_size) if options.vocab_size else {}
+    parts = {
+        kind: replace(part, ours=ResizedTensors(part.ours, sizes))
+        for kind, part in state.parts.items()
+    }
+    behind = found.left_behind - state.num_entries
+    return replace(found, state=replace(state, parts=parts), left_behind=behind)

@@ -1,9 +1,9 @@
-"""Adapter folders of Hugging Face PEFT, read as ours and written from ours.
+"""Adapter folders of Hugging Face PEFT, converted from and to ours.
 
-``adapter_model.safetensors`` holds ``base_model.model.<module>.lora_A.weight``, ``lora_B``
-and for DoRA ``.lora_magnitude_vector``; ``adapter_config.json`` says rank, factor and base. The
-rows of B and of magnitudes are those of the module's weight, so that the base's own rules carry
-them over; A is shared by all parts of a fused module there, and each part has its own here.
+``adapter_model.safetensors`` holds ``base_model.model.<module>.lora_A.weight``, ``lora_B`` and
+for DoRA ``.lora_magnitude_vector``; ``adapter_config.json`` states rank, factor and base. The
+rows of B and of magnitudes are those of the module's weight, so that the base's rules apply to
+them. All parts of a fused module share one A there; here each part has its own.
 """
 
 import math
@@ -49,11 +49,11 @@ class PeftAdapters:
 
     rows: HeldRows
     config: dict[str, Any]
-    """Rank, factor and targets, as the index of our adapters has them; without the base."""
+    """Rank, factor and targets, as in the index of our adapters; without the base."""
 
 
 def base_folder(folder: Path) -> Path:
-    """Return the folder of the model beside which the adapters stand."""
+    """Return the folder of the base model; ValueError if it is not on this machine."""
     name = _config(folder).get("base_model_name_or_path") or ""
     for place in (Path(name), folder / name):
         if name and place.is_dir():
@@ -68,7 +68,8 @@ def read_adapters(folder: Path, links: Sequence[Link]) -> PeftAdapters:
     """Read the adapters of a folder.
 
     Raises:
-        ValueError: naming what of PEFT is not known here, or modules that the base lacks.
+        ValueError: if the folder uses an unsupported feature of PEFT, or modules that the base
+            lacks.
         CheckpointError: if the tensors are not those of adapters.
     """
     config = _checked(folder)
@@ -78,7 +79,7 @@ def read_adapters(folder: Path, links: Sequence[Link]) -> PeftAdapters:
     if strange:
         raise ValueError(
             f"{folder} has an adapter of {strange[0]}, which the model in "
-            f"{config['base_model_name_or_path']} has not as a linear of its own."
+            f"{config['base_model_name_or_path']} does not have as a linear of its own."
         )
     rank = max(kinds[A].shape[0] for kinds in modules.values())
     scales = {name: _scale(config, name, kinds[A].shape[0]) for name, kinds in modules.items()}
@@ -89,7 +90,7 @@ def read_adapters(folder: Path, links: Sequence[Link]) -> PeftAdapters:
         down, up = kinds[A], kinds[B]
         if scales[name] != scale:
             up = up * (scales[name] / scale)
-        # Rows and columns of zeros give every adapter one rank, and get no gradient.
+        # Zero rows and columns bring adapters to one rank; they get no gradient.
         down = torch.nn.functional.pad(down, (0, 0, 0, rank - down.shape[0]))
         up = torch.nn.functional.pad(up, (0, rank - up.shape[1]))
         for weight, rows in _ours(link, up).items():
@@ -173,7 +174,7 @@ def _joined(
     adapters: Mapping[str, Tensor],
     rank: int,
 ) -> dict[str, Tensor]:
-    """Make one adapter of those of a fused module's parts: A stacked, B side by side."""
+    """Join the adapters of a fused module's parts: A stacked, B block-diagonal."""
     there = [own for own in kinds if own is not None]
     if len(there) < len(kinds):
         raise ValueError(
@@ -210,12 +211,11 @@ def _checked(folder: Path) -> dict[str, Any]:
     config = _config(folder)
     if config.get("peft_type") != "LORA":
         raise ValueError(
-            f"{folder} holds adapters of the kind {config.get('peft_type')}: LORA alone is "
-            "known here."
+            f"{folder} holds adapters of the kind {config.get('peft_type')}: only LORA is read."
         )
     for name, what in _UNKNOWN.items():
         if config.get(name) not in (None, False, "none", [], {}):
-            raise ValueError(f"{folder} has {what} ({name}), which have no place here.")
+            raise ValueError(f"{folder} has {what} ({name}), which are not supported here.")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise ValueError(
@@ -260,7 +260,7 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _patterns(adapted: Iterable[str], weights: Iterable[str]) -> list[str]:
-    """Name the adapted linears by what follows the layer's number, where all layers agree."""
+    """Name the adapted linears by their part after the layer's number, if all layers agree."""
     return _short([_stem(weight) for weight in adapted], [_stem(weight) for weight in weights])
 
 

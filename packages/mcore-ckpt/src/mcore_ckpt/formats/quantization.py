@@ -1,6 +1,6 @@
-"""Which quantization a folder says, and the views that undo it."""
+"""Recognizes a folder's quantization, and dequantizes its matrices while reading."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -16,7 +16,6 @@ from mcore_ckpt.formats.quantized_layouts import (
     INPUT_SCALE,
     KV_SCALES,
     PRE_QUANT_SCALE,
-    QUANT_CONFIG,
     SCALES,
     WEIGHT_SCALE,
     WEIGHT_SCALE_2,
@@ -24,6 +23,7 @@ from mcore_ckpt.formats.quantized_layouts import (
     Scales,
 )
 from mcore_ckpt.formats.quantized_plans import QuantPlan, read_plan
+from mcore_ckpt.formats.recognition import QUANT_CONFIG
 from mcore_ckpt.mapping.low_bits import decode, stored, unpack
 from mcore_ckpt.mapping.mxfp4 import UnpackedMxfp4
 from mcore_ckpt.mapping.packed_words import ByInputs, ByOutputs, PackedRows, Scheme
@@ -35,62 +35,54 @@ from mcore_ckpt.storage.index import TensorEntry
 _WEIGHT = ".weight"
 
 
+Widen = Callable[[Rows], Rows]
+"""Converts a folder's tensors to a view with floating-point matrices."""
+
+
 def take_quantization(
-    config: dict[str, Any], folder: Path | None = None
-) -> Callable[[Rows], Rows]:
-    """Take a quantization that we read out of a config.json; others are left for refusal.
+    config: Mapping[str, Any], folder: Path
+) -> tuple[dict[str, Any], str, Widen | None]:
+    """Split a config.json into the model's fields and its quantization.
 
     Args:
-        config: changed in place.
-        folder: whose hf_quant_config.json, if there is one, counts before config.json.
+        config: fields; hf_quant_config.json in ``folder``, if present, overrides them.
+        folder: of the weights.
 
     Returns:
-        What makes wide numbers of the folder's tensors.
+        The fields without the quantization; the name of its method, for people; the view that
+        dequantizes. A method that is not read here keeps its field, which families refuse.
 
     Raises:
-        ValueError: if the unified layout is said with an algorithm that is not known.
+        ValueError: if the method is read here, but not with these parameters.
     """
     how = config.get("quantization_config")
-    said = _unified(how if isinstance(how, dict) else None, folder)
-    if said is not None:
-        config.pop("quantization_config", None)
-        return partial(WidenedRows, plan=read_plan(said))
-    if not isinstance(how, dict):
-        return _as_it_is
-    if how.get("quant_method") == "mxfp4":
-        del config["quantization_config"]
-        return UnpackedMxfp4
-    packed = packed_schemes(how)
-    if packed:
-        del config["quantization_config"]
-        return partial(_packed, how=how, schemes=packed)
+    how = how if isinstance(how, dict) else {}
+    bare = {name: value for name, value in config.items() if name != "quantization_config"}
+    unified = _unified(how, folder)
+    if unified is not None:
+        plan = read_plan(unified)
+        return bare, plan.algo, partial(WidenedRows, plan=plan)
+    method = how.get("quant_method")
+    words = (method, how.get("checkpoint_format") or how.get("format"))
+    name = " ".join(dict.fromkeys(str(word) for word in words if word))
+    if method == "mxfp4":
+        return bare, name, UnpackedMxfp4
+    if schemes := packed_schemes(how):
+        return bare, name, partial(_packed, how=how, schemes=schemes)
     block = how.get("weight_block_size")
-    if isinstance(block, list) and len(block) == 2 and how.get("quant_method") == "fp8":
-        del config["quantization_config"]
-        return partial(DequantizedTensors, block=(block[0], block[1]))
-    return _as_it_is
-
-
-def quantization_name(config: dict[str, Any], folder: Path) -> str:
-    """Name the quantization that a folder says, for people; empty: none."""
-    how = config.get("quantization_config")
-    said = _unified(how if isinstance(how, dict) else None, folder)
-    if said is not None:
-        return read_plan(said).algo
-    if not isinstance(how, dict):
-        return ""
-    words = (how.get("quant_method"), how.get("checkpoint_format") or how.get("format"))
-    return " ".join(dict.fromkeys(str(word) for word in words if word))
+    if isinstance(block, list) and len(block) == 2 and method == "fp8":
+        return bare, name, partial(DequantizedTensors, block=(block[0], block[1]))
+    return dict(config), name, None
 
 
 def packed_schemes(how: dict[str, Any]) -> tuple[Scheme, ...]:
-    """Read how a ``quantization_config`` packs matrices; empty: in no way of ours."""
+    """Return how a ``quantization_config`` packs matrices; empty if it is read elsewhere."""
     method = how.get("quant_method")
     if method == "gptq":
         bits, form = how.get("bits"), how.get("checkpoint_format", "gptq")
         if bits not in (4, 8) or form not in ("gptq", "gptq_v2"):
             raise ValueError(
-                f"quantization_config says GPTQ with bits {bits} and checkpoint_format "
+                f"quantization_config has GPTQ with bits {bits} and checkpoint_format "
                 f"{form!r}: read are 4 and 8 bits, gptq and gptq_v2."
             )
         offset = 1 if form == "gptq" else 0
@@ -99,7 +91,7 @@ def packed_schemes(how: dict[str, Any]) -> tuple[Scheme, ...]:
         bits, version = how.get("bits", how.get("w_bit")), how.get("version", "gemm")
         if bits != 4 or str(version).lower() != "gemm":
             raise ValueError(
-                f"quantization_config says AWQ with bits {bits} and version {version!r}: read "
+                f"quantization_config has AWQ with bits {bits} and version {version!r}: read "
                 "is 4 bits, gemm."
             )
         size = how.get("group_size", how.get("q_group_size", 128))
@@ -142,7 +134,7 @@ def _compressed(how: dict[str, Any], group: dict[str, Any]) -> ByOutputs:
         or (strategy not in blocks)
     ):
         raise ValueError(
-            f"quantization_config says compressed-tensors in the format {form!r} with {bits} "
+            f"quantization_config has compressed-tensors in the format {form!r} with {bits} "
             f"bits by {strategy!r}: read are {', '.join(forms)} of 8 or 4 bits, by "
             f"{', '.join(blocks)}."
         )
@@ -153,15 +145,15 @@ def _compressed(how: dict[str, Any], group: dict[str, Any]) -> ByOutputs:
     return ByOutputs(form=str(form), bits=bits, block=(tall, across), symmetric=symmetric)
 
 
-def _unified(how: dict[str, Any] | None, folder: Path | None) -> dict[str, Any] | None:
-    file = None if folder is None else folder / QUANT_CONFIG
-    if file is not None and file.is_file():
+def _unified(how: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    file = folder / QUANT_CONFIG
+    if file.is_file():
         return read_json_object(file)
-    return how if how is not None and how.get("quant_method") == "modelopt" else None
+    return how if how.get("quant_method") == "modelopt" else None
 
 
 def _packed(theirs: Rows, how: dict[str, Any], schemes: tuple[Scheme, ...]) -> Rows:
-    """Show packed matrices wide; those of a layout of ours keep their codes below."""
+    """Dequantize packed matrices; those of a unified layout keep their codes accessible."""
     layout = layout_named_by(how)
     if layout is not None and UnifiedRows.reads(theirs, layout):
         unified = UnifiedRows(theirs, layout)
@@ -169,26 +161,22 @@ def _packed(theirs: Rows, how: dict[str, Any], schemes: tuple[Scheme, ...]) -> R
     return PackedRows(theirs, schemes, (".k_scale", ".v_scale"))
 
 
-def _as_it_is(theirs: Rows) -> Rows:
-    return theirs
-
-
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """Rows of a quantized matrix: how they were rounded."""
+    """How some rows of a quantized matrix were rounded."""
 
     layout: QuantLayout
-    """Of the whole matrix."""
+    """Layout of the matrix."""
     scales: Float[Tensor, "f d"]
-    """What multiplies codes, float32: a row a group of rows (the first may begin before
-    ``begin``), a column a group of columns; ``[1, 1]`` where all share one."""
+    """Factors of codes, float32: a row for each group of rows (the first group may begin before
+    ``begin``), a column for each group of columns; ``[1, 1]`` if all share one."""
     input_scale: Tensor | None
-    """What multiplies the codes of inputs; None: they are scaled as they come."""
+    """Factor of the codes of inputs; None: inputs are scaled dynamically."""
     pre_quant_scale: Float[Tensor, " D"] | None
-    """What multiplies inputs before they are rounded."""
+    """Factors of inputs before they are rounded."""
 
     def full_scales(self, begin: int, stop: int, columns: int) -> Float[Tensor, "F D"]:
-        """Return what multiplies each code of rows ``begin`` to ``stop``."""
+        """Return the factor of each code in rows ``begin`` to ``stop``."""
         high, wide = (
             n or size for n, size in zip(self.layout.group, (stop, columns), strict=True)
         )
@@ -199,18 +187,18 @@ class MatrixPart:
 
 
 class WidenedRows:
-    """Quantized matrices of the unified layout as float32; their scales disappear.
+    """Rows of the unified layout with quantized matrices as float32, without scale tensors.
 
     ``M.weight`` is ``codes * weight_scale * weight_scale_2 * pre_quant_scale``: the weight of a
     linear whose inputs are not rounded.
     """
 
     def __init__(self, under: Rows, plan: QuantPlan) -> None:
-        """Match every tensor with what the config says of its module.
+        """Check every tensor against the config's statement about its module.
 
         Raises:
-            ValueError: if a matrix is quantized though the config excludes it or the other
-                way round, a scale is missing or has no weight, or shapes do not fit.
+            ValueError: if a matrix is quantized although the config excludes it or vice versa,
+                a scale is missing or has no weight, or shapes do not fit.
         """
         self._under, self.plan = under, plan
         self.entries: dict[str, TensorEntry] = {}
@@ -230,14 +218,14 @@ class WidenedRows:
 
     @property
     def stored(self) -> Rows:
-        """The folder's own tensors: codes and scales as they stand."""
+        """The folder's own tensors: codes and scales."""
         return self._under
 
     def _quantized(self, module: str, entry: TensorEntry) -> TensorEntry:
         layout, entries = self.plan.of(module), self._under.entries
         is_missing = self.plan.layers and module not in self.plan.layers
         if is_missing or self.plan.excludes(module):
-            raise ValueError(f"{module} is quantized, and the config says that it is not.")
+            raise ValueError(f"{module} is quantized, although the config excludes it.")
         shape = layout.shape_of(entry.shape)
         for kind, (dtype, wanted) in layout.tensors(shape).items():
             found = entries.get(f"{module}.{kind}")
@@ -272,8 +260,8 @@ class WidenedRows:
                     wanted = f"{name.removesuffix(_WEIGHT)}.{scale}"
                     if wanted not in present:
                         raise ValueError(
-                            f"{wanted} is missing, and the config says that keys and values "
-                            "are kept in fp8."
+                            f"{wanted} is missing, although the config states that keys and "
+                            "values are kept in fp8."
                         )
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
@@ -289,7 +277,7 @@ class WidenedRows:
         return wide if part.pre_quant_scale is None else wide * part.pre_quant_scale
 
     def is_quantized(self, name: str) -> bool:
-        """Whether a tensor is one of codes."""
+        """Whether a tensor is stored as codes."""
         return f"{name.removesuffix(_WEIGHT)}.{WEIGHT_SCALE}" in self._under.entries
 
     def layout(self, name: str) -> QuantLayout:
@@ -297,7 +285,7 @@ class WidenedRows:
         return self.plan.of(name.removesuffix(_WEIGHT))
 
     def part(self, name: str, begin: int, stop: int) -> MatrixPart:
-        """Read how rows of a quantized matrix were rounded."""
+        """Return scales and layout of some rows of a quantized matrix."""
         module, layout = name.removesuffix(_WEIGHT), self.layout(name)
         high = layout.group[0]
         rows = (begin // high, -(-stop // high)) if high else (0, 1)
@@ -328,9 +316,10 @@ class WidenedRows:
 
 
 def _fits(found: TensorEntry, dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is as it should be.
+    """Whether a tensor has the required dtype and shape.
 
-    One number may have any shape, blocks' scales ``[F/rows, D/columns]``, F32 be any float.
+    A single number may have any shape, scales of blocks ``[F/rows, D/columns]``; F32 may be any
+    floating-point dtype.
     """
     is_float = dtype == "F32" and DTYPES[found.dtype].is_floating_point
     has_shape = found.shape == shape or prod(found.shape) == prod(shape) == 1

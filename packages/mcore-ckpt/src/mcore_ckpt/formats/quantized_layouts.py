@@ -1,10 +1,10 @@
-"""How quantized weights stand in a Hugging Face folder: one row for each way.
+"""Layouts of quantized weights in a Hugging Face folder, one row each.
 
 The unified layout that TensorRT-LLM, vLLM and SGLang read: weights keep their names, and a
-module ``M`` has scales beside ``M.weight``, all of which multiply when it is widened:
-``weight = codes * weight_scale * weight_scale_2``, and its input is multiplied by
-``pre_quant_scale`` first. ``hf_quant_config.json`` names the algorithm and the modules that
-are left as they were; ``config.json`` says the same in ``quantization_config``.
+module ``M`` has scales besides ``M.weight``. Dequantized, ``weight = codes * weight_scale *
+weight_scale_2``; its input is multiplied by ``pre_quant_scale`` first. ``hf_quant_config.json``
+names the algorithm and the modules that are not quantized; ``config.json`` states the same in
+``quantization_config``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,10 @@ from torch import Tensor
 
 from mcore_ckpt.mapping.low_bits import LARGEST, Code, decode, encode, pack, stored, unpack
 
-QUANT_CONFIG = "hf_quant_config.json"
-"""File beside config.json that names the algorithm."""
 WEIGHT_SCALE, WEIGHT_SCALE_2 = "weight_scale", "weight_scale_2"
 INPUT_SCALE, PRE_QUANT_SCALE = "input_scale", "pre_quant_scale"
 SCALES = (WEIGHT_SCALE, WEIGHT_SCALE_2, INPUT_SCALE, PRE_QUANT_SCALE)
-"""What stands beside ``M.weight``, as ``M.<name>``."""
+"""Scales of a module ``M``, named ``M.<name>``."""
 KV_SCALES = ("k_proj.k_scale", "v_proj.v_scale")
 """Scales of an fp8 key/value cache: float32 without dimensions, largest magnitude / 448."""
 
@@ -31,35 +29,35 @@ _E4M3_SMALLEST = 2.0**-9
 
 
 class Scales(NamedTuple):
-    """What multiplies codes, as files hold it."""
+    """Factors of codes, as stored in files."""
 
     weight_scale: Shaped[Tensor, "..."]
     """See ``QuantLayout.tensors``."""
     weight_scale_2: Float[Tensor, ""] | None = None
-    """Of the whole tensor, float32; None: the layout has none."""
+    """Factor of the whole tensor, float32; None: the layout has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantLayout:
-    """One way to store a quantized matrix ``[F, D]`` (outputs, inputs)."""
+    """How a quantized matrix ``[F, D]`` (outputs, inputs) is stored."""
 
     algo: str
     """``quant_algo`` of hf_quant_config.json."""
     code: Code
-    """Format of the weight's numbers."""
+    """Number format of the codes."""
     group: tuple[int, int]
     """Rows and columns that share a ``weight_scale``; 0: all of them."""
     scale_dtype: Literal["F32", "F8_E4M3", "U8"] = "F32"
     """Safetensors' dtype of ``weight_scale``; U8: a power of two, its exponent plus 127."""
     inputs: Literal["", "e4m3", "int8", "e2m1"] = ""
-    """Format that inputs are cast to before the GEMM; empty: they are not."""
+    """Number format of inputs in the GEMM; empty: inputs are not quantized."""
     input_scale: bool = False
-    """Whether ``input_scale`` stands in the file; else inputs are scaled as they come."""
+    """Whether the file has an ``input_scale``; else inputs are scaled dynamically."""
     pre_quant_scale: Literal["", "some", "all"] = ""
-    """Which modules have one: none, those without a norm to fold it into, all."""
+    """Modules that have one: none, those without a norm to fold it into, or all."""
 
     def problem(self, shape: Sequence[int]) -> str:
-        """Say why a matrix cannot be stored so; empty: it can."""
+        """Return why a matrix cannot be stored in this layout; empty if it can."""
         (rows, columns), (tall, width) = shape, self.group
         if self.code == "int4" and rows % 2:
             return f"{rows} rows are odd, and two share a byte"
@@ -81,9 +79,9 @@ class QuantLayout:
         return found if tall == 1 else (found[0], 1, found[1], 1)
 
     def tensors(self, shape: Sequence[int]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """List what stands in the file for ``M``: dtype and shape by name, ``weight`` first.
+        """List the tensors of a module ``M``: dtype and shape by name, ``weight`` first.
 
-        ``pre_quant_scale`` ``[D]`` is listed wherever the layout may have it.
+        ``pre_quant_scale`` ``[D]`` is listed if any module of the layout may have it.
         """
         dtype, (tall, wide) = stored(self.code)
         found: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -100,11 +98,11 @@ class QuantLayout:
 
     @property
     def has_second_scale(self) -> bool:
-        """Whether the scales themselves are scaled, by one number a tensor."""
+        """Whether the scales themselves are scaled by one number for the tensor."""
         return self.scale_dtype == "F8_E4M3"
 
     def shape_of(self, packed: Sequence[int]) -> tuple[int, int]:
-        """Return ``[F, D]`` of a packed weight's shape."""
+        """Return ``[F, D]`` for the shape of a packed weight."""
         tall, wide = stored(self.code)[1]
         return packed[0] * tall, packed[1] * wide
 
@@ -113,8 +111,8 @@ class QuantLayout:
 
         Args:
             weight: finite.
-            amax: largest magnitude to assume of the whole tensor, which members of a fused
-                group share; None: its own. Without effect on scales of rows and groups alone.
+            amax: largest magnitude of the whole tensor, shared by members of a fused group;
+                None: the weight's own. Without effect on scales of rows and groups.
         """
         weight, limit = weight.float(), LARGEST[self.code]
         whole = weight.abs().amax() if amax is None else amax.float()
@@ -132,7 +130,7 @@ class QuantLayout:
         return Scales(self._exponents(weight, tops))
 
     def wide_scales(self, scales: Scales) -> Float[Tensor, "f d"]:
-        """Return what multiplies codes, float32: one number for each group (of one or all)."""
+        """Return the factor of each group's codes, float32."""
         first = scales.weight_scale
         if self.scale_dtype == "U8":
             first = torch.exp2(first.float() - 127)
@@ -142,24 +140,24 @@ class QuantLayout:
         return first.view(1, 1) if first.dim() == 0 else first.view(first.shape[0], -1)
 
     def full_scales(self, scales: Scales, shape: Sequence[int]) -> Float[Tensor, "F D"]:
-        """Return what multiplies each code, float32."""
+        """Return the factor of each code, float32."""
         wide = self.wide_scales(scales)
         tall, across = (n or size for n, size in zip(self.group, shape, strict=True))
         wide = wide.repeat_interleave(tall, 0)[: shape[0]]
         return wide.repeat_interleave(across, 1)[:, : shape[1]]
 
     def quantized(self, weight: Float[Tensor, "F D"], scales: Scales) -> Shaped[Tensor, "F D"]:
-        """Round a matrix to codes, one an element."""
+        """Round a matrix to codes, one for each element."""
         return encode(weight.float() / self.full_scales(scales, weight.shape), self.code)
 
     def packed(self, codes: Shaped[Tensor, "F D"]) -> Shaped[Tensor, "_ _"]:
-        """Put codes into bytes as the file holds them."""
+        """Pack codes into bytes as the file stores them."""
         return pack(codes, self.code)
 
     def dequantized(
         self, packed: Shaped[Tensor, "_ _"], scales: Scales
     ) -> Float[Tensor, "F D"]:
-        """Return what a packed matrix stands for, float32; inputs' scales left out."""
+        """Dequantize a packed matrix to float32, without the scales of inputs."""
         codes = unpack(packed, self.code)
         return decode(codes, self.code) * self.full_scales(scales, codes.shape)
 
@@ -172,7 +170,7 @@ class QuantLayout:
         return blocks.abs().amax((1, 3))
 
     def _exponents(self, weight: Tensor, tops: Tensor) -> Tensor:
-        """Powers of two: of the two around each group's best, that which errs less."""
+        """Return a power of two for each group: of the two nearest, the better one."""
         least = torch.log2(tops.clamp(min=_SMALLEST) / LARGEST[self.code]).floor()
         found, errors = [], []
         for exponent in (least, least + 1):
@@ -217,9 +215,9 @@ LAYOUTS: Mapping[str, QuantLayout] = {
         QuantLayout(algo="W4A16_MXFP4", code="e2m1", group=(1, 32), scale_dtype="U8"),
     )
 }
-"""By ``quant_algo``, spelled as modelopt writes it."""
+"""Layouts by ``quant_algo`` in modelopt's spelling."""
 _OTHER_SPELLINGS = {"FP8_BLOCK_SCALES": "fp8_pb_wo", "FP8_PB_WO": "fp8_pb_wo"}
-"""TensorRT-LLM's and vLLM's."""
+"""Spellings of TensorRT-LLM and vLLM."""
 
 METHODS: Mapping[str, str] = {
     "fp8": "FP8",
@@ -232,7 +230,7 @@ METHODS: Mapping[str, str] = {
     "nvfp4": "NVFP4",
     "mxfp4": "W4A16_MXFP4",
 }
-"""Words of ``mcore-infer quantize --method``, and what they write."""
+"""Choices of ``mcore-infer quantize --method``, and the layouts that they write."""
 
 
 def find_layout(algo: str, group_size: int = 0) -> QuantLayout:
@@ -240,7 +238,7 @@ def find_layout(algo: str, group_size: int = 0) -> QuantLayout:
 
     Args:
         algo: ``quant_algo``.
-        group_size: columns that share a scale, where the layout lets one choose; 0: its own.
+        group_size: columns that share a scale, if the layout allows a choice; 0: its default.
     """
     algo = _OTHER_SPELLINGS.get(algo, algo)
     if algo not in LAYOUTS:

@@ -1,8 +1,8 @@
-"""What a quantized Hugging Face folder says of itself, in both of its configs.
+"""Quantization of a Hugging Face folder as data, and its two config files.
 
-``hf_quant_config.json`` names the algorithm, the modules that are left as they were and, where
-modules differ, how each is stored; ``quantization_config`` of config.json says the same in
-another form.
+``hf_quant_config.json`` names the algorithm, the modules that are not quantized and, if modules
+differ, the layout of each; ``quantization_config`` of config.json states the same in another
+form.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import Any
 from mcore_ckpt.formats.quantized_layouts import QuantLayout, find_layout
 
 MIXED = "MIXED_PRECISION"
-"""``quant_algo`` of a folder whose modules differ, which ``quantized_layers`` lists."""
+"""``quant_algo`` of a folder whose modules differ; ``quantized_layers`` lists them."""
 
 _BITS = {"e4m3": (8, "float"), "e2m1": (4, "float"), "int8": (8, "int"), "int4": (4, "int")}
 
@@ -23,16 +23,17 @@ class QuantPlan:
     """Which modules of a folder are quantized, and how."""
 
     layout: QuantLayout
-    """Of all that are not excluded and not in ``layers``."""
+    """Layout of all modules that are not excluded and not in ``layers``."""
     layers: Mapping[str, QuantLayout] = field(default_factory=dict)
-    """By module, where modules differ (``MIXED_PRECISION``); then all that are not excluded."""
+    """Layout by module, if modules differ (``MIXED_PRECISION``); lists all that are not
+    excluded."""
     exclude_modules: tuple[str, ...] = ()
-    """Patterns of modules that are left as they were."""
+    """Patterns of modules that are not quantized."""
     kv_cache: bool = False
     """Whether there are scales of an fp8 key/value cache."""
 
     def excludes(self, module: str) -> bool:
-        """Whether a module, by its name without ``.weight``, is left as it was."""
+        """Whether a module, named without ``.weight``, is not quantized."""
         return any(fnmatchcase(module, pattern) for pattern in self.exclude_modules)
 
     @property
@@ -41,14 +42,14 @@ class QuantPlan:
         return MIXED if self.layers else self.layout.algo
 
     def of(self, module: str) -> QuantLayout:
-        """Return how a module is stored, if it is quantized."""
+        """Return the layout of a quantized module."""
         return self.layers.get(module, self.layout)
 
     def hf_quant_config(self, producer: Mapping[str, str]) -> dict[str, Any]:
         """Return the content of hf_quant_config.json, in its nested form.
 
         Args:
-            producer: name and version of what wrote the folder.
+            producer: name and version of the writing program.
         """
         quantization: dict[str, Any] = {
             "quant_algo": self.algo,
@@ -114,7 +115,7 @@ def read_plan(said: Mapping[str, Any]) -> QuantPlan:
 
 
 def _layers(said: Mapping[str, Any]) -> dict[str, QuantLayout]:
-    """Read how single modules are stored."""
+    """Read the layouts of single modules."""
     if said.get("quant_algo") != MIXED:
         return {}
     listed: Mapping[str, Mapping[str, Any]] = said.get("quantized_layers") or {}
@@ -141,7 +142,7 @@ def _is_fp8_cache(algo: object) -> bool:
 
 
 def _said(layout: QuantLayout) -> dict[str, Any]:
-    """Return what hf_quant_config.json says of a layout."""
+    """Return the entries of hf_quant_config.json for a layout."""
     said: dict[str, Any] = {"quant_algo": layout.algo}
     if layout.group[1]:
         said["group_size"] = layout.group[1]
@@ -158,7 +159,7 @@ def _numbers(code: str, *, dynamic: bool, group: int = 0) -> dict[str, Any]:
 
 
 def _numbers_of(layout: QuantLayout) -> dict[str, Any]:
-    """Return what a group of ``quantization_config`` says of weights and inputs."""
+    """Return the number formats of weights and inputs for ``quantization_config``."""
     group = {"weights": _numbers(layout.code, dynamic=False, group=layout.group[1])}
     if layout.inputs:
         width = layout.group[1] if layout.inputs == "e2m1" else 0

@@ -1,8 +1,8 @@
-"""Pickles of foreign programs, read as data: nothing in them is ever called.
+"""Reads pickles of other programs as data, without calling anything in them.
 
-An unpickler normally imports and calls whatever the file names. This one has a short list of
-names, gives an inert record of our own for each, and refuses every other by its name, so a
-hostile file can at most be refused. What a record was built with can be looked at.
+An unpickler normally imports and calls whatever a file names. This one has a short list of
+allowed names, replaces each by an inert record, and refuses every other name, so that a hostile
+file can only be refused. The arguments of a record can be inspected.
 """
 
 import pickle
@@ -33,7 +33,7 @@ STORAGE_DTYPES: dict[str, str] = {
     "ComplexFloatStorage": "C64",
     "UntypedStorage": "U8",
 }
-"""Safetensors' name of what each kind of torch's storages holds."""
+"""Safetensors' name of the dtype of each of torch's storage classes."""
 
 _KNOWN_MODULES = (
     "torch.distributed.checkpoint.",
@@ -41,7 +41,7 @@ _KNOWN_MODULES = (
     "megatron.",
     "transformer_engine.",
 )
-"""Whatever is in them is kept as a record; none of it is imported."""
+"""Allowed names whose contents become records; nothing is imported."""
 
 _KNOWN_NAMES = {
     *("argparse.Namespace", "types.SimpleNamespace", "torch.device", "torch.Generator"),
@@ -65,11 +65,11 @@ _PLAIN: dict[str, Any] = {
         for kind in (set, frozenset)
     },
 }
-"""Containers, which are what they say; none can be made large by a few bytes."""
+"""Containers that are built as such; none can be made large by a few bytes."""
 
 
 class Record:
-    """Something foreign: its name, what it was called with and the state it was given."""
+    """An inert foreign object: its class name, its arguments and its state."""
 
     name = ""
 
@@ -96,7 +96,7 @@ class Record:
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
     def fields(self) -> dict[str, Any]:
-        """Return the state where it is a dictionary."""
+        """Return the state if it is a dictionary."""
         return dict(self.state) if isinstance(self.state, dict) else {}
 
 
@@ -118,10 +118,10 @@ class InertUnpickler(pickle.Unpickler):
         """Set up; ``load`` reads one pickle.
 
         Args:
-            file: stands at the pickle.
-            where: for messages.
-            persistent: makes something of torch's references to storages.
-            special: what stands for certain full names, instead of a record.
+            file: positioned at the pickle.
+            where: file name for messages.
+            persistent: resolves torch's references to storages.
+            special: replacements of certain full names, instead of a record.
         """
         super().__init__(file, encoding="latin1")
         self._where = where
@@ -129,7 +129,7 @@ class InertUnpickler(pickle.Unpickler):
         self._special = special or {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name in the pickle."""
+        """Return the replacement of a name in the pickle."""
         full = f"{module}.{name}"
         if full in self._special:
             return self._special[full]
@@ -147,7 +147,7 @@ class InertUnpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return what stands for a reference."""
+        """Resolve a reference."""
         if self._persistent is None:
             raise CheckpointError(f"{self._where} holds a pickle with references to nothing.")
         return self._persistent(pid)
@@ -162,10 +162,10 @@ def load_inert(
     """Read one pickle as data.
 
     Args:
-        content: the bytes, or a file that stands at them.
-        where: for messages.
-        persistent: makes something of torch's references to storages.
-        special: what stands for certain full names, instead of a record.
+        content: the bytes, or a file positioned at them.
+        where: file name for messages.
+        persistent: resolves torch's references to storages.
+        special: replacements of certain full names, instead of a record.
     """
     file = BytesIO(content) if isinstance(content, bytes) else content
     try:
@@ -173,5 +173,5 @@ def load_inert(
     except CheckpointError:
         raise
     except Exception as error:
-        # A damaged pickle fails in as many ways as there are opcodes.
+        # A damaged pickle may raise any exception.
         raise CheckpointError(f"{where} holds a damaged pickle: {error!r}") from error

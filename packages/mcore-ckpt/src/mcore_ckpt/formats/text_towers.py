@@ -1,26 +1,19 @@
-"""The text towers of vision-language models: Hugging Face folders without what sees images.
+"""Text models of vision-language models, read from their Hugging Face folders.
 
-A tower is a model of a family that is known: its config stands in ``text_config``, or flat
-beside the other one, its weights below ``language_model``. Positions in three dimensions are
-those of one for text. Images are out of scope: their weights are left where they are.
+The text model belongs to a known family: its config is ``text_config``, or fields at the top
+level, and its weights are below ``language_model``. Its three-dimensional positions reduce to
+one dimension for text. Weights of the vision part are left out.
 """
 
 import logging
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt.formats.recognition import TOWERS, has_text_tower
 from mcore_ckpt.storage.index import TensorEntry
 
 log = logging.getLogger(__name__)
 
-TOWERS = {
-    "gemma3": "gemma3_text",
-    "llama4": "llama4_text",
-    "qwen2_5_vl": "qwen2",
-    "qwen3_vl": "qwen3",
-    "qwen3_vl_moe": "qwen3_moe",
-}
-"""``model_type`` of a vision-language model, and that of its text tower."""
 _SEEING = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
 _ELSEWHERE = ("image", "video", "vision", "boi_token", "eoi_token", "text_config", "mm_tokens")
 _TOP = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id")
@@ -29,13 +22,13 @@ _TOP = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id")
 def text_tower(
     config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-    """Return the config and the tensors of a folder's text model; of others, as they are.
+    """Return config and tensors of a folder's text model; those of other folders unchanged.
 
-    Logs how many tensors are left out.
+    Logs the number of tensors that are left out.
     """
-    model_type = config.get("model_type", "")
-    if model_type not in TOWERS:
+    if not has_text_tower(config):
         return dict(config), dict(tensors)
+    model_type = config["model_type"]
     top = {name: config[name] for name in _TOP if name in config}
     text = config.get("text_config") or config
     stated = {**top, **text, "tie_word_embeddings": _ties(config, text)}
@@ -51,7 +44,7 @@ def text_tower(
     }
     left = len(tensors) - len(named)
     log.warning(
-        "model_type %s: its text model is read, as %s; %d tensors that see are left out.",
+        "model_type %s: its text model is read, as %s; %d vision tensors are left out.",
         model_type,
         TOWERS[model_type],
         left,
@@ -62,14 +55,14 @@ def text_tower(
 def _ties(config: Mapping[str, Any], text: Mapping[str, Any]) -> Any:
     """Return ``tie_word_embeddings`` of the part that has the head."""
     name, model_type = "tie_word_embeddings", config["model_type"]
-    if model_type == "llama4":  # its text model has a head of its own
+    if model_type == "llama4":  # its text model has the head
         return text.get(name, False)
     tied = config.get(name, model_type == "gemma3")
-    # Older folders of this type have the field inside.
+    # Older folders of this type have the field in text_config.
     return tied or (model_type == "qwen2_5_vl" and text.get(name, False))
 
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out which channels rotate by which of three positions: those of text are alike."""
+    """Remove the split of channels over three positions, which are equal for text."""
     own = {name: value for name, value in rope.items() if not name.startswith("mrope")}
     return {name: "default" if value == "mrope" else value for name, value in own.items()}

@@ -1,8 +1,8 @@
-"""What ``torch.save`` wrote, looked at in place: tensors stay in the file.
+"""Reads files of ``torch.save`` in place: tensors stay in the file.
 
-Both forms are understood: the zip archive of torch 1.6 and later, whose members are stored
-uncompressed, and the stream of before. A tensor becomes a ``FileTensor`` that says where its
-bytes are; everything else becomes plain data or a ``Record``. Nothing is executed.
+Both forms are read: the zip archive since torch 1.6, whose members are uncompressed, and the
+older stream. A tensor becomes a ``FileTensor`` with its offset; everything else becomes plain
+data or a ``Record``. Nothing is executed.
 """
 
 import io
@@ -26,7 +26,7 @@ _LOCAL_HEADER_BYTES = 30
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor that lies, row-major, in a file."""
+    """A tensor stored row-major in a file."""
 
     dtype: str
     """Safetensors' name."""
@@ -45,7 +45,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _UnplacedTensor:
-    """A tensor whose storage's place is known only after the pickle."""
+    """A tensor whose storage offset is known only after the pickle was read."""
 
     storage: _Storage
     first: int
@@ -54,7 +54,7 @@ class _UnplacedTensor:
 
 
 class Window(io.RawIOBase):
-    """A range of a file as a file of its own, by positioned reads."""
+    """A range of a file presented as a file, by positioned reads."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         super().__init__()
@@ -90,15 +90,14 @@ class Window(io.RawIOBase):
 
 
 def read_torch_file(path: Path, offset: int = 0, length: int = -1) -> Any:
-    """Read what ``torch.save`` wrote to a file, or to a range of one.
+    """Read an object of ``torch.save`` from a file, or from a range of one.
 
     Returns:
-        The object, its tensors as ``FileTensor``s with offsets in the file, foreign classes
-        as ``Record``s.
+        The object, with tensors as ``FileTensor``s and foreign classes as ``Record``s.
 
     Raises:
-        CheckpointError: if it is no such file, it names a class that is not allowed, or a
-            tensor does not lie in order or within the file.
+        CheckpointError: if it is no such file, names a class that is not allowed, or a tensor
+            is not contiguous or reaches beyond the file.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -121,7 +120,7 @@ def _read_zip(window: Window, descriptor: int, path: Path, offset: int) -> Any:
         archive = zipfile.ZipFile(window)
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         for name in ("byteorder", "data.pkl"):
-            # torch.save compresses nothing: a small file stays small.
+            # torch.save compresses nothing: a small file cannot expand.
             if name in members and members[name].compress_type != zipfile.ZIP_STORED:
                 raise CheckpointError(f"{path} has {name} compressed, as torch never writes.")
         if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
@@ -142,19 +141,19 @@ def _place_in_zip(
     offset: int,
     storage: _Storage,
 ) -> tuple[int, int]:
-    """Find a storage's first and one-past-last byte in a file that holds an archive."""
+    """Return the range of a storage's bytes in a file that contains an archive."""
     info = members.get(f"data/{storage.key}")
     if info is None or info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{path} lacks storage {storage.key}, or has it compressed.")
     header = os.pread(descriptor, _LOCAL_HEADER_BYTES, offset + info.header_offset)
-    # Its name and its extra field, whose lengths close the header, stand before the data.
+    # The local header ends with the member's name and extra field, of variable length.
     between = sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
     start = offset + info.header_offset + _LOCAL_HEADER_BYTES + between
     return start, start + info.file_size
 
 
 def _read_stream(file: io.BufferedReader, path: Path, offset: int, length: int) -> Any:
-    """Read torch's form of before 1.6: five pickles, then the storages with their sizes."""
+    """Read torch's form before 1.6: five pickles, then the storages with their sizes."""
     where = str(path)
     if load_inert(file, where) != _LEGACY_MAGIC or load_inert(file, where) != 1001:
         raise CheckpointError(f"{path} is no file of torch.save.")
@@ -203,7 +202,7 @@ _SPECIAL: dict[str, Any] = {
 
 
 def _collect(value: Any, dtypes: dict[str, str], seen: set[int]) -> None:
-    """Note the dtype of every storage that a tensor is in; visits shared containers once."""
+    """Record the dtype of every tensor's storage; visits shared containers once."""
     if isinstance(value, _UnplacedTensor):
         dtypes[value.storage.key] = value.storage.dtype
     if id(value) in seen or not isinstance(value, (Mapping, list, tuple, Record)):
@@ -217,9 +216,9 @@ def _collect(value: Any, dtypes: dict[str, str], seen: set[int]) -> None:
 
 
 def _placed(value: Any, seen: dict[int, Any], place: Any, path: Path) -> Any:
-    """Put offsets on tensors, all the way down; what is met twice stays one.
+    """Set the offsets of tensors, recursively; shared objects stay shared.
 
-    The caller keeps all containers alive, so that no two have one ``id``.
+    The caller keeps all containers alive, so that ``id`` is unique.
     """
     if id(value) in seen:
         return seen[id(value)]

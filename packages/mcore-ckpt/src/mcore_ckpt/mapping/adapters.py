@@ -1,9 +1,9 @@
-"""Low-rank adapters merged into the weights beside which they stand, by rows.
+"""Merges low-rank adapters into the weights of their base model, by rows.
 
 A checkpoint of adapters holds ``...qkv.adapter.q.lora_A.weight`` and ``lora_B.weight``, and for
-DoRA ``lora_magnitude_vector``, beside ``...qkv.q.weight`` of its base. LoRA's weight is
-V = W + s B A; DoRA's is V with its rows brought to their magnitudes. Both need a row of W and B
-and all of A, so that nothing is held whole but A.
+DoRA ``lora_magnitude_vector``, for ``...qkv.q.weight`` of its base. LoRA's weight is V = W + s
+B A; DoRA's is V with its rows scaled to their magnitudes. Both need one row of W and B and all
+of A, so that only A is held in memory.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ from mcore_ckpt.storage.paths import resolve_folder
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 _MODULE = ".adapter."
 _FUSED = ("qkv", "kv", "fc1", "in_proj")
-"""Linears whose parts are logical tensors below them, and whose adapters stand beside all."""
+"""Linears whose parts are logical tensors, and whose adapters are named below the linear."""
 
 
 def is_adapter(name: str) -> bool:
@@ -31,7 +31,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted_weight(name: str) -> str:
-    """Name the weight beside which an adapter's tensor stands."""
+    """Return the name of the weight that an adapter's tensor changes."""
     for kind in (A, B, MAGNITUDE):
         if name.endswith(f".{kind}"):
             return name.removesuffix(kind).replace(_MODULE, ".", 1) + "weight"
@@ -39,7 +39,7 @@ def adapted_weight(name: str) -> str:
 
 
 def adapter_name(weight: str, kind: str) -> str:
-    """Name an adapter's tensor of one kind; undoes ``adapted_weight``."""
+    """Return the name of an adapter's tensor of one kind; inverse of ``adapted_weight``."""
     words = weight.removesuffix(".weight").split(".")
     place = len(words)
     if "experts" in words:
@@ -50,7 +50,7 @@ def adapter_name(weight: str, kind: str) -> str:
 
 
 def group_adapters(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Group adapters' tensors by the weights beside which they stand, and by kind."""
+    """Group adapters' tensors by the weight that they change, and by kind."""
     found: dict[str, dict[str, str]] = {}
     for name in names:
         if is_adapter(name):
@@ -62,28 +62,28 @@ def group_adapters(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def find_base(folder: Any, adapter: Mapping[str, Any]) -> str:
-    """Return the folder of the model beside which adapters stand."""
+    """Return the folder of the base model of adapters."""
     base = adapter["base"]
     try:
         resolve_folder(as_path(base))
     except ValueError as error:
         raise ValueError(
-            f"{folder} holds adapters of the model in {base}, which is not there ({error}): "
-            "put it back."
+            f"{folder} holds adapters of the model in {base}, which cannot be read ({error}): "
+            "restore it."
         ) from None
     return base
 
 
 class MergedTensors:
-    """A model's tensors with its adapters added."""
+    """A model's tensors with its adapters merged."""
 
     def __init__(self, base: Rows, adapters: Rows, config: Mapping[str, Any]) -> None:
-        """Match adapters with weights; reads nothing.
+        """Match adapters with weights; read nothing.
 
         Args:
             base: the model, by logical name.
             adapters: by logical name.
-            config: rank and factor, as the index of adapters has them.
+            config: rank and factor, as in the index of adapters.
         """
         self._base, self._adapters = base, adapters
         self._scale = config["lora_alpha"] / config["lora_dim"]
@@ -94,10 +94,10 @@ class MergedTensors:
             if not is_adapter(name)
         }
         if strange := sorted(self._by_weight.keys() - self.entries.keys()):
-            raise ValueError(f"adapters stand beside {strange[0]}, which the model lacks.")
+            raise ValueError(f"there are adapters of {strange[0]}, which the model lacks.")
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Read rows of the base, and add their adapter's in float32 or wider."""
+        """Read rows of the base and add their adapter's rows, in float32 or wider."""
         rows = self._base.rows(name, begin, stop)
         if name not in self._by_weight:
             return rows

@@ -1,8 +1,8 @@
-"""Numbers of eight and four bits: rounding to their codes, and how codes stand in bytes.
+"""Numbers of eight and four bits: rounded to codes, and codes packed into bytes.
 
-``encode`` and ``decode`` are inverse on what the format can say, ``pack`` and ``unpack`` on
-everything. Rounding is to the nearest, ties to the even code; what is too large becomes the
-format's largest number, since casts of torch's do not saturate.
+``encode`` and ``decode`` are inverse for numbers that the format has, ``pack`` and ``unpack``
+for all. Rounding is to the nearest, ties to the even code; larger numbers become the format's
+largest, since torch's casts do not saturate.
 """
 
 from itertools import pairwise
@@ -16,12 +16,11 @@ Code = Literal["e4m3", "int8", "int4", "e2m1"]
 """A number format; e2m1 is the four-bit float of NVFP4 and MXFP4."""
 
 LARGEST: dict[Code, float] = {"e4m3": 448.0, "int8": 127.0, "int4": 7.0, "e2m1": 6.0}
-"""What the largest magnitude of a group is scaled to."""
+"""Value to which the largest magnitude of a group is scaled."""
 
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = torch.tensor([*_HALF, *(-value for value in _HALF)])
-"""What each of the sixteen codes of e2m1 stands for: a sign, two bits of exponent, one of
-fraction."""
+"""Values of the sixteen codes of e2m1: one bit of sign, two of exponent, one of fraction."""
 _BETWEEN = torch.tensor([(a + b) / 2 for a, b in pairwise(_HALF)])
 
 
@@ -32,7 +31,7 @@ def stored(code: Code) -> tuple[str, tuple[int, int]]:
 
 
 def encode(x: Float[Tensor, "F D"], code: Code) -> Shaped[Tensor, "F D"]:
-    """Round scaled numbers to codes, one an element.
+    """Round scaled numbers to codes, one for each element.
 
     Returns:
         float8_e4m3fn; int8 from -127 (``int8``) or -8 to 7 (``int4``); uint8 (``e2m1``).
@@ -51,17 +50,17 @@ def encode(x: Float[Tensor, "F D"], code: Code) -> Shaped[Tensor, "F D"]:
 
 
 def decode(codes: Shaped[Tensor, "*B F D"], code: Code) -> Float[Tensor, "*B F D"]:
-    """Return what codes stand for, before scaling, in float32."""
+    """Return the values of codes before scaling, in float32."""
     if code == "e2m1":
         return E2M1.to(codes.device)[codes.int()]
     return codes.float()
 
 
 def pack(codes: Shaped[Tensor, "F D"], code: Code) -> Shaped[Tensor, "_ _"]:
-    """Put codes into bytes as files hold them.
+    """Pack codes into bytes as files store them.
 
     ``int4``: two rows share a byte, the even one in its low half, in two's complement.
-    ``e2m1``: two columns, the even one in the low half. Eight bits: as they are.
+    ``e2m1``: two columns, the even one in the low half. Eight bits: unchanged.
     """
     if code == "int4":
         low, high = codes[0::2].to(torch.uint8) & 15, codes[1::2].to(torch.uint8) & 15
@@ -73,7 +72,7 @@ def pack(codes: Shaped[Tensor, "F D"], code: Code) -> Shaped[Tensor, "_ _"]:
 
 
 def unpack(packed: Shaped[Tensor, "_ _"], code: Code) -> Shaped[Tensor, "F D"]:
-    """Undo ``pack``."""
+    """Inverse of ``pack``."""
     if code not in ("int4", "e2m1"):
         return packed
     low, high = packed & 15, packed >> 4

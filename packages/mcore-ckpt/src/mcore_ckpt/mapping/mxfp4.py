@@ -19,7 +19,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class UnpackedMxfp4:
-    """Each expert as a wide matrix ``X[e]`` ``[in, out]``, in place of blocks and scales.
+    """Each expert as a floating-point matrix ``X[e]`` ``[in, out]`` instead of codes.
 
     Reference:
         Open Compute Project 2023, Microscaling Formats (MX) Specification 1.0, section 5.3.3.
@@ -36,7 +36,7 @@ class UnpackedMxfp4:
             elif name.endswith(_BLOCKS):
                 self._add(stem, entry, under.entries)
             elif stem + _BLOCKS not in under.entries:
-                raise ValueError(f"{name} is the scale of no tensor that is there.")
+                raise ValueError(f"{name} is the scale of a tensor that is missing.")
 
     def _add(self, stem: str, blocks: TensorEntry, entries: Mapping[str, TensorEntry]) -> None:
         scales = entries.get(stem + _SCALES)
@@ -45,7 +45,7 @@ class UnpackedMxfp4:
             held = "absent" if scales is None else f"{list(scales.shape)}"
             raise ValueError(
                 f"{stem}{_BLOCKS} of shape {list(blocks.shape)} must be [experts, out, in/32, "
-                f"16] bytes, and its scales as large without the last; they are {held}."
+                f"16] bytes, and its scales the same without the last; they are {held}."
             )
         experts, rows, groups, _ = blocks.shape
         for expert in range(experts):
@@ -53,7 +53,7 @@ class UnpackedMxfp4:
             self.entries[f"{stem}[{expert}]"] = TensorEntry(shape, self._dtype, ())
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Read rows; of an expert, all of it is unpacked for them."""
+        """Read rows; unpacks the complete matrix of the expert."""
         if name in self._under.entries:
             return self._under.rows(name, begin, stop)
         stem, (expert,) = split_index(name)

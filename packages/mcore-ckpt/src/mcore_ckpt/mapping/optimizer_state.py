@@ -1,8 +1,8 @@
-"""What Adam keeps for each weight, carried along by a conversion that a run continues from.
+"""Adam's state of each weight, converted so that a run can resume from the result.
 
-Moments and main weights have the names and shapes of the weights they belong to, so the
-weights' own table turns them, kind by kind. With them go the numbers that say how far the run
-is: step, sequences read, place in the schedule. Random streams belong to a layout and stay.
+Moments and main weights have the names and shapes of their weights, so that the weights' table
+converts them too, kind by kind. Numbers of progress come along: step, sequences read, position
+in the schedule. Random streams belong to a layout and are not converted.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Kinds of Adam's moments (Kingma and Ba 2015, arXiv:1412.6980)."""
 
 NUMBERS = ("iteration", "num_steps", "consumed_train_samples", "schedule_samples")
-"""Entries of our index's ``extra`` that say how far a run is, and that must be there."""
+"""Required entries of our index's ``extra`` that record a run's progress."""
 
 _PREFIX = "optimizer."
 _BUFFERS = (".router.expert_bias",)
@@ -31,10 +31,10 @@ _BUFFERS = (".router.expert_bias",)
 
 @dataclass(frozen=True, slots=True)
 class StateKind:
-    """One kind of state, named like the weights it belongs to."""
+    """One kind of state, with the names of the weights."""
 
     links: tuple[Link, ...]
-    """How its tensors are ours."""
+    """Mapping of its tensors to ours."""
     theirs: Rows
     """Its tensors under the weights' foreign names."""
     ours: Rows
@@ -43,23 +43,23 @@ class StateKind:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """All that a run needs beside its weights to go on where it was."""
+    """Everything besides weights that a run needs to resume."""
 
     parts: Mapping[str, StateKind]
     """By kind: ``main`` if any weight has one, and each of ``MOMENTS``."""
     progress: Mapping[str, Any]
-    """``NUMBERS``, and ``schedule`` as far as it is known, as in the ``extra`` of our index."""
+    """``NUMBERS``, and ``schedule`` if it is known, as in the ``extra`` of our index."""
     num_entries: int = 0
-    """Tensors of the checkpoint that hold it."""
+    """Number of tensors in the checkpoint that hold the state."""
 
 
 def wants_main(dtype: str) -> bool:
-    """Whether a weight of a dtype has a main weight beside it: those of 16 bits and fewer."""
+    """Whether a weight of a dtype has a main weight: those of 16 bits and fewer."""
     return DTYPES[dtype].itemsize < 4
 
 
 def is_main(mains: Rows, weights: Rows, name: str) -> bool:
-    """Whether a main weight, rounded, is the weight, bit by bit."""
+    """Whether a main weight, rounded, equals the weight bit by bit."""
     dtype = DTYPES[weights.entries[name].dtype]
     return all(
         same_bits(mains.rows(name, *rows).to(dtype), weights.rows(name, *rows))
@@ -68,17 +68,17 @@ def is_main(mains: Rows, weights: Rows, name: str) -> bool:
 
 
 def has_state(name: str) -> bool:
-    """Whether a weight of ours is updated by Adam: the routers' bias for balance is not."""
+    """Whether Adam updates a weight: all but the routers' bias for load balancing."""
     return not name.endswith(_BUFFERS)
 
 
 def native_name(kind: str, name: str) -> str:
-    """Name of a tensor of the optimizer in a checkpoint of ours."""
+    """Return the name of an optimizer tensor in an mcore checkpoint."""
     return f"{_PREFIX}{kind}.{name}"
 
 
 def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> OptimizerState:
-    """Find the state in a checkpoint of ours."""
+    """Read the optimizer's state of an mcore checkpoint."""
     missing = [name for name in NUMBERS if not isinstance(index.extra.get(name), int)]
     if missing:
         raise ValueError(
@@ -104,12 +104,12 @@ def read_native(index: Index, reader: Reader, weights: Rows, where: str) -> Opti
 
 
 def turned(links: list[Link], theirs: Rows) -> StateKind:
-    """Turn one kind of foreign state as its weights are turned."""
+    """Map one kind of foreign state by the links of its weights."""
     return StateKind(tuple(links), theirs, RenamedRows(links, theirs))
 
 
 def check_parts(parts: Mapping[str, StateKind], weights: Rows) -> None:
-    """Compare each kind of state with the weights: the same names, and the same shapes."""
+    """Raise ValueError unless each kind of state has the names and shapes of the weights."""
     problems = []
     for kind, part in parts.items():
         wanted: dict[str, TensorEntry] = {

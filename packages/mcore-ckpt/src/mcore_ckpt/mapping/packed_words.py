@@ -1,8 +1,8 @@
 """Matrices of small numbers packed into 32-bit words, as GPTQ, AWQ and compressed-tensors do.
 
-A scheme says which tensors stand for ``M.weight`` and widens rows of it to float32. Codes are
-unsigned; a zero point is what stands for 0. ``PackedRows`` shows a folder with all such
-matrices wide.
+A scheme lists the tensors that encode ``M.weight`` and dequantizes rows of it to float32. Codes
+are unsigned; a zero point is the code of 0. ``PackedRows`` presents a folder with all such
+matrices dequantized.
 """
 
 from collections.abc import Sequence
@@ -18,26 +18,26 @@ from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.index import TensorEntry
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place within a word of columns 0 to 7, in AutoAWQ's kernels' order."""
+"""Position in a word of columns 0 to 7, in the order of AutoAWQ's kernels."""
 
 
 @runtime_checkable
 class Scheme(Protocol):
-    """One way to store a matrix ``[F, D]`` in several tensors."""
+    """How a matrix ``[F, D]`` is encoded in several tensors."""
 
     @property
     def mark(self) -> str:
-        """Name within a module that says that it is stored so."""
+        """Name within a module that identifies the scheme."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Names within a module that belong to the matrix, ``mark`` too."""
+        """Names within a module that belong to the matrix, ``mark`` included."""
 
     def shape(self, under: Rows, module: str) -> tuple[int, int]:
         """Return ``[F, D]``.
 
         Raises:
-            ValueError: if a tensor is missing or has another shape than the scheme says.
+            ValueError: if a tensor is missing or has another shape.
         """
 
     def rows(self, under: Rows, module: str, begin: int, stop: int) -> Float[Tensor, "rows D"]:
@@ -45,7 +45,7 @@ class Scheme(Protocol):
 
 
 class PackedRows:
-    """A folder whose packed matrices are shown as wide ``M.weight``; their parts disappear."""
+    """Rows of a folder with each packed matrix presented as one ``M.weight``."""
 
     def __init__(
         self, under: Rows, schemes: Sequence[Scheme], kept: Sequence[str] = ()
@@ -53,13 +53,13 @@ class PackedRows:
         """Match the tensors of each module with the first scheme whose mark it has.
 
         Args:
-            under: the folder.
-            schemes: that its config names.
-            kept: ends of names that are no weights and disappear as well.
+            under: tensors of the folder.
+            schemes: schemes that its config names.
+            kept: suffixes of names that are no weights and are hidden as well.
 
         Raises:
-            ValueError: if a matrix has not the tensors or shapes that its scheme says, or none
-                is packed.
+            ValueError: if a matrix lacks tensors of its scheme or they have other shapes, or
+                no matrix is packed.
         """
         self._under = under
         self._found: dict[str, Scheme] = {}
@@ -73,7 +73,7 @@ class PackedRows:
         if not self._found:
             marks = ", ".join(dict.fromkeys(scheme.mark for scheme in schemes))
             raise ValueError(
-                f"quantization_config says packed weights ({marks}): none is there."
+                f"quantization_config names packed weights ({marks}), but none is present."
             )
         self.entries: dict[str, TensorEntry] = {
             name: entry for name, entry in under.entries.items() if name not in hidden
@@ -83,7 +83,7 @@ class PackedRows:
             self.entries[name] = TensorEntry(shape, "F32", ())
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Read rows; packed ones are widened."""
+        """Read rows; packed matrices are dequantized."""
         scheme = self._found.get(name)
         if scheme is None:
             return self._under.rows(name, begin, stop)
@@ -92,21 +92,21 @@ class PackedRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByInputs:
-    """GPTQ's and AWQ's: ``qweight``, ``qzeros`` and ``scales`` with inputs as rows.
+    """GPTQ's and AWQ's form: ``qweight``, ``qzeros`` and ``scales`` with inputs as rows.
 
-    GPTQ packs eight inputs a word and may say the group of each input in ``g_idx``; AWQ packs
-    eight outputs in an order of its own. Reads a whole matrix for any of its rows.
+    GPTQ packs eight inputs into a word and may list the group of each input in ``g_idx``; AWQ
+    packs eight outputs in its own order. Any rows require reading the complete matrix.
 
     Reference:
         Frantar et al. 2022, GPTQ. arXiv:2210.17323. Lin et al. 2023, AWQ. arXiv:2306.00978.
     """
 
     bits: int
-    """Of a code: 4 or 8; AWQ 4."""
+    """Bits of a code: 4 or 8; AWQ has 4."""
     group_size: int
     """Inputs that share a scale; -1: all."""
     packs_outputs: bool = False
-    """AWQ's words of outputs, else GPTQ's of inputs."""
+    """Whether words hold outputs (AWQ) instead of inputs (GPTQ)."""
     zero_offset: int = 0
     """Added to stored zero points: 1 in GPTQ's first format, 0 in its second and in AWQ."""
     mark: str = field(default="qweight", init=False)
@@ -150,20 +150,20 @@ class ByInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByOutputs:
-    """compressed-tensors': codes with outputs as rows, packed or not, and ``weight_scale``.
+    """compressed-tensors' form: ``weight_scale``, and codes with outputs as rows.
 
-    A scale for the tensor ``[1]``, each output ``[F, 1]``, each group ``[F, D/g]``, or each
-    block; of four-bit floats a second one for the tensor, which divides.
+    There is a scale for the tensor ``[1]``, each output ``[F, 1]``, each group ``[F, D/g]``, or
+    each block; four-bit floats have a second one for the tensor, which is a divisor.
     """
 
     form: str
     """``format`` of the config."""
     bits: int
-    """Of a code."""
+    """Bits of a code."""
     block: tuple[int, int]
     """Rows and columns that share a scale; 0: all of them."""
     symmetric: bool = True
-    """Whether 0 is the middle code, else ``weight_zero_point`` says it."""
+    """Whether the middle code is 0; else ``weight_zero_point`` has the code of 0."""
 
     @property
     def mark(self) -> str:
@@ -181,7 +181,7 @@ class ByOutputs:
         """Return ``[F, D]``; see ``Scheme``."""
         if f"{module}.weight_g_idx" in under.entries:
             raise ValueError(
-                f"{module} was quantized in the order of activations: not read here."
+                f"{module} was quantized in the order of activations, which is not read here."
             )
         if self.form == "pack-quantized":
             rows, columns = map(int, _whole(under, f"{module}.weight_shape").tolist())
@@ -230,7 +230,7 @@ class ByOutputs:
             packed = under.rows(f"{module}.weight_packed", begin, stop)
             if self.form == "nvfp4-pack-quantized":
                 scale = scale / _whole(under, f"{module}.weight_global_scale").float()
-            else:  # exponents of two, plus 127
+            else:  # exponents of two, biased by 127
                 scale = torch.exp2(scale - 127)
             return decode(unpack(packed, "e2m1"), "e2m1") * spread(scale)
         if self.form != "pack-quantized":
@@ -245,7 +245,7 @@ class ByOutputs:
 
 
 def word_codes(words: Int[Tensor, "a b"], bits: int) -> Int[Tensor, "a b n"]:
-    """Take words apart, low bits first; codes are unsigned."""
+    """Unpack words into unsigned codes, low bits first."""
     places = bits * torch.arange(32 // bits, dtype=torch.int32)
     return (words[..., None] >> places) & ((1 << bits) - 1)
 

@@ -1,4 +1,4 @@
-"""Tensors in flight: rows of a folder, read and cast, never all at once."""
+"""Tensors read as streams of rows, so that large ones are never in memory completely."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,23 +16,23 @@ from mcore_ckpt.storage.index import TensorEntry
 from mcore_ckpt.storage.shard_plans import plan_reads
 
 Progress = Callable[[int, int, str], None]
-"""Called with bytes done, bytes in all, and the tensor at hand."""
+"""Called with bytes done, total bytes, and the name of the current tensor."""
 
 
 @runtime_checkable
 class Rows(Protocol):
-    """Tensors that are read by rows: of a folder, or made of others on the way."""
+    """Tensors that are read by rows: stored in a folder, or computed while reading."""
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """Shape and dtype that rows come in; chunks are there only for files of ours."""
+        """Shape and dtype of the rows; chunks are listed only for mcore files."""
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
         """Read rows ``begin`` to ``stop``; a tensor without dimensions is one row."""
 
 
 class Source:
-    """Tensors of a folder, read by rows."""
+    """Tensors stored in a folder, read by rows."""
 
     def __init__(self, reader: Reader, entries: Mapping[str, TensorEntry]) -> None:
         self._reader = reader
@@ -70,24 +70,24 @@ class HeldRows:
 
 
 def row_groups(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut a tensor into groups of rows that are small enough to hold."""
+    """Split a tensor into groups of rows of bounded size."""
     total = shape[0] if shape else 1
     step = max(1, SLAB_BYTES // max(8, prod(shape[1:]) * 8))
     return [(row, min(row + step, total)) for row in range(0, total, step)]
 
 
 def slabs(source: Rows, name: str) -> Iterator[Tensor]:
-    """Give a tensor by groups of rows."""
+    """Yield a tensor by groups of rows."""
     for begin, stop in row_groups(source.entries[name].shape):
         yield source.rows(name, begin, stop)
 
 
 def read_ahead(item: Item, reading: ThreadPoolExecutor) -> Item:
-    """Make an item's next slab while the one before is summed and written.
+    """Compute an item's next slab in a thread while the caller handles the one before.
 
     Args:
         item: to be written.
-        reading: one thread, which must live until the item is written.
+        reading: pool of one thread, which must live until the item is written.
     """
     is_long = item.num_bytes > SLAB_BYTES
     return replace(item, slabs=partial(_slabs_ahead, item, reading)) if is_long else item
@@ -102,7 +102,7 @@ def _slabs_ahead(item: Item, reading: ThreadPoolExecutor) -> Iterator[Tensor]:
 
 
 def with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[Item]:
-    """Report every slab that passes."""
+    """Report every slab to ``on_progress`` after it was consumed."""
     if on_progress is None:
         return list(items)
     total, done = sum(item.num_bytes for item in items), 0
@@ -120,7 +120,7 @@ def with_progress(items: Sequence[Item], on_progress: Progress | None) -> list[I
 def named_with_progress(
     sizes: Mapping[str, int], on_progress: Progress | None, doing: str
 ) -> Iterator[str]:
-    """Give names one by one, and report when the caller is done with each."""
+    """Yield names one by one, and report when the caller is done with each."""
     total, done = sum(sizes.values()), 0
     for name, num_bytes in sizes.items():
         yield name
@@ -130,11 +130,11 @@ def named_with_progress(
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are of one dtype, shape and content; NaN equals itself."""
+    """Whether two tensors have equal dtype, shape and bits; NaN equals itself."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
-    # Eight bytes at a time: comparing single bytes takes as long as reading them.
+    # Eight bytes at a time: comparing single bytes takes as long as reading.
     wide = a.numel() // 8 * 8
     return torch.equal(a[:wide].view(torch.int64), b[:wide].view(torch.int64)) and torch.equal(
         a[wide:], b[wide:]
@@ -142,7 +142,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def same_tensors(theirs: Rows, one: str, other: str) -> bool:
-    """Whether two tensors are of one dtype, shape and content."""
+    """Whether two tensors of a source have equal dtype, shape and bits."""
     shape = theirs.entries[one].shape
     return shape == theirs.entries[other].shape and all(
         same_bits(theirs.rows(one, *rows), theirs.rows(other, *rows))
@@ -151,7 +151,7 @@ def same_tensors(theirs: Rows, one: str, other: str) -> bool:
 
 
 def compare_copy(theirs: Rows, name: str, original: str) -> None:
-    """Check that a foreign tensor is what it should be a copy of."""
+    """Raise ValueError unless a foreign tensor equals its original."""
     if not same_tensors(theirs, name, original):
         mend = (
             "layers of multi-token prediction share the model's. Take num_nextn_predict_layers "

@@ -1,10 +1,10 @@
-"""A small language for renaming, fusing, splitting and transposing tensors, both ways.
+"""A small language for renaming, fusing, splitting and transposing tensors, in both directions.
 
-A ``Rule`` pairs our logical names with one foreign name. ``*`` stands for a number: the first
-is the layer, the second the expert. Where a foreign tensor holds all layers or experts along
-leading dimensions, the number stands in brackets: ``fc1.weight[*,*]``. A ``Table`` of rules,
-expanded for a model's size, lists every tensor of both sides, so a missing or an unused tensor
-is an error that names it and no tensor can be taken twice.
+A ``Rule`` pairs our logical names with one foreign name. ``*`` is a number: the first is the
+layer, the second the expert. Where a foreign tensor holds all layers or experts along leading
+dimensions, the number is in brackets: ``fc1.weight[*,*]``. A ``Table`` of rules, expanded for a
+model's size, lists every tensor of both sides, so that a missing or unused tensor is an error
+with its name, and no tensor is used twice.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from mcore_ckpt.storage.shard_plans import listed, name_problems
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Our tensors, one or several stacked by rows, and the foreign one that holds them."""
+    """Our tensors, one or several stacked by rows, and the foreign tensor that holds them."""
 
     ours: str | tuple[str, ...]
     """Logical names, without the ``model.`` of checkpoints."""
@@ -31,58 +31,59 @@ class Rule:
     sizes: tuple[int, ...] = ()
     """Rows of each of ours within the foreign tensor; empty: equal shares."""
     layers: tuple[int, ...] | None = None
-    """Layers that the first ``*`` stands for; None: all."""
+    """Layers that the first ``*`` ranges over; None: all."""
     groups: int = 1
-    """Equal blocks of the foreign rows, each with a share of every one of ours in turn."""
+    """Number of equal blocks of the foreign rows; each block has a share of every one of
+    ours."""
     padding: int = 0
-    """Rows of zeros that the foreign tensor has after ours (a padded vocabulary)."""
+    """Rows of zeros after ours in the foreign tensor (a padded vocabulary)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All rules of a model, and how many layers and experts they run over."""
+    """All rules of a model, and the numbers of layers and experts they range over."""
 
     rules: tuple[Rule, ...]
-    """In the order in which a foreign folder lists its tensors."""
+    """Rules in the order in which a foreign folder lists its tensors."""
     num_layers: int
     """Range of the first ``*``."""
     num_experts: int = 0
     """Range of the second ``*``."""
     droppable: tuple[str, ...] = ()
-    """Foreign names, ``*`` for anything, that hold nothing a model needs (cached angles)."""
+    """Patterns of foreign names that are ignored, ``*`` for anything (cached angles)."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Foreign names that may be present as equal copies of another (a tied head)."""
+    """Foreign names that may be present as equal copies of another name (a tied head)."""
 
 
 def native_table(names: Iterable[str]) -> Table:
-    """Make a table of names that are ours already."""
+    """Return the table of names that are logical names already."""
     return Table(tuple(Rule(name, name) for name in names), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A rule with its numbers filled in."""
+    """A rule for one layer and expert."""
 
     ours: tuple[str, ...]
     """Logical names, stacked by rows in this order."""
     theirs: str
     """Foreign name."""
     transposed: bool = False
-    """As in the rule."""
+    """As in ``Rule``."""
     sizes: tuple[int, ...] = ()
-    """As in the rule."""
+    """As in ``Rule``."""
     groups: int = 1
-    """As in the rule."""
+    """As in ``Rule``."""
     padding: int = 0
-    """As in the rule."""
+    """As in ``Rule``."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether each of ours is a range of the foreign rows, in order."""
+        """Whether each of ours is a contiguous range of the foreign rows, in order."""
         return not self.transposed and self.groups == 1
 
     def shares(self, their_shape: Sequence[int]) -> tuple[int, ...]:
-        """Rows of each of ours."""
+        """Return the number of rows of each of ours."""
         if not their_shape:
             return (1,)
         total = our_shape(their_shape, self.transposed)[0] - self.padding
@@ -96,12 +97,12 @@ class Link:
         return sizes
 
     def rows(self, their_shape: Sequence[int]) -> list[tuple[int, int]]:
-        """First and one-past-last row of each of ours within the foreign tensor.
+        """Return the first and one-past-last row of each of ours in the foreign tensor.
 
-        Of a link that is not plain, they are the rows of the stack before it is interleaved.
+        For links that are not plain, they are rows of the stack before it is interleaved.
 
         Raises:
-            ValueError: if the foreign tensor does not hold them.
+            ValueError: if the foreign tensor has another number of rows.
         """
         sizes = self.shares(their_shape)
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -109,7 +110,7 @@ class Link:
 
 
 def split_index(name: str) -> tuple[str, tuple[int, ...]]:
-    """Take the leading indices off a name: ``("X", (3, 7))`` for ``X[3,7]``."""
+    """Split the leading indices off a name: ``("X", (3, 7))`` for ``X[3,7]``."""
     stem, bracket, numbers = name.partition("[")
     return stem, tuple(map(int, numbers[:-1].split(","))) if bracket else ()
 
@@ -117,11 +118,11 @@ def split_index(name: str) -> tuple[str, tuple[int, ...]]:
 def unstacked(
     entries: Mapping[str, TensorEntry], links: Iterable[Link]
 ) -> dict[str, TensorEntry]:
-    """List tensors that links take by leading indices as one entry an index.
+    """Replace tensors that links address by leading indices with one entry for each index.
 
     Args:
-        entries: whole tensors; chunks are row-major, so a part of one lies in order too.
-        links: of the table; say how many leading dimensions are indices.
+        entries: complete tensors; chunks are row-major, so that an index is contiguous too.
+        links: links of the table, whose indices determine the leading dimensions.
     """
     depths = {name: len(index) for name, index in (split_index(k.theirs) for k in links)}
     found: dict[str, TensorEntry] = {}
@@ -149,14 +150,14 @@ def unstacked(
 
 
 def our_shape(their_shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
-    """Return the shape of a foreign tensor, or of all of ours stacked, the other way."""
+    """Return the shape after a transposition, if any."""
     return tuple(reversed(their_shape)) if transposed else tuple(their_shape)
 
 
 def expand(table: Table) -> list[Link]:
-    """Write out a table for its number of layers and experts.
+    """Return the links of a table, for all its layers and experts.
 
-    Layers come in order, and each foreign tensor once.
+    Layers come in order; each foreign tensor occurs once.
     """
     links: list[Link] = []
     layer = 0
@@ -165,7 +166,7 @@ def expand(table: Table) -> list[Link]:
         if rule is not None and "*" in rule.theirs:
             waiting.append(rule)
             continue
-        # Rules with a layer number stand together: go layer by layer through all of them.
+        # Rules with a layer number are adjacent: expand them layer by layer.
         for layer in range(table.num_layers if waiting else 0):
             links += [link for r in waiting for link in _of_layer(r, layer, table.num_experts)]
         waiting = []
@@ -179,7 +180,7 @@ def expand(table: Table) -> list[Link]:
 
 
 def match_theirs(table: Table, links: Sequence[Link], names: Iterable[str]) -> list[str]:
-    """Check that foreign tensors are exactly those that the links take.
+    """Check that the foreign tensors are exactly those of the links.
 
     Returns:
         Copies that are present and must be compared with their originals.
@@ -198,7 +199,7 @@ def match_theirs(table: Table, links: Sequence[Link], names: Iterable[str]) -> l
 
 
 def match_ours(links: Sequence[Link], tensors: Mapping[str, TensorEntry]) -> None:
-    """Check that our tensors are exactly those that the links take, and stack."""
+    """Check that our tensors are exactly those of the links, and can be stacked."""
     _check([name for link in links for name in link.ours], tensors)
     for link in links:
         first, *rest = (tensors[name] for name in link.ours)

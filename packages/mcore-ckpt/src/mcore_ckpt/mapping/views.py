@@ -1,7 +1,7 @@
-"""Tensors made of others on the way: renamed and cut, resized, dequantized.
+"""Views of tensors computed while reading: renamed and cut, resized, cast, dequantized.
 
-Each view gives rows like the folder under it, so that views stack and nothing is ever held
-whole but one transposed matrix.
+Each view has the interface of the rows below it, so that views compose, and nothing is held in
+memory completely except one transposed matrix.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ _FP8 = "F8_E4M3"
 
 
 class RenamedRows:
-    """Our tensors, read out of foreign ones as links say."""
+    """Our tensors, read from foreign ones by links."""
 
     def __init__(self, links: Sequence[Link], theirs: Rows) -> None:
-        """Look at shapes only.
+        """Check shapes; read nothing.
 
         Raises:
-            ValueError: if a foreign tensor has other rows than its link.
+            ValueError: if a foreign tensor has another number of rows than its link.
         """
         self._theirs = theirs
         self._links: dict[str, tuple[Link, int]] = {}
@@ -44,7 +44,7 @@ class RenamedRows:
                 self.entries[name] = TensorEntry(mine, entry.dtype, ())
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Read rows of one of ours."""
+        """Read rows of one of our tensors."""
         link, number = self._links[name]
         shape = self._theirs.entries[link.theirs].shape
         first = link.rows(shape)[number][0]
@@ -70,7 +70,7 @@ class RenamedRows:
 
 
 def their_items(links: Sequence[Link], ours: Rows) -> list[Item]:
-    """List the foreign tensors that links make of ours, ready to be written."""
+    """List the foreign tensors of links as items to write."""
     items = []
     for link in links:
         shapes = [ours.entries[name].shape for name in link.ours]
@@ -83,7 +83,7 @@ def their_items(links: Sequence[Link], ours: Rows) -> list[Item]:
 
 
 def stacked_items(items: Sequence[Item]) -> list[Item]:
-    """Join items ``X[0]``, ``X[1]``, ... that follow each other into one tensor ``X``."""
+    """Join successive items ``X[0]``, ``X[1]``, ... into one tensor ``X``."""
     found: list[Item] = []
     for stem, group in groupby(items, key=lambda item: split_index(item.name)[0]):
         parts = list(group)
@@ -101,7 +101,7 @@ def _one_by_one(items: Sequence[Item]) -> Iterator[Tensor]:
 
 
 def their_slabs(link: Link, ours: Rows) -> Iterator[Tensor]:
-    """Give the foreign tensor of a link, by rows, from ours."""
+    """Yield the foreign tensor of a link by rows, computed from ours."""
     shapes = [ours.entries[name].shape for name in link.ours]
     if link.transposed and len(shapes[0]) > 1:
         parts = [ours.rows(n, 0, s[0]) for n, s in zip(link.ours, shapes, strict=True)]
@@ -137,10 +137,10 @@ def _blocks(link: Link, ours: Rows) -> Iterator[Tensor]:
 
 
 class ResizedTensors:
-    """Tensors of which some have rows cut off, or rows of zeros put on."""
+    """Tensors of which some have rows removed, or rows of zeros appended."""
 
     def __init__(self, under: Rows, num_rows: Mapping[str, int]) -> None:
-        """Change the tensors that ``num_rows`` names; it may name absent ones."""
+        """Resize the tensors that ``num_rows`` names; absent ones are ignored."""
         self._under = under
         self.entries: dict[str, TensorEntry] = {
             name: replace(entry, shape=(num_rows[name], *entry.shape[1:]), chunks=())
@@ -177,21 +177,21 @@ class Cast:
         """Read rows and cast them."""
         held = self._under.rows(name, begin, stop)
         cast = held.to(DTYPES[self.entries[name].dtype])
-        # bf16 and fp32 reach equally far, but for rounding.
+        # bf16 has the range of float32, so that only rounding can overflow.
         is_narrow = cast.dtype == torch.float16 or held.dtype == torch.float64
         if is_narrow and (cast.isinf() & ~held.isinf()).any():
             raise ValueError(
                 f"{name} has numbers beyond {torch.finfo(cast.dtype).max:.5g}, where "
-                f"{self._dtype} ends: cast to bf16, or leave the dtype as it is."
+                f"{self._dtype} ends: cast to bf16, or leave the dtype unchanged."
             )
         return cast
 
 
 class DequantizedTensors:
-    """Weights of fp8 with a scale for each block of rows and columns, as wide numbers.
+    """fp8 weights with a scale for each block of rows and columns, as floating-point numbers.
 
-    ``X`` is hidden behind ``X * X_scale_inv``, each scale repeated over its block; the
-    scales themselves disappear. Computed in float32.
+    ``X`` becomes ``X * X_scale_inv``, each scale repeated over its block; the scales themselves
+    are hidden. Computed in float32.
 
     Reference:
         DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.3.2. arXiv:2412.19437.
@@ -212,7 +212,7 @@ class DequantizedTensors:
         for name, entry in under.entries.items():
             if name in scales:
                 if name.removesuffix(self._SCALE) not in under.entries:
-                    raise ValueError(f"{name} is the scale of no tensor that is there.")
+                    raise ValueError(f"{name} is the scale of a tensor that is missing.")
                 continue
             if entry.dtype != _FP8:
                 self.entries[name] = entry

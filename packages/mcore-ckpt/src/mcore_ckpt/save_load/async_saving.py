@@ -1,13 +1,13 @@
-"""Save while training goes on: copy aside, write in a thread, commit at a later step.
+"""Saves in the background: copies to host memory, writes in a thread, commits at a later step.
 
-``AsyncSaver.save`` plans, begins to copy what this rank must write to host memory and
-returns; threads copy on, write, and on rank 0 commit. They do not communicate: ``poll``, called
-once a step on all ranks, is where ranks find that all files are durable. Until the index is
-written the checkpoint does not exist.
+``AsyncSaver.save`` plans, starts copying this rank's share to host memory and returns; a thread
+finishes the copies and writes, and on rank 0 another one commits. Threads do not communicate:
+``poll``, called once a step on all ranks, is where ranks find that all files are durable. Until
+the index is written the checkpoint does not exist.
 
-At most one save is under way, so the host memory needed is one rank's share, once. A write
-that makes no progress for long is given up, and later saves are left out until it ends:
-training never waits for a disk that hangs.
+At most one save is in progress, so that host memory for one rank's share is needed, once. A
+write without progress for long is given up, and later saves are skipped until it ends: training
+never waits for a disk that hangs.
 """
 
 import logging
@@ -45,13 +45,13 @@ from mcore_parallel.sharding import Shard
 log = logging.getLogger(__name__)
 
 SILENT_S = 600.0
-"""A thread that writes nothing for so long is taken to hang."""
+"""Seconds without writing after which a thread counts as hanging."""
 
 _CLOSE_S = 10.0
 
 
 class _Job:
-    """Work in a thread, and how it went."""
+    """Work in a thread, and its result."""
 
     def __init__(self, work: Callable[["_Job"], Any]) -> None:
         self.result: Any = None
@@ -66,7 +66,7 @@ class _Job:
     def _run(self, work: Callable[["_Job"], Any]) -> None:
         try:
             self.result = work(self)
-        except Exception as error:  # noqa: BLE001 - all ranks raise it at the next poll
+        except Exception as error:  # noqa: BLE001 - raised by all ranks at the next poll
             self.failure = str(error) or repr(error)
 
     @property
@@ -77,12 +77,12 @@ class _Job:
         return self.is_busy and time.monotonic() - self.moved_s > limit_s
 
     def join(self, limit_s: float) -> None:
-        """Wait for the end, or until nothing has moved for ``limit_s``."""
+        """Wait for the end, or until there was no progress for ``limit_s``."""
         while self.is_busy and not self.is_silent(limit_s):
             self._thread.join(max(0.01, self.moved_s + limit_s - time.monotonic()))
 
     def watched(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Note progress at each tensor that passes."""
+        """Yield tensors; record progress at each, and raise after ``cancel``."""
         for tensor in tensors:
             if self._is_cancelled:
                 raise CheckpointError("the save was given up")
@@ -90,14 +90,14 @@ class _Job:
             yield tensor
 
     def cancel(self, limit_s: float) -> None:
-        """End at the next tensor; wait for that, but not for ever."""
+        """End the work at its next tensor; wait at most ``limit_s`` for it."""
         self._is_cancelled = True
         self._thread.join(limit_s)
 
 
 @dataclass(slots=True)
 class _PendingSave:
-    """A save that is under way."""
+    """A save in progress."""
 
     begun: PlannedSave
     copies: Copies
@@ -105,17 +105,17 @@ class _PendingSave:
     tries_left: int
     requested_s: float
     reports: list[bytes] = field(default_factory=list)
-    """What each rank wrote; empty until all have."""
+    """Each rank's report of its files; empty until all have written."""
     answers: Callable[[], list[bool]] | None = None
-    """Waits for what the ranks said of their jobs at the last poll."""
+    """Waits for the ranks' answers about their jobs, sent at the last poll."""
 
 
 class AsyncSaver:
-    """Saves in the background, one after the other.
+    """Saves in the background, one save after another.
 
     Attributes:
         last_durable: folder of the newest step that this object made durable, or None.
-        last_failure: why the last save came to nothing; empty if it did not fail.
+        last_failure: reason why the last save failed; empty if it did not.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class AsyncSaver:
 
         Args:
             world: the ranks that save together; all call every method together. With gloo
-                beside nccl in its group, polling never waits for the GPU.
-            retries: times that a failed write is begun anew before the save is given up.
-            silent_s: seconds without progress after which a write is taken to hang.
+                besides nccl in its group, polling never waits for the GPU.
+            retries: repetitions of a failed write before the save is given up.
+            silent_s: seconds without progress after which a write counts as hanging.
             retention: which older steps are deleted once a newer one is durable.
         """
         self.last_durable: Path | None = None
@@ -149,12 +149,12 @@ class AsyncSaver:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory held for copies: this rank's share of a checkpoint, kept."""
+        """Host memory kept for copies: this rank's share of a checkpoint."""
         return self._staging.num_bytes
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a save is neither durable nor given up yet; equal on all ranks."""
+        """Whether a save is in progress; equal on all ranks."""
         return self._pending is not None
 
     def save(
@@ -170,19 +170,19 @@ class AsyncSaver:
         hf: HFView | None = None,
         overlap: bool = False,
     ) -> bool:
-        """Begin a save; the arguments are those of ``saving.save``.
+        """Start a save; the arguments are those of ``saving.save``.
 
-        Waits for the save before it, if that is still under way. Communicates over the world.
-        The first save of a plan is the slow one: it takes the host memory, and waits until
-        what several ranks hold is compared. Later ones do neither.
+        Waits for the previous save if it is in progress. Communicates over the world. The first
+        save of a plan is slow: it allocates host memory, and waits until replicas are compared.
+        Later ones do neither.
 
-        ``folders`` must stay until the save is durable. Weights for ``hf`` are put together
-        here, before anything else happens. With ``overlap`` it returns before the copies are
-        made: the tensors must then stay as they are until ``hold`` was called. Otherwise they
-        may change at once.
+        ``folders`` must stay until the save is durable. Weights for ``hf`` are assembled here,
+        before anything else. With ``overlap`` it returns before the copies are made: the
+        tensors must then not change until ``hold`` was called. Otherwise they may change at
+        once.
 
         Returns:
-            False if nothing was begun, because an earlier write hangs.
+            False if no save was started, because an earlier write hangs.
 
         Raises:
             ValueError: as ``saving.save``, before anything is written.
@@ -192,7 +192,7 @@ class AsyncSaver:
             self._wait_for_the_one_before(step)
         hanging = self._hanging is not None and self._hanging.is_busy
         if any_rank([hanging], self._world)[0]:
-            self.last_failure = f"step {step} was left out: an earlier write still hangs"
+            self.last_failure = f"step {step} was skipped: an earlier write still hangs"
             log.error("%s; training goes on", self.last_failure)
             return False
         self._hanging = None
@@ -215,7 +215,7 @@ class AsyncSaver:
         except BaseException:
             lock.release()
             raise
-        # The live tensors are not needed again: keep none of them alive.
+        # Keep no references to the live tensors.
         begun.memory.clear()
         self._lock = lock
         self.last_failure = ""
@@ -229,7 +229,7 @@ class AsyncSaver:
         return True
 
     def hold(self) -> None:
-        """Let what changes the saved tensors next wait for their copies; call it before.
+        """Order later changes of the saved tensors after their copies; call it before them.
 
         No communication. With GPU tensors it returns at once: the current stream waits.
         """
@@ -237,11 +237,11 @@ class AsyncSaver:
             self._pending.copies.hold()
 
     def poll(self) -> Path | None:
-        """Move the save under way on, if all ranks are ready; call it once a step.
+        """Advance the save in progress if all ranks are ready; call it once a step.
 
-        Communicates over the world only while a save is under way. A write that failed on any
-        rank is logged and begun anew, or given up after the last retry; it never raises, since
-        training can go on.
+        Communicates over the world only while a save is in progress. A write that failed on any
+        rank is logged and repeated, or given up after the last retry; it never raises, since
+        training can continue.
 
         Returns:
             The step's folder if it became durable just now.
@@ -249,7 +249,7 @@ class AsyncSaver:
         return self._advance()
 
     def wait(self) -> Path | None:
-        """Like ``poll``, but wait until the save under way is durable or given up."""
+        """Like ``poll``, but waits until the save in progress is durable or given up."""
         done = None
         while self._pending is not None:
             self._pending.job.join(self._silent_s)
@@ -257,9 +257,9 @@ class AsyncSaver:
         return done
 
     def close(self) -> None:
-        """Give up a save that is still under way: its step never existed. No communication.
+        """Give up a save in progress: its step never existed. No communication.
 
-        For a job that ends by an error; one that ends well calls ``wait`` first.
+        For a job that ends with an error; other jobs call ``wait`` first.
         """
         if self._pending is not None:
             self._pending.job.cancel(_CLOSE_S)
@@ -305,9 +305,10 @@ class AsyncSaver:
         return folder
 
     def _answers(self, pending: _PendingSave) -> list[bool] | None:
-        """Return whether jobs are busy, have failed or are silent; None: nothing is to be done.
+        """Return whether jobs are busy, failed or silent; None: no answer is due.
 
-        Sent at one poll and read at the next, so that no step waits for the slowest rank.
+        Answers sent at one poll are read at the next, so that no step waits for the slowest
+        rank.
         """
         answers = None if pending.answers is None else pending.answers()
         pending.answers = None
@@ -352,7 +353,7 @@ class AsyncSaver:
             f"{pending.begun.folder} for {self._silent_s:.0f} s"
         )
         log.error("%s; training goes on", self.last_failure)
-        # Its thread may still hold the staged memory: no save is begun before it ends.
+        # Its thread may still read the staged memory: no save starts before it ends.
         self._hanging = pending.job
         self._close()
 
@@ -364,7 +365,7 @@ class AsyncSaver:
 
 
 def _write_job(begun: PlannedSave, copies: Copies) -> _Job:
-    """Finish the copies and write this rank's files, in a thread."""
+    """Start a thread that finishes the copies and writes this rank's files."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def work(job: _Job) -> bytes:

@@ -1,7 +1,7 @@
-"""What goes into a step beside its tensors: JSON, small files, folders.
+"""Contents of a step besides its tensors: JSON, small files, folders.
 
-Looked at before anything is written, and JSON taken as it is then: a save in the background
-ends long after the call.
+They are checked before anything is written, and JSON is copied then: a background save ends
+long after the call.
 """
 
 import json
@@ -18,7 +18,7 @@ _OURS = re.compile(rf"{re.escape(INDEX)}|(rank_|model).*\.safetensors(\.index\.j
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attachments:
-    """What goes along; rank 0's counts."""
+    """JSON, files and folders of a step; those of rank 0 are saved."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
     """JSON kept in the index."""
@@ -28,11 +28,11 @@ class Attachments:
     """Folders to copy by name, such as ``tokenizer``."""
 
     def kept(self) -> "Attachments":
-        """Return it as it is now, whatever the caller's objects become.
+        """Return a checked copy that later changes of the caller's objects do not affect.
 
         Raises:
-            ValueError: for what is no JSON, a name that is no plain one or belongs to the
-                checkpoint itself, or a folder that is not there.
+            ValueError: for values that are no JSON, names that contain a path or belong to the
+                checkpoint itself, and missing folders.
         """
         try:
             extra = json.loads(json.dumps(dict(self.extra)))
@@ -40,13 +40,13 @@ class Attachments:
             raise ValueError(f"extra must be JSON: {error}.") from None
         for name in (*self.files, *self.folders):
             if not name or name in (".", "..") or "/" in name or "\0" in name:
-                raise ValueError(f"{name!r} goes along with a step: it must be a plain name.")
+                raise ValueError(f"{name!r}, a file of a step, must be a plain name.")
             if _OURS.fullmatch(name) or (name in self.files and name in self.folders):
                 raise ValueError(
-                    f"{name} cannot go along with a step: a checkpoint has one of that name "
-                    "already. Give it another."
+                    f"{name} cannot be a file of a step: a checkpoint has one of that name "
+                    "already. Use another name."
                 )
         for name, folder in self.folders.items():
             if not Path(folder).is_dir():
-                raise ValueError(f"{folder}, to go along as {name}, is no folder.")
+                raise ValueError(f"{folder}, to be saved as {name}, is no folder.")
         return Attachments(extra=extra, files=dict(self.files), folders=dict(self.folders))

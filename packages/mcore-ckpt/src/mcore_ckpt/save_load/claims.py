@@ -1,4 +1,4 @@
-"""What a rank says that it holds, checked against the memory that holds it."""
+"""Claims: what each rank states that it holds, checked against its memory."""
 
 from collections.abc import Mapping
 
@@ -11,20 +11,20 @@ from mcore_parallel.sharding import Piece, Shard
 
 
 def build_claims(shards: Mapping[str, Shard]) -> dict[str, Claim]:
-    """Describe what this rank holds; pieces without elements are left out.
+    """Describe what this rank holds; omits pieces without elements.
 
     Raises:
-        ValueError: if a piece's memory has not the shape or dtype that its shard says, or
-            there is none (the meta device) or it is a conjugate view, or files have no such
-            name, dtype or layout.
+        ValueError: if a piece's memory has another shape or dtype than its shard, is on the
+            meta device or is a conjugate view, or if files cannot hold its name, dtype or
+            layout.
     """
     return {name: build_claim(name, shard) for name, shard in shards.items()}
 
 
 def build_claim(name: str, shard: Shard) -> Claim:
-    """Describe one of them; see ``build_claims``."""
+    """Describe one shard; see ``build_claims``."""
     if name == "__metadata__":
-        raise ValueError(f"{name} is a word of safetensors files: call it otherwise.")
+        raise ValueError(f"{name} is reserved by safetensors files: use another name.")
     for piece in shard.pieces:
         if tuple(piece.data.shape) != tuple(piece.lengths):
             raise ValueError(
@@ -42,7 +42,7 @@ def build_claim(name: str, shard: Shard) -> Claim:
             raise ValueError(f"{name}: files hold no {piece.data.layout} tensors.")
         if piece.data.is_conj() or piece.data.is_neg():
             raise ValueError(
-                f"{name} is a conjugate or negative view, whose memory holds others: give "
+                f"{name} is a conjugate or negative view, whose memory has other values: give "
                 "its resolve_conj().resolve_neg()."
             )
     if shard.dtype not in DTYPE_NAMES:
@@ -52,5 +52,5 @@ def build_claim(name: str, shard: Shard) -> Claim:
 
 
 def piece_box(piece: Piece) -> Box:
-    """Return the region of a piece."""
+    """Return offsets and lengths of a piece."""
     return tuple(piece.offsets), tuple(piece.lengths)

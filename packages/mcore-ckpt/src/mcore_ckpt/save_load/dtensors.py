@@ -1,8 +1,8 @@
 """Torch's own sharded tensors as shards.
 
-A DTensor is one box a rank. Under FSDP2 a parameter is cut along dimension 0, like
-``torch.chunk``; with tensor parallelism beside it the tensor ranks cut first, which torch
-marks by a strided placement.
+A DTensor is one box on each rank. FSDP2 splits a parameter along dimension 0, like
+``torch.chunk``; combined with tensor parallelism, the tensor ranks split first, which torch
+expresses by a strided placement.
 
 Zhao et al. 2023, arXiv:2304.11277; torch.distributed.tensor for the placements.
 """
@@ -23,20 +23,20 @@ def tensor_shards(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Sha
     """Describe DTensors and plain tensors; pieces are this rank's local memory.
 
     Args:
-        tensors: by name, such as a ``state_dict()``. Plain tensors count as whole on every
-            rank that names them.
-        prefix: put before each name.
+        tensors: by name, such as a ``state_dict()``. Plain tensors count as complete copies on
+            every rank that names them.
+        prefix: prepended to each name.
 
     Raises:
-        ValueError: for a DTensor that is neither cut nor replicated along some mesh dimension,
-            and for what is no tensor.
+        ValueError: for a DTensor that is neither sharded nor replicated along some mesh
+            dimension, and for values that are no tensors.
     """
     shards = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(
                 f"{prefix}{name} is no tensor but {type(tensor).__name__}, and would be lost: "
-                "take it out, and put it into extra."
+                "remove it, and put it into extra."
             )
         if isinstance(tensor, DTensor):
             shards[prefix + name] = _shard(prefix + name, tensor)
@@ -61,8 +61,8 @@ def _shard(name: str, tensor: DTensor) -> Shard:
         elif placement.is_shard() or hasattr(placement, "split_factor"):
             cuts.append((dim, placement))
         else:
-            raise ValueError(f"{name} is {placement} over {mesh}: only cuts and copies save.")
-    # A strided cut comes after those of the mesh dimensions that stand behind it.
+            raise ValueError(f"{name} is {placement} over {mesh}: only shards and copies save.")
+    # A strided shard is applied after those of the mesh dimensions that follow it.
     cuts.sort(key=lambda cut: hasattr(cut[1], "split_factor"))
     for dim, placement in cuts:
         at: int = placement.dim  # pyrefly: ignore

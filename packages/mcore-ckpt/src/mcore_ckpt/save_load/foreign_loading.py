@@ -1,8 +1,8 @@
-"""Folders of other formats as checkpoints that load where they are, without a conversion.
+"""Loads folders of other formats in place, without a conversion, as if they were checkpoints.
 
 Where a foreign tensor holds ours as ranges of its rows, an index points straight into its file,
-and ranks read the rows they need as from a step of ours. What is transposed, interleaved or
-quantized there is read by rows through the same views that a conversion uses.
+and ranks read the rows they need as from a step of ours. Tensors that are transposed,
+interleaved or quantized are read by rows through the views that a conversion uses.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
-from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
-from mcore_ckpt.formats.quantization import MatrixPart, WidenedRows
-from mcore_ckpt.formats.quantized_layouts import KV_SCALES, QuantLayout
+from mcore_ckpt.formats.open_checkpoint import PREFIX, OpenCheckpoint
 from mcore_ckpt.formats.recognition import folder_format
-from mcore_ckpt.formats.sources import PREFIX, opened
+from mcore_ckpt.formats.sources import opened
 from mcore_ckpt.mapping.row_streams import Rows
 from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.files import Reader, narrowed
@@ -26,7 +23,7 @@ from mcore_ckpt.storage.index import ADAPTER, DTYPE_BYTES, Index, StoredBox, Ten
 from mcore_ckpt.storage.paths import is_peft_folder
 
 _VIEW = ""
-"""Stands for the file of a tensor whose bytes are not in a file as they are."""
+"""File of tensors whose bytes no file holds in their order."""
 
 
 @contextmanager
@@ -34,7 +31,7 @@ def opened_foreign(folder: Path) -> Iterator[tuple[Index, Reader]]:
     """Open a folder of another format as an index of our tensors and a reader of their boxes.
 
     Raises:
-        ValueError: if it holds a model that no family here can say.
+        ValueError: if no family here can express its model.
         CheckpointError: if files are damaged or contradict each other.
     """
     if is_peft_folder(folder):
@@ -51,7 +48,9 @@ def opened_foreign(folder: Path) -> Iterator[tuple[Index, Reader]]:
 
 @contextmanager
 def _opened_adapters(folder: Path) -> Iterator[tuple[Index, Reader]]:
-    """Open a folder of PEFT as adapters of ours, beside the model that it names."""
+    """Open a PEFT folder as adapters of ours with the base model that it names."""
+    from mcore_ckpt.formats.peft_folder import base_folder, read_adapters
+
     base = base_folder(folder)
     with opened("hf", base) as found:
         adapters = read_adapters(folder, found.links)
@@ -65,66 +64,12 @@ def _opened_adapters(folder: Path) -> Iterator[tuple[Index, Reader]]:
         yield Index(tensors, extra), reader
 
 
-class QuantizedFolder:
-    """A Hugging Face folder of quantized weights: how each of our matrices was rounded."""
-
-    def __init__(self, found: OpenCheckpoint, widened: WidenedRows) -> None:
-        """Look at names only."""
-        self._widened = widened
-        self._places = {
-            name: (link, number)
-            for link in found.links
-            for number, name in enumerate(link.ours)
-        }
-
-    def is_quantized(self, name: str) -> bool:
-        """Whether a logical tensor is one of codes."""
-        return self._widened.is_quantized(self._places[name][0].theirs)
-
-    def layout(self, name: str) -> QuantLayout:
-        """Return how a logical matrix that is one of codes is stored."""
-        return self._widened.layout(self._places[name][0].theirs)
-
-    def part(self, name: str, begin: int, stop: int) -> MatrixPart:
-        """Read how rows ``begin`` to ``stop`` of a logical matrix were rounded."""
-        link, number = self._places[name]
-        assert link.is_plain, f"{link.theirs} is not stored by rows"
-        first = link.rows(self._widened.entries[link.theirs].shape)[number][0]
-        return self._widened.part(link.theirs, first + begin, first + stop)
-
-    def kv_scales(self) -> dict[int, tuple[float, float]]:
-        """Read the scales of an fp8 cache: of keys and of values, by number of the layer."""
-        held, found = self._widened.kv_scales(), {}
-        for name, (link, _) in self._places.items():
-            layer, _, rest = name.removeprefix("blocks.").partition(".")
-            if rest != "attention.qkv.k.weight":
-                continue
-            prefix = link.theirs.removesuffix("k_proj.weight")
-            if f"{prefix}{KV_SCALES[0]}" in held:
-                k, v = (held[f"{prefix}{scale}"].item() for scale in KV_SCALES)
-                found[int(layer)] = (k, v)
-        return found
-
-
-@contextmanager
-def opened_quantized(folder: Path) -> Iterator[QuantizedFolder | None]:
-    """Open a Hugging Face folder for its scales; None if its weights are not quantized so.
-
-    Raises:
-        ValueError: as ``opened_foreign``.
-        CheckpointError: likewise.
-    """
-    with opened("hf", folder) as found:
-        widened = found.theirs
-        yield QuantizedFolder(found, widened) if isinstance(widened, WidenedRows) else None
-
-
 def pointers(found: OpenCheckpoint) -> dict[str, TensorEntry]:
     """List our tensors, each as one chunk of the foreign file that holds it.
 
     Returns:
-        By logical name. The file of a chunk is empty where no file holds the tensor's bytes in
-        order.
+        Entries by logical name. The file of a chunk is empty if no file holds the tensor's
+        bytes in order.
     """
     entries = {}
     for link in found.links:
@@ -143,7 +88,7 @@ def pointers(found: OpenCheckpoint) -> dict[str, TensorEntry]:
 
 
 class ViewReader(Reader):
-    """Reads boxes from files where they lie there, else through a view of rows."""
+    """Reads boxes from files that hold them in order, otherwise through a view of rows."""
 
     def __init__(self, folder: Path, view: Rows) -> None:
         """Open nothing yet."""
@@ -158,7 +103,7 @@ class ViewReader(Reader):
             super().read(name, entry, chunk, box, target)
             return
         (begin, *_), (count, *_) = (box[0] or (0,)), (box[1] or (1,))
-        with self._opening:  # views keep what they have turned, and are not for many threads
+        with self._opening:  # views cache a transposed matrix and are not thread-safe
             rows = self._view.rows(name.removeprefix(PREFIX), begin, begin + count)
         whole_rows = ((0, *box[0][1:]), box[1]) if box[0] else ((), ())
         target.copy_(narrowed(rows, whole_rows))

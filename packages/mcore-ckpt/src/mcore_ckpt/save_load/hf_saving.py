@@ -1,9 +1,9 @@
-"""A step that is a Hugging Face folder as well: the weights stand once, as whole tensors.
+"""Steps that are also Hugging Face folders: weights are stored once, as complete tensors.
 
-Weights go to ``model-*.safetensors`` under their foreign names, and our index points into
-these files; optimizer and the rest stay in the rank files. Each foreign tensor is put
-together on one rank from the boxes of all, in rounds of bounded size, and each rank writes
-the file of the tensors that it owns: about its share of the model, never the whole.
+Weights go to ``model-*.safetensors`` under their foreign names, and our index points into these
+files; the optimizer and everything else stay in the rank files. Each foreign tensor is
+assembled on one rank from the boxes of all ranks, in rounds of bounded size; each rank writes
+the file of the tensors that it owns, about its share of the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,14 @@ from mcore_ckpt.storage.shard_plans import Claim, PlannedTensor, Write
 from mcore_parallel.mesh import Axis
 
 HF_INDEX = "model.safetensors.index.json"
-"""Says which file holds which foreign tensor."""
+"""Index of the files of foreign tensors."""
 
 _PREFIX = "model."
 
 
 @dataclass(frozen=True, slots=True)
 class HFView:
-    """How a model of ours stands in a Hugging Face folder."""
+    """How a model is stored as a Hugging Face folder."""
 
     config: Mapping[str, Any]
     """Its config.json, without the dtype."""
@@ -49,16 +49,16 @@ def hf_view(
     model_type: str = "",
     carried: Mapping[str, Any] = MappingProxyType({}),
 ) -> HFView:
-    """Find out how a model stands in a Hugging Face folder.
+    """Return how a model is stored in a Hugging Face folder.
 
     Args:
-        description: what our checkpoints keep of a model.
-        model_type: family to write; empty: the first that can say the model.
-        carried: fields of its config.json that say nothing about the model.
+        description: of the model, as in mcore checkpoints.
+        model_type: family to write; empty: the first that can express the model.
+        carried: fields of its config.json that do not affect the model.
 
     Raises:
-        ValueError: if none can, or it stores rows turned, interleaved or padded, so that its
-            bytes cannot be ours too.
+        ValueError: if no family can, or it stores rows transposed, interleaved or padded, so
+            that its bytes differ from ours.
     """
     model_type = model_type or family_for(description)
     family = find_family(model_type)
@@ -71,7 +71,7 @@ def hf_view(
     ]
     if turned:
         raise ValueError(
-            f"--save-hf cannot write {model_type}, which does not store our rows as they are "
+            f"--save-hf cannot write {model_type}, which does not store our rows unchanged "
             f"({turned[0]}): leave it out, and use mcore-ckpt convert mcore-to-hf."
         )
     return HFView(config, links)
@@ -79,19 +79,19 @@ def hf_view(
 
 @dataclass(frozen=True, slots=True)
 class HFPlan:
-    """Who puts which foreign tensors together, equal on all ranks."""
+    """Which rank assembles which foreign tensors; equal on all ranks."""
 
     entries: list[list[PlannedTensor]]
     """Each rank's foreign tensors in file order."""
     moves: list[Move[Write]]
-    """The boxes they are made of, in an order that keeps all ranks busy."""
+    """Boxes to move, in an order that keeps all ranks busy."""
     rest: list[list[Write]]
-    """What each rank writes to its own file as ever."""
+    """Writes of each rank to its own file."""
     names: list[str]
-    """Each rank's file of weights; empty for a rank without one."""
+    """File name of each rank's weights; empty for a rank without weights."""
 
     def small_files(self, config: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return what makes the weights a folder: config.json and the list of files."""
+        """Return config.json and the index of weight files."""
         sizes: dict[str, int] = {}
         places = {}
         for name, entries in zip(self.names, self.entries, strict=True):
@@ -112,7 +112,7 @@ class HFPlan:
 def plan_hf(
     links: Sequence[Link], claims: Sequence[Mapping[str, Claim]], writes: Sequence[list[Write]]
 ) -> HFPlan:
-    """Give each foreign tensor to a rank: to one that writes all of it, else by bytes. Pure.
+    """Assign each foreign tensor to a rank: one that writes all of it, else by bytes. Pure.
 
     Args:
         links: which foreign tensor holds which of ours.
@@ -153,7 +153,7 @@ def plan_hf(
         load[owner] += entry.num_bytes
     for mine in entries:
         mine.sort(key=lambda entry: -DTYPE_BYTES[entry.dtype])
-    # By how far each owner's file has come, so that all of them receive in every round.
+    # Sorted by position in the owner's file, so that all owners receive in every round.
     moves = [move for _, _, move in sorted(placed, key=lambda one: one[:2])]
     return HFPlan(entries, moves, rest, _names(entries))
 
@@ -161,17 +161,17 @@ def plan_hf(
 def assemble(
     plan: HFPlan, live: Mapping[Write, Tensor], *, world: Axis, device: torch.device
 ) -> list[Tensor]:
-    """Put this rank's foreign tensors together; all ranks of ``world`` call it.
+    """Assemble this rank's foreign tensors; all ranks of ``world`` call it.
 
     Args:
         plan: equal on all ranks.
-        live: the memory of each box that this rank gives.
+        live: memory of each box that this rank holds.
         world: the ranks.
-        device: where bytes travel.
+        device: device of the communication.
 
     Returns:
-        The memory of each section of each of this rank's entries: what is here already, in
-        place, the rest on the host.
+        The memory of each section of this rank's entries: local boxes in place, others on the
+        host.
     """
     sections = [
         (one, DTYPES[entry.dtype])
@@ -189,7 +189,7 @@ def assemble(
         view = narrowed(host[one.name], one.box)
         view.copy_(data.view(view.dtype).view(one.box[1]), non_blocking=True)
 
-    # A whole tensor that is where it belongs stays in place.
+    # A complete tensor on its own rank stays in place.
     whole = {one for mine in plan.entries for entry in mine for one in entry.sections}
     moves = [m for m in plan.moves if not (m.source == m.target and m.key in whole)]
     exchange(moves, lambda one: live[one], take, world=world, device=device)
@@ -199,7 +199,7 @@ def assemble(
 
 
 def put_tokenizer_at_root(step: Path) -> None:
-    """Copy the tokenizer of a step folder to where transformers looks for it."""
+    """Copy the tokenizer of a step folder to its root, where transformers expects it."""
     files, _ = small_files(step / "tokenizer")
     if "tokenizer.json" in files and "tokenizer_config.json" not in files:
         files["tokenizer_config.json"] = json_bytes(

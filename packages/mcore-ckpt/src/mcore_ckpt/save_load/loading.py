@@ -1,8 +1,8 @@
-"""Load logical tensors into whatever this rank holds, whoever saved them.
+"""Loads logical tensors into the shards of this rank, whatever layout saved them.
 
-Each rank reads the index, finds which chunks its boxes lie in and reads those rows straight
-into its memory. Names, shapes and dtypes are compared before anything is read, with every
-difference listed; a fault on one rank is raised on all.
+Each rank reads the index, finds the chunks that intersect its boxes and reads those rows
+straight into its memory. Names, shapes and dtypes are compared before anything is read, and all
+differences listed; an error on one rank is raised on all.
 """
 
 import json
@@ -21,9 +21,8 @@ from torch import Tensor
 from mcore_base.stores import as_path
 from mcore_ckpt.config import StrictnessConfig
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.families.common.shape_check import check_description
+from mcore_ckpt.families.common.shapes import check_description
 from mcore_ckpt.save_load.claims import build_claims, piece_box
-from mcore_ckpt.save_load.foreign_loading import opened_foreign
 from mcore_ckpt.save_load.rank_agreement import agreed, gather_json
 from mcore_ckpt.save_load.tensor_exchange import Move, exchange, travel_device
 from mcore_ckpt.storage.boxes import Box, shifted
@@ -47,7 +46,7 @@ from mcore_parallel.sharding import Piece, Shard
 log = logging.getLogger(__name__)
 
 READERS = 4
-"""Threads of a rank that read: one waits for the disk while others sum and copy."""
+"""Reading threads of a rank: one waits for the disk while others sum and copy."""
 STRICT = StrictnessConfig()
 """Every difference is an error."""
 
@@ -65,27 +64,27 @@ def load(
 ) -> Mapping[str, Any]:
     """Fill this rank's pieces from a checkpoint saved under any layout.
 
-    Communicates over ``world``: all ranks call it, each with what it needs. If any rank
+    Communicates over ``world``: all ranks call it, each with its own shards. If any rank
     fails, all raise; pieces may then be partly filled.
 
     Args:
         folder: a step folder, a run folder for its latest step, or one of another format,
             whose weights have the names ``model.<logical name>``.
         shards: logical name to pieces, which are written in place.
-        world: the ranks that load together. A tensor of the checkpoint that none of them
-            loads is an error; left out, this rank must load all.
-        strictness: what to do about names, shapes and dtypes that differ; each kind is an
-            error that lists them all by default.
-        checksums: check the bytes that are read, and all small files of the step.
-        cast: convert dtypes that differ, whatever ``strictness`` says of them.
-        ignore: beginnings of names in the checkpoint that need not be loaded, such as
+        world: the ranks that load together. A tensor of the checkpoint that none of them loads
+            is an error. Default: this rank alone loads all.
+        strictness: treatment of names, shapes and dtypes that differ; by default all are
+            errors, listed together.
+        checksums: verify the bytes that are read, and all small files of the step.
+        cast: convert dtypes that differ, whatever ``strictness`` states.
+        ignore: prefixes of names in the checkpoint that need not be loaded, such as
             ``optimizer.``.
-        share: whether a box that several ranks of a host need is read by one of them and
-            travels over ``world`` to the others. auto: if tensors are on a GPU; on the CPU
-            the system's file cache is the faster road.
+        share: whether a box that several ranks of a host need is read by one of them and sent
+            to the others over ``world``. auto: for tensors on a GPU; on the CPU the system's
+            file cache is faster.
 
     Returns:
-        ``extra`` as it was saved; of another format the model's description.
+        ``extra`` as saved; for another format the model's description.
 
     Raises:
         ValueError: if there is no checkpoint, or names, shapes or dtypes differ.
@@ -97,7 +96,7 @@ def load(
             index, reader, fingerprint = stack.enter_context(
                 opened_checkpoint(folder, checksums=checksums)
             )
-            if checksums:
+            if checksums and index.files:  # folders of other formats list none
                 check_files(folder, index, world.rank, world.size)
             wanted = build_claims(shards)
         gathered = gather_json([fingerprint, list(wanted)], world)
@@ -111,10 +110,14 @@ def load(
         with agreed(world):
             skipped = _check_wanted(folder, index, wanted, problems, strictness, cast=cast)
         taken = {n: s for n, s in shards.items() if n in index.tensors and n not in skipped}
+        if world.size == 1 or share == "never":
+            with agreed(world):
+                _read(reader, taken, index.tensors, ())
+            return index.extra
         pieces = (piece.data for shard in shards.values() for piece in shard.pieces)
         device = travel_device(pieces, world)
         shared: list[SharedBox] = []
-        if share == "always" or (share == "auto" and device.type != "cpu"):
+        if share == "always" or device.type != "cpu":
             shared = _plan_shared({name: wanted[name] for name in taken}, index, world)
         from_others = {one.write for one in shared if world.rank in one.others}
         with agreed(world):
@@ -127,14 +130,14 @@ def load(
 def opened_checkpoint(
     folder: Path, *, checksums: bool = True
 ) -> Iterator[tuple[Index, Reader, int]]:
-    """Open a step of ours, or a folder of another format as if it were one.
+    """Open a step of ours, or a folder of another format like one.
 
     Returns:
-        The index, a reader of its chunks, and a number that is equal on ranks which see the
+        The index, a reader of its chunks, and a number that is equal on ranks that see the
         same folder.
 
     Raises:
-        ValueError: as ``read_index``, or if no family here can say the folder's model.
+        ValueError: as ``read_index``, or if no family here can express the folder's model.
         CheckpointError: if files are missing or damaged.
     """
     if is_complete(folder):
@@ -145,6 +148,8 @@ def opened_checkpoint(
         with Reader(folder, checksums=checksums) as reader:
             yield index, reader, fingerprint
         return
+    from mcore_ckpt.save_load.foreign_loading import opened_foreign
+
     with opened_foreign(folder) as (index, reader):
         names = {name: entry.shape for name, entry in index.tensors.items()}
         said = json.dumps([index.extra, names], sort_keys=True)
@@ -152,7 +157,7 @@ def opened_checkpoint(
 
 
 def describe_checkpoint(folder: str | Path) -> Index:
-    """Return the index of a step, or what it would be for a folder of another format.
+    """Return the index of a step, or the equivalent one of a folder of another format.
 
     Args:
         folder: a run folder, a step folder, or one of another format.
@@ -174,10 +179,10 @@ def _check_wanted(
     *,
     cast: bool,
 ) -> Mapping[str, str]:
-    """Compare what is wanted with what there is.
+    """Compare this rank's claims with the index.
 
     Returns:
-        The tensors to leave as they are, because of another shape.
+        The tensors to skip because of another shape, with a sentence each.
     """
     missing, unasked = names
     problems = [
@@ -190,7 +195,7 @@ def _check_wanted(
     problems += found.faults
     if strictness.dist_ckpt_shape_mismatch == "skip":
         skipped = found.shapes
-        _answer("log", "left as it is", list(skipped.values()))
+        _answer("log", "not loaded", list(skipped.values()))
     else:
         problems += found.shapes.values()
         ways += ["--dist-ckpt-shape-mismatch skip"] * bool(found.shapes)
@@ -200,15 +205,13 @@ def _check_wanted(
         problems += found.dtypes.values()
         ways += ["--dist-ckpt-dtype-mismatch cast"] * bool(found.dtypes)
     if problems:
-        advice = f"\nWhat agrees is loaded with {' and '.join(ways)}." if ways else ""
+        advice = f"\nEverything else is loaded with {' and '.join(ways)}." if ways else ""
         raise ValueError(f"cannot load {folder}: {listed(problems)}{advice}")
     return skipped
 
 
 def _plan_shared(wanted: Mapping[str, Claim], index: Index, world: Axis) -> list[SharedBox]:
     """Choose the boxes that one rank of a host reads for others; all-gathers over ``world``."""
-    if world.size == 1:
-        return []
     table = {name: claim.to_json() for name, claim in wanted.items()}
     every = gather_json([socket.gethostname(), table], world)
     claims = [{n: Claim.from_json(v) for n, v in mine.items()} for _, mine in every]
@@ -218,7 +221,7 @@ def _plan_shared(wanted: Mapping[str, Claim], index: Index, world: Axis) -> list
 def _spread(
     shared: Sequence[SharedBox], shards: Mapping[str, Shard], world: Axis, device: torch.device
 ) -> None:
-    """Send what one rank has read to those that need it too."""
+    """Send boxes that one rank has read to the other ranks that need them."""
     live = {
         Write(name, piece_box(piece)): piece.data
         for name, shard in shards.items()
@@ -238,7 +241,7 @@ def _spread(
 
 
 def _answer(level: str, kind: str, problems: Sequence[str]) -> list[str]:
-    """Return what is an error, log what is to be logged."""
+    """Return the problems that are errors at this level; log those that are logged."""
     sentences = [f"{kind}: {problem}" for problem in problems]
     if sentences and level == "log":
         log.warning("%s", listed(sentences))
@@ -248,16 +251,16 @@ def _answer(level: str, kind: str, problems: Sequence[str]) -> list[str]:
 def read_tensor(
     folder: str | Path, name: str, *, checksums: bool = True, index: Index | None = None
 ) -> Tensor:
-    """Read one whole tensor of a step folder onto the CPU.
+    """Read one complete tensor of a step folder to the CPU.
 
     Args:
         folder: a step folder.
         name: logical name as saved, ``model.final_norm.weight``.
-        checksums: check the bytes that are read.
-        index: of the folder, if read before.
+        checksums: verify the bytes that are read.
+        index: of the folder, if it was read before.
 
     Raises:
-        ValueError: if the checkpoint has no such tensor; names the nearest.
+        ValueError: if the checkpoint has no such tensor; names similar ones.
     """
     tensors = (index or read_index(folder)).tensors
     if name not in tensors:
@@ -290,7 +293,7 @@ def _read(
         target = narrowed(piece.data.detach(), shifted(box, piece.offsets))
         reader.read(name, tensors[name], chunk, box, target)
 
-    # In file order, which disks and their read-ahead like best.
+    # In file order, which is fastest for disks and their read-ahead.
     jobs.sort(key=lambda job: (job[1].file, job[1].offset))
     with ThreadPoolExecutor(READERS) as pool:
         waiting = [pool.submit(read_one, *job) for job in jobs]

@@ -1,10 +1,10 @@
-"""Checkpoints on the disks of each host, through nvidia-resiliency-ext: quick, for one layout.
+"""Checkpoints on the local disks of hosts, through nvidia-resiliency-ext: fast, for one layout.
 
-Each rank keeps what it holds on a disk of its own host, and copies of what ranks of other
-hosts hold, so that a job that lost a host goes on from minutes ago. The package decides which
-iteration is whole, who keeps whose copy and what is deleted; files are ours, an index and
-safetensors each, where its own manager would pickle, and so is the way back of a copy, which
-the package sends through GPUs alone. Nothing here reshards: that is what ``save`` is for.
+Each rank saves its shards to a disk of its own host, and copies of shards of ranks on other
+hosts, so that a job that lost a host resumes from minutes ago. The package decides which
+iteration is complete, who keeps whose copy and what is deleted. Files are ours, an index and
+safetensors, where the package's manager would pickle; the retrieval of a copy is ours too,
+since the package sends copies through GPUs only. Nothing here reshards; ``save`` does.
 
 Reference:
     https://nvidia.github.io/nvidia-resiliency-ext (local checkpointing)
@@ -42,17 +42,17 @@ _PACKAGE = "nvidia_resiliency_ext.checkpointing.local"
 _FILE = "pieces.safetensors"
 
 Id = tuple[int, int, str]
-"""Iteration, owner's rank and session: what the package calls a checkpoint of one rank."""
+"""Iteration, owner's rank and session: the package's id of one rank's checkpoint."""
 
 
 class LocalSaver:
     """Saves to and loads from local disks; all ranks call every method together."""
 
     def __init__(self, config: LocalConfig, world: Axis) -> None:
-        """Open this rank's folder; makes groups for copies if ``config`` has any.
+        """Open this rank's folder; create groups for copies if ``config`` has any.
 
         Args:
-            config: where, and how many copies.
+            config: folder, and number of copies.
             world: all ranks of the job; torch.distributed must be initialized.
 
         Raises:
@@ -77,7 +77,7 @@ class LocalSaver:
         self._manager = _manager(self._files, config)
 
     def latest(self) -> int | None:
-        """Find the newest step that all ranks can load; None if there is none."""
+        """Return the newest step that all ranks can load, or None."""
         step = self._manager.find_latest()
         return None if step < 0 else step
 
@@ -86,23 +86,23 @@ class LocalSaver:
     ) -> None:
         """Save this rank's pieces; returns when they and all copies are on disks.
 
-        The step before is deleted once this one is whole. Copies travel over the groups that
-        the package made.
+        The previous step is deleted once this one is complete. Copies are sent over the
+        package's groups.
 
         Args:
             step: must be above the newest.
-            shards: logical name to what this rank holds.
-            extra: JSON that goes along.
+            shards: logical name to this rank's shards.
+            extra: JSON to save with them.
 
         Raises:
             ValueError: if the step is no newer, or shards contradict their pieces.
-            CheckpointError: on all ranks, if one could not write; the step before stays.
+            CheckpointError: on all ranks, if one could not write; the previous step stays.
         """
         newest = self.latest()
         with agreed(self._world):
             build_claims(shards)
             if newest is not None and step <= newest:
-                raise ValueError(f"local step {newest} is there: step {step} is no newer.")
+                raise ValueError(f"local step {newest} exists: step {step} is not newer.")
         self._files.failure, refusal = "", ""
         try:
             self._manager.save(_State.of(shards, extra or {}), step)
@@ -113,23 +113,23 @@ class LocalSaver:
         if refusal:
             raise CheckpointError(f"local step {step} was not saved: {faults or refusal}")
         if faults:
-            log.warning("local step %s is whole, but lacks copies: %s", step, faults)
+            log.warning("local step %s is complete, but lacks copies: %s", step, faults)
         log.info("saved local step %s to %s", step, self._files.folder)
 
     def load(self, shards: Mapping[str, Shard]) -> Mapping[str, Any]:
-        """Fill this rank's pieces from the newest step, wherever its copy is.
+        """Fill this rank's pieces from the newest step, from any host that has a copy.
 
-        A copy on another host travels to this rank in rounds of bounded size, over gloo where
-        the world has it.
+        A copy on another host is sent to this rank in rounds of bounded size, over gloo if the
+        world has it.
 
         Args:
             shards: as they were saved: same ranks, same pieces.
 
         Returns:
-            ``extra`` as it was saved.
+            ``extra`` as saved.
 
         Raises:
-            ValueError: if there is none, or it was saved under another layout.
+            ValueError: if there is no step, or it was saved under another layout.
             CheckpointError: if files are damaged.
         """
         newest = self.latest()
@@ -141,10 +141,10 @@ class LocalSaver:
         return state.extra
 
     def _brought(self, step: int) -> "_State":
-        """Read this rank's own, and send copies to the ranks that lost theirs."""
+        """Read this rank's own state, or receive it; send copies to ranks that lost theirs."""
         world = self._world
         held = gather_json(self._files.owners(step), world)
-        # A copy travels only to an owner who has none, from the first who has one.
+        # The first rank with a copy sends it, only to an owner without its own.
         ranks = range(world.size)
         keepers = [[rank for rank in ranks if owner in held[rank]] for owner in ranks]
         givers = [owner if owner in keepers[owner] else keepers[owner][0] for owner in ranks]
@@ -179,9 +179,9 @@ def _put(box: Tensor, target: Tensor) -> None:
 
 
 class _State:
-    """One rank's pieces, in the form that the package takes: structure, and tensors apart.
+    """One rank's pieces as the package's state dict: structure and tensors separated.
 
-    What the package calls hollow travels between ranks as an object, the tensors as tensors.
+    The package sends the structure ("hollow" state dict) as an object and tensors as tensors.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class _State:
 
     @classmethod
     def empty(cls, keys: Sequence[Sequence[Any]], extra: Mapping[str, Any]) -> "_State":
-        """Make room for pieces that another rank describes."""
+        """Allocate pieces that another rank describes."""
         ours = [(n, tuple(s), dtype, tuple(o), tuple(k)) for n, s, dtype, o, k in keys]
         state = cls(ours, [], extra)
         state.init_tensors()
@@ -203,7 +203,7 @@ class _State:
 
     @staticmethod
     def sizes(keys: Sequence[Sequence[Any]]) -> list[int]:
-        """Bytes of each piece."""
+        """Return the bytes of each piece."""
         kinds = {str(dtype): dtype.itemsize for dtype in DTYPES.values()}
         return [prod(lengths) * kinds[dtype] for _, _, dtype, _, lengths in keys]
 
@@ -218,7 +218,7 @@ class _State:
         return iter(self._tensors)
 
     def pop_tensors(self) -> list[Tensor]:
-        # They travel next, which strided ones cannot.
+        # They are sent next, which requires contiguous tensors.
         tensors = [tensor.contiguous() for tensor in self._tensors]
         self._tensors, self.is_hollow = [], True
         return tensors
@@ -233,11 +233,11 @@ class _State:
         )
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: ARG002
-        # Always whole: what is written next must be there.
+        # Always complete: the copies are written next.
         self._tensors = [tensor.to("cpu", copy=True) for tensor in self._tensors]
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: ARG002
-        # They stay on the host: ``fill`` copies them to where they belong.
+        # They stay on the host: ``fill`` copies them into the shards.
         assert not self.is_hollow
 
     def fill(self, shards: Mapping[str, Shard]) -> None:
@@ -245,8 +245,8 @@ class _State:
         if mine.keys != self.keys:
             raise ValueError(
                 "the local checkpoint was saved under another layout or of another model, and "
-                "cannot be cut anew: leave --non-persistent-local-ckpt-dir out, or start with "
-                "the ranks and degrees of then."
+                "cannot be resharded: leave --non-persistent-local-ckpt-dir out, or start with "
+                "the ranks and parallel sizes of that run."
             )
         for target, source in zip(mine.tensors, self.tensors, strict=True):
             target.copy_(source)
@@ -264,24 +264,24 @@ class _Files:
         return self.folder / f"iter_{iteration:07d}_of_{rank:05d}"
 
     def all(self) -> list[tuple[int, int, Path]]:
-        """List iteration, owner and folder of each, whole or not."""
+        """List iteration, owner and folder of each checkpoint, complete or not."""
         parts = [(path.name.split("_"), path) for path in self.folder.glob("iter_*_of_*")]
         return [(int(words[1]), int(words[3]), path) for words, path in parts]
 
     def owners(self, iteration: int) -> list[int]:
-        """List whose pieces of an iteration are here, whole."""
+        """List the owners of complete checkpoints of an iteration."""
         return [
             owner for step, owner, path in self.all() if step == iteration and is_complete(path)
         ]
 
     def write(self, state: _State, iteration: int, rank: int) -> None:
-        """Write one; a fault is kept for later, since the package's ranks wait for all."""
+        """Write one checkpoint; keep an error for later, since the package waits for all."""
         folder = self.where(iteration, rank)
         try:
             remove(folder)
             folder.mkdir(parents=True)
             _write(folder, state)
-        except Exception as error:  # noqa: BLE001 - all ranks raise it in LocalSaver.save
+        except Exception as error:  # noqa: BLE001 - raised by all ranks in LocalSaver.save
             self.failure = str(error) or repr(error)
 
     def read(self, iteration: int, rank: int) -> _State:
@@ -352,7 +352,7 @@ def _manager(files: _Files, config: LocalConfig) -> Any:
         )
 
     class Manager(managers.BaseCheckpointManager):
-        """The package's protocol; what it leaves open is done by ``files``."""
+        """The package's manager with its file operations done by ``files``."""
 
         def _my_ckpt_ids(self) -> list[Id]:
             whole = [(step, rank) for step, rank, path in files.all() if is_complete(path)]

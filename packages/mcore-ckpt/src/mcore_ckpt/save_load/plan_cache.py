@@ -1,4 +1,4 @@
-"""A plan of who writes what, kept from save to save while ranks hold the same."""
+"""A plan of which rank writes which box, reused while ranks hold the same shards."""
 
 import hashlib
 import json
@@ -14,13 +14,12 @@ from mcore_parallel.sharding import Shard
 
 
 class PlanCache:
-    """The last plan of a world that saves again and again, used while it fits.
+    """The last plan of ranks that save repeatedly.
 
-    Ranks then exchange a hash of what they hold, and plan only if one has changed. A model of
-    many experts has ten thousand tensors: those that are the objects of the save before, of
-    the same shape, are not looked at again.
-    What several ranks hold is compared once a plan: at its first save, which takes the longer
-    by one look at all of it, and at no later one.
+    Ranks exchange a hash of what they hold, and plan again only if one hash has changed. A
+    model with many experts has ten thousand tensors: unchanged tensor objects of unchanged
+    shape are not described again. Replicas are compared once for a plan, at its first save,
+    which reads all of them once.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,7 @@ class PlanCache:
         self._is_compared = False
 
     def claims(self, shards: Mapping[str, Shard]) -> dict[str, Claim]:
-        """Describe what this rank holds, as ``build_claims``; no communication.
+        """Describe what this rank holds like ``build_claims``; no communication.
 
         Raises:
             ValueError: as ``build_claims``.
@@ -48,12 +47,10 @@ class PlanCache:
         return {name: claim for name, (_, claim) in known.items()}
 
     def compare(self, shards: Mapping[str, Shard], world: Axis) -> None:
-        """Compare the boxes that several ranks hold, if the plan is new.
-
-        Communicates over ``world`` then.
+        """Compare the replicas if the plan is new; communicates over ``world`` then.
 
         Args:
-            shards: of which ``plan`` was made last.
+            shards: shards of the last ``plan``.
             world: the ranks that planned.
 
         Raises:
@@ -87,7 +84,7 @@ class PlanCache:
         return self._plan
 
     def entries(self) -> list[PlannedTensor]:
-        """Return what each of this rank's writes is in its file, by the plan made last."""
+        """Return the entries of this rank's file by the last plan."""
         return self._entries
 
 

@@ -1,8 +1,8 @@
-"""Ranks that must know the same, or fail together: JSON over collectives, no pickle.
+"""Agreement between ranks: exchange of JSON, and errors raised on all ranks; no pickle.
 
-A rank that raises alone leaves the others waiting in their next collective. Work that can
-fail on one rank therefore runs inside ``agreed``, which ends with an exchange of what
-failed on each rank.
+A rank that raises alone leaves the others waiting in their next collective. Work that can fail
+on one rank therefore runs inside ``agreed``, which ends with an exchange of the errors of all
+ranks.
 """
 
 import json
@@ -19,36 +19,36 @@ from mcore_parallel.mesh import Axis
 
 
 def gather_json(value: Any, axis: Axis) -> list[Any]:
-    """Collect one JSON value of each rank; all-gathers over ``axis`` twice.
+    """Collect a JSON value from each rank; all-gathers over ``axis`` twice.
 
     Args:
-        value: what ``json.dumps`` takes; need not be of one size on all ranks.
-        axis: ranks that take part; all of them call it.
+        value: any JSON value; its size may differ between ranks.
+        axis: ranks that call it together.
 
     Returns:
-        The values in axis order, equal on all ranks; decoded from JSON, so tuples are lists
-        there, on one rank too.
+        The values in axis order, equal on all ranks; decoded from JSON, so that tuples become
+        lists, on one rank too.
     """
     return [unpack(content) for content in gather_bytes(pack(value), axis)]
 
 
 def pack(value: Any) -> bytes:
-    """Turn a JSON value into the bytes that travel."""
+    """Encode a JSON value as bytes to send."""
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
 
 
 def unpack(content: bytes) -> Any:
-    """Turn what ``pack`` gave into a JSON value again."""
+    """Inverse of ``pack``."""
     return json.loads(zlib.decompress(content))
 
 
 def any_rank(flags: Sequence[bool], axis: Axis) -> list[bool]:
-    """Say of each flag whether it is set on some rank; one all-reduce over ``axis``."""
+    """Return for each flag whether any rank has set it; one all-reduce over ``axis``."""
     return start_any_rank(flags, axis)()
 
 
 def start_any_rank(flags: Sequence[bool], axis: Axis) -> Callable[[], list[bool]]:
-    """Begin ``any_rank``; the function returned waits for the answer."""
+    """Start ``any_rank``; the returned function waits for its result."""
     if axis.size == 1:
         return lambda: list(flags)
     mine = torch.tensor([float(flag) for flag in flags], device=host_device(axis))
@@ -58,19 +58,19 @@ def start_any_rank(flags: Sequence[bool], axis: Axis) -> Callable[[], list[bool]
 
 @contextmanager
 def agreed(axis: Axis) -> Iterator[None]:
-    """Run the body on every rank of ``axis``; if one rank raises, all do.
+    """Run the body on every rank of ``axis``; if it raises on one rank, raise on all.
 
     All-gathers at the end. The body itself must not communicate.
 
     Raises:
-        ValueError: on the ranks that are well, if the others' fault is the user's.
-        CheckpointError: on them, if it is that of files or disks.
-        RuntimeError: on them, if it is the program's.
+        ValueError: on healthy ranks, if another rank received bad input.
+        CheckpointError: on healthy ranks, if another rank met damaged files or disks.
+        RuntimeError: on healthy ranks, if another rank has a bug.
     """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
+    except Exception as error:  # noqa: BLE001 - raised below, once all ranks have the error
         failure = error
     failed = None if failure is None else [_kind(failure), str(failure)]
     answers = gather_json(failed, axis)
@@ -84,11 +84,11 @@ def agreed(axis: Axis) -> Iterator[None]:
 
 
 _KINDS = (ValueError, CheckpointError, RuntimeError)
-"""Whose fault it is: the user's, that of files and disks, the program's."""
+"""Kinds of errors: bad input, files and disks, bugs."""
 
 
 def _kind(failure: Exception) -> int:
-    """Say whose fault a failure is, as a place in ``_KINDS``."""
+    """Return the kind of an error as an index of ``_KINDS``."""
     if isinstance(failure, ValueError):
         return 0
     return 1 if isinstance(failure, (CheckpointError, OSError)) else 2

@@ -1,9 +1,10 @@
-"""Boxes that several ranks hold must be copies: compared before one of them is written.
+"""Checks that boxes held by several ranks are equal, before one of the copies is written.
 
-A plan identifies boxes by name and place, and writes each once. Two stages that name a layer
-alike, ranks seeded apart or never synchronized look like copies to it, and all but one of
-their boxes would be lost in silence. So bits are compared, by digests of 64 bits; boxes
-travel only where digests differ, to separate copies that drifted by rounding from others.
+A plan identifies boxes by name and region, and writes each once. Two stages that name different
+layers alike, ranks with different seeds or unsynchronized ranks look like replicas to the plan,
+and all but one of their boxes would be lost silently. Digests of 64 bits are therefore
+compared; boxes are sent only where digests differ, to tell copies that drifted by rounding from
+different data.
 """
 
 import logging
@@ -28,8 +29,8 @@ from mcore_parallel.sharding import Shard
 log = logging.getLogger(__name__)
 
 ROUNDING = 0.05
-"""Part of a box's largest number by which copies may differ that each rank updates by itself:
-far above what orders of summation do, and far below what other data or other layers do."""
+"""Share of a box's largest magnitude by which copies that ranks update separately may differ:
+far above the effect of orders of summation, far below that of other data or layers."""
 
 _PART_BYTES = 1 << 26
 _MOST_NAMED = 12
@@ -38,29 +39,29 @@ _MOST_NAMED = 12
 def compare_replicas(
     claims: Sequence[Mapping[str, Claim]], shards: Mapping[str, Shard], world: Axis
 ) -> None:
-    """Make sure that boxes which several ranks hold, or one holds twice, are copies.
+    """Check that boxes held by several ranks, or twice by one, are equal.
 
-    Reads them once, where they are, and waits for the device; one all-reduce of 16 bytes a
-    box over ``world``, which all ranks call. Boxes travel only if some differ.
-    Of copies that are cut otherwise, as a tied embedding's sharded moments are on two stages,
-    the parts that lie in one box of either are compared.
+    Reads them once, in place, and waits for the device; one all-reduce of 16 bytes a box over
+    ``world``, which all ranks call. Boxes are sent only if digests differ. Of boxes that are
+    split differently, such as sharded moments of a tied embedding on two stages, the parts
+    common to a box of either are compared.
 
     Args:
-        claims: what each rank says that it holds, equal on all ranks.
+        claims: claims of all ranks, equal on all ranks.
         shards: what this rank holds.
         world: the ranks.
 
     Raises:
-        ValueError: on all ranks, naming boxes and ranks that hold unlike ones. Floating-point
-            boxes within ``ROUNDING`` of each other are logged instead.
-        RuntimeError: on all ranks, if one cannot read what it holds.
+        ValueError: on all ranks, with boxes and ranks that differ. Floating-point boxes within
+            ``ROUNDING`` of each other are logged instead.
+        RuntimeError: on all ranks, if one cannot read its memory.
     """
     common = _held_twice(claims)
     if not common:
         return
     held = _held(common, shards)
     digests: list[int] = []
-    with agreed(world):  # a device may have no room
+    with agreed(world):  # a device may be out of memory
         digests = _on_host([digest(box) for boxes in held.values() for box in boxes])
     own = {number: [digests.pop(0) for _ in boxes] for number, boxes in held.items()}
     unlike = _unlike(own, len(common), world)
@@ -81,21 +82,21 @@ def compare_replicas(
     sentences += [_name(common[number], claims) for number in unlike[_MOST_NAMED:]]
     if is_far:
         raise ValueError(
-            f"cannot save what ranks hold under one name, but not alike: {listed(sentences)}\n"
-            "One of them would be saved for all. Copies must be equal: seed torch alike before "
+            f"cannot save different data that ranks hold under one name: {listed(sentences)}\n"
+            "Only one of them would be saved. Copies must be equal: seed torch alike before "
             "the model is made, and sum gradients over the ranks that share it. Different "
             "tensors need different names: of layers, by their number in the whole model; of "
-            "what is each rank's own, with the rank. Or let one rank alone name it."
+            "data private to a rank, with the rank. Or let one rank alone name it."
         )
     log.warning(
-        "copies differ by rounding, and one of each is saved, so that a run continued from "
-        "here is not bitwise this one: %s",
+        "copies differ by rounding, and one of each is saved, so that a run resumed from here "
+        "is not bitwise this one: %s",
         listed(sentences),
     )
 
 
 def _held_twice(claims: Sequence[Mapping[str, Claim]]) -> list[Write]:
-    """List boxes that are held more than once, in one order on all ranks."""
+    """List boxes that are held more than once, in the same order on all ranks."""
     counts: Counter[Write] = Counter()
     owned: dict[str, dict[Box, None]] = {}
     copied: dict[str, dict[Box, None]] = {}
@@ -114,7 +115,7 @@ def _held_twice(claims: Sequence[Mapping[str, Claim]]) -> list[Write]:
 
 
 def _held(common: Sequence[Write], shards: Mapping[str, Shard]) -> dict[int, list[Tensor]]:
-    """Find the memory of boxes, by their place in the list."""
+    """Return the memory of boxes by their number in the list."""
     wanted: dict[str, list[tuple[int, Box]]] = {}
     for number, write in enumerate(common):
         wanted.setdefault(write.name, []).append((number, write.box))
@@ -130,7 +131,7 @@ def _held(common: Sequence[Write], shards: Mapping[str, Shard]) -> dict[int, lis
 
 
 def _on_host(numbers: Sequence[Tensor]) -> list[int]:
-    """Bring numbers of any devices to the host; waits once for each device."""
+    """Copy numbers of any devices to the host; waits once for each device."""
     found = [0] * len(numbers)
     for device in {number.device for number in numbers}:
         places = [i for i, number in enumerate(numbers) if number.device == device]
@@ -141,7 +142,7 @@ def _on_host(numbers: Sequence[Tensor]) -> list[int]:
 
 
 def _unlike(own: Mapping[int, Sequence[int]], count: int, world: Axis) -> list[int]:
-    """Find the boxes whose digests differ, by the largest and the least of all ranks."""
+    """Return the boxes whose digests differ, by the maximum and minimum over all ranks."""
     least = torch.iinfo(torch.int64).min
     ends = torch.full((2, count), least, dtype=torch.int64)
     for number, digests in own.items():
@@ -157,7 +158,7 @@ def _is_far(
     world: Axis,
     device: torch.device,
 ) -> bool:
-    """Send the first holder's box to all others, who compare; equal on all ranks."""
+    """Send the first holder's box to all others, which compare; equal on all ranks."""
     ranks = [
         rank
         for rank, held in enumerate(claims)
@@ -184,13 +185,13 @@ def _is_far(
 
 
 class _Gap:
-    """The largest difference between two boxes, and their largest magnitude."""
+    """Largest difference between two boxes, and their largest magnitude."""
 
     def __init__(self) -> None:
         self._apart = self._largest = 0.0
 
     def widen(self, a: Tensor, b: Tensor) -> None:
-        """Take parts in; what is no floating-point number is infinitely far from another."""
+        """Add parts; values that are not floating-point and differ are infinitely far apart."""
         if not a.is_floating_point():
             self._apart = inf
             return
@@ -202,7 +203,7 @@ class _Gap:
 
     @property
     def is_wide(self) -> bool:
-        """Whether rounding does not explain it."""
+        """Whether the difference is too large for rounding."""
         return self._apart == inf or self._apart > ROUNDING * self._largest
 
 
@@ -212,7 +213,7 @@ def _name(write: Write, claims: Sequence[Mapping[str, Claim]]) -> str:
 
 
 def _groups(number: int, reports: Sequence[Mapping[str, Sequence[int]]]) -> str:
-    """Say which ranks hold the same: ``ranks [0, 2] and [1, 3]``."""
+    """Group ranks by equal data: ``ranks [0, 2] and [1, 3]``."""
     ranks: dict[int, list[int]] = {}
     for rank, digests in enumerate(reports):
         for one in digests[str(number)]:

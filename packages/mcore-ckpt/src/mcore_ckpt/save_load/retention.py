@@ -1,7 +1,7 @@
-"""Which steps stay: the newest few, and every n-th for good.
+"""Deletes old steps: keeps the newest few, and every n-th permanently.
 
-Deletes only what a newer durable step makes dispensable: never the step that the pointer
-names, never a newer one, never a release.
+Only steps below the latest durable one are deleted; never the step that the pointer names,
+never a newer one, never a release.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def dispensable(steps: list[int], latest: int, config: RetentionConfig) -> list[int]:
-    """Choose the steps that need not be kept. Pure."""
+    """Return the steps to delete. Pure."""
     if not config.save_retain_last:
         return []
     old = sorted(step for step in steps if step <= latest)
@@ -34,7 +34,7 @@ def dispensable(steps: list[int], latest: int, config: RetentionConfig) -> list[
 
 
 def prune(run_folder: str | Path, config: RetentionConfig) -> list[int]:
-    """Delete what need not be kept, and what interrupted saves left below the latest step.
+    """Delete steps beyond the retention, and remains of interrupted saves.
 
     Call it after ``save`` has returned, on one rank, with the folder's lock held.
 

@@ -1,11 +1,11 @@
-"""Save logical tensors: each byte once, spread over the ranks, whole or not at all.
+"""Saves logical tensors: each byte once, spread over the ranks, completely or not at all.
 
-Every rank says what it holds, all compute the same plan, each writes one safetensors file.
-When all files are durable, rank 0 writes the index and then moves the pointer: a kill at any
-moment leaves the last checkpoint as it was. Ranks exchange JSON over tensor collectives.
+Every rank claims its boxes, all compute the same plan, each writes one safetensors file. When
+all files are durable, rank 0 writes the index and then moves the pointer: a kill at any moment
+leaves the previous checkpoint intact. Ranks exchange JSON over tensor collectives.
 
-``save`` is three parts, which a save in the background takes one by one: ``begin`` plans,
-``write`` makes a rank's files without communication, ``commit_step`` runs on rank 0 alone.
+``save`` has three parts, which a background save calls one by one: ``begin`` plans, ``write``
+makes a rank's files without communication, ``commit_step`` runs on rank 0 alone.
 """
 
 import logging
@@ -48,31 +48,31 @@ from mcore_parallel.sharding import Shard
 log = logging.getLogger(__name__)
 
 KEEP_ALL = RetentionConfig()
-"""No step is ever deleted."""
+"""Retention that deletes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSave:
-    """A save that is planned, and whose empty folder is there."""
+    """A planned save, whose empty folder exists."""
 
     run_folder: Path
-    """Holds the pointer."""
+    """Folder with the pointer."""
     step: int | str
-    """What is saved."""
+    """Iteration, or ``release``."""
     folder: Path
-    """Where files go; not always the step's final name."""
+    """Folder to write files to; not always the step's final name."""
     lock: FolderLock
     """Taken by rank 0; the caller releases it."""
     claims: Sequence[Mapping[str, Claim]]
-    """What each rank holds."""
+    """Claims of each rank."""
     outputs: Mapping[str, Sequence[PlannedTensor]]
-    """This rank's files by name, and what they hold."""
+    """Entries of this rank's files, by file name."""
     memory: list[Tensor]
-    """The memory of each section of each entry, in order."""
+    """Memory of each section of each entry, in order."""
     hf_files: Mapping[str, bytes]
-    """What makes the step a Hugging Face folder, beside its weights; empty: it is none."""
+    """Small files that make the step a Hugging Face folder; empty: it is none."""
     beside: Attachments
-    """What goes along."""
+    """JSON, small files and folders of the step."""
 
 
 def save(
@@ -89,34 +89,34 @@ def save(
     retention: RetentionConfig = KEEP_ALL,
     plans: PlanCache | None = None,
 ) -> Path:
-    """Save what all ranks hold together as one step; returns when it is durable.
+    """Save the shards of all ranks as one step; returns when it is durable.
 
-    Communicates over ``world`` several times: all ranks call it, each with what it holds.
-    If any rank fails, all raise and the previous checkpoint stands.
+    Communicates over ``world`` several times: all ranks call it, each with its own shards. If
+    any rank fails, all raise and the previous checkpoint stays.
 
     Args:
-        run_folder: must be one folder for all ranks, on every host.
+        run_folder: one folder that all ranks share, on every host.
         step: iteration, or ``"release"``.
-        shards: logical name to what this rank holds; pieces are read in place. Pieces of
-            shards whose ``is_owner`` is true must cover each tensor exactly, counted over all
-            ranks; equal boxes count once, and must hold the same numbers.
+        shards: logical name to this rank's shard; pieces are read in place. Pieces of shards
+            whose ``is_owner`` is true must cover each tensor exactly, counted over all ranks;
+            equal boxes count once, and must hold equal numbers.
         world: the ranks that save together; one rank needs no process group.
-        extra: JSON kept in the index; rank 0's counts.
-        files: small files of the step by name, such as ``recipe.toml``; rank 0's count.
-        folders: folders to copy into the step by name, such as ``tokenizer``; rank 0's count.
-        replace: take the place of a complete checkpoint of this step instead of refusing.
+        extra: JSON kept in the index; taken from rank 0.
+        files: small files of the step by name, such as ``recipe.toml``; taken from rank 0.
+        folders: folders to copy into the step by name, such as ``tokenizer``; from rank 0.
+        replace: replace a complete checkpoint of this step instead of refusing.
         hf: make the step a Hugging Face folder too, of the shards named ``model.``; None: no.
         retention: which older steps are deleted once this one is durable.
-        plans: kept by the caller from save to save, so that an unchanged world plans, and
-            compares what several ranks hold, once; None: now, as at the first save.
+        plans: kept by the caller between saves, so that unchanged ranks plan and compare
+            replicas only once; None: plan and compare now.
 
     Returns:
         The step's folder.
 
     Raises:
-        ValueError: if shards contradict their pieces or each other, leave holes or overlap, or
-            ranks hold unlike ones under one name, or what goes along cannot; before anything
-            is written.
+        ValueError: before anything is written, if shards contradict their pieces or each
+            other, leave holes or overlap, replicas differ, or ``extra``, ``files`` or
+            ``folders`` are invalid.
         CheckpointError: if the step exists, another job writes to the run folder, or the ranks
             do not see one folder.
     """
@@ -202,14 +202,14 @@ def begin(
 
 
 def write(begun: PlannedSave, memory: Sequence[Iterable[Tensor]]) -> dict[str, Any]:
-    """Write this rank's files; no communication, so that a thread may do it.
+    """Write this rank's files; no communication, so that it can run in a thread.
 
     Args:
-        begun: what ``begin`` gave.
-        memory: of each section, tensors whose bytes, one after the other, are its own.
+        begun: result of ``begin``.
+        memory: for each section, tensors whose concatenated bytes are the section.
 
     Returns:
-        The files' sizes and what the index says of chunks as JSON, for ``commit_step``.
+        Sizes of the files and index rows of the chunks as JSON, for ``commit_step``.
     """
     files: dict[str, list[Any]] = {}
     rows: list[list[Any]] = []
@@ -240,10 +240,10 @@ def commit_step(
     reports: Sequence[Mapping[str, Any]],
     retention: RetentionConfig = KEEP_ALL,
 ) -> Path:
-    """Make a written step the newest, then delete what need not be kept; for rank 0 alone.
+    """Make a written step the newest, then delete old steps; for rank 0 alone.
 
     Raises:
-        CheckpointError: if another job took the run folder over, or files are not to be seen.
+        CheckpointError: if another job took over the run folder, or files are not visible.
     """
     begun.lock.check()
     index = Index({}, begun.beside.extra, _files(begun.folder, reports))
@@ -284,7 +284,7 @@ def _files(folder: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, File
             path = folder / name
             if not path.is_file() or path.stat().st_size != size:
                 raise CheckpointError(
-                    f"rank {rank} wrote {size} bytes to {path}, which rank 0 does not see: the "
+                    f"rank {rank} wrote {size} bytes to {path}, which rank 0 cannot see: the "
                     "folder to save to must be shared by all hosts."
                 )
             files[name] = FileEntry(size, header)
@@ -294,7 +294,7 @@ def _files(folder: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, File
 def _rows(
     claims: Sequence[Mapping[str, Claim]], reports: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:
-    """Return what the index says of each tensor, of texts that its writers made."""
+    """Return the index row of each tensor, joined from texts of its writers."""
     chunks: dict[str, list[str]] = {name: [] for mine in claims for name in mine}
     for answer in reports:
         for name, text in answer["chunks"]:

@@ -1,13 +1,13 @@
-"""Host memory that a save in the background writes from, while training goes on.
+"""Host memory from which a background save writes while training continues.
 
-Copies from a GPU run on a stream of their own into pinned blocks, beside the kernels of the
-next step; copies of CPU tensors are made by whoever writes. The owner of the tensors calls
-``hold`` right before it changes them, and no sooner. Blocks are kept from save to save: the
-memory needed is one rank's share, once.
+Copies from a GPU run on their own stream into pinned blocks, concurrently with kernels of the
+next step; copies of CPU tensors are made by the writing thread. The owner of the tensors calls
+``hold`` right before changing them. Blocks are kept between saves: one rank's share of memory,
+once.
 
-What lies side by side in one storage, such as experts in their stack or moments in a bucket, is
-copied at once, so that copies are as many as blocks rather than tensors: a launch costs 10 us,
-and a stream takes about a thousand before the caller waits for the device.
+Neighbours in one storage, such as stacked experts or moments in a bucket, are copied together,
+so that there are about as many copies as blocks rather than tensors: a launch costs 10 us, and
+a stream queues about a thousand before the caller waits for the device.
 """
 
 import logging
@@ -26,19 +26,19 @@ from mcore_ckpt.storage.files import narrowed
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 28
-"""Size of a block. A power of two: torch's pinned allocator rounds up to one."""
+"""Size of a block; a power of two, since torch's pinned allocator rounds up to one."""
 
 _SMALL_BLOCK_BYTES = 1 << 26
 _ALIGNMENT = 64
 _PART_BYTES = _SMALL_BLOCK_BYTES - _ALIGNMENT
-"""Most bytes of a part: it fits into any block, wherever it begins within a line of memory."""
+"""Largest part: it fits into any block at any alignment."""
 
 _GAP_BYTES = 1 << 12
-"""Most bytes between two tensors of a storage that are copied with them."""
+"""Largest gap between two tensors of a storage that are copied together."""
 
 
 class Copies:
-    """Tensors on their way to the host."""
+    """Copies of tensors to the host, in progress or finished."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Copies:
         event: torch.cuda.Event | None,
     ) -> None:
         self.parts = parts
-        """Of each tensor, contiguous host tensors: one after the other they are its bytes,
-        once ``finish`` has returned."""
+        """For each tensor, contiguous host tensors whose concatenation holds its bytes once
+        ``finish`` has returned."""
         self._moves = moves
         self._event = event
         self._done = threading.Event()
 
     def hold(self) -> None:
-        """Make what changes the tensors next wait for the copies.
+        """Order later changes of the tensors after the copies.
 
         For GPU tensors the current stream waits, not the host.
         """
@@ -66,7 +66,7 @@ class Copies:
     def finish(self) -> None:
         """Wait until the bytes are on the host; makes the copies of CPU tensors.
 
-        May run in a thread; only the first call does anything.
+        May run in a thread; repeated calls have no effect.
         """
         if self._done.is_set():
             return
@@ -82,34 +82,34 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor, or a box of one, that is copied as a whole."""
+    """A tensor, or a box of one, that is copied in one piece."""
 
     number: int
-    """Of the tensor."""
+    """Number of the tensor."""
     box: Box
-    """Region of it; lies in row-major order."""
+    """Region of the tensor, contiguous in row-major order."""
     num_bytes: int
     storage: int = 0
-    """Address of the storage; 0: the tensor is copied by itself."""
+    """Address of the storage; 0: the tensor is copied separately."""
     address: int = 0
-    """Of the first byte; 0: as above."""
+    """Address of the first byte; 0: copied separately."""
 
 
 @dataclass(slots=True)
 class _Run:
-    """Memory that is copied at once: of neighbours in a storage, or one strided part."""
+    """Memory copied at once: neighbours in a storage, or one strided part."""
 
     first: _Part
-    """Where it begins."""
+    """Part at its beginning."""
     block: int
-    """Number of the block that it goes to."""
+    """Number of the target block."""
     place: int
-    """First byte there."""
+    """First byte in the block."""
     num_bytes: int
 
 
 class Staging:
-    """Blocks of host memory, pinned where copies come from a GPU; only ever grows."""
+    """Blocks of host memory, pinned for copies from a GPU; they only grow."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
@@ -124,14 +124,14 @@ class Staging:
         return sum(block.numel() for block in self._blocks)
 
     def start(self, tensors: Sequence[Tensor]) -> Copies:
-        """Begin to copy tensors; what was copied before is overwritten.
+        """Start copying tensors; overwrites the previous copies.
 
         Args:
-            tensors: any strides. GPU tensors may change after ``hold``, CPU tensors beside
-                GPU tensors at once.
+            tensors: any strides. GPU tensors may change after ``hold``; CPU tensors saved with
+                GPU tensors may change at once.
 
         Raises:
-            CheckpointError: if the host has no room.
+            CheckpointError: if host memory is exhausted.
         """
         sources = list(tensors)
         on_gpu = any(tensor.is_cuda for tensor in sources)
@@ -150,7 +150,7 @@ class Staging:
         return Copies(moves, self._parts, event)
 
     def _lie_as_before(self, sources: Sequence[Tensor]) -> bool:
-        """Whether tensors are like those of the layout, and where they have neighbours."""
+        """Whether the layout fits these tensors: equal sizes, and equal neighbours."""
         return len(sources) == len(self._layout) and all(
             address in (0, t.data_ptr())
             and (t.shape, t.stride(), t.dtype) == (shape, stride, dtype)
@@ -158,7 +158,7 @@ class Staging:
         )
 
     def _fits(self, sources: Sequence[Tensor]) -> bool:
-        """Whether each run, of tensors that lie where they lay, still is in one storage."""
+        """Whether the tensors of each run are still neighbours in one storage."""
         storages = [(run, sources[run.first.number].untyped_storage()) for run in self._runs]
         return all(
             run.first.address + run.num_bytes <= storage.data_ptr() + storage.nbytes()
@@ -167,7 +167,7 @@ class Staging:
         )
 
     def _lay_out(self, tensors: Sequence[Tensor], *, pinned: bool) -> None:
-        """Give every part a place in the blocks, with its neighbours in the storage."""
+        """Assign every part and its neighbours to a position in the blocks."""
         parts = [part for number, one in enumerate(tensors) for part in _parts(number, one)]
         parts.sort(key=lambda part: (part.storage, part.address))
         self._runs, self._parts = [], [[] for _ in tensors]
@@ -190,7 +190,7 @@ class Staging:
             self._parts[part.number].append(memory.view(tensor.dtype).view(part.box[1]))
 
     def _move(self, run: _Run, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a run copies, and its place in the blocks."""
+        """Return source and target of a run's copy."""
         target = self._blocks[run.block][run.place : run.place + run.num_bytes]
         if not run.first.address:
             box = run.first.box
@@ -219,7 +219,7 @@ class Staging:
 
 
 def _parts(number: int, tensor: Tensor) -> list[_Part]:
-    """Cut a tensor into parts that lie in its row-major order, of bounded size."""
+    """Split a tensor into contiguous parts of bounded size, in row-major order."""
     size = tensor.element_size()
     whole = ((0,) * tensor.dim(), tuple(tensor.shape))
     boxes = [whole]
@@ -236,10 +236,10 @@ def _parts(number: int, tensor: Tensor) -> list[_Part]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where a tensor that may have neighbours lies; 0: it is copied by itself.
+    """Return the address of a tensor that may have neighbours; 0: copied separately.
 
-    What fills a storage alone, such as a random stream that each save reads anew, has none,
-    and may lie elsewhere at each save without a new layout.
+    A tensor that fills its storage, such as a random state read anew by each save, has no
+    neighbours, and may move between saves without a new layout.
     """
     address, size = tensor.data_ptr(), tensor.element_size()
     is_alone = tensor.numel() * size == tensor.untyped_storage().nbytes()
@@ -247,7 +247,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_next(part: _Part, run: _Run) -> bool:
-    """Whether a part lies right behind a run, in the same storage."""
+    """Whether a part directly follows a run in the same storage."""
     gap = part.address - run.first.address - run.num_bytes
     return 0 < part.storage == run.first.storage and 0 <= gap <= _GAP_BYTES
 

@@ -1,7 +1,7 @@
-"""Boxes of tensors moved between ranks, in rounds of bounded size.
+"""Moves boxes of tensors between ranks, in rounds of bounded size.
 
-Every rank has every move beforehand, from a plan, so only bytes travel: one all-to-all a
-round. What stays on its rank is handed over without a copy.
+Every rank knows all moves from a plan, so that only data is sent: one all-to-all a round. Boxes
+that stay on their rank are passed on without a copy.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,27 +18,27 @@ from mcore_parallel.mesh import Axis
 Key = TypeVar("Key")
 
 ROUND_BYTES = 1 << 28
-"""Most bytes that a rank sends, and that it receives, in one round; one move may be larger."""
+"""Bound of the bytes that a rank sends, and receives, in one round; one move may be larger."""
 
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Move(Generic[Key]):
-    """A box that one rank has and another needs."""
+    """A box that one rank holds and another needs."""
 
     source: int
-    """Rank that has it."""
+    """Rank that holds the box."""
     target: int
-    """Rank that needs it."""
+    """Rank that needs the box."""
     num_bytes: int
-    """Of the box."""
+    """Bytes of the box."""
     key: Key
-    """What it is, to those who give and take it."""
+    """Identifies the box for ``give`` and ``take``."""
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that it takes up on the way, so that every box is aligned."""
+        """Bytes in the send buffer, padded so that every box is aligned."""
         return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -51,16 +51,16 @@ def exchange(
     device: torch.device,
     round_bytes: int = ROUND_BYTES,
 ) -> None:
-    """Carry out moves; all ranks of ``world`` call it with the same list.
+    """Execute moves; all ranks of ``world`` call it with the same list.
 
     Args:
-        moves: in any order that is the same on all ranks.
-        give: returns the box that this rank has; called where this rank is the source.
-        take: gets the box, 1-D, bytes of the source's row-major order; called where this
-            rank is the target. The memory is its own only until it returns.
-        world: the ranks; one all-to-all of bytes over it a round.
-        device: where bytes must be to travel over ``world``.
-        round_bytes: bounds what is on the way.
+        moves: in the same order on all ranks.
+        give: returns a box of this rank; called on the source rank.
+        take: receives the bytes of a box, 1-D, row-major; called on the target rank. It must
+            copy them: the memory is reused after it returns.
+        world: the ranks; one all-to-all of bytes a round.
+        device: device of the communication.
+        round_bytes: bound of the bytes in flight.
     """
     for batch in rounds(moves, round_bytes):
         for move in batch:
@@ -72,14 +72,14 @@ def exchange(
 
 
 def travel_device(tensors: Iterable[Tensor], world: Axis) -> torch.device:
-    """Return where bytes travel: on the GPU if any rank's tensors are there; one all-reduce."""
+    """Return the GPU if any rank's tensors are on one, else the CPU; one all-reduce."""
     if any_rank([any(tensor.is_cuda for tensor in tensors)], world)[0]:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def rounds(moves: Sequence[Move[Key]], round_bytes: int) -> Iterator[list[Move[Key]]]:
-    """Cut moves, in order, into rounds in which no rank sends or receives too much. Pure."""
+    """Split moves, in order, into rounds of bounded size for every rank. Pure."""
     batch: list[Move[Key]] = []
     load: dict[tuple[str, int], int] = {}
     for move in moves:

@@ -1,8 +1,8 @@
-"""Save and load any torch model with its optimizer, under ``fully_shard`` or not, in one call.
+"""Saves and loads any torch model with its optimizer, with or without ``fully_shard``.
 
-Tensors are shards as everywhere. What else an optimizer keeps (numbers, lists, dictionaries,
-its groups with their learning rates) is JSON in the index. Loading makes the optimizer's state
-as it was saved, so a new optimizer needs no step first.
+Tensors become shards. Other optimizer state (numbers, lists, dictionaries, groups with their
+learning rates) is JSON in the index. Loading builds the optimizer's state as saved, so that a
+new optimizer needs no step first.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ from mcore_parallel.mesh import Axis
 from mcore_parallel.sharding import Shard
 
 _KEPT = "torch_optimizer"
-"""Entry of ``extra`` for what of an optimizer is no tensor."""
+"""Entry of ``extra`` for optimizer state that is no tensor."""
 
 
 def save_torch(
@@ -54,15 +54,15 @@ def save_torch(
         retention: which older steps are deleted.
 
     Raises:
-        ValueError: if the optimizer keeps something that is no tensor, number, string, list or
-            dictionary, or state of a parameter that is not the model's; and as ``save``.
+        ValueError: if the optimizer holds a value that is no tensor, number, string, list or
+            dictionary, or state of a parameter that the model lacks; and as ``save``.
         CheckpointError: as ``save``.
     """
     with agreed(world):
         shards = tensor_shards(model.state_dict(), "model.")
         more = dict(extra or {})
         if _KEPT in more:
-            raise ValueError(f"extra has an entry {_KEPT}, a word of save_torch: rename it.")
+            raise ValueError(f"extra has an entry {_KEPT}, reserved by save_torch: rename it.")
         if optimizer is not None:
             tensors: dict[str, Tensor] = {}
             more[_KEPT] = _described(model, optimizer, tensors)
@@ -73,7 +73,7 @@ def save_torch(
 def load_torch(
     folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, *, world: Axis
 ) -> dict[str, Any]:
-    """Load what ``save_torch`` saved, on any number of ranks and under any sharding.
+    """Load a checkpoint of ``save_torch``, on any number of ranks and under any sharding.
 
     Communicates over ``world``. Weights are written in place; the optimizer's state and groups
     are replaced. After an error both may be partly loaded.
@@ -81,7 +81,7 @@ def load_torch(
     Args:
         folder: a run folder for its latest step, or a step folder.
         model: of the same parameters.
-        optimizer: of the same kind, new or used; None: its state in the checkpoint is left.
+        optimizer: of the same kind, new or used; None: state in the checkpoint is ignored.
         world: the ranks that load together.
 
     Returns:
@@ -109,17 +109,17 @@ def torch_model_shards(
 ) -> dict[str, Shard]:
     """Describe a model, ``model.<name>``, and the tensors of its optimizer, for ``save``.
 
-    For those who save in the background or beside other tensors; ``save_torch`` also keeps
-    numbers and groups.
+    For background saves or saves with other tensors; ``save_torch`` also keeps numbers and
+    groups.
 
     Args:
         model: with or without ``fully_shard``.
-        optimizer: its state must exist, so make one step (with zero gradients, say) before
-            loading into it. Its groups (learning rates) are the caller's to keep.
+        optimizer: its state must exist, so make one step (for example with zero gradients)
+            before loading into it. Its groups (learning rates) are not described.
 
     Raises:
-        ValueError: if the optimizer holds no state yet, state of parameters that are not the
-            model's, or state that is no tensor.
+        ValueError: if the optimizer holds no state yet, state of parameters that the model
+            lacks, or state that is no tensor.
     """
     shards = tensor_shards(model.state_dict(), "model.")
     if optimizer is None:
@@ -150,7 +150,7 @@ def _states(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, dict[
 def _described(
     model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return an optimizer as JSON; tensors are named in it and put into ``tensors``."""
+    """Return an optimizer as JSON; its tensors are named in it and added to ``tensors``."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     state = {
         name: {
@@ -172,10 +172,10 @@ def _described(
 
 
 def _packed(value: Any, path: str, name: str, tensors: dict[str, Tensor]) -> list[Any]:
-    """Return a value as JSON: its kind, and what it is made of."""
+    """Return a value as JSON: its kind, and its content."""
     if isinstance(value, Tensor):
         if f"{path}.{name}" in tensors:
-            raise ValueError(f"the optimizer holds two tensors that are called {path}.{name}.")
+            raise ValueError(f"the optimizer holds two tensors named {path}.{name}.")
         tensors[f"{path}.{name}"] = value
         return ["tensor", f"{path}.{name}"]
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -189,7 +189,7 @@ def _packed(value: Any, path: str, name: str, tensors: dict[str, Tensor]) -> lis
         }
         return ["dict", items]
     raise ValueError(
-        f"{path} of {name} is a {type(value).__name__}, which no checkpoint holds: tensors, "
+        f"{path} of {name} is a {type(value).__name__}, which cannot be saved: tensors, "
         "numbers, strings, lists and dictionaries of string keys are saved."
     )
 
@@ -197,7 +197,7 @@ def _packed(value: Any, path: str, name: str, tensors: dict[str, Tensor]) -> lis
 def _restore(
     model: nn.Module, optimizer: Optimizer, index: Index, tensors: dict[str, Tensor]
 ) -> None:
-    """Give an optimizer the numbers of a checkpoint, and tensors to be filled from it."""
+    """Set an optimizer to a checkpoint's numbers, with new tensors to load into."""
     kept = index.extra.get(_KEPT)
     if kept is None:
         raise ValueError(
@@ -235,15 +235,15 @@ def _unpacked(
     index: Index,
     tensors: dict[str, Tensor],
 ) -> Any:
-    """Return a value from what ``_packed`` made; its tensors are still to be filled.
+    """Return a value from the result of ``_packed``; its tensors are to be loaded.
 
     Args:
         packed: of a value.
-        before: what stands in its place now; a tensor that fits is filled where it is.
-        place: the parameter that the value belongs to, and the device of its count of steps;
-            None: the value is a group's.
+        before: the current value; a tensor of the right shape is loaded in place.
+        place: the parameter of the value, and the device of its step count; None: a group's
+            value.
         index: of the step.
-        tensors: gets each tensor by its name in the checkpoint.
+        tensors: receives each tensor by its name in the checkpoint.
     """
     kind, content = packed
     if kind == "value":

@@ -1,8 +1,8 @@
-"""Weights from one layout to another without files: from training to serving, in memory.
+"""Transfers weights from one layout to another in memory, such as from training to serving.
 
-Both layouts live on the ranks of one world. Ranks exchange what they hold and need as boxes of
-logical tensors; from the same lists each computes the same moves, and bytes travel in rounds of
-bounded size. What stays on its rank is copied there.
+Both layouts are on the ranks of one world. Ranks exchange which boxes of logical tensors they
+hold and need; each computes the same moves from these lists, and boxes are sent in rounds of
+bounded size. Boxes that stay on their rank are copied there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,19 +32,19 @@ def transfer_weights(
 ) -> None:
     """Fill the pieces of one layout from those of another.
 
-    Communicates over ``world``: all its ranks call it, each with what it holds and needs;
-    either may be empty on a rank. Dtypes that differ are cast by the receiver.
+    Communicates over ``world``: all its ranks call it, each with its own shards; either layout
+    may be empty on a rank. The receiver casts dtypes that differ.
 
     Args:
         source: logical name to pieces, which are read.
         target: logical name to pieces, which are written in place; the same names over all
             ranks as in ``source``, in the same shapes.
         world: ranks of both layouts.
-        round_bytes: bounds what is on the way.
+        round_bytes: bound of the bytes in flight.
 
     Raises:
-        ValueError: on all ranks, before anything travels: if names or shapes differ, or the
-            source does not hold all of a tensor.
+        ValueError: on all ranks, before anything is sent: if names or shapes differ, or the
+            source lacks a part of a tensor.
     """
     with agreed(world):
         mine = [build_claims(source), build_claims(target)]
@@ -79,9 +79,9 @@ def transfer_weights(
 
 
 def plan_transfer(held: Sequence[Claims], wanted: Sequence[Claims]) -> list[Move[Write]]:
-    """List who sends what to whom; equal on all ranks. Pure.
+    """List the moves between ranks; equal on all ranks. Pure.
 
-    A box comes from its own rank if that holds it, else from the holder that sends least.
+    A box is taken from its own rank if possible, else from the holder that sends least.
 
     Raises:
         ValueError: if names or shapes differ between the two, or owners' boxes leave holes.
@@ -92,9 +92,9 @@ def plan_transfer(held: Sequence[Claims], wanted: Sequence[Claims]) -> list[Move
     names = {name for one in wanted for name in one}
     missing, unused = name_problems(names, list(boxes))
     problems = [f"not held by any rank: {text}" for text in missing]
-    problems += [f"wanted by no rank: {name}" for name in unused]
+    problems += [f"needed by no rank: {name}" for name in unused]
     problems += [
-        f"{name}: {list(shapes[name])} is held and {list(claim.shape)} is wanted"
+        f"{name}: held as {list(shapes[name])}, needed as {list(claim.shape)}"
         for one in wanted
         for name, claim in one.items()
         if name in shapes and claim.shape != shapes[name]
@@ -120,7 +120,7 @@ def plan_transfer(held: Sequence[Claims], wanted: Sequence[Claims]) -> list[Move
 
 
 def _cover(held: Sequence[Claims]) -> dict[str, dict[Box, list[int]]]:
-    """Find who holds each owner's box of each tensor."""
+    """Return the holders of each owner's box of each tensor."""
     boxes: dict[str, dict[Box, list[int]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for one in held:
@@ -145,7 +145,7 @@ def _cover(held: Sequence[Claims]) -> dict[str, dict[Box, list[int]]]:
 
 
 def _views(shard: Shard, box: Box) -> list[Tensor]:
-    """Return the memory of a box in each piece that holds all of it."""
+    """Return the memory of a box in each piece that contains it."""
     found = []
     for piece in shard.pieces:
         if intersect(box, piece_box(piece)) == box:

@@ -1,4 +1,4 @@
-"""Rectangular regions of a tensor, on plain integers: cut, cover, spans of bytes."""
+"""Rectangular regions of a tensor, as plain integers: intersection, cover, spans of bytes."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -8,7 +8,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the region that two boxes share; None if they share no element."""
+    """Return the intersection of two boxes; None if it is empty."""
     begin = tuple(map(max, a[0], b[0]))
     lengths = tuple(
         min(x + n, y + m) - start
@@ -18,21 +18,21 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def shifted(box: Box, origin: Sequence[int]) -> Box:
-    """Return the box as seen from ``origin``."""
+    """Return the box relative to ``origin``."""
     return tuple(b - o for b, o in zip(box[0], origin, strict=True)), box[1]
 
 
 def cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
-    """Say why boxes are not an exact cover of a tensor: bounds, overlap, holes.
+    """Return why boxes are no exact cover of a tensor: out of bounds, overlap, holes.
 
-    Within bounds, without overlap and with the tensor's volume, they cover it.
+    Boxes within bounds, without overlap and with the tensor's volume cover it.
 
     Returns:
-        One sentence a problem; empty if every element lies in exactly one box.
+        One sentence for each problem; empty if every element is in exactly one box.
     """
     for offsets, lengths in boxes:
         if len(offsets) != len(shape) or len(lengths) != len(shape):
-            return [f"box {box_text((offsets, lengths))} has not the {len(shape)} dimensions"]
+            return [f"box {box_text((offsets, lengths))} must have {len(shape)} dimensions"]
         inside = all(
             o >= 0 and n > 0 and o + n <= s
             for o, n, s in zip(offsets, lengths, shape, strict=True)
@@ -50,7 +50,7 @@ def cover_problems(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Sweep along the first dimension and test only boxes that are open at once."""
+    """Return two overlapping boxes: sweeps along dimension 0, comparing boxes open at once."""
     open_boxes: list[Box] = []
     for box in sorted(boxes):
         start = box[0][0] if box[0] else 0
@@ -63,12 +63,12 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one index to the next of each dimension, row-major."""
+    """Return the row-major strides of a shape, in elements."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def span(shape: Sequence[int], box: Box) -> tuple[int, int]:
-    """First and one-past-last flat element of a box of a row-major tensor."""
+    """Return the first and one-past-last flat element of a box of a row-major tensor."""
     steps = strides(shape)
     first = sum(o * s for o, s in zip(box[0], steps, strict=True))
     last = sum((o + n - 1) * s for o, n, s in zip(*box, steps, strict=True))
@@ -76,9 +76,9 @@ def span(shape: Sequence[int], box: Box) -> tuple[int, int]:
 
 
 def small_spans(shape: Sequence[int], box: Box, limit: int) -> Iterator[Box]:
-    """Cut a box so that each part lies within ``limit`` flat elements.
+    """Split a box into parts that each span at most ``limit`` flat elements.
 
-    A box that is contiguous in memory is cut too, into groups of rows.
+    A box that is contiguous in memory is split too, into groups of rows.
     """
     first, stop = span(shape, box)
     dim = next((i for i, n in enumerate(box[1]) if n > 1), None)

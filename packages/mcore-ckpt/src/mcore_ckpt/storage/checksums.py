@@ -1,9 +1,9 @@
-"""Digests of a step: any byte that changes after a save is found by verify and by load.
+"""Digests of a step: verify and load find any byte that changed after a save.
 
-The index ends with the digest of all that stands before it. It holds the digest of each tensor
-file's header, of each small file beside them (config.json, recipe, tokenizer), and checksums of
-every block of tensor data: together they cover the step. Files that are added later are no part
-of it.
+The index ends with a digest of everything before it. It holds the digest of each tensor file's
+header, of each small file (config.json, recipe, tokenizer), and checksums of every block of
+tensor
+data: together they cover the step. Files that are added later are not part of it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ def sealed(index: Index, folder: Path, rows: Mapping[str, str] | None = None) ->
     """Return the content of ``index.json`` for a step whose other files are all written.
 
     Args:
-        index: all but what is beside the tensor files.
+        index: without digests of files.
         folder: of the step.
         rows: as ``Index.to_bytes``.
     """
@@ -37,8 +37,8 @@ def check_files(folder: Path, index: Index, part: int = 0, num_parts: int = 1) -
 
     Args:
         folder: of the step.
-        index: as it was read.
-        part: which share of the files to look at, so that ranks look at each file once.
+        index: of the step.
+        part: share of the files to check, so that ranks check each file once.
         num_parts: number of shares.
     """
     whole = [(name, entry, False) for name, entry in index.beside.items()]
@@ -51,7 +51,7 @@ def check_files(folder: Path, index: Index, part: int = 0, num_parts: int = 1) -
         if digest(content) != entry.digest:
             what = "the header of " if is_header else ""
             raise CheckpointError(
-                f"{what}{path} is damaged: it is not as it was saved. Restore it, or load "
+                f"{what}{path} is damaged: its content has changed. Restore it, or load "
                 "another step."
             )
 

@@ -1,10 +1,9 @@
-"""Safetensors files, streamed: a writer that never holds a file, a reader that reads rows.
+"""Safetensors files as streams: a writer that holds one slab, a reader that reads rows.
 
-Sizes are known beforehand, so the header goes first and then the bytes, straight from the
-memory they live in; checksums are taken on the way. The safetensors library needs every
-tensor of a file alive at once, hence this. Reading uses positioned reads: a file that was cut
-short is then an error, where a memory map would end the process.
-
+Sizes are known beforehand, so that the header is written first and then the bytes, straight
+from the tensors' memory; checksums are computed on the way. The safetensors library needs all
+tensors of a file in memory at once. Reads are positioned reads: a truncated file is then an
+error, where a memory map would kill the process.
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, little-endian, JSON
 padded with spaces, data without gaps).
 """
@@ -48,24 +47,24 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 _ALIGNMENT = 64
 
 SLAB_BYTES = 4 * BLOCK_BYTES
-"""Most bytes that are copied aside at once, for tensors that are not contiguous on the CPU."""
+"""Bytes copied at once of tensors that are not contiguous on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor to write, whose bytes come in slabs when their turn is there."""
+    """A tensor to write; its bytes are computed in slabs when it is written."""
 
     name: str
     """Key in the file."""
     dtype: str
     """Safetensors' name."""
     shape: tuple[int, ...]
-    """Size of the tensor."""
+    """Shape of the tensor."""
     slabs: Callable[[], Iterable[Tensor]]
-    """Gives contiguous CPU tensors whose bytes, one after the other, are the tensor's."""
+    """Yields contiguous CPU tensors whose concatenated bytes are the tensor's."""
     sections: tuple[int, ...] = ()
-    """Bytes of parts that get checksums of their own; a slab ends where a part does. Empty:
-    the tensor is one part."""
+    """Bytes of parts with checksums of their own; slabs end where parts do. Empty: the tensor
+    is one part."""
 
     @property
     def num_bytes(self) -> int:
@@ -75,17 +74,17 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file that is written and durable."""
+    """A file that was written and is durable."""
 
     entry: FileEntry
     """Its size and the digest of its header."""
     sections: list[WrittenTensor]
-    """One an item, of an item with sections one a section, in file order."""
+    """One for each item, or for each section of an item that has some, in file order."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenTensor:
-    """Where a tensor, or a section of one, went and what its bytes sum to."""
+    """Offset and checksums of a tensor, or a section of one, in a file."""
 
     offset: int
     """First byte in the file."""
@@ -104,9 +103,9 @@ def write_file(
         metadata: strings for the header.
 
     Raises:
-        ValueError: if a name comes twice.
-        CheckpointError: if the disk fails, or an item's slabs are not as long as its shape
-            says.
+        ValueError: if a name occurs twice.
+        CheckpointError: if the disk fails, or an item's slabs do not have the bytes of its
+            shape.
     """
     header, first = _header(items, metadata)
     try:
@@ -126,9 +125,9 @@ def write_file(
 
 
 def cut_slabs(tensor: Shaped[Tensor, ...]) -> Iterator[Tensor]:
-    """Give a tensor's bytes in order, without a copy where it lies in order on the CPU.
+    """Yield a tensor's bytes in order, without a copy if it is contiguous on the CPU.
 
-    Elsewhere ``SLAB_BYTES`` are copied aside at once.
+    Otherwise ``SLAB_BYTES`` are copied at once.
     """
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         yield tensor
@@ -141,7 +140,7 @@ def cut_slabs(tensor: Shaped[Tensor, ...]) -> Iterator[Tensor]:
 
 
 def memory(tensor: Shaped[Tensor, ...]) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor; writing to them writes to it."""
+    """Return a writable view of the bytes of a contiguous CPU tensor."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # pyrefly: ignore[bad-argument-type] - before 3.12
 
@@ -155,7 +154,7 @@ class Checksums:
         self._current = 0
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         while len(data):
             room = BLOCK_BYTES - self.num_bytes % BLOCK_BYTES
             part, data = data[:room], data[room:]
@@ -166,7 +165,7 @@ class Checksums:
                 self._current = 0
 
     def finish(self) -> tuple[int, ...]:
-        """Return the sums; the last block may be short."""
+        """Return the checksums; the last block may be short."""
         return tuple(self._done + ([self._current] if self.num_bytes % BLOCK_BYTES else []))
 
 
@@ -177,11 +176,11 @@ class Reader:
     """
 
     def __init__(self, folder: Path, *, checksums: bool = True) -> None:
-        """Open nothing yet.
+        """Set up; files are opened when they are read.
 
         Args:
-            folder: holds the files that chunks name.
-            checksums: whether blocks that are read are checked.
+            folder: contains the files that chunks name.
+            checksums: verify blocks that are read.
         """
         self._folder = folder
         self._checksums = checksums
@@ -204,9 +203,9 @@ class Reader:
     def read(
         self, name: str, entry: TensorEntry, chunk: StoredBox, box: Box, target: Tensor
     ) -> None:
-        """Read a region of a chunk into memory; casts if the target's dtype is another.
+        """Read a region of a chunk into memory; cast if the target has another dtype.
 
-        Reads the blocks that the region's rows lie in and no others.
+        Reads only the blocks that contain rows of the region.
 
         Args:
             name: of the tensor, for messages.
@@ -239,14 +238,14 @@ class Reader:
     def _needs_no_more(
         self, entry: TensorEntry, chunk: StoredBox, first: int, stop: int
     ) -> bool:
-        """Whether a range of bytes is whole blocks, or nothing is checked anyway."""
+        """Whether a range of bytes consists of complete blocks, or checksums are off."""
         if not self._checksums or not chunk.checksums:
             return True
         total = prod(chunk.lengths) * DTYPE_BYTES[entry.dtype]
         return first % BLOCK_BYTES == 0 and (stop % BLOCK_BYTES == 0 or stop == total)
 
     def _read_bytes(self, name: str, chunk: StoredBox, start: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``start`` of the chunk, a block boundary, and check it."""
+        """Read and verify bytes into ``target`` from ``start``, a block boundary."""
         path = self._folder / chunk.file
         if isinstance(path, StorePath):
             begin = chunk.offset + start
@@ -261,7 +260,7 @@ class Reader:
             try:
                 got = os.preadv(self._open(path), [target[done:]], chunk.offset + start + done)
             except OSError as error:
-                # Not to be taken for what the system says against the file that is written.
+                # A message of its own: callers attribute OSErrors to the file they write.
                 raise CheckpointError(f"cannot read {path}: {error}.") from error
             if not got:
                 raise CheckpointError(f"{path} ends within {name}: the file was cut short.")
@@ -283,7 +282,7 @@ class Reader:
             block = (start + begin) // BLOCK_BYTES
             if zlib.crc32(target[begin : begin + BLOCK_BYTES]) != chunk.checksums[block]:
                 raise CheckpointError(
-                    f"{path} is damaged: {name} has not the checksum it was saved with "
+                    f"{path} is damaged: the checksum of {name} differs from the saved one "
                     f"(bytes from {chunk.offset + block * BLOCK_BYTES}). Load another step."
                 )
 
@@ -327,14 +326,14 @@ def _write_items(
                 f"{path}: {item.name} gave {sum(sections[: len(done)]) + checksums.num_bytes} "
                 f"bytes, not the {item.num_bytes} of its shape"
             )
-        # What has no elements may have no slabs.
+        # An item without elements may have no slabs.
         done += [WrittenTensor(offset, ())] * (len(sections) - len(done))
         written += done
     return written
 
 
 def _lies_alike(target: Tensor, dtype: torch.dtype, num_bytes: int) -> bool:
-    """Whether bytes of the file can be read straight into the target."""
+    """Whether bytes of the file can be read straight into the target's memory."""
     return (
         target.device.type == "cpu"
         and target.dtype == dtype
@@ -344,7 +343,7 @@ def _lies_alike(target: Tensor, dtype: torch.dtype, num_bytes: int) -> bool:
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
-    """Return the view of a tensor that a box of it is."""
+    """Return the view of a tensor at a box."""
     for dim, (offset, length) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor

@@ -13,18 +13,18 @@ LOCK = ".writer.lock"
 
 
 class FolderLock:
-    """The right to write to a run folder, as a context manager or by hand.
+    """Exclusive right to write to a run folder; a context manager.
 
-    A job that saves many times holds it from start to end; saves of the same process then
-    find it held and go on.
+    A job that saves repeatedly holds it from start to end; saves of the same process then share
+    it.
     """
 
     def __init__(self, folder: str | Path, *, silent_s: float = SILENT_S) -> None:
-        """Take nothing yet.
+        """Set up; ``acquire`` takes the lock.
 
         Args:
             folder: the run folder; made if absent.
-            silent_s: seconds without a sign of life after which a holder is dead.
+            silent_s: seconds without a heartbeat after which a holder counts as dead.
         """
         self.path = as_path(folder) / LOCK
         in_store = isinstance(self.path, StorePath)
@@ -48,10 +48,10 @@ class FolderLock:
             raise write_error(self.path, error) from error
 
     def check(self) -> None:
-        """Make sure that this process still holds the lock, before something is made final.
+        """Check that this process still holds the lock, before a commit.
 
         Raises:
-            CheckpointError: if it was taken over, or is gone.
+            CheckpointError: if another process took it over, or it is gone.
         """
         try:
             self._lock.check()
@@ -59,7 +59,7 @@ class FolderLock:
             raise CheckpointError(str(error)) from error
 
     def release(self) -> None:
-        """Give the lock back, if this object took it."""
+        """Release the lock if this object took it."""
         self._lock.release()
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""Headers of safetensors files: the place, dtype and shape of each tensor.
+"""Headers of safetensors files: offset, dtype and shape of each tensor.
 
-The safetensors library parses and validates the header. Data has no gaps, so the order of the
-tensors and their sizes determine the first byte of each, which the library does not tell.
+The safetensors library parses and validates the header. Data has no gaps, so that the order and
+sizes of tensors determine their offsets, which the library does not expose.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
 
     Args:
         folder: the folder of the checkpoint.
-        file: path of the file within it, which chunks name.
+        file: path of the file within it; becomes the file of the chunks.
 
     Raises:
         CheckpointError: if the file lies outside of the folder, is cut short or damaged, or
@@ -37,7 +37,7 @@ def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
             ]
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is no sound safetensors file of {path.stat().st_size} bytes: {error}. "
+            f"{path} is no valid safetensors file of {path.stat().st_size} bytes: {error}. "
             "Copy or download it again."
         ) from None
     offset, size = len(read_header_bytes(path)), path.stat().st_size
@@ -57,7 +57,7 @@ def read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
 
 
 def read_header_bytes(path: Path) -> bytes:
-    """Read the header of a safetensors file, its 8 bytes of length included."""
+    """Read the header of a safetensors file, including its 8 bytes of length."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = file.read(_LENGTH_BYTES)

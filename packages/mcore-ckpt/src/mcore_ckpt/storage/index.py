@@ -1,8 +1,8 @@
-"""The index of a checkpoint: which box of which tensor stands where in which file.
+"""The index of a checkpoint: file and offset of each stored box of each tensor.
 
-JSON, so that anyone can read it and nothing in it can run. Chunks carry a CRC32 for each
-block of bytes, so that a reader who needs a few rows checks only the blocks they lie in. The
-last line is the digest of all before it.
+JSON, which is readable and cannot run code. Chunks have a CRC32 for each block of bytes, so
+that reading a few rows verifies only their blocks. The last line is the digest of everything
+before it.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ VERSION = 2
 """Version of the index; readers refuse a newer one."""
 
 ADAPTER = "peft"
-"""Entry of ``extra`` in which a step of adapters says their rank and factor, and their base."""
+"""Entry of ``extra`` with rank, factor and base model of a step of adapters."""
 
 BLOCK_BYTES = 1 << 22
 """Bytes that share one checksum; the last block of a chunk is shorter."""
@@ -50,7 +50,7 @@ TORCH_WORDS: dict[str, str] = {
     "BOOL": "bool",
     "C64": "complex64",
 }
-"""Torch's word for each dtype that safetensors writes, by its name there."""
+"""Torch's name of each dtype that safetensors writes, by safetensors' name."""
 
 DTYPE_BYTES: dict[str, int] = {
     **dict.fromkeys(TORCH_WORDS, 1),
@@ -63,30 +63,30 @@ DTYPE_BYTES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A box of a tensor as it stands, row-major, in a file."""
+    """A box of a tensor, stored row-major in a file."""
 
     file: str
     """Name within the folder."""
     offset: int
     """First byte in the file."""
     offsets: tuple[int, ...]
-    """Where the box begins in the tensor."""
+    """Offsets of the box in the tensor."""
     lengths: tuple[int, ...]
     """Size of the box."""
     checksums: tuple[int, ...] = ()
-    """CRC32 of each block of ``BLOCK_BYTES``; empty: unknown, in foreign files alone."""
+    """CRC32 of each block of ``BLOCK_BYTES``; empty in files of other programs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A whole tensor of a checkpoint."""
+    """A complete tensor of a checkpoint."""
 
     shape: tuple[int, ...]
     """Global shape."""
     dtype: str
     """Safetensors' name, ``BF16``."""
     chunks: tuple[StoredBox, ...]
-    """Disjoint boxes that cover it."""
+    """Disjoint boxes that cover the tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -96,29 +96,29 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file of a step."""
+    """Size and digest of a file of a step."""
 
     num_bytes: int
     """Its size."""
     digest: str
-    """Of its content; of a tensor file, whose data has checksums, of its header."""
+    """Digest of its content, or of the header of a tensor file, whose data has checksums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Everything a checkpoint says about itself."""
+    """Tensors, files and extra data of a checkpoint."""
 
     tensors: Mapping[str, TensorEntry]
     """By name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """JSON of the caller who saved."""
+    """JSON given by the caller of the save."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Tensor files."""
     beside: Mapping[str, FileEntry] = field(default_factory=dict)
-    """All other files of the step but the index, by their path within it."""
+    """All other files of the step except the index, by path within it."""
 
     def to_bytes(self, rows: Mapping[str, str] | None = None) -> bytes:
-        """Return the text of ``index.json``: a tensor a line, readable and diffable.
+        """Return the text of ``index.json``: one line for each tensor, readable and diffable.
 
         Args:
             rows: ``row_text`` by name, in place of ``tensors``.
@@ -138,12 +138,12 @@ class Index:
 
 
 def row_text(dtype: str, shape: tuple[int, ...], chunks: Iterable[str]) -> str:
-    """Return the JSON of a tensor, of whose chunks there is ``chunk_text``."""
+    """Return the JSON of a tensor from the ``chunk_text`` of its chunks."""
     return f'["{dtype}",{_shape_text(shape)},[{",".join(chunks)}]]'
 
 
 def chunk_text(box: StoredBox) -> str:
-    """Return the JSON of a box, in a fifth of the encoder's time: ten thousand are usual."""
+    """Return the JSON of a box, five times as fast as the json module does."""
     place = f"{_shape_text(box.offsets)},{_shape_text(box.lengths)}"
     checksums = ",".join(map(str, box.checksums))
     return f"[{json.dumps(box.file)},{box.offset},{place},[{checksums}]]"
@@ -155,7 +155,7 @@ def _shape_text(shape: tuple[int, ...]) -> str:
 
 
 def digest(content: bytes) -> str:
-    """Return the BLAKE2b digest of some bytes, 16 bytes in hexadecimal."""
+    """Return the BLAKE2b digest of bytes, 16 bytes in hexadecimal."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -163,8 +163,8 @@ def read_index(folder: str | Path) -> Index:
     """Read and check the index of a step folder; ``checksums.check_files`` checks the files.
 
     Raises:
-        ValueError: if there is none, it is no index of ours, or another version's.
-        CheckpointError: if it is damaged, or a tensor file is absent or has another size.
+        ValueError: if there is no index of the format, or it has another version.
+        CheckpointError: if it is damaged, or a tensor file is missing or has another size.
     """
     path = as_path(folder) / INDEX
     try:
@@ -200,11 +200,11 @@ def read_index(folder: str | Path) -> Index:
 def check_whole(folder: Path, index: Index) -> None:
     """Check that the boxes of each tensor have as many elements as its shape.
 
-    A shape is not believed before: reading by rows makes lists as long as it says. Only steps
-    of local disks, which hold a rank's part, are not whole.
+    Shapes are not trusted before: reading by rows makes lists of their length. Only steps on
+    local disks, which hold one rank's shards, are incomplete.
 
     Raises:
-        CheckpointError: naming the first tensor that is not.
+        CheckpointError: with the name of the first tensor whose boxes are incomplete.
     """
     for name, entry in index.tensors.items():
         held = sum(prod(chunk.lengths) for chunk in entry.chunks)

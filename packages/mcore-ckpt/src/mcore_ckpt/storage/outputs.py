@@ -1,4 +1,4 @@
-"""Where a command writes: refused before it starts, and gone again if it fails."""
+"""Outputs of commands: checked before a command starts, and removed if it fails."""
 
 import logging
 import shutil
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def check_place(output: Path, *inputs: Path) -> None:
-    """Refuse an output within an input or a step of a run, and one that can be no folder."""
+    """Raise ValueError for an output inside an input or a step of a run, or no valid folder."""
     if is_store(output):
         return
     there = output.resolve()
@@ -36,8 +36,8 @@ def check_place(output: Path, *inputs: Path) -> None:
         here = source.resolve()
         if here.is_dir() and (here == there or here in there.parents):
             raise ValueError(
-                f"--output {output} lies in {source}, which is read: give a folder elsewhere, "
-                "so that the input stays as it is."
+                f"--output {output} is inside {source}, which is read: give another folder, "
+                "so that the input stays unchanged."
             )
     for one in (there, *there.parents):
         is_step = one.name == RELEASE or one.name.startswith("iter_")
@@ -50,19 +50,19 @@ def check_place(output: Path, *inputs: Path) -> None:
 
 
 def check_run_folder(output: Path) -> None:
-    """Refuse to put steps of ours among the files of a checkpoint in another format."""
+    """Raise ValueError if a run folder contains a checkpoint of another format."""
     step = latest_step(output)
     places = [output] if step is None else [output, step_folder(output, step)]
     for place in places:
         if (form := folder_format(place)) not in ("", "mcore"):
             raise ValueError(
                 f"--output {output} holds a checkpoint in the format {form} ({place}): give "
-                "a new folder, or a run folder of ours."
+                "a new folder, or a run folder of mcore."
             )
 
 
 def check_room(output: Path, num_bytes: int) -> None:
-    """Refuse an output for which the disk has no room, before hours of writing."""
+    """Raise ValueError if the disk has less free space than the output needs."""
     if is_store(output):
         return
     place = output.resolve()
@@ -77,10 +77,10 @@ def check_room(output: Path, num_bytes: int) -> None:
 
 @contextmanager
 def fresh_step(run_folder: Path, step: int | str) -> Iterator[Path]:
-    """Lock a run folder and give a fresh folder in it for a step, which the caller commits.
+    """Lock a run folder and yield a new folder in it for a step, which the caller commits.
 
-    With an error goes all that was made. For commands: a save leaves what a kill would leave,
-    and the next one cleans up.
+    After an error everything is removed. For commands: a save leaves the same as a kill, and
+    the next save cleans up.
     """
     with _unmade(run_folder), FolderLock(run_folder):
         final = step_folder(run_folder, step)
@@ -93,7 +93,7 @@ def fresh_step(run_folder: Path, step: int | str) -> Iterator[Path]:
         try:
             yield target
         except BaseException:
-            # A step that nothing points to would only stand in the way of the next try.
+            # An incomplete step would block the next attempt.
             if not (is_complete(target) and latest_step(run_folder) == step):
                 remove(target)
             raise
@@ -101,24 +101,24 @@ def fresh_step(run_folder: Path, step: int | str) -> Iterator[Path]:
 
 @contextmanager
 def appearing(output: Path) -> Iterator[Path]:
-    """Give a folder to write to, which becomes ``output`` if all goes well, else goes away.
+    """Yield a folder to write to; it becomes ``output`` on success and is removed otherwise.
 
-    It lies in ``.<output>.partial`` beside the output, which this process holds by a
-    ``FolderLock``. What processes left there that were killed is removed first.
+    It is in ``.<output>.partial`` next to the output, which this process holds by a
+    ``FolderLock``. Remains of killed processes there are removed first.
 
     Raises:
-        ValueError: if the output is in the way, or a folder that nothing can take the place of.
-        CheckpointError: if another process that lives is writing to the same output.
+        ValueError: if the output exists and is not empty, or cannot be replaced.
+        CheckpointError: if another live process is writing to the same output.
     """
     if output.is_symlink():
-        output = output.resolve()  # What it points to is replaced, not the link.
+        output = output.resolve()  # replace the target of a link, not the link
     _check_free(output)
     room = output.with_name(f".{output.name}.partial")
-    unfinished = room / uuid.uuid4().hex  # never another's, even if the lock is lost
+    unfinished = room / uuid.uuid4().hex  # unique, even if the lock is lost
     with _unmade(output), _held(room) as lock:
         _check_free(output)
         for left in (one for one in room.iterdir() if one.is_dir()):
-            log.warning("removing %s, which a command that was killed has left", left)
+            log.warning("removing %s, which a killed command left", left)
             shutil.rmtree(left)
         unfinished.mkdir()
         try:
@@ -139,14 +139,14 @@ def _check_free(output: Path) -> None:
     if there.is_mount() or there == Path.cwd():
         what = "where a disk is mounted" if there.is_mount() else "where this command runs"
         raise ValueError(
-            f"{output} is {what}, and the output takes the place of its folder at the end: "
+            f"{output} is {what}, and the output replaces its folder at the end: "
             "give a new folder in it."
         )
 
 
 @contextmanager
 def _held(folder: Path) -> Iterator[FolderLock]:
-    """Hold a folder, which is gone afterwards unless another process has come to it."""
+    """Lock a folder; remove it at the end unless another process waits for it."""
     lock = FolderLock(folder)
     try:
         with lock:
@@ -158,7 +158,7 @@ def _held(folder: Path) -> Iterator[FolderLock]:
 
 @contextmanager
 def _unmade(folder: Path) -> Iterator[None]:
-    """After an error, take away the empty folders of a path that were not there before."""
+    """After an error, remove the empty folders of a path that did not exist before."""
     absent: list[Path] = []
     if not is_store(folder):
         absent = [one for one in (folder, *folder.parents) if not one.exists()]

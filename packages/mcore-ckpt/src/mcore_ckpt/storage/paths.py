@@ -1,10 +1,10 @@
-"""Where things stand on disk, and how they get there whole.
+"""Folders and files of checkpoints, and their atomic commit.
 
-A run folder holds one folder a step and ``latest_checkpointed_iteration.txt``, the only
-pointer. A step exists for readers when its ``index.json`` does; that file is written last,
-under another name, made durable and renamed, then the pointer the same way. A folder without
-an index is garbage of an interrupted save. A step is never written over: a second save of it
-goes to ``<step>.incoming`` and takes the place of the first by renames once it is whole.
+A run folder has one folder for each step and ``latest_checkpointed_iteration.txt``, the only
+pointer. A step exists for readers once its ``index.json`` does; the index is written last,
+under another name, made durable and renamed, then the pointer likewise. A folder without an
+index is garbage of an interrupted save. A step is never overwritten: a second save of it writes
+``<step>.incoming`` and replaces the first by renames when it is complete.
 """
 
 import shutil
@@ -21,13 +21,13 @@ INDEX = "index.json"
 HF_CONFIG = "config.json"
 """Name of the file that makes a folder without an index a Hugging Face folder."""
 PEFT_CONFIG = "adapter_config.json"
-"""Marks a folder of adapters."""
+"""Name of the file that makes a folder one of adapters."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Name of the pointer to the newest step of a run folder."""
 
 RELEASE = "release"
-"""The step of weights that come from no training run, such as a conversion's."""
+"""Step of weights that no training run made, such as those of a conversion."""
 
 _MOST_DIGITS = 18
 _INCOMING = ".incoming"
@@ -42,7 +42,7 @@ def path_within(folder: Path, name: str) -> Path:
     Symbolic links are followed: caches of Hugging Face's hub are made of them.
 
     Raises:
-        CheckpointError: if ``name`` is absolute or climbs out of the folder.
+        CheckpointError: if ``name`` is absolute or leaves the folder.
     """
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(
@@ -52,7 +52,7 @@ def path_within(folder: Path, name: str) -> Path:
 
 
 def step_folder(run_folder: str | Path, step: int | str) -> Path:
-    """Return where a step stands: ``iter_0000100``, or ``release``.
+    """Return the folder of a step: ``iter_0000100``, or ``release``.
 
     Raises:
         ValueError: if ``step`` is neither a number from 0 nor ``release``.
@@ -65,12 +65,12 @@ def step_folder(run_folder: str | Path, step: int | str) -> Path:
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Whether a folder holds a checkpoint that was saved to its end."""
+    """Whether a folder holds a complete checkpoint of mcore."""
     return (as_path(folder) / INDEX).is_file()
 
 
 def is_hf_folder(folder: str | Path) -> bool:
-    """Whether a folder holds a Hugging Face model or adapters, and no checkpoint of ours."""
+    """Whether a folder holds a Hugging Face model or adapters, and no checkpoint of mcore."""
     path = as_path(folder)
     if any((path / name).is_file() for name in (INDEX, TRACKER)):
         return False
@@ -86,10 +86,10 @@ def latest_step(run_folder: str | Path) -> int | str | None:
     """Read the pointer of a run folder.
 
     Returns:
-        The step, or ``"release"``; None where nothing was ever saved.
+        The step, or ``"release"``; None if nothing was saved.
 
     Raises:
-        ValueError: if the pointer says neither.
+        ValueError: if the pointer has other content.
     """
     try:
         text = (as_path(run_folder) / TRACKER).read_bytes().decode(errors="replace").strip()
@@ -106,7 +106,7 @@ def latest_step(run_folder: str | Path) -> int | str | None:
 
 
 def complete_steps(run_folder: str | Path) -> list[int]:
-    """List the numbered steps of a run folder that are whole, ascending."""
+    """List the complete numbered steps of a run folder, ascending."""
     steps = []
     for folder in as_path(run_folder).glob("iter_*"):
         digits = folder.name.removeprefix("iter_")
@@ -116,9 +116,9 @@ def complete_steps(run_folder: str | Path) -> list[int]:
 
 
 def newest_step(run_folder: str | Path) -> int | str | None:
-    """Return the step of the pointer; without one, the newest whole step, or None.
+    """Return the step of the pointer; without a pointer, the newest complete step, or None.
 
-    A run that was killed as it finished its first step has none yet.
+    A run that was killed while finishing its first step has no pointer.
     """
     latest = latest_step(run_folder)
     if latest is not None:
@@ -127,16 +127,16 @@ def newest_step(run_folder: str | Path) -> int | str | None:
 
 
 def resolve_folder(path: str | Path, step: int = 0, *, takes_any: bool = False) -> Path:
-    """Find the checkpoint that a user means by a run folder, a step folder or a model folder.
+    """Return the checkpoint folder for a run folder, a step folder or a model folder.
 
     Args:
         path: one of the three; a Hugging Face folder is its own checkpoint.
-        step: which of a run folder's; 0: the ``newest_step``.
-        takes_any: whether a step of another program (Megatron's, torch's) will do.
+        step: step of a run folder; 0: the ``newest_step``.
+        takes_any: also accept steps of other programs (Megatron's, torch's).
 
     Raises:
-        ValueError: if there is none; says what is there instead. If a step is chosen of a
-            folder that has no others.
+        ValueError: if there is no checkpoint; the message lists what exists. Also if a step
+            is chosen of a folder that is no run folder.
     """
     path = as_path(path)
     if is_complete(path) or is_hf_folder(path):
@@ -171,7 +171,7 @@ def resolve_folder(path: str | Path, step: int = 0, *, takes_any: bool = False) 
 
 
 def _find(folder: Path) -> Path | None:
-    # A kill between the two renames of a replacement leaves one of the other names.
+    # A kill between the two renames of a replacement leaves the step under another name.
     for suffix in ("", _INCOMING, _REPLACED):
         candidate = folder.with_name(folder.name + suffix)
         if is_complete(candidate):
@@ -180,15 +180,15 @@ def _find(folder: Path) -> Path | None:
 
 
 def make_fresh(folder: Path, *, replace: bool = False) -> Path:
-    """Make the empty folder that a save writes to; garbage in its way is put aside.
+    """Make the empty folder that a save writes to; moves garbage at its path aside.
 
     Args:
-        folder: the step's.
-        replace: what a complete checkpoint of this step means: save beside it and take its
-            place when whole, or refuse.
+        folder: folder of the step.
+        replace: if a complete checkpoint of this step exists, write next to it and replace it
+            on commit, instead of raising.
 
     Returns:
-        Where to write; hand it to ``commit``.
+        The folder to write to, for ``commit``.
     """
     _repair(folder)
     _check_ours(folder)
@@ -208,7 +208,7 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
         if is_store(folder):
             _delete(folder)
         elif folder.exists():
-            # Deleting takes long: that waits until the new step is durable.
+            # Deleting is slow and waits until the new step is durable.
             folder.rename(folder.with_name(f"{folder.name}{_GARBAGE}{uuid.uuid4().hex}"))
         folder.mkdir(parents=True)
     except OSError as error:
@@ -217,33 +217,33 @@ def make_fresh(folder: Path, *, replace: bool = False) -> Path:
 
 
 def _check_ours(folder: Path) -> None:
-    """Refuse to clear away a step of Megatron's, whose run folders look like ours."""
+    """Raise CheckpointError for steps of Megatron, whose run folders look like mcore's."""
     if foreign := _foreign_files(folder):
         raise CheckpointError(
-            f"{folder} holds {foreign[0].name}, which no save of ours writes: it is a "
-            "checkpoint of another program, and stays. Save to a run folder of ours."
+            f"{folder} holds {foreign[0].name}, which no save of mcore writes: it is a "
+            "checkpoint of another program, and is kept. Save to a run folder of mcore."
         )
 
 
 def _foreign_files(folder: Path) -> list[Path]:
-    """List files by which other programs' checkpoints are known."""
+    """List files that identify checkpoints of other programs."""
     named = [folder / name for name in _FOREIGN if (folder / name).is_file()]
     return [*named, *folder.glob("mp_rank_*")]
 
 
 def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Path:
-    """Turn a written folder into the run's newest step: index, then pointer, each durable.
+    """Make a written folder the run's newest step: index, then pointer, each durable.
 
-    Then deletes what earlier, interrupted saves left.
+    Then deletes what interrupted saves left.
 
     Args:
-        written: what ``make_fresh`` gave, with every other file in it durable.
-        run_folder: holds the pointer.
-        step: what it will point to.
+        written: folder of ``make_fresh``, with every other file in it durable.
+        run_folder: folder of the pointer.
+        step: step that the pointer will name.
         index: content of the index.
 
     Returns:
-        Where the step stands now.
+        Final folder of the step.
     """
     run_folder = as_path(run_folder)
     sync_folder(written)
@@ -258,7 +258,7 @@ def commit(written: Path, run_folder: Path, step: int | str, index: bytes) -> Pa
 
 
 def _clean(run_folder: Path) -> None:
-    """Delete what interrupted saves put aside; no step that anyone could read."""
+    """Delete what interrupted saves moved aside; never a readable step."""
     for aside in [*run_folder.glob("iter_*.*"), *run_folder.glob(f"{RELEASE}.*")]:
         name, _, kind = aside.name.partition(".")
         folder = aside.with_name(name)
@@ -266,13 +266,13 @@ def _clean(run_folder: Path) -> None:
         is_half = f".{kind}" == _INCOMING and not is_complete(aside)
         if is_old or is_half or _GARBAGE in aside.name:
             remove(aside)
-    # Pointers of saves that were killed before they took their name.
+    # Temporary pointers of saves that were killed before the rename.
     for pointer in run_folder.glob(f".{TRACKER}.*"):
         pointer.unlink(missing_ok=True)
 
 
 def _repair(folder: Path) -> None:
-    """Finish a replacement: a whole ``.incoming`` becomes the step, what was there goes."""
+    """Finish a replacement: a complete ``.incoming`` becomes the step."""
     incoming = folder.with_name(folder.name + _INCOMING)
     replaced = folder.with_name(folder.name + _REPLACED)
     if is_complete(incoming):
@@ -291,10 +291,10 @@ def _repair(folder: Path) -> None:
 
 
 def remove_steps(run_folder: str | Path) -> None:
-    """Delete every step of a run folder, and first the pointer; one rank, lock held.
+    """Delete the pointer, then every step of a run folder; one rank, lock held.
 
     Raises:
-        CheckpointError: before anything is deleted, if a step is not ours.
+        CheckpointError: before anything is deleted, if a step is of another program.
     """
     run_folder = as_path(run_folder)
     names = ("iter_*", RELEASE, f"{RELEASE}.*")
@@ -307,7 +307,7 @@ def remove_steps(run_folder: str | Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a step folder; its index first, so that no reader sees half of it."""
+    """Delete a step folder; its index first, so that no reader finds half a step."""
     (folder / INDEX).unlink(missing_ok=True)
     _delete(folder)
 

@@ -1,8 +1,8 @@
-"""Who writes what, and what is read from where: pure functions, equal on all ranks.
+"""Plans of writes and reads: pure functions, equal on all ranks.
 
-Ranks exchange what they hold as names and boxes, never tensors; from the same claims each
-computes the same plan, so nothing need be sent back. A box that several ranks hold is
-written by one of them, so that all write about the same number of bytes.
+Ranks exchange what they hold as names and boxes, never tensors; from the same claims each rank
+computes the same plan, so that no plan is sent. A box that several ranks hold is written by one
+of them, so that all write about the same number of bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one rank says that it holds of one tensor."""
+    """What one rank holds of one tensor."""
 
     shape: tuple[int, ...]
     """Global shape."""
@@ -29,17 +29,17 @@ class Claim:
     """As safetensors writes it, ``BF16``."""
     owner: bool
     """Whether this rank is the first holder of its boxes. The owners' boxes must cover the
-    tensor exactly; others' are copies, and write where they equal an owner's."""
+    tensor exactly; others are copies, and may be written if they equal an owner's box."""
     boxes: tuple[Box, ...]
     """Regions of the tensor."""
 
     def to_json(self) -> list[Any]:
-        """Return it as lists."""
+        """Return the claim as lists."""
         return [self.shape, self.dtype, self.owner, self.boxes]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> Claim:
-        """Rebuild what ``to_json`` gave."""
+        """Inverse of ``to_json``."""
         shape, dtype, owner, boxes = value
         return cls(tuple(shape), dtype, owner, tuple((tuple(o), tuple(n)) for o, n in boxes))
 
@@ -51,17 +51,17 @@ class Write:
     name: str
     """The tensor."""
     box: Box
-    """Region of it."""
+    """Region of the tensor."""
 
     @property
     def num_elements(self) -> int:
-        """Elements of the region."""
+        """Number of elements of the region."""
         return prod(self.box[1])
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor of a file, made of boxes of logical tensors."""
+    """One tensor of a file, stacked from boxes of logical tensors."""
 
     key: str
     """Its name in the file."""
@@ -70,7 +70,7 @@ class PlannedTensor:
     shape: tuple[int, ...]
     """Of the tensor in the file."""
     sections: tuple[Write, ...]
-    """The boxes that it is made of, stacked by rows."""
+    """The boxes, stacked by rows."""
 
     @property
     def num_bytes(self) -> int:
@@ -80,26 +80,26 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One region that a loader takes from a chunk of a file."""
+    """One region that a rank reads from a chunk of a file."""
 
     chunk: int
-    """Which of the tensor's chunks."""
+    """Number of the chunk in the tensor's entry."""
     box: Box
-    """Region of the tensor; lies inside the chunk."""
+    """Region of the tensor, inside the chunk."""
 
 
 def plan_writes(claims: Sequence[Mapping[str, Claim]]) -> list[list[Write]]:
-    """Give each box that must be written to one of the ranks that hold it.
+    """Assign each box to one of the ranks that hold it.
 
-    Boxes with one holder are given first, then the biggest to the least loaded rank. Within
-    a file wide items come first, so that every item is aligned to its size.
+    Boxes with one holder come first, then the largest go to the least loaded rank. Within a
+    file wide items come first, so that every item is aligned to its size.
 
     Returns:
-        Each rank's writes in file order; every element of every tensor is in one of them.
+        Each rank's writes in file order; every element of every tensor is in exactly one.
 
     Raises:
-        ValueError: naming each tensor whose shapes or dtypes differ between ranks, or whose
-            owners' boxes leave its bounds, overlap, or leave holes.
+        ValueError: with each tensor whose shapes or dtypes differ between ranks, or whose
+            owners' boxes are out of bounds, overlap, or leave holes.
     """
     tensors = _merge(claims)
     holders: dict[Write, list[int]] = {}
@@ -161,22 +161,22 @@ def _key(write: Write) -> tuple[str, Box]:
 
 @dataclass(frozen=True, slots=True)
 class SharedBox:
-    """A box that several ranks of one host need: one reads it, the others get it."""
+    """A box that several ranks of one host need: one reads it and sends it to the others."""
 
     write: Write
     """The tensor and the box."""
     num_bytes: int
-    """In the dtype of the ranks."""
+    """Bytes in the dtype of the ranks."""
     reader: int
-    """Rank that reads it."""
+    """Rank that reads the box."""
     others: tuple[int, ...]
-    """Ranks that get it from the reader."""
+    """Ranks that receive it."""
 
 
 def plan_sharing(
     claims: Sequence[Mapping[str, Claim]], hosts: Sequence[str], names: Collection[str]
 ) -> list[SharedBox]:
-    """Let one rank of a host read what several of it need, so that all read as much. Pure.
+    """Assign boxes that several ranks of a host need to one reader each, balanced. Pure.
 
     Returns:
         The same list on all ranks.
@@ -205,11 +205,11 @@ def plan_sharing(
 
 
 def plan_reads(entry: TensorEntry, box: Box) -> list[Read]:
-    """Find the regions of the tensor's chunks that make up a box.
+    """Return the regions of a tensor's chunks that make up a box.
 
     Raises:
-        ValueError: if the chunks do not hold every element of the box; a checkpoint whose
-            index is sound always does.
+        ValueError: if the chunks do not hold every element of the box, which is impossible
+            for a valid index.
     """
     reads = []
     for number, chunk in enumerate(entry.chunks):
@@ -218,26 +218,26 @@ def plan_reads(entry: TensorEntry, box: Box) -> list[Read]:
             reads.append(Read(number, shared))
     found = sum(prod(read.box[1]) for read in reads)
     if found != prod(box[1]):
-        raise ValueError(f"{found} of the {prod(box[1])} elements wanted are in the files")
+        raise ValueError(f"{found} of the {prod(box[1])} requested elements are in the files")
     return reads
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """How tensors that exist on both sides differ; one sentence each, by name."""
+    """Differences of tensors that exist on both sides; one sentence each, by name."""
 
     shapes: Mapping[str, str]
     """Tensors of another shape."""
     dtypes: Mapping[str, str]
     """Tensors of another dtype."""
     faults: Sequence[str]
-    """What can never be loaded: chunks with holes, boxes out of bounds."""
+    """Tensors that can never be loaded: chunks with holes, boxes out of bounds."""
 
 
 def load_differences(
     wanted: Mapping[str, Claim], index: Mapping[str, TensorEntry]
 ) -> Differences:
-    """Compare tensors that exist on both sides: shapes, dtypes, and sound chunks."""
+    """Compare shapes, dtypes and chunks of tensors that exist on both sides."""
     shapes, dtypes, faults = {}, {}, []
     for name, claim in wanted.items():
         entry = index.get(name)
@@ -266,20 +266,20 @@ def name_problems(wanted: Iterable[str], held: Iterable[str]) -> tuple[list[str]
     """Compare names: those of the model that are absent, and those that no model loads.
 
     Returns:
-        Two lists; a missing name is followed by its nearest unasked-for neighbour.
+        Two lists; a missing name is followed by the most similar unexpected one.
     """
     wanted_set, held_set = set(wanted), set(held)
     unexpected = sorted(held_set - wanted_set)
     missing = []
     for count, name in enumerate(sorted(wanted_set - held_set)):
-        # Looking for neighbours is slow on long lists, of which only the front is shown.
+        # Similarity is slow on long lists, of which only the first entries are shown.
         near = difflib.get_close_matches(name, unexpected, n=1) if count < _SHOWN else []
         missing.append(f"{name} (nearest there: {near[0]})" if near else name)
     return missing, unexpected
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Join problems, one a line, the first dozen in full."""
+    """Join problems, one for each line, at most a dozen of them."""
     shown = [f"\n  {problem}" for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         shown.append(f"\n  and {len(problems) - _SHOWN} more")

@@ -12,7 +12,7 @@ from mcore_infer.commands.opening import ModelOptions, opened
 from mcore_infer.config import InferenceConfig, SamplingConfig, check_seed
 
 if TYPE_CHECKING:
-    from mcore_infer.writing.conversation import Conversation
+    from mcore_infer.conversation import Conversation
 
 _HELP = "/reset forgets the conversation, /exit ends; Ctrl-C ends an answer."
 
@@ -25,21 +25,21 @@ def chat(
     chat_template: str = "",
     seed: int = 1234,
 ) -> int:
-    """Talk with a model: each line is a message, and its answer streams below it.
+    """Chat with a model: each line is a message, and its answer streams below it.
 
     Args:
-        model: which one.
-        sampling: how tokens are drawn; --num-tokens of each answer.
-        engine: limits of what is computed together.
-        system: System message that begins the conversation.
-        chat_template: File with a Jinja template; left out, the tokenizer's own, or ChatML.
-        seed: Of the draws; answer i draws from seed + i.
+        model: model, device and ranks.
+        sampling: how tokens are chosen; --num-tokens limits each answer.
+        engine: limits of the engine.
+        system: System message at the start of the conversation.
+        chat_template: File with a Jinja template; empty: the tokenizer's template, or ChatML.
+        seed: Seed of the random numbers; answer i uses seed + i.
     """
     check_seed(seed)
     template = file_text("--chat-template", chat_template)
     with opened(model, draft=engine.draft_load) as (loaded, tokenizer, _):
+        from mcore_infer.conversation import Conversation
         from mcore_infer.writing.chat_format import load_chat_format
-        from mcore_infer.writing.conversation import Conversation
 
         if loaded.world.size > 1:
             raise ValueError("chat reads a terminal and runs in one process, without torchrun.")

@@ -40,19 +40,19 @@ def evaluate(
     strict_lambada: Annotated[bool, _LAMBADA_ALONE] = False,
     micro_batch_size: Annotated[int, rules(minimum=1)] = 8,
 ) -> int:
-    """Print how well a model predicts text files, or does on a zero-shot task.
+    """Print how well a model predicts text files, or its result on a zero-shot task.
 
     Args:
-        model: which one.
+        model: model, device and ranks.
         valid_data: Files in UTF-8: texts, each a document (TEXT); the tokens of WikiText-103
             (WIKITEXT103); JSON lines with the field text (LAMBADA).
-        task: What is measured: TEXT: loss, perplexity, bits per byte; WIKITEXT103: perplexity
-            per token and per word of the original text; LAMBADA: how many last words are
-            guessed.
+        task: Measure. TEXT: loss, perplexity, bits per byte; WIKITEXT103: perplexity
+            per token and per word of the original text; LAMBADA: how many last words the
+            model predicts.
         seq_length: Tokens of context; 0: the model's positions, or 1024.
         overlapping_eval: New tokens of each window; 0: half the context (TEXT), 32
             (WIKITEXT103).
-        strict_lambada: Guess all of the last word, not its last token.
+        strict_lambada: Count a last word only if all its tokens are predicted.
         micro_batch_size: Windows in one forward pass.
     """
     texts = [file_text("--valid-data", file) for file in valid_data]
@@ -66,16 +66,16 @@ def evaluate(
             "axis": loaded.data,
         }
         if task == "TEXT":
-            said = _on_text(loaded.model, tokenizer, texts, overlapping_eval, options)
+            result = _on_text(loaded.model, tokenizer, texts, overlapping_eval, options)
         elif task == "WIKITEXT103":
             overlap = overlapping_eval or min(_OVERLAP, options["context_tokens"])
-            said = _on_wikitext(
+            result = _on_wikitext(
                 loaded.model, tokenizer, texts[0], str(valid_data[0]), overlap, options
             )
         else:
-            said = _on_lambada(loaded.model, tokenizer, texts[0], strict_lambada, options)
+            result = _on_lambada(loaded.model, tokenizer, texts[0], strict_lambada, options)
         if is_first:
-            print(said)
+            print(result)
     return 0
 
 

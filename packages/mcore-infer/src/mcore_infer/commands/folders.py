@@ -23,12 +23,12 @@ def quantize(
 
     Args:
         load: Run, step, Hugging Face or Megatron folder.
-        output: New folder; receipt.md in it says what the quantization cost.
-        calibration_data: Text files in UTF-8, like what the model will read.
-        how: the method, and what it may cost.
+        output: New folder; its receipt.md lists the errors and the change of perplexity.
+        calibration_data: Text files in UTF-8, similar to the model's future input.
+        how: method, format and calibration.
         ckpt_step: Step of a run folder; 0: the latest.
         tokenizer: Folder or file of the tokenizer; empty: the one in the checkpoint.
-        device: Where to compute; auto: cuda where it is present.
+        device: Device; auto: cuda if the machine has it.
     """
     import torch
 
@@ -70,14 +70,14 @@ def export(
     """Write a trained model as a folder that another engine loads.
 
     Args:
-        load: Run folder (its latest step), step folder, Hugging Face folder, or one that
-            quantize wrote.
-        output: Folder to make.
+        load: Run folder (its latest step), step folder, Hugging Face folder, or a folder of
+            quantize.
+        output: New folder.
         format: trtllm: the checkpoint that TensorRT-LLM 1.0 to 1.2 build engines from;
             hf-quant, compressed-tensors: a Hugging Face folder of quantized weights.
         tensor_parallel_size: Ranks of the engine that split each matrix, of trtllm.
         pipeline_parallel_size: Pipeline stages of the engine, of trtllm.
-        dtype: To cast plain weights of trtllm to; empty: as they are.
+        dtype: Cast weights that are not quantized, for trtllm; empty: keep their dtype.
         max_shard_size: Most bytes of a file of a Hugging Face folder, with MB or GB.
     """
     from mcore_base.terminal import parse_size, size_text

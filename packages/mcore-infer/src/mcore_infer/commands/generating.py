@@ -38,20 +38,20 @@ def generate(
     json_schema: str = "",
     regex: Annotated[str, _ONE_STRUCTURE] = "",
 ) -> int:
-    """Write on after a prompt; the text streams to standard output. A T5 writes an answer.
+    """Continue a prompt; the text streams to standard output. A T5 writes an answer.
 
-    Replicas, ranks beyond those of one model, share several texts.
+    Replicas, ranks beyond those of one model, share the prompts.
 
     Args:
-        model: which one.
-        sampling: how tokens are drawn.
-        engine: limits of what is computed together.
-        prompt: Beginning of the text; several prompts are written on together. An empty one
-            begins a document.
-        num_samples: Texts for each prompt, each from draws of its own.
-        seed: Of the draws; text i draws from seed + i.
-        json_schema: Texts are JSON of this schema; @FILE reads it from a file, {} is any.
-        regex: Texts match this expression from beginning to end.
+        model: model, device and ranks.
+        sampling: how tokens are chosen.
+        engine: limits of the engine.
+        prompt: Start of the text; several prompts run together. An empty prompt begins a
+            document.
+        num_samples: Texts for each prompt, each with its own seed.
+        seed: Seed of the random numbers; text i uses seed + i.
+        json_schema: Texts are JSON of this schema; @FILE reads it from a file, {} allows any.
+        regex: Texts match this expression from start to end.
     """
     structure = _structure(json_schema, regex)
     check_seed(seed)
@@ -65,13 +65,13 @@ def generate(
         prompts = [prompt_ids(tokenizer, text) for text in beginnings]
         tokens = _written(loaded, tokenizer, prompts, sampling, engine, seed, structure)
         if loaded.description.family == "t5":
-            beginnings = [""] * len(beginnings)  # read, not gone on from
+            beginnings = [""] * len(beginnings)  # the answer does not repeat the prompt
         pieces: list[list[str]] = [[] for _ in beginnings]
         is_one = len(beginnings) == 1
         is_streamed = is_first and is_one
         for number, token in enumerate(tokens):
             if is_streamed and not number:
-                print(beginnings[0], end="", flush=True)  # once nothing can be refused
+                print(beginnings[0], end="", flush=True)  # after all checks
             piece = texts[token.row].add(token.id)
             pieces[token.row].append(piece)
             if is_streamed:
@@ -80,8 +80,8 @@ def generate(
             print(texts[0].rest() if any(pieces) else beginnings[0])
         if is_one:
             return 0
-        own = ["".join(parts) + text.rest() for text, parts in zip(texts, pieces, strict=True)]
-        by_replica = gather_json(own, loaded.data)
+        complete = ["".join(p) + text.rest() for text, p in zip(texts, pieces, strict=True)]
+        by_replica = gather_json(complete, loaded.data)
         for i, beginning in enumerate(beginnings if is_first else ()):
             print(f"{beginning}{by_replica[i % len(by_replica)][i]}\n")
     return 0
@@ -111,8 +111,8 @@ def _written(
             )
         if loaded.data.size > 1:
             raise ValueError(
-                f"a T5 has no engine, by which {loaded.data.size} replicas share texts: start "
-                "only the ranks of one."
+                f"a T5 does not run on {loaded.data.size} replicas: start only the ranks of "
+                "one model."
             )
         start = loaded.start
         return answer_texts(loaded.model, prompts, sampling, start=start, seed=seed, **ends)

@@ -14,7 +14,7 @@ _TIMEOUT_MINUTES = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Which model, and where it runs."""
+    """The model of a command, its device and its ranks."""
 
     load: str
     """Run folder, a step folder of one, a Hugging Face or a Megatron folder."""
@@ -26,18 +26,18 @@ class ModelOptions:
     """Folder or file of the tokenizer; empty: the one in the checkpoint."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto: cuda where it is present."""
+    """Device; auto: cuda if the machine has it."""
 
     tensor_model_parallel_size: int = 0
-    """Ranks that split each matrix; 0: all that were started, over the pipeline-parallel size.
-    Ranks beyond those of one model are replicas."""
+    """Ranks that split each matrix; 0: the number of started ranks over the pipeline-parallel
+    size. Ranks beyond those of one model are replicas."""
 
     pipeline_model_parallel_size: int = 1
-    """Ranks that split the layers; a step goes through them one after the other."""
+    """Ranks that split the layers; each step runs through them in turn."""
 
     expert_model_parallel_size: int = 1
-    """Ranks that split the experts: those that split matrices first, then whole replicas, which
-    then compute their steps together."""
+    """Ranks that split the experts: the tensor-parallel ranks first, then replicas, which then
+    compute their steps together."""
 
     expert_tensor_parallel_size: int = 0
     """Ranks that split each expert's matrices; 0: the tensor-parallel size over the
@@ -62,14 +62,14 @@ def opened(
     takes_t5: bool = False,
     on_fault: Callable[[str], None] = lambda _fault: None,
 ) -> Iterator[tuple["LoadedModel", "Tokenizer", bool]]:
-    """Join the world and load the model; yield both and whether this rank prints.
+    """Join the world and load the model; yield model, tokenizer and whether this is rank 0.
 
-    Within the context, a rank that fails or dies ends all ranks (see ``Watch``), except for bad
-    input, which every rank refuses.
+    Within the context, a rank that fails or dies ends all ranks (see ``Watch``). Bad input is
+    the exception: every rank raises ValueError.
 
     Args:
-        options: which, and where.
-        draft: folder of the model that proposes tokens; empty: none.
+        options: the model, its device and ranks.
+        draft: folder of the draft model; empty: no draft model.
         takes_t5: see ``load_model``.
         on_fault: see ``Watch``.
     """
@@ -102,7 +102,7 @@ def opened(
         expert_tensor_parallel_size=options.expert_tensor_parallel_size
         or max(1, tp // max(1, ep)),
     )
-    joins = not dist.is_initialized()  # the world of a caller stays
+    joins = not dist.is_initialized()  # a caller's world is kept
     refused = None
     try:
         device = initialize(options.device, _TIMEOUT_MINUTES)

@@ -1,4 +1,4 @@
-"""The command ``mcore-infer serve``: text over HTTP."""
+"""The command ``mcore-infer serve``: an HTTP server for one model."""
 
 import signal
 import socket
@@ -14,7 +14,7 @@ from mcore_infer.config import InferenceConfig, ServerConfig
 
 if TYPE_CHECKING:
     from mcore_infer.server.app import Limits
-    from mcore_infer.server.job import ServedModel
+    from mcore_infer.server.replies import ServedModel
     from mcore_infer.server.worker import EngineWorker
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -26,9 +26,9 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
     SIGTERM and Ctrl-C end it once the answers that have begun are sent.
 
     Args:
-        model: which one.
-        engine: limits of what is computed together.
-        server: where it listens, and for whom.
+        model: model, device and ranks.
+        engine: limits of the engine.
+        server: address, access control and timeouts.
     """
     missing = [
         name
@@ -50,18 +50,18 @@ def serve(model: ModelOptions, engine: InferenceConfig, server: ServerConfig) ->
         if worker is not None:
             worker.fail(fault)
 
-    place = _listen(server) if is_first else nullcontext()  # before the model is loaded
+    listener = _listen(server) if is_first else nullcontext()  # before the model is loaded
     with (
-        place as listening,
+        listener as listening,
         opened(model, draft=engine.draft_load, on_fault=on_fault) as (loaded, tokenizer, _),
     ):
         from mcore_infer.engine.building import build_engine
-        from mcore_infer.server.job import ServedModel
+        from mcore_infer.server.replies import ServedModel
         from mcore_infer.server.worker import EngineWorker, follow
         from mcore_infer.writing.chat_format import load_chat_format
         from mcore_infer.writing.structured import Grammars
 
-        chat = load_chat_format(template, tokenizer)  # on every rank, so that all refuse it
+        chat = load_chat_format(template, tokenizer)  # on every rank, so that all raise
         replicas, in_step = loaded.data, loaded.in_step
         running = build_engine(
             loaded.model, engine, loaded.draft, loaded.kv_scales, replicas, in_step
@@ -95,7 +95,7 @@ def _run(
     import uvicorn
 
     from mcore_infer.server.app import Server
-    from mcore_infer.server.responses import EngineClient
+    from mcore_infer.server.worker import EngineClient
 
     front = EngineClient(worker, config.max_queued_requests)
     http = uvicorn.Server(
@@ -115,8 +115,8 @@ def _run(
 
     front.on_failure = end
     host, port = listening.getsockname()[:2]
-    place = f"[{host}]" if ":" in host else host
-    print(f"serving {served.name} at http://{place}:{port}", flush=True)
+    address = f"[{host}]" if ":" in host else host
+    print(f"serving {served.name} at http://{address}:{port}", flush=True)
     http.run(sockets=[listening])
     if front.worker.failure is not None:
         raise front.worker.failure

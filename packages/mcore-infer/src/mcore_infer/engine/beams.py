@@ -1,7 +1,8 @@
-"""Beam search: keeps the best few texts at every token.
+"""Beam search: keeps the best texts at every token.
 
-Every kept text is a request of one token that returns its likeliest successors. Prefix caching
-shares the complete pages of the step before; the tokens of the last page are computed again.
+Each kept text is a request of one token that returns the likeliest successors. Prefix caching
+shares the complete pages of the previous token's requests; tokens of the last page are computed
+again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,25 +24,25 @@ class BeamSearch:
     """The beams of one prompt, without a model.
 
     A text's score is the sum of its log probabilities over its length to the power of
-    ``length_penalty``, as Megatron's and transformers' are. The search ends when as many texts
-    are over as there are beams, and none that goes on is better at its present length.
+    ``length_penalty``, as in Megatron and transformers. The search ends when there are as many
+    finished texts as beams, and no unfinished text has a better score at its current length.
 
     Attributes:
         live: unfinished texts, best first, and the sums of their log probabilities.
         over: finished texts, best first.
     """
 
-    def __init__(self, writing: RunningSequence) -> None:
+    def __init__(self, sequence: RunningSequence) -> None:
         """Start with the empty text.
 
         Args:
-            writing: of the prompt: number of beams, length penalty, and the tokens that end a
-                text and become its last.
+            sequence: has the number of beams, the length penalty, and the tokens that end a
+                text.
         """
-        self.width = writing.sampling.beam_width
-        self.length_penalty = writing.sampling.length_penalty
-        self.num_tokens = writing.num_tokens
-        self.ends = {token for sequence in writing.stop for token in sequence} | {writing.eod}
+        self.width = sequence.sampling.beam_width
+        self.length_penalty = sequence.sampling.length_penalty
+        self.num_tokens = sequence.num_tokens
+        self.ends = {token for stop in sequence.stop for token in stop} | {sequence.eod}
         self.live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
         self.over: list[Beam] = []
 
@@ -49,21 +50,21 @@ class BeamSearch:
         """Extend the beams by one token; return whether the search is over.
 
         Args:
-            tops: the likeliest successors of each live text, twice as many as there are beams,
-                so that enough remain if half of them end.
+            tops: the likeliest successors of each live text: twice the number of beams, so that
+                enough remain if half of them end a text.
         """
-        found = [
+        extended = [
             ((*ids, token), total + log_prob)
             for (ids, total), top in zip(self.live, tops, strict=True)
             for token, log_prob in top
         ]
-        found.sort(key=lambda text: -text[1])
-        length = len(found[0][0])
+        extended.sort(key=lambda text: -text[1])
+        length = len(extended[0][0])
         self.live = []
-        for place, (ids, total) in enumerate(found[: 2 * self.width]):
+        for rank, (ids, total) in enumerate(extended[: 2 * self.width]):
             if ids[-1] not in self.ends:
                 self.live.append((ids, total))
-            elif place < self.width:
+            elif rank < self.width:
                 self._end(ids, total, "stop")
         self.live = self.live[: self.width]
         is_full = len(self.over) == self.width
@@ -93,9 +94,9 @@ class Beams:
         """Whether a request is a step of a search."""
         return request in self._searching
 
-    def begin(self, number: int, writing: RunningSequence, add: Callable[..., int]) -> None:
+    def begin(self, number: int, sequence: RunningSequence, add: Callable[..., int]) -> None:
         """Start a search; ``add`` queues its requests."""
-        self._searches[number] = writing.prompt, BeamSearch(writing)
+        self._searches[number] = sequence.prompt, BeamSearch(sequence)
         self._step(number, add)
 
     def end(self, number: int) -> list[int]:

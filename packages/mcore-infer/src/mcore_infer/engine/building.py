@@ -1,4 +1,4 @@
-"""Builds engines from the options of commands."""
+"""Builds an engine from the options of a command."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,12 +7,13 @@ from types import MappingProxyType
 from mcore_infer.config import InferenceConfig
 from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.fp8_cache import chosen_cache
+from mcore_infer.engine.limits import EngineConfig, Scales
 from mcore_infer.engine.sizing import fitting_pages
-from mcore_infer.engine.step_plans import EngineConfig, Scales
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 
 _LONGEST = 8192
+"""Default limit of a sequence, for models with more positions or without a limit."""
 
 
 def build_engine(
@@ -23,20 +24,21 @@ def build_engine(
     replicas: Axis = SINGLE,
     in_step: Axis = SINGLE,
 ) -> Engine:
-    """Build an engine whose cache fits into memory, with equal pages on all its ranks.
+    """Build an engine whose cache fits into memory, with as many pages on all its ranks.
 
-    Runs the model to measure, and communicates, as ``fitting_pages`` does.
+    Runs the model to measure memory, and communicates, as ``fitting_pages`` does.
 
     Args:
-        model: whole, in eval mode; on a GPU its plain GEMMs are replaced, see ``Engine``.
+        model: whole or a stage, in eval mode; on a GPU its plain GEMMs are replaced.
         config: limits and memory.
-        draft: model that proposes tokens, of the same tokenizer and over the same ranks.
-        kv_scales: of an fp8 cache, that the checkpoint holds.
+        draft: model that proposes tokens, with the same tokenizer and ranks.
+        kv_scales: the checkpoint's scales of an fp8 cache, by layer.
         replicas: ranks with the same model, whose engines refuse the same requests.
         in_step: all ranks of replicas that share experts, see ``Engine``.
 
     Raises:
-        ValueError: if an engine cannot run the model so, or not two pages fit.
+        ValueError: if the engine cannot run the model with these options, or fewer than two
+            pages fit.
     """
     limits = EngineConfig(
         max_requests=config.inference_max_requests,

@@ -1,56 +1,34 @@
-"""Checks of models, draft models and requests, before a step runs."""
+"""Checks of models, draft models and beam searches, before a step runs."""
 
 from mcore_infer.config import Drafts
-from mcore_infer.writing.sequence import RunningSequence, ScoreRequest
+from mcore_infer.writing.sequence import RunningSequence
 from mcore_models.building.mtp_model import MTPLanguageModel
 from mcore_models.config import TransformerConfig
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.mesh import SINGLE, Axis
 
 _BY_LENGTH = ("dynamic", "longrope")
-"""Rotary scalings that depend on the length of the text."""
+"""Rotary scalings whose angles depend on the length of the text."""
 
 
-def check_request(model: LanguageModel, writing: RunningSequence, scores: ScoreRequest) -> None:
-    """Raise ValueError for a request that the model cannot compute."""
-    limit, vocab_size = model.config.max_position_embeddings, model.vocab_size
-    length = len(writing.prompt)
-    if limit and length + writing.num_tokens > limit:
-        raise ValueError(
-            f"the maximum context length was exceeded: {length} tokens of prompt and "
-            f"{writing.num_tokens} to write are more than the {limit} positions of the "
-            "model. Shorten the prompt or write fewer."
-        )
-    rules = writing.rules
-    ids = [*writing.prompt, *(i for i, _ in rules.bias), *(rules.never_after or ())]
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(
-            f"token ids {min(ids)} to {max(ids)} leave the vocabulary, 0 to {vocab_size - 1}."
-        )
-    if writing.sampling.top_k > vocab_size or scores.num_top > vocab_size:
-        raise ValueError(
-            f"--top-k {writing.sampling.top_k} or {scores.num_top} log probabilities a "
-            f"token exceed the vocabulary of {vocab_size} tokens."
-        )
-
-
-def check_beams(writing: RunningSequence, scores: ScoreRequest, vocab_size: int) -> None:
+def check_beams(sequence: RunningSequence, vocab_size: int) -> None:
     """Raise ValueError for options that beam search does not support."""
-    if writing.changes_scores or writing.matcher is not None or not writing.num_tokens:
+    if sequence.changes_scores or sequence.matcher is not None or not sequence.num_tokens:
         raise ValueError(
-            "beam search takes no biases, forbidden tokens or structure, and writes a token "
-            "or more."
+            "beam search takes no biases, forbidden tokens or structure, and writes at least "
+            "one token."
         )
+    scores = sequence.request.scores
     if scores.prompt or scores.num_top:
         raise ValueError(
             "beam search gives the scores of whole texts: request no log probabilities of the "
             "prompt or of the likeliest tokens."
         )
-    if any(len(sequence) > 1 for sequence in writing.stop):
+    if any(len(sequence) > 1 for sequence in sequence.stop):
         raise ValueError("beam search ends at single tokens: give no longer stop sequence.")
-    if 2 * writing.sampling.beam_width > vocab_size:
+    if 2 * sequence.sampling.beam_width > vocab_size:
         raise ValueError(
-            f"--beam-width {writing.sampling.beam_width} exceeds half the vocabulary of "
+            f"--beam-width {sequence.sampling.beam_width} exceeds half the vocabulary of "
             f"{vocab_size} tokens."
         )
 
@@ -58,7 +36,7 @@ def check_beams(writing: RunningSequence, scores: ScoreRequest, vocab_size: int)
 def check_speculation(
     model: LanguageModel, drafts: Drafts, draft: LanguageModel | None, in_step: Axis = SINGLE
 ) -> None:
-    """Raise ValueError if a model cannot verify proposals, or has no source of them."""
+    """Raise ValueError if a model cannot verify proposals, or has no source of proposals."""
     if drafts == "mtp" and model.pp.size > 1:
         raise ValueError(
             "--speculative-drafts mtp reads hidden states that only the last stage has: use "
@@ -72,13 +50,13 @@ def check_speculation(
         )
     if has_recurrent_layers(model.config):
         raise ValueError(
-            "a recurrent state cannot go back behind a wrong proposal: set "
+            "a recurrent state cannot be reset to before a rejected proposal: set "
             "--num-speculative-tokens 0."
         )
     if depends_on_length(model.config):
         raise ValueError(
             f"--rope-type {model.config.rope_type} rotates by the length of the text, which a "
-            "wrong proposal would change: set --num-speculative-tokens 0."
+            "rejected proposal would change: set --num-speculative-tokens 0."
         )
     if (drafts == "model") != (draft is not None):
         raise ValueError(
@@ -98,26 +76,26 @@ def _check_draft(draft: LanguageModel, model: LanguageModel) -> None:
     if has_recurrent_layers(draft.config) or depends_on_length(draft.config):
         raise ValueError(
             "a draft model with recurrent layers, or with a --rope-type that rotates by the "
-            "length of the text, cannot go back behind a wrong proposal: use another."
+            "length of the text, cannot be reset to before a rejected proposal: use another."
         )
     if draft.vocab_size != model.vocab_size:
         raise ValueError(
             f"the draft model has {draft.vocab_size} tokens and the model {model.vocab_size}: "
-            "take one with the same tokenizer."
+            "use a draft model with the same tokenizer."
         )
-    positions, own = draft.config.max_position_embeddings, model.config.max_position_embeddings
-    if positions and not 0 < own <= positions:
+    limit, needed = draft.config.max_position_embeddings, model.config.max_position_embeddings
+    if limit and not 0 < needed <= limit:
         raise ValueError(
-            f"the draft model has {positions} positions and the model {own or 'no limit'}: "
-            "take one with as many."
+            f"the draft model has {limit} positions and the model {needed or 'no limit'}: use "
+            "a draft model with as many."
         )
 
 
 def depends_on_length(config: TransformerConfig) -> bool:
-    """Whether rotary positions depend on a text's length, so that a step has one text."""
+    """Whether rotary angles depend on a text's length, so that a step has one text."""
     return config.rope_type in _BY_LENGTH
 
 
 def has_recurrent_layers(config: TransformerConfig) -> bool:
-    """Whether a model has recurrent layers, whose state cannot be shared between prefixes."""
+    """Whether a model has recurrent layers, whose states cannot be shared by prefixes."""
     return bool(set(config.hybrid_override_pattern) & set("MGP"))

@@ -1,8 +1,8 @@
-"""The engine: adds and ends requests at any time, and computes tokens of many in each step.
+"""The engine: each step computes tokens of many requests, which come and go at any time.
 
 Continuous batching (Yu et al. 2022, Orca, OSDI) over paged memory (Kwon et al. 2023,
-arXiv:2309.06180). A request's text depends on its prompt, its sampling and its seed alone: not
-on other requests, nor on how its prompt is cut into chunks, nor on shared or lost pages.
+arXiv:2309.06180). A request's text depends only on its prompt, its sampling and its seed: not
+on other requests, on how its prompt is cut into chunks, or on shared or lost pages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,30 +15,34 @@ from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.beams import Beams
 from mcore_infer.engine.checks import (
     check_beams,
-    check_request,
     check_speculation,
     depends_on_length,
     has_recurrent_layers,
 )
-from mcore_infer.engine.decoding import Decoder
 from mcore_infer.engine.fp8_cache import check_fp8_cache
-from mcore_infer.engine.host_to_device import on_device
+from mcore_infer.engine.limits import EngineConfig
+from mcore_infer.engine.model_runner import Decoder, PromptSteps
 from mcore_infer.engine.paged_cache import PagedCache
 from mcore_infer.engine.prefix_pages import PagePool
-from mcore_infer.engine.prompt_steps import PromptScores, PromptSteps
-from mcore_infer.engine.scheduler import Scheduler
+from mcore_infer.engine.sampling import (
+    choose_on_all_ranks,
+    score_prompt,
+    token_log_probs,
+    top_log_probs,
+    top_tokens,
+)
+from mcore_infer.engine.scheduler import Chunk, Scheduler, Step
 from mcore_infer.engine.sizing import fitting_pages
-from mcore_infer.engine.speculative import SpeculationCounts, build_drafter, choose_on_all_ranks
+from mcore_infer.engine.speculative import SpeculationCounts, build_drafter
 from mcore_infer.engine.stages import from_last_stage, last_stage_logits
-from mcore_infer.engine.step_layout import rows_to_choose_after
-from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
+from mcore_infer.engine.step_layout import on_device, rows_to_choose_after
 from mcore_infer.writing.grammars import Structure
-from mcore_infer.writing.sampling import token_log_probs, top_log_probs, top_tokens
 from mcore_infer.writing.sequence import (
     Generation,
     NewToken,
     RunningSequence,
     ScoreRequest,
+    TextRequest,
     TokenRules,
     Top,
 )
@@ -55,35 +59,36 @@ class _StepInFlight:
 
     step: Step
     requests: list[int]
-    """Request of each row that chooses a token; one with proposals has several rows."""
+    """Request of each row that chooses a token; a request with proposals has several rows."""
     chosen: Tensor | None = None
     """Chosen tokens, ``[R]``, on the device."""
     ids: Tensor | None = None
-    """Their asynchronous copy on the host."""
+    """Asynchronous copy of the chosen tokens on the host."""
     log_probs: Tensor | None = None
-    """Their log probabilities on the host; None: not requested."""
+    """Log probabilities of the chosen tokens on the host; None: not requested."""
     is_ready: torch.cuda.Event | None = None
     """Recorded after the copies to the host."""
     top: tuple[list[int], Tensor] | None = None
-    """Rows that requested likeliest tokens, and the result of ``top_log_probs`` on the host."""
+    """Rows that requested the likeliest tokens, and the result of ``top_log_probs`` on the
+    host."""
 
 
 class Engine:
     """Writes the texts of many requests with one model.
 
-    All ranks of ``tp`` and ``pp`` (and of its experts) have an engine and make the same calls.
+    All ranks of ``tp``, ``pp`` and the experts' axes have an engine and make the same calls.
 
     Attributes:
-        model: whole, in eval mode.
+        model: whole or a stage, in eval mode.
         config: limits. ``prefix_cache`` is off for models with recurrent layers, which store
-            the state after the last token alone, and with proposals of ``mtp``.
+            only the state after the last token, and with proposals of ``mtp``.
         in_step: ranks that call ``step`` together.
         scheduler: waiting and running requests.
         cache: keys and values, and recurrent states.
         decoder: runs steps in which every request writes.
-        prompts: runs steps that hold prompts.
+        prompts: runs steps with tokens of prompts.
         drafter: proposes tokens; None: a step writes one token of each request.
-        speculation: counts of its proposals.
+        speculation: counts of the proposals.
         grammars: compile structures for the tokenizer; None: structures are refused.
         runs_ahead: whether a step may be launched before the host has read the tokens of the
             previous one. On a GPU this hides the host's work.
@@ -99,18 +104,17 @@ class Engine:
         """Build scheduler, cache and decoder; memory is allocated by the first step.
 
         Args:
-            model: whole, in eval mode. On a GPU the plain GEMMs of its linears are replaced
-                by ones with a kernel for few rows (``FewRowsGemm``); on a CPU it stays as it
-                is.
+            model: whole or a stage, in eval mode. On a GPU the plain GEMMs of its linears are
+                replaced by ``FewRowsGemm``, in place.
             config: limits.
             draft: smaller model that proposes tokens, on the same ranks.
             in_step: all ranks of replicas that share experts. Each replica has its own
-                requests, and all call ``step`` together, as ``run`` does; a replica without
-                work runs a row of padding.
+                requests; all call ``step`` together, and a replica without work runs a row of
+                padding.
 
         Raises:
-            ValueError: if the model is in training mode, the options do not fit it, or not two
-                pages fit into memory.
+            ValueError: if the model is in training mode, the options do not fit the model, or
+                fewer than two pages fit into memory.
         """
         if model.training:
             raise ValueError("generation needs a model in eval mode: call model.eval() first.")
@@ -118,16 +122,15 @@ class Engine:
             check_fp8_cache(model.config)
         if config.num_speculative_tokens:
             check_speculation(model, config.speculative_drafts, draft, in_step)
-        is_whole = has_recurrent_layers(model.config) or config.speculative_drafts == "mtp"
-        if is_whole:
+        if has_recurrent_layers(model.config) or config.speculative_drafts == "mtp":
             config = replace(config, prefix_cache=False)
         if depends_on_length(model.config):
-            # Keys are rotated by the length that the text had: one text a step, read at once.
-            most = max(config.max_tokens, config.max_sequence_tokens)
+            # Keys are rotated by the length of their text: a step has one text, uncut.
+            longest = max(config.max_tokens, config.max_sequence_tokens)
             config = replace(
                 config,
                 max_requests=1,
-                max_tokens=most,
+                max_tokens=longest,
                 chunked_prefill=False,
                 prefix_cache=False,
             )
@@ -152,17 +155,16 @@ class Engine:
             num_drafts=config.num_speculative_tokens,
             records_graphs=config.records_graphs,
         )
-        given = model, self.cache, config.max_tokens, table_pages
-        self.prompts = PromptSteps(*given, self.decoder.recorder)
+        self.prompts = PromptSteps(
+            model, self.cache, config.max_tokens, table_pages, self.decoder.recorder
+        )
         self.drafter = build_drafter(model, config, draft, table_pages)
         self.speculation = SpeculationCounts()
         self.grammars: Grammars | None = None
-        self._writings: dict[int, RunningSequence] = {}
-        self._scores: dict[int, ScoreRequest] = {}
-        self._prompt_scores: dict[int, PromptScores] = {}
+        self._sequences: dict[int, RunningSequence] = {}
         self._beams = Beams()
         self._num_requests = 0
-        self._flight: _StepInFlight | None = None  # started before its predecessor was read
+        self._flight: _StepInFlight | None = None  # launched ahead, see runs_ahead
         is_alone = self.drafter is None and in_step.size == 1
         self.runs_ahead = self.device.type == "cuda" and is_alone
 
@@ -186,10 +188,10 @@ class Engine:
             sampling: how tokens are chosen, and how many.
             num_tokens: most tokens to write; -1: ``sampling.num_tokens``; 0: only score the
                 prompt.
-            seed: of the draws.
-            eod: id that ends the text; None: none does.
-            stop: token sequences that end it and are cut off.
-            rules: changes to single tokens' scores.
+            seed: seed of the random numbers that choose tokens.
+            eod: token that ends the text; None: no token does.
+            stop: token sequences that end the text and are cut off.
+            rules: changes to the logits of single tokens.
             scores: log probabilities to compute; None: of the written tokens.
             structure: grammar of the text; None: any text.
 
@@ -197,35 +199,42 @@ class Engine:
             The number of the request.
 
         Raises:
-            ValueError: if it could never run.
+            ValueError: if the request could never run.
         """
-        request, scores = self._num_requests, scores or ScoreRequest()
-        writing = RunningSequence(
-            prompt,
-            sampling,
-            num_tokens=sampling.num_tokens if num_tokens < 0 else num_tokens,
-            seed=seed,
-            eod=eod,
-            stop=stop,
-            rules=rules,
-            matcher=self._matcher(structure),
+        return self.submit(
+            TextRequest(
+                prompt=prompt,
+                sampling=sampling,
+                num_tokens=sampling.num_tokens if num_tokens < 0 else num_tokens,
+                seed=seed,
+                eod=eod,
+                stop=stop,
+                rules=rules or TokenRules(),
+                scores=scores or ScoreRequest(),
+                structure=structure,
+            )
         )
-        check_request(self.model, writing, scores)
-        if sampling.beam_width:
-            return self._search(writing, scores)
-        self.scheduler.add(request, prompt, writing.num_tokens, shares_prefix=not scores.prompt)
-        self._writings[request] = writing
-        self._scores[request] = scores
-        if scores.prompt:
-            self._prompt_scores[request] = PromptScores(writing.prompt, scores.num_top)
-        self._num_requests += 1
-        return request
 
-    def _search(self, writing: RunningSequence, scores: ScoreRequest) -> int:
-        check_beams(writing, scores, self.model.vocab_size)
-        self.scheduler.check(writing.prompt, writing.num_tokens)
-        number, self._num_requests = self._num_requests, self._num_requests + 1
-        self._beams.begin(number, writing, self.add)
+    def submit(self, request: TextRequest) -> int:
+        """Queue a request and return its number; no communication.
+
+        Raises:
+            ValueError: if the request could never run.
+        """
+        sequence = RunningSequence(request, self._matcher(request.structure))
+        _check_request(self.model, sequence)
+        number, scores = self._num_requests, request.scores
+        if request.sampling.beam_width:
+            check_beams(sequence, self.model.vocab_size)
+            self.scheduler.check(sequence.prompt, sequence.num_tokens)
+            self._num_requests += 1
+            self._beams.begin(number, sequence, self.add)
+            return number
+        self.scheduler.add(
+            number, sequence.prompt, sequence.num_tokens, shares_prefix=not scores.prompt
+        )
+        self._sequences[number] = sequence
+        self._num_requests += 1
         return number
 
     def _matcher(self, structure: Structure | None) -> Matcher | None:
@@ -239,9 +248,7 @@ class Engine:
         """Cancel a request; no effect if it has finished."""
         for step in self._beams.end(request):
             self.abort(step)
-        if self._writings.pop(request, None) is not None:
-            del self._scores[request]
-            self._prompt_scores.pop(request, None)
+        if self._sequences.pop(request, None) is not None:
             self.scheduler.finish(request)
             if self.drafter is not None:
                 self.drafter.forget(request)
@@ -250,25 +257,26 @@ class Engine:
         """Discard the cache after the weights of ``model`` were changed in place.
 
         Call it on all ranks, after ``transfer_weights``. Requests keep their tokens, and a
-        launched step still adds its own; later steps read no key, value, state or prefix of the
-        old weights. No communication.
+        launched step still adds its tokens; later steps read no key, value, state or prefix of
+        the old weights. No communication.
         """
         self.scheduler.recompute()
 
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs, or a launched step has not been read."""
-        return bool(self._writings) or self._flight is not None
+        return bool(self._sequences) or self._flight is not None
 
     @torch.no_grad()
     def step(self) -> list[NewToken | tuple[int, Generation]]:
         """Compute one step; return new tokens and finished requests.
 
-        Communicates over ``tp`` and ``pp`` as the model does, and all-reduces what is chosen.
+        Communicates over ``tp`` and ``pp`` as the model does, and all-reduces the chosen
+        tokens.
 
         Returns:
-            Tokens that no stop sequence can remove any more (``row`` is the request), and a
-            pair of number and result for each request that ended.
+            Tokens that no stop sequence can remove any more (``row`` is the request's number),
+            and a pair of number and result for each request that ended.
         """
         flight = self._flight or self._launch(self._plan())
         self._flight = None
@@ -285,35 +293,40 @@ class Engine:
         self.scheduler.complete(flight.step, ids)
         events = list(self._take(new))
         if self.model.config.rope_type == "longrope":
-            self._read_anew_beyond_context()
+            self._recompute_beyond_context()
         return events
 
-    def _read_anew_beyond_context(self) -> None:
-        """Recompute a text that leaves LongRoPE's original context: other angles hold for all.
+    def _recompute_beyond_context(self) -> None:
+        """Recompute a text that exceeds LongRoPE's original context: all its angles change.
 
         Reference:
             Ding et al. 2024, LongRoPE. arXiv:2402.13753.
         """
         context = self.model.config.original_max_position_embeddings
-        lengths = (len(w.prompt) + len(w.ids) for w in self._writings.values() if w.ids)
-        if context + 1 in lengths:  # of the next forward
+        lengths = (len(s.prompt) + len(s.ids) for s in self._sequences.values() if s.ids)
+        if context + 1 in lengths:  # the length at the next forward
             self.scheduler.recompute()
 
     def run(self) -> Iterator[NewToken | tuple[int, Generation]]:
-        """Run steps until no request is left; requests may be added meanwhile.
+        """Run steps until no request is left; requests may be added between steps.
 
         All-reduces over ``in_step`` whether any rank has work.
         """
-        while all_reduce(torch.tensor(int(self.has_work)), self.in_step, "max"):
+        while self._any_rank_has_work():
             yield from self.step()
 
+    def _any_rank_has_work(self) -> bool:
+        if self.in_step.size == 1:
+            return self.has_work
+        return bool(all_reduce(torch.tensor(int(self.has_work)), self.in_step, "max"))
+
     def _plan(self) -> Step | None:
-        """Plan a step; the drafter fills in its proposals."""
+        """Plan a step, with the drafter's proposals."""
         if self.drafter is None:
             return self.scheduler.plan()
-        ready = {number: self._writings[number] for number in self.scheduler.writing}
+        ready = {number: self._sequences[number] for number in self.scheduler.writing}
         step = self.scheduler.plan(self.drafter.wanted(ready))
-        return None if step is None else self.drafter.filled(step, self._writings)
+        return None if step is None else self.drafter.filled(step, self._sequences)
 
     def _launch(
         self, step: Step | None, tokens: Tensor | None = None
@@ -331,40 +344,42 @@ class Engine:
         requests = [chunk.request for chunk in scored for _ in range(1 + chunk.num_drafts)]
         if not requests:
             return _StepInFlight(step, [])
-        places = None
+        offsets = None  # of each row in its request: the number of proposals before it
         if self.drafter is not None:
-            places = [place for chunk in scored for place in range(1 + chunk.num_drafts)]
-        writings = [self._writings[request] for request in requests]
-        chosen = choose_on_all_ranks(logits, writings, places, self.model)
-        wanted = [self._scores[request] for request in requests]
+            offsets = [i for chunk in scored for i in range(1 + chunk.num_drafts)]
+        sequences = [self._sequences[request] for request in requests]
+        chosen = choose_on_all_ranks(logits, sequences, offsets, self.model)
+        wanted = [sequence.request.scores for sequence in sequences]
         flight = _StepInFlight(step, requests, chosen, chosen.to("cpu", non_blocking=True))
         if any(scores.log_probs for scores in wanted):
-            found = from_last_stage(token_log_probs(logits, chosen).double(), self.model.pp)
-            flight.log_probs = found.to("cpu", non_blocking=True)
-        if most := max(scores.num_top for scores in wanted):
+            log_probs = token_log_probs(logits, chosen).double()
+            log_probs = from_last_stage(log_probs, self.model.pp)
+            flight.log_probs = log_probs.to("cpu", non_blocking=True)
+        if num_top := max(scores.num_top for scores in wanted):
             rows = [i for i, scores in enumerate(wanted) if scores.num_top]
-            best = top_log_probs(logits[on_device(rows, self.device)], most)
+            best = top_log_probs(logits[on_device(rows, self.device)], num_top)
             best = from_last_stage(best, self.model.pp)
             flight.top = rows, best.to("cpu", non_blocking=True)
-        # One event a step: the host waits for the device only in _finished_tokens.
+        # The host waits for this event in _finished_tokens, and nowhere else.
         if chosen.is_cuda:
             flight.is_ready = torch.cuda.Event()
             flight.is_ready.record()
         return flight
 
     def _plan_ahead(self, flight: "_StepInFlight") -> Step | None:
-        """Plan the step after a launched one; None if its tokens could change the plan.
+        """Plan the step after a launched one; None if the launched tokens could change it.
 
-        They could if a text may end, or if penalties, structures or proposals need the token.
+        They can change it if a text may end, or if penalties, a structure or proposals need
+        the token.
         """
         step = flight.step
         if not flight.requests or any(chunk.tokens[1:] for chunk in step.chunks):
             return None
         for request in flight.requests:
-            writing = self._writings.get(request)
-            if writing is None or len(writing.ids) + 1 >= writing.num_tokens:
+            sequence = self._sequences.get(request)
+            if sequence is None or len(sequence.ids) + 1 >= sequence.num_tokens:
                 return None
-            if writing.needs_last_token:
+            if sequence.needs_last_token:
                 return None
         return self.scheduler.plan_ahead(step)
 
@@ -379,14 +394,15 @@ class Engine:
         if self.drafter is not None:
             self.drafter.follow(step, hidden)
         parts = hidden.split([len(chunk.tokens) for chunk in step.chunks])
-        for chunk, own in zip(step.chunks, parts, strict=True):
-            if chunk.request in self._prompt_scores:
-                self._prompt_scores[chunk.request].add(self.model, chunk.begin, own)
+        for chunk, part in zip(step.chunks, parts, strict=True):
+            sequence = self._sequences[chunk.request]
+            if sequence.request.scores.prompt:
+                score_prompt(self.model, sequence, chunk.begin, part)
         last = on_device(rows_to_choose_after(step), self.device)
         return last_stage_logits(self.model, hidden[last])
 
     def _finished_tokens(self, flight: "_StepInFlight") -> list[NewToken]:
-        """Wait for a step; return its tokens, accepted proposals included, of live requests."""
+        """Wait for a step; return the tokens of its live requests, with accepted proposals."""
         if flight.ids is None:
             return []
         if flight.is_ready is not None:
@@ -400,43 +416,67 @@ class Engine:
         new, row = [], 0
         for chunk in flight.step.chunks:
             begin, row = row, row + (1 + chunk.num_drafts) * chunk.wants_token
-            scores = self._scores.get(chunk.request)
-            if begin == row or scores is None:  # no token is chosen, or the request was aborted
+            sequence = self._sequences.get(chunk.request)
+            if begin == row or sequence is None:  # no token is chosen, or it was aborted
                 continue
-            right = 1 if self.drafter is None else self._num_right(chunk, ids[begin:row])
-            for i in range(begin, begin + right):
+            scores = sequence.request.scores
+            count = 1 if self.drafter is None else self._num_accepted(chunk, ids[begin:row])
+            for i in range(begin, begin + count):
                 log_prob = log_probs[i] if log_probs and scores.log_probs else None
-                tops_of = top.get(i, ())[: scores.num_top]
-                new.append(NewToken(chunk.request, ids[i], log_prob, tops_of))
+                likeliest = top.get(i, ())[: scores.num_top]
+                new.append(NewToken(chunk.request, ids[i], log_prob, likeliest))
         return new
 
-    def _num_right(self, chunk: Chunk, chosen: Sequence[int]) -> int:
-        """Return how many chosen tokens count: accepted proposals and the token after them."""
+    def _num_accepted(self, chunk: Chunk, chosen: Sequence[int]) -> int:
+        """Count accepted proposals and the token after them; consume their random numbers."""
         drafts = chunk.tokens[len(chunk.tokens) - chunk.num_drafts :]
-        wrong = (i for i, draft in enumerate(drafts) if draft != chosen[i])
-        right = 1 + next(wrong, len(drafts))
-        self._writings[chunk.request].forget_draws(right)
+        # A proposal counts up to the first that differs from the token chosen at its position.
+        rejected = (i for i, draft in enumerate(drafts) if draft != chosen[i])
+        count = 1 + next(rejected, len(drafts))
+        self._sequences[chunk.request].forget_draws(count)
         if chunk.num_drafts:
             self.speculation.steps += 1
             self.speculation.drafted += chunk.num_drafts
-            self.speculation.accepted += right - 1
-        return right
+            self.speculation.accepted += count - 1
+        return count
 
     def _take(self, new: Sequence[NewToken]) -> Iterator[NewToken | tuple[int, Generation]]:
         for token in new:
             request = token.row
-            writing = self._writings.get(request)
-            if writing is None:  # ended by an earlier token of this step
+            sequence = self._sequences.get(request)
+            if sequence is None:  # ended by an earlier token of this step
                 continue
-            released = writing.add(token)
+            released = sequence.add(token)
             if request not in self._beams:
                 yield from released
-            if writing.finish_reason:
-                result = writing.result()
-                if request in self._prompt_scores:
-                    result = self._prompt_scores[request].added_to(result)
+            if sequence.finish_reason:
+                result = sequence.result()
                 self.abort(request)
                 if request in self._beams:
                     yield from self._beams.take(request, result, self.add)
                 else:
                     yield request, result
+
+
+def _check_request(model: LanguageModel, sequence: RunningSequence) -> None:
+    """Raise ValueError for a request that the model cannot compute."""
+    limit, vocab_size = model.config.max_position_embeddings, model.vocab_size
+    length = len(sequence.prompt)
+    if limit and length + sequence.num_tokens > limit:
+        raise ValueError(
+            f"the maximum context length was exceeded: {length} tokens of prompt and "
+            f"{sequence.num_tokens} to write are more than the {limit} positions of the "
+            "model. Shorten the prompt or write fewer."
+        )
+    rules = sequence.rules
+    ids = [*sequence.prompt, *(i for i, _ in rules.bias), *(rules.never_after or ())]
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(
+            f"token ids {min(ids)} to {max(ids)} leave the vocabulary, 0 to {vocab_size - 1}."
+        )
+    top_k, num_top = sequence.sampling.top_k, sequence.request.scores.num_top
+    if top_k > vocab_size or num_top > vocab_size:
+        raise ValueError(
+            f"--top-k {top_k} or {num_top} log probabilities a token exceed the vocabulary of "
+            f"{vocab_size} tokens."
+        )

@@ -1,4 +1,4 @@
-"""A GEMM for decoding steps: few rows are multiplied by a kernel that reads the weight once."""
+"""GEMM of decoding steps: a kernel that reads the weight once multiplies few rows."""
 
 import torch
 from jaxtyping import Float
@@ -10,8 +10,8 @@ from mcore_parallel.precision.gemm import Operands, PlainGemm
 from mcore_parallel.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 MOST_ROWS = 16
-"""Most rows of an input for the kernel, the smallest tile of tensor cores. With more rows
-torch's GEMM is as fast."""
+"""Most rows of the kernel's input, the smallest tile of tensor cores. With more rows torch's
+GEMM is as fast."""
 
 
 class FewRowsGemm(PlainGemm):
@@ -35,7 +35,7 @@ class FewRowsGemm(PlainGemm):
         return super().forward(x, weight, bias)
 
 
-def read_few_rows_fast(model: LanguageModel) -> None:
+def use_few_rows_gemm(model: LanguageModel) -> None:
     """Replace every ``PlainGemm`` of a model's linears by a ``FewRowsGemm``, in place."""
     for module in model.modules():
         is_linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))

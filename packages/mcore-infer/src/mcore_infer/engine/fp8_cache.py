@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mcore_ckpt.mapping.low_bits import LARGEST
 from mcore_infer.config import CacheDtype
-from mcore_infer.engine.step_plans import Fp8Cache, Scales
+from mcore_infer.engine.limits import Fp8Cache, Scales
 from mcore_infer.kv_cache import StaticCache
 from mcore_models.config import TransformerConfig
 from mcore_models.protocol import LayerState

@@ -2,14 +2,13 @@
 
 The tokens of all chunks of a step form a batch of one row. Each layer writes their keys and
 values to the rows that the plan assigns; then every chunk attends to the pages of its request.
-A recurrent layer has one state for each slot. Chunks of equal length are batched; the first
-chunk of a request starts from a state of zeros.
+A recurrent layer has a state for each slot. It batches chunks of equal length, and starts the
+first chunk of a request from a state of zeros.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.host_to_device import on_device
+from mcore_infer.engine.decode_kernels import decode_kernel, latent_kernel
+from mcore_infer.engine.limits import Fp8Cache, Scales
 from mcore_infer.engine.plain_attention import (
     decode_on_cpu,
     padded_decode,
@@ -25,26 +25,29 @@ from mcore_infer.engine.plain_attention import (
     wide_pages,
     write_to_pages,
 )
-from mcore_infer.engine.step_layout import ChunkView, DecodeTensors, FreshPrompts, StepTensors
-from mcore_infer.engine.step_plans import Fp8Cache, Scales
+from mcore_infer.engine.step_layout import (
+    ChunkView,
+    DecodeTensors,
+    FreshPrompts,
+    StepTensors,
+    on_device,
+)
 from mcore_models.config import AttentionBackend
 from mcore_models.kernels.attention_backends import attend, takes_borders
-from mcore_parallel.optional_kernels import works
 
 log = logging.getLogger(__name__)
 
 _MASKED_TOKENS = 256
 """Most tokens of prompts that attend in one call on a CPU, where a mask separates the
 prompts."""
-_RULES = {"scale", "chunk", "softcap", "sinks"}
-"""Arguments of ``attend`` that the decoding kernel supports."""
 _PADDED = (
     "the attention of this model has no decoding kernel on this GPU: recorded steps read the "
     "pages of the longest possible text"
 )
 
 Mix = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-"""See ``mcore_models.protocol.RecurrentState``."""
+"""Maps a state and inputs to outputs and the new state:
+``mcore_models.protocol.RecurrentState``."""
 
 
 class PagedCache:
@@ -77,10 +80,10 @@ class PagedCache:
 
     @property
     def length(self) -> int:
-        """Tokens before the step's, where it computes one request; else 0.
+        """Earlier tokens of the request, if the step has one request; else 0.
 
-        Read by models whose rotary positions depend on the length of the text, of which a step
-        has one.
+        Models whose rotary positions depend on the text's length read it; their steps have one
+        text.
         """
         return 0 if self.step is None else self.step.num_earlier
 
@@ -96,14 +99,14 @@ class PagedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pages taken so far."""
-        tensors = (t for held in self._memories.values() for t in (held.keys, held.values))
+        """Allocated bytes of pages."""
+        tensors = (t for layer in self._memories.values() for t in (layer.keys, layer.values))
         return sum(t.nbytes for t in tensors if t is not None)
 
     @property
     def num_state_bytes(self) -> int:
-        """Memory of the recurrent states taken so far."""
-        return sum(t.nbytes for held in self._memories.values() for t in held.states)
+        """Allocated bytes of recurrent states."""
+        return sum(t.nbytes for layer in self._memories.values() for t in layer.states)
 
 
 @dataclass(slots=True)
@@ -113,7 +116,7 @@ class _LayerMemory:
     keys: Shaped[Tensor, "P Z G H"] | None = None
     values: Shaped[Tensor, "P Z G J"] | None = None
     states: tuple[Float[Tensor, "W ..."], ...] = ()
-    """One state for each slot."""
+    """Tensors of the state, each with a row for each slot."""
 
 
 class _PagedLayer:
@@ -159,16 +162,13 @@ class _PagedLayer:
         is_first: Bool[Tensor, " R"],
         inputs: Sequence[Shaped[Tensor, "L R ..."]],
     ) -> Shaped[Tensor, "L R ..."]:
-        """Run a batch of chunks from their states.
-
-        A chunk that starts a text begins from zeros.
-        """
+        """Run a batch of chunks from their states; a chunk that starts a text has zeros."""
         before = (
             held[slots].masked_fill(is_first.view(-1, *[1] * (held.dim() - 1)), 0)
             for held in self.held.states
         )
-        y, behind = mix(tuple(before), *inputs)
-        for held, new in zip(self.held.states, behind, strict=True):
+        y, after = mix(tuple(before), *inputs)
+        for held, new in zip(self.held.states, after, strict=True):
             held[slots] = new
         return y
 
@@ -201,7 +201,7 @@ class _PagedLayer:
         values = held.keys[..., :value_dim] if held.values is None else held.values
         rules: dict[str, Any] = {**scores, "window": window, "kv_scales": self.scales}
         if isinstance(step, DecodeTensors):
-            decode = self._kernel(len(q), q, k, v, scores)
+            decode = decode_kernel(len(q), q, k, v, scores, self.scales, self.cache.page_tokens)
             if decode is not None and v is not None:
                 if step.have_drafts:  # a row reads keys that other rows of its request write
                     memories = (held.keys, values)
@@ -216,7 +216,7 @@ class _PagedLayer:
         news, memories = ((k,), (held.keys,)) if v is None else ((k, v), (held.keys, values))
         write_to_pages(memories, [new[:, 0] for new in news], step.places, self.scales)
         if isinstance(step, DecodeTensors):
-            latent = None if v is not None else self._latent_kernel(q, values, rules)
+            latent = None if v is not None else latent_kernel(q, values, rules)
             if latent is not None:
                 return latent(q[:, 0], held.keys, step.tables, step.lengths)[:, None]
             where = (held.keys, values, step.seen_tables, step.lengths)
@@ -236,7 +236,7 @@ class _PagedLayer:
         rules: dict[str, Any],
         backend: AttentionBackend,
     ) -> Float[Tensor, "S 1 N J"]:
-        """Attend chunk by chunk; single tokens, and prompts that start, in one call each."""
+        """Attend chunk by chunk; single tokens, and prompts that start, are batched."""
         assert self.held.keys is not None
         scores = {name: rule for name, rule in rules.items() if name != "kv_scales"}
         window = scores.pop("window")
@@ -245,12 +245,13 @@ class _PagedLayer:
         singles = step.singles
         decode = None
         if singles is not None:
-            decode = self._kernel(len(singles.rows), q, k, v, scores)
+            rows, page_tokens = len(singles.rows), self.cache.page_tokens
+            decode = decode_kernel(rows, q, k, v, scores, self.scales, page_tokens)
         if decode is not None and singles is not None and v is not None:
             at, pages = singles.rows, (self.held.keys, values, singles.tables, singles.lengths)
             mixed[at, 0] = decode(q[at, 0], k[at, 0], v[at, 0], *pages, **rules)
         if v is None and singles is not None:
-            decode = self._latent_kernel(q, values, rules)
+            decode = latent_kernel(q, values, rules)
             if decode is not None:
                 at, where = singles.rows, (singles.tables, singles.lengths)
                 mixed[at, 0] = decode(q[at, 0], self.held.keys, *where)
@@ -259,9 +260,9 @@ class _PagedLayer:
         fresh = None if v is None else _in_one_call(step.fresh, q, backend, scores)
         if fresh is not None and v is not None:
             at = fresh.rows
-            own = rounded_to_codes((k[at], v[at]), self.scales)
-            mixed[at] = attend(q[at], *own, documents=fresh.documents, **options)
-        # 3. All others, each with the pages of its request gathered.
+            rounded = rounded_to_codes((k[at], v[at]), self.scales)
+            mixed[at] = attend(q[at], *rounded, documents=fresh.documents, **options)
+        # 3. All other chunks, each with the gathered pages of its request.
         for chunk in step.chunks:
             here = slice(chunk.begin, chunk.end)
             is_single = here.stop - here.start == 1
@@ -272,51 +273,8 @@ class _PagedLayer:
             mixed[here] = attend(q[here], *seen, sizes_repeat=False, **options)
         return mixed
 
-    def _kernel(
-        self, num_rows: int, q: Tensor, k: Tensor, v: Tensor | None, scores: Mapping[str, Any]
-    ) -> Callable[..., Tensor] | None:
-        """Return the decoding kernel for these inputs, which also writes new keys; None.
-
-        There is none.
-        """
-        if v is None or v.shape[-1] != q.shape[-1] or scores.keys() - _RULES:
-            return None
-        if not q.is_cuda or q.dtype == torch.float64:
-            return None
-        if self.scales is not None and q.shape[-1] % 4:  # the kernel reads four codes at once
-            return None
-        from mcore_infer.engine.kernels import paged_attention
-
-        sizes = q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], self.scales is not None
-        kind = *sizes, tuple(sorted(scores))
-        programs = num_rows * k.shape[-2]
-        is_for_many = paged_attention.takes_many(programs, self.cache.page_tokens, *kind)
-        if is_for_many and works(paged_attention.DECODE_MANY_KERNEL, q.device, *kind):
-            from mcore_infer.engine.kernels.paged_attention_many import decode_many
-
-            return decode_many
-        has_kernel = works(paged_attention.DECODE_KERNEL, q.device, *kind)
-        return paged_attention.paged_decode if has_kernel else None
-
-    def _latent_kernel(
-        self, q: Tensor, values: Tensor, rules: Mapping[str, Any]
-    ) -> Callable[..., Tensor] | None:
-        """Return the kernel of latent attention for these inputs; None: there is none."""
-        is_plain = rules.keys() == {"window", "kv_scales"} and rules["window"] < 0
-        if not q.is_cuda or q.dtype == torch.float64 or not is_plain:
-            return None
-        from mcore_infer.engine.kernels.latent_attention import LATENT_KERNEL, latent_decode
-
-        kind = q.dtype, *q.shape[-2:], values.shape[-1]
-        if not works(LATENT_KERNEL, q.device, *kind):
-            return None
-        return partial(latent_decode, value_dim=values.shape[-1])
-
     def _seen(self, memory: Tensor, chunk: ChunkView, window: int) -> Shaped[Tensor, "Z 1 G H"]:
-        """Gather the keys or values that a chunk attends to.
-
-        Pages behind every window may belong to another request and are left out.
-        """
+        """Gather the keys or values that a chunk attends to: no pages before its window."""
         size = self.cache.page_tokens
         first_page = 0 if window < 0 else max(0, chunk.first - window) // size
         end = chunk.first + chunk.end - chunk.begin - first_page * size

@@ -1,6 +1,6 @@
-"""Attention of decoding in plain torch: on a CPU, and where no kernel supports a model.
+"""Attention of decoding in plain torch: on a CPU, and for models that no kernel supports.
 
-``padded_decode`` gathers every request's pages up to the width of the tables, so that it never
+``padded_decode`` gathers the pages of every request up to the width of the tables, so it never
 waits for the device and can be recorded. ``decode_on_cpu`` reads lengths on the host and avoids
 copies. ``reference_decode`` is the reference of all kernels of decoding.
 """
@@ -14,12 +14,12 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mcore_infer.engine.fp8_cache import from_codes, to_codes
+from mcore_infer.engine.limits import Scales
 from mcore_infer.engine.step_layout import DecodeTensors
-from mcore_infer.engine.step_plans import Scales
 from mcore_models.kernels.attention_backends import attend
 
 GATHERED_BYTES = 1 << 28
-"""Bytes of keys and values that are gathered at once; at least those of one request."""
+"""Most bytes of keys and values to gather at once, but at least those of one request."""
 
 
 def padded_decode(
@@ -50,10 +50,10 @@ def padded_decode(
         seen = [memory[pages].flatten(1, 2) for memory in (keys, values)]  # [R, M*Z, G, .]
         if kv_scales is not None:
             pairs = zip(seen, kv_scales, strict=True)
-            seen = [from_codes(codes, own, q.dtype) for codes, own in pairs]
+            seen = [from_codes(codes, scale_of, q.dtype) for codes, scale_of in pairs]
         places = torch.arange(seen[0].shape[1], device=q.device)
         is_seen = _seen_keys(places, ends[:, None] - 1, window, chunk)
-        # Keys behind a row's end may be another request's NaN, which weights of 0 do not hide.
+        # Keys after a row's end may be another request's NaN, which weights of 0 do not hide.
         k, v = seen[0], seen[1].masked_fill(~is_seen[..., None, None], 0)
         groups = queries.unflatten(1, (k.shape[2], -1))  # [R, N, H] -> [R, G, N/G, H]
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -83,7 +83,7 @@ def _weights(
     softcap: float,
     sinks: Float[Tensor, " N"] | None,
 ) -> Float[Tensor, "R N Z"]:
-    """Return the softmax over keys; a sink takes part in the sum and has no value."""
+    """Return the softmax over keys; a sink adds to the sum and has no value."""
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~is_seen, -torch.inf)
@@ -99,10 +99,7 @@ def write_to_pages(
     places: Int[Tensor, " T"],
     kv_scales: Scales | None = None,
 ) -> None:
-    """Write new keys and values to rows of the cache.
-
-    ``places`` is page * page_tokens + offset.
-    """
+    """Write new keys and values to rows ``page * page_tokens + offset`` of the cache."""
     scales = kv_scales or (None,) * len(news)
     for memory, new, scale in zip(memories, news, scales, strict=True):
         memory.flatten(0, 1)[places] = new if scale is None else to_codes(new, scale)
@@ -111,7 +108,7 @@ def write_to_pages(
 def wide_pages(
     memories: Sequence[Shaped[Tensor, "..."]], kv_scales: Scales | None, dtype: torch.dtype
 ) -> list[Float[Tensor, "..."]]:
-    """Return keys and values in a wide dtype; decodes fp8."""
+    """Return keys and values in the dtype of the queries; decodes fp8."""
     if kv_scales is None:
         return list(memories)
     pairs = zip(memories, kv_scales, strict=True)
@@ -144,12 +141,12 @@ def decode_on_cpu(
 
     Args:
         q: queries; R requests.
-        new: the last key and value of each; no value where it is a part of the key.
-        memory: keys and values in pages; changed.
-        step: where both are.
-        window: earlier keys that a query sees besides its own; -1: all.
-        kv_scales: multiply codes of an fp8 cache; None: the cache has the dtype of ``q``.
-        scores: see ``attend``.
+        new: the last key and value of each; no value if it is a part of the key.
+        memory: keys and values in pages; changed in place.
+        step: pages and lengths.
+        window: earlier keys that a query attends to; -1: all.
+        kv_scales: scales of an fp8 cache; None: the cache has the dtype of ``q``.
+        scores: options of ``attend``.
     """
     extent, size = step.extent, memory[0].shape[1]
     # Pages before every window may be another request's.
@@ -177,13 +174,13 @@ def decode_on_cpu(
     k, v = wide_pages(gathered, kv_scales, q.dtype)  # [K, R, G, .]
     if extent.is_even:
         return attend(q[None], k, v, window=window, **scores)[0]
-    # Keys behind a row's end may be another request's NaN, which a mask does not hide.
-    k, v = (x.masked_fill(extent.is_foreign, 0) for x in (k, v))
+    # Keys after a row's end may be another request's NaN, which a mask does not hide.
+    k, v = (x.masked_fill(extent.is_padding, 0) for x in (k, v))
     return F.scaled_dot_product_attention(
         q[:, :, None],  # [R, N, 1, H]
         k.permute(1, 2, 0, 3),  # [K, R, G, H] -> [R, G, K, H]
         v.permute(1, 2, 0, 3),
-        attn_mask=extent.is_own,
+        attn_mask=extent.is_valid,
         enable_gqa=q.shape[1] != k.shape[2],
         **scores,
     )[:, :, 0]
@@ -200,17 +197,17 @@ def reference_decode(
     kv_scales: Scales | None = None,
     **scores: Any,
 ) -> Float[Tensor, "R N J"]:
-    """Attend with one query of each request to its keys, one request after the other.
+    """Attend with one query of each request to its keys, request by request.
 
-    The reference of ``padded_decode``, and with ``write_to_pages`` of ``paged_decode``; takes
-    any arguments of ``attend``; waits for the device.
+    The reference of ``padded_decode`` and, after ``write_to_pages``, of ``paged_decode``. Takes
+    any option of ``attend``; waits for the device.
     """
     size, rows = keys.shape[1], []
     for query, pages, length in zip(q, tables, lengths.tolist(), strict=True):
         first_page = 0 if window < 0 else max(0, length - 1 - window) // size
-        held = pages[first_page : -(-length // size)]
+        used = pages[first_page : -(-length // size)]
         end = length - first_page * size
-        seen = [memory[held].flatten(0, 1)[:end].unsqueeze(1) for memory in (keys, values)]
+        seen = [memory[used].flatten(0, 1)[:end].unsqueeze(1) for memory in (keys, values)]
         k, v = wide_pages(seen, kv_scales, q.dtype)
         rows.append(attend(query[None, None], k, v, window=window, **scores)[0, 0])
     return torch.stack(rows)

@@ -1,9 +1,9 @@
 """Reference counts of the pages of the key/value cache, and prefix caching.
 
-A page holds the keys and values of a fixed number of neighbouring tokens, in all layers. Only
-page numbers are handled here, not their memory. A complete page is published under a key of its
-tokens and all earlier ones, and a later request with the same beginning shares the page.
-Published pages without a user stay until memory is needed; the least recently used goes first.
+A page has the keys and values of a fixed number of consecutive tokens, in all layers. This file
+handles page numbers only, no memory. A complete page is published under a hash of its tokens
+and of all earlier tokens, and a later request with the same prefix shares the page. Published
+pages without a user stay until memory is needed; the least recently used page is evicted first.
 """
 
 import hashlib
@@ -41,11 +41,11 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))
         self._key: dict[int, Key] = {}
         self._page: dict[Key, int] = {}
-        self._unused: OrderedDict[int, None] = OrderedDict()  # published, the oldest first
+        self._unused: OrderedDict[int, None] = OrderedDict()  # published, oldest first
 
     @property
     def num_free(self) -> int:
-        """Pages that ``take`` can return, those of unused prefixes included."""
+        """Pages that ``take`` can return, including those of unused prefixes."""
         return len(self._free) + len(self._unused)
 
     def num_users(self, page: int) -> int:
@@ -64,7 +64,7 @@ class PagePool:
         return page
 
     def share_prefix(self, keys: Iterable[Key]) -> list[int]:
-        """Return the published pages at the beginning of a text, and add a user to each."""
+        """Return the published pages of a text's prefix, and add a user to each."""
         pages = []
         for key in keys:
             page = self._page.get(key)
@@ -85,7 +85,8 @@ class PagePool:
         """Remove one user from each page of a request.
 
         Args:
-            pages: in the order of the text. The last ones become unused first, so that a prefix
+            pages: in the order of the text. The last pages become unused first, so that a
+                prefix
                 is never evicted before the pages that extend it.
         """
         for page in reversed(pages):

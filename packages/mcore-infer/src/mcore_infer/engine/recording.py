@@ -1,9 +1,9 @@
 """CUDA graphs of forwards: one launch starts hundreds of kernels.
 
-A recorded forward reads and writes the same memory in every replay, and the host decides
-nothing within it. ``unrecorded_reason`` names the models for which that cannot hold. Other
-forwards that wait for the device (an expert GEMM that needs sizes on the host) are found when
-they are recorded, and then run without a graph.
+A recorded forward reads and writes the same memory in every replay, and no launch depends on
+the host. ``unrecorded_reason`` names the models for which that is impossible. Other forwards
+that wait for the device (an expert GEMM that needs sizes on the host) are detected when they
+are recorded, and run without a graph.
 """
 
 import logging
@@ -33,7 +33,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        """Record nothing yet."""
+        """Create the memory pool and the warm-up stream; records nothing."""
         self._pool = torch.cuda.graph_pool_handle()
         # One stream for all warm-ups: cuBLAS keeps a workspace of 32 MiB for each stream.
         self._stream = torch.cuda.Stream()
@@ -75,7 +75,7 @@ def unrecorded_reason(model: LanguageModel) -> str:
         return "rotary positions depend on the length of the text"
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not all(isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
-        return "ranks of experts exchange the sizes of what they send on the host"
+        return "expert-parallel ranks exchange the sizes of their messages on the host"
     return "stages send to each other" if model.pp.size > 1 else ""
 
 

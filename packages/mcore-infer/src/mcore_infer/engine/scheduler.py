@@ -1,35 +1,74 @@
-"""Plans each step of the engine: which tokens of which requests, and their pages; no tensors.
+"""Plans each step of the engine: tokens of requests, and their pages; no tensors.
 
 A step has at most ``max_tokens`` tokens. Requests that write come first with one token each, so
 that a long prompt never delays them; prompts fill the rest, cut into chunks if they do not fit.
-When pages run out, the request that arrived last is preempted: it returns its pages and is
-recomputed later. The oldest request always continues, so all requests end. Plans depend on the
-calls before them alone, so that all ranks make equal plans.
+When pages run out, the request that arrived last is preempted: its pages are released and it is
+recomputed later. The oldest request always continues, so all requests end. Plans depend only on
+earlier calls, so all ranks make equal plans.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from mcore_infer.engine.limits import SchedulerConfig
 from mcore_infer.engine.prefix_pages import FIRST_KEY, Key, PagePool, next_key
-from mcore_infer.engine.step_plans import Chunk, SchedulerConfig, Step
 
 _NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one request within a step."""
+
+    request: int
+    """Number of the request."""
+    slot: int
+    """Row of recurrent states, below ``max_requests``; fixed while the request runs."""
+    begin: int
+    """Position of the first token."""
+    tokens: tuple[int, ...]
+    """Token ids to run through the model. ``(-1,)``: the token that the step in flight
+    chooses."""
+    pages: tuple[int, ...]
+    """Pages of the request up to the last of these tokens; -1: a page outside every attention
+    window, which has been released."""
+    wants_token: bool
+    """Whether the step chooses the token after the last one."""
+    num_drafts: int = 0
+    """Proposals at the end of ``tokens``; the step also chooses the token before each."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the step chooses a token after each of the chunk's tokens."""
+        return self.wants_token and len(self.tokens) == 1 + self.num_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The chunks of one forward."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request that waits or runs: its tokens, its pages, and how far both are computed."""
+    """A request that waits or runs: its tokens, its pages, and how many tokens are computed."""
 
     id: int
     tokens: list[int]
     shares_prefix: bool
-    order: int  # of arrival
+    order: int  # by arrival
     keys: list[Key]  # FIRST_KEY, then the key of each complete page
-    most_pages: int  # of its longest text
+    most_pages: int  # pages of its longest possible text
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_published: int = 0  # pages
+    num_published: int = 0  # pages that other requests may share
     slot: int = -1
     num_in_flight: int = 0
     is_over: bool = False
@@ -54,7 +93,8 @@ class Scheduler:
         Args:
             config: limits.
             pool: pages of the cache, all free.
-            window: the widest attention window of the model's layers. Pages behind it are
+            window: the widest attention window of the model's layers. Pages before the window
+                are
                 released while a request runs. -1: some layer sees all tokens.
         """
         self.config, self.pool, self.window = config, pool, window
@@ -86,7 +126,7 @@ class Scheduler:
         """Queue a request.
 
         Args:
-            request: a number that no queued or running request has.
+            request: a number that no waiting or running request has.
             prompt: token ids, at least one.
             max_new_tokens: most tokens to write; 0: the request ends once its prompt is read.
             shares_prefix: whether it may use pages that other requests computed; False if
@@ -147,7 +187,7 @@ class Scheduler:
         chunks: dict[int, Chunk] = {}
         num_waiting = len(self._waiting)
         budget = self.config.max_tokens  # tokens that the step can still take
-        # Writing requests first, each with one token. What they leave of the budget (spare) may
+        # Writing requests come first, with one token each. The rest of the budget (spare) may
         # go to proposals; then running prompts continue; then waiting requests start.
         is_writing = [r for r in self._running if r.num_left == 1]
         is_reading = [r for r in self._running if r.num_left > 1]
@@ -157,11 +197,13 @@ class Scheduler:
                 continue
             count = self._share(request, budget)
             if count and self._make_room(request, count, chunks):
-                proposed = self._fitting(request, drafts.get(request.id, ())[:spare])
+                proposed: Sequence[int] = ()
+                if request.id in drafts:
+                    proposed = self._fitting(request, drafts[request.id][:spare])
                 spare -= len(proposed)
                 chunks[request.id] = self._chunk(request, count, proposed)
                 budget -= count + len(proposed)
-        # No request starts in a step that preempted one: pages are short.
+        # No request starts in a step that preempted another: there are too few pages.
         is_short = len(self._waiting) > num_waiting
         while not is_short and self._waiting and self._slots:
             request = self._waiting[0]
@@ -198,8 +240,8 @@ class Scheduler:
             return None
         chunks = []
         for request, count, before in zip(requests, needed, step.chunks, strict=True):
-            # The tuple of the step before is used again if no page was added or released: the
-            # copy to the device then skips the row.
+            # Pass the same tuple if no page was added or released: the copy to the device skips
+            # rows whose tuple is identical.
             pages = before.pages
             if count or self.window >= 0:
                 request.pages += [self.pool.take() for _ in range(count)]
@@ -217,7 +259,7 @@ class Scheduler:
         Args:
             step: what ``plan`` returned.
             new_tokens: by request, the accepted proposals and the token after them; for every
-                chunk with ``wants_token`` whose request has not been ended meanwhile.
+                chunk with ``wants_token`` whose request has not been ended.
         """
         for chunk in step.chunks:
             request = self._requests[chunk.request]
@@ -251,7 +293,7 @@ class Scheduler:
         self._is_stale = True
 
     def _start_over(self) -> bool:
-        """Preempt all requests and withdraw prefixes; False: a step is still in flight."""
+        """Preempt all requests and withdraw prefixes; return False if a step is in flight."""
         if any(request.num_in_flight for request in self._running):
             return False
         for request in list(self._running):
@@ -262,8 +304,8 @@ class Scheduler:
 
     def has(self, request: int) -> bool:
         """Whether a request waits or runs."""
-        found = self._requests.get(request)
-        return found is not None and not found.is_over
+        known = self._requests.get(request)
+        return known is not None and not known.is_over
 
     def _share(self, request: _Request, budget: int) -> int:
         """Return how many tokens of a request fit into the rest of a step."""
@@ -274,7 +316,7 @@ class Scheduler:
         return budget if self.config.chunked_prefill else 0
 
     def _begin(self, request: _Request, budget: int) -> int:
-        """Give a waiting request its first pages; return how many tokens it computes."""
+        """Allocate the first pages of a waiting request; return how many tokens it computes."""
         if not budget:
             return 0
         page_tokens = self.pool.page_tokens
@@ -287,7 +329,7 @@ class Scheduler:
         count = self._share(request, budget)
         needed = self._num_pages(request.num_computed + count) - len(request.pages)
         if not count or needed + self._num_growing() > self.pool.num_free:
-            self._give_back(request)
+            self._release(request)
             return 0
         request.pages += [self.pool.take() for _ in range(needed)]
         request.slot = self._slots.pop()
@@ -298,7 +340,7 @@ class Scheduler:
         if not (self._waiting and self._slots):
             return False
         first, budget = self._waiting[0], self.config.max_tokens - len(self._running)
-        fewest = 1  # the other pages may be shared
+        fewest = 1  # a new page; all others may be shared
         if not (self.config.prefix_cache and first.shares_prefix):
             fewest = self._num_pages(self._share(first, budget))
         return fewest + self._num_growing() <= self.pool.num_free
@@ -306,8 +348,8 @@ class Scheduler:
     def _num_growing(self) -> int:
         """Count running requests that may need a further page.
 
-        One page for each stays free when a request starts; otherwise the new request would be
-        preempted at once.
+        One free page for each is kept when a request starts; otherwise the new request would
+        be preempted immediately.
         """
         return sum(len(request.pages) < request.most_pages for request in self._running)
 
@@ -333,11 +375,11 @@ class Scheduler:
 
     def _preempt(self, request: _Request) -> None:
         self._running.remove(request)
-        self._give_back(request)
+        self._release(request)
         self._waiting.append(request)
         self._waiting.sort(key=lambda r: r.order)
 
-    def _give_back(self, request: _Request) -> None:
+    def _release(self, request: _Request) -> None:
         self.pool.release([page for page in request.pages if page >= 0])
         request.pages, request.num_computed, request.num_published = [], 0, 0
         if request.slot >= 0:
@@ -349,11 +391,11 @@ class Scheduler:
             self._running.remove(request)
         else:
             self._waiting.remove(request)
-        self._give_back(request)
+        self._release(request)
         del self._requests[request.id]
 
     def _fitting(self, request: _Request, drafts: Sequence[int]) -> Sequence[int]:
-        """Allocate pages for proposals; return those that fit, without preempting a request."""
+        """Allocate pages for proposals; return the proposals that fit without preemption."""
         free = self.pool.num_free + len(request.pages)
         drafts = drafts[: free * self.pool.page_tokens - request.num_computed - 1]
         missing = self._num_pages(request.num_computed + 1 + len(drafts)) - len(request.pages)
@@ -373,7 +415,7 @@ class Scheduler:
         )
 
     def _publish(self, request: _Request) -> None:
-        """Publish the pages that are complete by now."""
+        """Publish the pages that have become complete."""
         if not self.config.prefix_cache:
             return
         complete = request.num_computed // self.pool.page_tokens
@@ -390,18 +432,17 @@ class Scheduler:
         return keys[1:]
 
     def _leave_window(self, request: _Request) -> None:
-        """Release the pages that no later token attends to; -1 takes their place."""
+        """Replace the pages that no later token attends to by -1, and release them."""
         if self.window < 0:
             return
-        out = max(0, request.num_computed - self.window) // self.pool.page_tokens
-        gone = [page for page in request.pages[:out] if page >= 0]
-        self.pool.release(gone)
-        request.pages[:out] = [-1] * out
+        num_out = max(0, request.num_computed - self.window) // self.pool.page_tokens
+        self.pool.release([page for page in request.pages[:num_out] if page >= 0])
+        request.pages[:num_out] = [-1] * num_out
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.page_tokens)
 
 
 def _most_computed(prompt: Sequence[int], max_new_tokens: int) -> int:
-    """Return the most tokens that are run through the model; the last new one is not."""
+    """Return the most tokens that run through the model; the last new token does not."""
     return len(prompt) + max(0, max_new_tokens - 1)

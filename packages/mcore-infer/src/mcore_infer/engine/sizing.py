@@ -1,21 +1,23 @@
 """Sizes an engine's cache: as many pages as fit into the free memory.
 
-The cache may be smaller than all requests together need: the scheduler lets requests wait.
+The cache may be smaller than all requests need together: the scheduler then lets requests wait.
 """
 
 import torch
 
+from mcore_infer.engine.limits import EngineConfig, Fp8Cache
 from mcore_infer.engine.paged_cache import PagedCache
+from mcore_infer.engine.sampling import token_log_probs
+from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_infer.engine.stages import last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import rows_to_choose_after, step_tensors
-from mcore_infer.engine.step_plans import Chunk, EngineConfig, Fp8Cache, Step
-from mcore_infer.writing.sampling import token_log_probs
 from mcore_models.protocol import LanguageModel
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
 _GPU_SHARE = 0.9
-"""Share of a GPU's free memory; the rest is for workspaces, fragments and other processes."""
+"""Used share of a GPU's free memory; the rest is for workspaces, fragments and other
+processes."""
 _LARGEST_STEPS = 2
 """Largest steps to keep memory for: one without a graph, and the graphs' own memory pool."""
 _CPU_BYTES = 2 << 30
@@ -27,33 +29,33 @@ def fitting_pages(
     draft: LanguageModel | None = None,
     replicas: Axis = SINGLE,
 ) -> int:
-    """Return the number of pages that fit, at most what all requests need; equal on all ranks.
+    """Return the number of pages that fit, at most as many as all requests need.
 
-    Runs the model on one token to measure a page and, on a GPU whose free memory counts, on the
-    largest step, which resets torch's peak of that GPU's memory. All-reduces over ``tp``,
-    ``pp`` and replicas.
+    Runs the model on one token to measure a page. Without ``cache_bytes`` on a GPU it also runs
+    the largest step and resets torch's peak of that GPU's memory. All-reduces over ``tp``,
+    ``pp`` and ``replicas``, so all ranks return the same number.
 
     Args:
         model: whole or a stage, in eval mode.
-        config: limits; ``cache_bytes`` is the memory, 0: what is free.
+        config: limits; ``cache_bytes`` 0: use the free memory.
         draft: model that proposes tokens and keeps keys and values in the same pages.
         replicas: ranks with the same model, whose engines refuse the same requests.
 
     Raises:
-        ValueError: if not two pages fit.
+        ValueError: if fewer than two pages fit.
     """
     page_bytes, slot_bytes = measured_bytes(model, config.page_tokens, config.fp8_cache)
     if config.num_speculative_tokens and config.speculative_drafts == "mtp":
         wide, _ = measured_bytes(model, config.page_tokens)
-        page_bytes += wide // model.config.num_layers + 1  # the layer's own
+        page_bytes += wide // model.config.num_layers + 1  # of the prediction layer
     if draft is not None:
         page_bytes += measured_bytes(draft, config.page_tokens)[0]
     states_bytes = (config.max_requests + 1) * slot_bytes  # one is for padding
     memory = config.cache_bytes or _free_bytes(model, config)
     num_pages = (memory - states_bytes) // page_bytes - 1  # one is for padding
     if not config.cache_bytes:
-        wanted = config.max_requests * -(-config.max_sequence_tokens // config.page_tokens)
-        num_pages = min(num_pages, wanted)
+        needed = config.max_requests * -(-config.max_sequence_tokens // config.page_tokens)
+        num_pages = min(num_pages, needed)
     fewest = torch.tensor(num_pages, device=next(model.parameters()).device)
     for axis in (model.tp, model.pp, replicas):
         fewest = all_reduce(fewest, axis, "min")
@@ -83,12 +85,12 @@ def measured_bytes(
     step = step_tensors(Step((chunk,)), page_tokens, next(model.parameters()).device)
     cache.step = step
     run_stages(model, step.tokens, step.positions, cache)
-    # The page and the slot, and those for padding.
+    # The cache has two pages and two slots: one of each is for padding.
     return max(1, cache.num_bytes // 2), cache.num_state_bytes // 2
 
 
 def largest_step(config: EngineConfig, positions: int) -> Step:
-    """Return a step of most requests and most tokens, each at the end of the longest text.
+    """Return a step with the most requests and tokens, each at the end of the longest text.
 
     All tokens are 0 and all pages the first.
 
@@ -100,7 +102,7 @@ def largest_step(config: EngineConfig, positions: int) -> Step:
     pages = (0,) * -(-length // config.page_tokens)
     chunks, left = [], config.max_tokens
     for others in reversed(range(config.max_requests)):
-        count = min(length, left - others)  # of which each takes a token or more
+        count = min(length, left - others)  # a token for each of the others
         left -= count
         chunks.append(Chunk(0, 0, length - count, (0,) * count, pages, wants_token=True))
     return Step(tuple(chunks))
@@ -108,7 +110,7 @@ def largest_step(config: EngineConfig, positions: int) -> Step:
 
 @torch.no_grad()
 def _step_bytes(model: LanguageModel, config: EngineConfig) -> int:
-    """Run the largest step on a GPU; return the bytes that it takes besides the cache."""
+    """Run the largest step on a GPU; return the bytes that it allocates, without the cache."""
     device = next(model.parameters()).device
     cache = PagedCache(1, config.page_tokens, 1, config.fp8_cache)
     step = largest_step(config, model.config.max_position_embeddings)
@@ -123,10 +125,10 @@ def _step_bytes(model: LanguageModel, config: EngineConfig) -> int:
 
 
 def _free_bytes(model: LanguageModel, config: EngineConfig) -> int:
-    """Return the bytes for a cache without a given size: on a GPU, what steps leave free."""
+    """Return the bytes for a cache of no given size: on a GPU, those that steps leave free."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         return _CPU_BYTES
     kept = _LARGEST_STEPS * _step_bytes(model, config)
-    torch.cuda.empty_cache()  # what is cached and not used is free too
+    torch.cuda.empty_cache()  # cached blocks count as free
     return max(0, int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0]) - kept)

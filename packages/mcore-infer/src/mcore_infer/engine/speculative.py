@@ -17,15 +17,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from mcore_infer.engine.decoding import Decoder
+from mcore_infer.engine.limits import EngineConfig
+from mcore_infer.engine.model_runner import Decoder
 from mcore_infer.engine.paged_cache import PagedCache
-from mcore_infer.engine.stages import agree_on_tokens, last_stage_logits, run_stages
+from mcore_infer.engine.sampling import choose_on_all_ranks
+from mcore_infer.engine.scheduler import Chunk, Step
+from mcore_infer.engine.stages import last_stage_logits, run_stages
 from mcore_infer.engine.step_layout import step_tensors
-from mcore_infer.engine.step_plans import Chunk, EngineConfig, Step
-from mcore_infer.writing.sampling import choose
 from mcore_infer.writing.sequence import RunningSequence
 from mcore_models.building.mtp_model import MTPLanguageModel
 from mcore_models.protocol import LanguageModel
@@ -50,10 +51,10 @@ class SpeculationCounts:
 class Drafter(Protocol):
     """Proposes tokens; all ranks of ``tp`` make the same calls."""
 
-    def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
+    def wanted(self, sequences: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
         """Return proposed tokens by request; -1 for tokens that ``filled`` computes later."""
 
-    def filled(self, step: Step, writings: Mapping[int, RunningSequence], /) -> Step:
+    def filled(self, step: Step, sequences: Mapping[int, RunningSequence], /) -> Step:
         """Return the planned step with every -1 replaced by a token."""
 
     def follow(self, step: Step, hidden: Float[Tensor, "T 1 D"]) -> None:
@@ -68,11 +69,11 @@ class Drafter(Protocol):
         """Delete the state of a request that is over."""
 
 
-def num_drafts_for(writing: RunningSequence, most: int) -> int:
+def num_drafts_for(sequence: RunningSequence, most: int) -> int:
     """Return how many tokens to propose; 0 if penalties or a structure need the last token."""
-    if writing.needs_last_token:
+    if sequence.needs_last_token:
         return 0
-    return max(0, min(most, writing.num_tokens - len(writing.ids) - 1))
+    return max(0, min(most, sequence.num_tokens - len(sequence.ids) - 1))
 
 
 class NgramDrafter:
@@ -91,18 +92,18 @@ class NgramDrafter:
         self.num_drafts = num_drafts
         self._texts: dict[int, _Ngrams] = {}
 
-    def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
+    def wanted(self, sequences: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
         """Look up the last tokens of each text in the text."""
         found: dict[int, Sequence[int]] = {}
-        for request, writing in writings.items():
-            if most := num_drafts_for(writing, self.num_drafts):
-                ngrams = self._texts.setdefault(request, _Ngrams(writing.prompt))
-                known = len(ngrams.tokens) - len(writing.prompt)
-                ngrams.extend(writing.ids[known:])
+        for request, sequence in sequences.items():
+            if most := num_drafts_for(sequence, self.num_drafts):
+                ngrams = self._texts.setdefault(request, _Ngrams(sequence.prompt))
+                known = len(ngrams.tokens) - len(sequence.prompt)
+                ngrams.extend(sequence.ids[known:])
                 found[request] = ngrams.next(most)
         return found
 
-    def filled(self, step: Step, _writings: Mapping[int, RunningSequence], /) -> Step:
+    def filled(self, step: Step, _sequences: Mapping[int, RunningSequence], /) -> Step:
         """Return the step; its proposals are known."""
         return step
 
@@ -163,17 +164,17 @@ class ModelDrafter:
         self.model, self.num_drafts, self.cache = model, num_drafts, cache
         self.decoder = Decoder(model, cache, max_requests, table_pages, num_drafts=num_drafts)
 
-    def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
+    def wanted(self, sequences: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
         """Return placeholders for every request that can have proposals."""
-        most = {r: num_drafts_for(w, self.num_drafts) for r, w in writings.items()}
+        most = {r: num_drafts_for(s, self.num_drafts) for r, s in sequences.items()}
         return {request: (-1,) * count for request, count in most.items() if count}
 
-    def filled(self, step: Step, writings: Mapping[int, RunningSequence], /) -> Step:
+    def filled(self, step: Step, sequences: Mapping[int, RunningSequence], /) -> Step:
         """Run the draft model one token at a time for each text with proposals."""
         chunks = [chunk for chunk in step.chunks if chunk.num_drafts]
         if not chunks:
             return step
-        texts = [writings[chunk.request] for chunk in chunks]
+        texts = [sequences[chunk.request] for chunk in chunks]
         tokens = None
         found: list[Tensor] = []
         for place in range(max(chunk.num_drafts for chunk in chunks)):
@@ -223,16 +224,6 @@ def with_drafts(step: Step, chunks: Sequence[Chunk], drafts: Sequence[Sequence[i
     return replace(step, chunks=tuple(known.get(c.request, c) for c in step.chunks))
 
 
-def choose_on_all_ranks(
-    logits: Float[Tensor, "R V"],
-    writings: Sequence[RunningSequence],
-    places: Sequence[int] | None,
-    model: LanguageModel,
-) -> Int[Tensor, " R"]:
-    """Choose tokens by ``choose``; all ranks return the same, see ``agreed``."""
-    return agree_on_tokens(choose(logits, writings, places), model.tp, model.pp)
-
-
 class MTPDrafter:
     """Proposes tokens by the model's own multi-token prediction layer; a ``Drafter``.
 
@@ -255,17 +246,17 @@ class MTPDrafter:
         # By request: the position of the first row, and hidden states of its last tokens.
         self._last: dict[int, tuple[int, Float[Tensor, "L 1 D"]]] = {}
 
-    def wanted(self, writings: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
+    def wanted(self, sequences: Mapping[int, RunningSequence]) -> dict[int, Sequence[int]]:
         """Return placeholders for every request that can have proposals."""
-        most = {r: num_drafts_for(w, self.num_drafts) for r, w in writings.items()}
+        most = {r: num_drafts_for(s, self.num_drafts) for r, s in sequences.items()}
         return {request: (-1,) * count for request, count in most.items() if count}
 
-    def filled(self, step: Step, writings: Mapping[int, RunningSequence], /) -> Step:
+    def filled(self, step: Step, sequences: Mapping[int, RunningSequence], /) -> Step:
         """Apply the layer repeatedly, from the hidden state before each text's last token."""
         chunks = [chunk for chunk in step.chunks if chunk.num_drafts]
         if not chunks:
             return step
-        texts = [writings[chunk.request] for chunk in chunks]
+        texts = [sequences[chunk.request] for chunk in chunks]
         hidden = torch.cat([self._before(chunk) for chunk in chunks])
         tokens = None
         found: list[Tensor] = []

@@ -1,8 +1,8 @@
 """Forwards through the stages of ``--pipeline-model-parallel-size``.
 
-All ranks of a pipeline make the same calls. The hidden state goes from stage to stage, and the
-last stage sends its tokens and scores to all ranks. Each stage holds the keys and values of its
-own layers: the stages split the memory, and a step takes as long as on one rank.
+All ranks of a pipeline make the same calls. Each stage sends the hidden state to the next, and
+the last stage sends its tokens and scores to all ranks. Each stage has the keys and values of
+its layers: the stages split the memory, and a step takes as long as on one rank.
 """
 
 import torch
@@ -42,12 +42,12 @@ def run_stages(
 ) -> Float[Tensor, "S B D"]:
     """Run this rank's stage on tokens; all ranks of ``pp`` call it together.
 
-    Receives the hidden state from the stage before and sends its own to the next one.
+    Receives the hidden state of the previous stage and sends the result to the next stage.
 
     Args:
         model: whole or a stage, in eval mode.
         tokens: the same on all stages.
-        positions: of the tokens; None: counted.
+        positions: of the tokens; None: consecutive.
         state: cache of this stage's layers; the tokens are appended.
 
     Returns:
@@ -71,7 +71,7 @@ def last_stage_logits(
     """Return logits of the whole vocabulary; all-gathers them over ``tp``.
 
     Stages before the last return zeros. They still choose tokens, so that all ranks consume the
-    same random numbers, and ``from_last_stage`` replaces their choice.
+    same random numbers; ``from_last_stage`` replaces those tokens.
     """
     if not model.stage.has_loss:
         return hidden.new_zeros(()).expand(hidden.shape[0], model.vocab_size)

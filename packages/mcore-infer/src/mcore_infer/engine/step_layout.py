@@ -1,4 +1,4 @@
-"""Plans of steps as tensors: tokens, positions, and where their keys are in the cache."""
+"""Plans of steps as tensors: tokens, positions, and the rows of their keys in the cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,24 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from mcore_infer.engine.host_to_device import on_device
-from mcore_infer.engine.step_plans import Chunk, Step
+from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_parallel.context_parallel.packed_sequences import Documents
 
 _TABLE_STEP = 16
 """Page tables are padded to multiples of this width."""
+
+
+def on_device(
+    numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Return a tensor of the numbers on a device; the host does not wait for the copy.
+
+    A copy from memory that is not pinned would wait for all queued work of the device.
+    """
+    tensor = torch.tensor(numbers, dtype=dtype)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +34,12 @@ class ChunkView:
     """One chunk's tokens within the step, and the pages of its request."""
 
     begin: int
-    """First token in the row of the step."""
+    """Index of its first token in the step."""
     end: int
     first: int
     """Position of that token in its request."""
     pages: Int[Tensor, " P"]
-    """Of the request, in order."""
+    """Pages of the request, in order."""
     slot: int
 
     @property
@@ -41,11 +53,11 @@ class SingleTokens:
     """All chunks of one token in a step; one kernel runs their attention."""
 
     rows: Int[Tensor, " R"]
-    """Where the tokens are in the row of the step."""
+    """Indices of the tokens in the step."""
     tables: Int[Tensor, "R M"]
-    """Pages of their requests, in order."""
+    """Pages of the tokens' requests, in order."""
     lengths: Int[Tensor, " R"]
-    """Keys of their requests, the new ones included."""
+    """Keys of the requests, including the new ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +65,9 @@ class FreshPrompts:
     """Chunks that start their texts: their attention reads no cached keys."""
 
     rows: Int[Tensor, " T"]
-    """Where the tokens are in the row of the step, one chunk after the other."""
+    """Indices of the tokens in the step, chunk after chunk."""
     documents: Documents
-    """One for each chunk."""
+    """A document for each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +86,7 @@ class StepTensors:
 
     @property
     def num_earlier(self) -> int:
-        """Tokens before the step's first, where one request has them all; else 0."""
+        """Earlier tokens of the request, if the step has one request; else 0."""
         return self.chunks[0].first if len(self.chunks) == 1 else 0
 
 
@@ -128,7 +140,7 @@ def _singles(
     # Multiples of _TABLE_STEP, so that the kernel is compiled for few widths.
     width = -(-max(len(chunk.pages) for _, chunk in alone) // _TABLE_STEP) * _TABLE_STEP
     pages = [
-        # -1 marks a page behind every window, which no kernel reads: any page number will do.
+        # -1 marks a page outside every window, which no kernel reads: any valid page will do.
         max(0, page)
         for _, chunk in alone
         for page in (*chunk.pages, *[0] * (width - len(chunk.pages)))
@@ -150,13 +162,13 @@ def _fresh(views: Sequence[ChunkView], device: torch.device) -> FreshPrompts | N
 
 
 class KeyExtent:
-    """Where the keys of a decoding step lie, for attention in plain torch on a CPU.
+    """Memory layout of a decoding step's keys, for attention in plain torch on a CPU.
 
     Attributes:
         longest: keys of the longest row.
         is_even: whether all rows have as many keys.
-        is_in_a_row: whether the pages of all rows follow each other in memory.
-        is_mostly_padding: whether rows padded to the longest are four times their keys or more.
+        is_in_a_row: whether the pages of all rows are consecutive in memory.
+        is_mostly_padding: whether padding to the longest row makes four times the keys or more.
     """
 
     def __init__(self, tables: Int[Tensor, "R W"], lengths: Int[Tensor, " R"]) -> None:
@@ -171,7 +183,7 @@ class KeyExtent:
         self._first_page = pages[0]
 
     def view(self, memory: Shaped[Tensor, "P Z G _"]) -> Shaped[Tensor, "K R G _"]:
-        """Return a view of all rows up to the longest; their pages are in a row."""
+        """Return all rows up to the longest as a view; needs ``is_in_a_row``."""
         rows, width = self._tables.shape
         of_page, of_token, *inner = memory.stride()
         return memory.as_strided(
@@ -188,32 +200,32 @@ class KeyExtent:
         return memory[self._tables].flatten(1, 2)[:, : self.longest].transpose(0, 1)
 
     @cached_property
-    def is_own(self) -> Bool[Tensor, "R 1 1 K"]:
+    def is_valid(self) -> Bool[Tensor, "R 1 1 K"]:
         """Whether each gathered key belongs to its row; computed once for all layers."""
         return (torch.arange(self.longest) < self._lengths[:, None])[:, None, None]
 
     @cached_property
-    def is_foreign(self) -> Bool[Tensor, "K R 1 1"]:
-        """Its opposite, in the order of gathered keys."""
-        return ~self.is_own.permute(3, 0, 1, 2)
+    def is_padding(self) -> Bool[Tensor, "K R 1 1"]:
+        """Whether each gathered key is padding of its row, in the order of gathered keys."""
+        return ~self.is_valid.permute(3, 0, 1, 2)
 
 
 class DecodeTensors:
     """A step of one token a row, padded to a fixed number of rows, in memory that is reused.
 
-    A proposal has its own row, with the pages of its request. Rows without a request read and
+    Each proposal has a row, with the pages of its request. Rows without a request read and
     write the padding page and slot.
 
     Attributes:
         tokens: ``[1, R]``.
         positions: ``[R]``.
         places: ``[R]``, see ``StepTensors``.
-        lengths: keys of each request, the new one included, ``[R]``.
-        slots: of each request, ``[R]``.
+        lengths: keys of each row's request, including the new one, ``[R]``.
+        slots: slot of each row's request, ``[R]``.
         have_drafts: whether several rows may belong to one request.
-        tables: pages of each request, in order, ``[R, M]``.
-        is_recorded: whether a recorded forward reads it.
-        num_earlier: tokens before the step's, where it has one chunk; else 0.
+        tables: pages of each row's request, in order, ``[R, M]``.
+        is_recorded: whether a recorded forward reads these tensors.
+        num_earlier: earlier tokens of the request, if the step has one chunk; else 0.
     """
 
     def __init__(
@@ -225,8 +237,8 @@ class DecodeTensors:
             num_rows: R.
             num_pages: M, most pages of a request.
             device: where the model is.
-            num_drafts: most proposals of a request; as many further steps may be on their way
-                to the device.
+            num_drafts: most proposals of a request; the copies of as many further steps may be
+                in flight.
         """
         self.have_drafts, self.is_recorded = num_drafts > 0, False
         self.num_earlier = 0
@@ -235,7 +247,7 @@ class DecodeTensors:
         # The host fills one copy while earlier ones are still being transferred.
         count = 3 + num_drafts if num_drafts else 2
         self._mirrors = [_Mirror(num_rows, num_pages, device) for _ in range(count)]
-        # On a CPU too: a mirror compares new page tables with its own earlier ones.
+        # A copy on a CPU too: a mirror compares new page tables with its earlier contents.
         self._device = self._mirrors[0].memory.to(device, copy=True)
         rows, self.tables = _rows_and_tables(self._device, num_rows, num_pages)
         self.tokens, self.positions, self.places, self.lengths, self.slots = (
@@ -255,10 +267,10 @@ class DecodeTensors:
         The host waits only if every host copy is still being transferred.
 
         Args:
-            step: its chunks have one row for each token.
+            step: each token of its chunks takes a row.
             page_tokens: tokens in a page.
             padding: page and slot of rows without a request.
-            tokens: of the rows, ``[R]``, on the device; None: the step has them.
+            tokens: token of each row, ``[R]``, on the device; None: the step's tokens.
         """
         self._most_pages = max((len(chunk.pages) for chunk in step.chunks), default=1)
         self.num_earlier = step.chunks[0].begin if len(step.chunks) == 1 else 0
@@ -271,12 +283,12 @@ class DecodeTensors:
 
     @property
     def seen_tables(self) -> Int[Tensor, "R W"]:
-        """The page tables; outside of recorded forwards only the columns that the step uses."""
+        """The page tables; only the columns that the step uses, unless it is recorded."""
         return self.tables if self.is_recorded else self.tables[:, : self._most_pages]
 
     @property
     def extent(self) -> KeyExtent:
-        """Where the step's keys lie; on a CPU, and computed once a step."""
+        """Memory layout of the step's keys; on a CPU, computed once a step."""
         if self._extent is None:
             self._extent = KeyExtent(self.seen_tables, self.lengths)
         return self._extent
@@ -291,7 +303,7 @@ class _Mirror:
         )
         rows, tables = _rows_and_tables(self.memory, num_rows, num_pages)
         self.rows, self.tables = rows.numpy(), tables.numpy()
-        self.pages: list[tuple[int, ...]] = [()] * num_rows  # as in the tables
+        self.pages: list[tuple[int, ...]] = [()] * num_rows  # what ``tables`` has now
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def send(self, device_memory: Tensor) -> None:
@@ -301,7 +313,7 @@ class _Mirror:
             self._sent.record()
 
     def fill(self, step: Step, page_tokens: int, padding_page: int, padding_slot: int) -> None:
-        """Write a step; of the page tables only the rows that changed."""
+        """Write a step; of the page tables, only the rows that changed."""
         if self._sent is not None:
             self._sent.synchronize()
         rows = [
@@ -315,8 +327,8 @@ class _Mirror:
         self.rows[0, :num_used] = [row[0] for row in rows]
         self.rows[1, :num_used] = [row[1] for row in rows]
         self.rows[2, :num_used] = [
-            pages[place // page_tokens] * page_tokens + place % page_tokens
-            for _, place, pages, _ in rows
+            pages[position // page_tokens] * page_tokens + position % page_tokens
+            for _, position, pages, _ in rows
         ]
         self.rows[3, :num_used] = [row[1] + 1 for row in rows]
         self.rows[4, :num_used] = [row[3] for row in rows]
@@ -329,10 +341,10 @@ class _Mirror:
         end = 0
         for count, pages in [*spans, (len(self.pages) - num_used, (padding_page,))]:
             begin, end = end, end + count
-            held = self.pages[begin:end]
-            if any(own is not pages and own != pages for own in held):
+            written = self.pages[begin:end]
+            if any(old is not pages and old != pages for old in written):
                 self.pages[begin:end] = [pages] * count
-                # -1 marks a page behind every window, which no kernel reads: any page number
+                # -1 marks a page outside every window, which no kernel reads: any valid page
                 # will do.
                 self.tables[begin:end, : len(pages)] = [max(0, page) for page in pages]
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt.families import find_family
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.fields import (
     described_expert_size,
     expert_layers,
     expert_setting,
+    setting,
+    settings,
 )
-from mcore_ckpt.families.common.fields import setting, settings
 from mcore_ckpt.families.common.rope import rope_scaling
 from mcore_models.logical_tensors import (
     ffn_size,

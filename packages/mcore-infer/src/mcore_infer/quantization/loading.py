@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mcore_ckpt.formats.quantization import MatrixPart
 from mcore_ckpt.formats.quantized_layouts import QuantLayout
 from mcore_ckpt.mapping.low_bits import Code, encode
-from mcore_ckpt.save_load.foreign_loading import QuantizedFolder
+from mcore_ckpt.save_load.quantized_folder import QuantizedFolder
 from mcore_infer.quantization.gemms import (
     InputRounding,
     QuantizedGemm,
@@ -237,7 +237,7 @@ def is_quantized(folder: Path) -> bool:
 
     A folder of adapters has no config.json and no quantized weights.
     """
-    from mcore_ckpt.formats.quantized_layouts import QUANT_CONFIG
+    from mcore_ckpt.formats.recognition import QUANT_CONFIG
 
     config = folder / "config.json"
     names_it = config.is_file() and "quantization_config" in config.read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.engine import Engine
 from mcore_infer.engine.fp8_cache import rounded_cache
-from mcore_infer.engine.step_plans import EngineConfig, Fp8Cache
+from mcore_infer.engine.limits import EngineConfig, Fp8Cache
 from mcore_infer.evaluation.scoring import TextScore, counted_losses, plan_windows
 from mcore_infer.loading import LoadedModel, load_model
 from mcore_infer.quantization.budget import Candidate, check_budget, choose_candidates

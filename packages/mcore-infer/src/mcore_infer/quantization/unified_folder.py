@@ -1,4 +1,4 @@
-"""RunningSequence of quantized weights as a Hugging Face folder in the unified layout."""
+"""Writes quantized weights as a Hugging Face folder in the unified layout."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,17 +15,17 @@ from mcore_base.lazy_front import package_version
 from mcore_ckpt.conversion.targets import Watch, hf_small_files, target_model_type
 from mcore_ckpt.families import find_family
 from mcore_ckpt.formats.hf_folder import write_hf_folder
+from mcore_ckpt.formats.open_checkpoint import OpenCheckpoint
 from mcore_ckpt.formats.quantization import WidenedRows
 from mcore_ckpt.formats.quantized_layouts import (
     INPUT_SCALE,
     PRE_QUANT_SCALE,
-    QUANT_CONFIG,
     WEIGHT_SCALE,
     WEIGHT_SCALE_2,
     Scales,
 )
 from mcore_ckpt.formats.quantized_plans import QuantPlan
-from mcore_ckpt.formats.sources import OpenCheckpoint
+from mcore_ckpt.formats.recognition import QUANT_CONFIG
 from mcore_ckpt.mapping.row_streams import HeldRows, slabs
 from mcore_ckpt.mapping.rules import Link, expand
 from mcore_ckpt.mapping.views import Cast, stacked_items, their_items
@@ -48,7 +48,7 @@ class QuantizedTensor:
     pre_quant_scale: Tensor | None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what stands in the file, by the last part of the name."""
+        """Return the tensors of the file, by the last part of their names."""
         named = {
             "weight": self.packed,
             WEIGHT_SCALE: self.scales.weight_scale,
@@ -60,10 +60,10 @@ class QuantizedTensor:
 
 
 def find_links(source: OpenCheckpoint) -> list[Link]:
-    """Return which tensor of a Hugging Face folder holds which of a checkpoint's.
+    """Return the links between the tensors of a Hugging Face folder and of a checkpoint.
 
     Raises:
-        ValueError: if no family can say the model.
+        ValueError: if no family describes the model.
     """
     return expand(find_family(target_model_type(source)).table(source.description))
 
@@ -76,26 +76,27 @@ def write_folder(
     done: Mapping[str, QuantizedTensor],
     cache_tops: Mapping[int, Mapping[str, Tensor]],
 ) -> int:
-    """Write quantized tensors, all others of the model, and what says so.
+    """Write quantized tensors, the other tensors of the model, both configs and the tokenizer.
 
     Args:
-        folder: empty.
-        source: where the model came from: its description, tokenizer and small files.
+        folder: empty folder.
+        source: checkpoint of the model: its description, tokenizer and small files.
         model: with the weights that are not quantized.
-        plan: what the folder says of itself.
-        done: by module of the folder.
-        cache_tops: largest keys (``k``) and values (``v``) by layer; empty: none are written.
+        plan: layouts, written to the configs.
+        done: quantized tensors by module of the folder.
+        cache_tops: largest keys (``k``) and values (``v``) by layer; empty: no scales of the
+            cache are written.
 
     Returns:
         Bytes of all tensors.
 
     Raises:
-        ValueError: if the family has no place for scales of the cache.
+        ValueError: if the family has no names for scales of the cache.
     """
     family = find_family(target_model_type(source))
     links = find_links(source)
     items: list[Item] = []
-    # One process holds every tensor whole.
+    # One process holds complete tensors.
     held = {name: shard.pieces[0].data for name, shard in named_shards(model).items()}
     rest = Cast(HeldRows(held), _LEFT_DTYPE)
     for link in links:
@@ -122,17 +123,17 @@ def write_unified(
     items: Sequence[Item],
     max_shard_bytes: int,
 ) -> None:
-    """Write a folder of the unified layout: tensors, both configs, and what goes along."""
+    """Write a folder of the unified layout: tensors, both configs and the tokenizer."""
     producer = {"name": "mcore-infer", "version": package_version("mcore-infer")}
     config = {**config, "quantization_config": plan.quantization_config(producer)}
     write_hf_folder(folder, config, items, max_shard_bytes)
-    said = json.dumps(plan.hf_quant_config(producer), indent=2).encode() + b"\n"
-    write_durably(folder / QUANT_CONFIG, said)
+    quant_config = json.dumps(plan.hf_quant_config(producer), indent=2).encode() + b"\n"
+    write_durably(folder / QUANT_CONFIG, quant_config)
     write_tokenizer(folder, source)
 
 
 def write_tokenizer(folder: Path, source: OpenCheckpoint) -> None:
-    """Write the tokenizer and the generation config that go along."""
+    """Write the files of the tokenizer and the generation config."""
     for name, content in hf_small_files(source).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_durably(folder / name, content)
@@ -150,20 +151,20 @@ def _cache_items(links: Sequence[Link], tops: Mapping[int, Mapping[str, Tensor]]
     modules = {name: link.theirs.removesuffix(_WEIGHT) for link in links for name in link.ours}
     items = []
     for layer, both in sorted(tops.items()):
-        for one, top in both.items():
-            module = modules.get(f"blocks.{layer}.attention.qkv.{one}{_WEIGHT}", "")
-            if not module.endswith(f".{one}_proj"):
+        for kind, top in both.items():
+            module = modules.get(f"blocks.{layer}.attention.qkv.{kind}{_WEIGHT}", "")
+            if not module.endswith(f".{kind}_proj"):
                 raise ValueError(
-                    "--kv-cache-dtype fp8: this family has no k_proj and v_proj, beside which "
-                    "scales of the cache stand. Leave it out."
+                    "--kv-cache-dtype fp8: this family has no k_proj and v_proj, whose names "
+                    "the cache's scales extend. Leave it out."
                 )
             scale = (top / torch.finfo(torch.float8_e4m3fn).max).clamp(min=2.0**-100)
-            items.append(_item(f"{module}.{one}_scale", scale.float()))
+            items.append(_item(f"{module}.{kind}_scale", scale.float()))
     return items
 
 
 def excluded(modules: Sequence[str]) -> tuple[str, ...]:
-    """Return those modules that a config must name as left: the head always, no embedding."""
+    """Return the modules that a config must exclude: always the head, never an embedding."""
     return tuple(dict.fromkeys(("lm_head", *(m for m in modules if "embed" not in m))))
 
 
@@ -174,8 +175,8 @@ def quantized(source: OpenCheckpoint, form: str) -> WidenedRows:
     """Return the tensors of a quantized source."""
     if not isinstance(source.theirs, WidenedRows):
         raise ValueError(
-            f"--format {form} needs quantized weights: mcore-infer quantize makes them. Others "
-            "go as they are: mcore-ckpt convert mcore-to-hf writes their folder."
+            f"--format {form} needs quantized weights, as mcore-infer quantize makes them. For "
+            "other weights use mcore-ckpt convert mcore-to-hf."
         )
     return source.theirs
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.server.answer import Answer, AnswerPiece
-from mcore_infer.server.job import (
-    Job,
+from mcore_infer.server.replies import (
+    Reply,
     ServedModel,
     build_sampling,
     encode,
@@ -18,22 +17,19 @@ from mcore_infer.server.job import (
     seed_or_random,
 )
 from mcore_infer.server.schemas import ApiBody, RequestError
-from mcore_infer.server.worker import TextRequest
-from mcore_infer.writing.sequence import NewToken, ScoreRequest, TokenRules
-from mcore_infer.writing.token_text import TextStream, with_drawn
+from mcore_infer.writing.sequence import NewToken, ScoreRequest, TextRequest, TokenRules
+from mcore_infer.writing.token_text import Answer, AnswerPiece, TextStream, with_drawn
 
 
-def read_api(body: ApiBody, served: ServedModel) -> Job:
-    """Return the job of a request body.
+def read_api(body: ApiBody, served: ServedModel) -> "ApiReply":
+    """Turn a body into engine requests and their reply.
 
     Raises:
-        RequestError: with status 400, for fields that exclude each other.
+        RequestError: with status 400, for values that this model does not take.
     """
-    num_tokens, is_scored, num_top = body.tokens_to_generate, body.logprobs, body.top_n_logprobs
-    if not num_tokens and not is_scored:
-        raise RequestError(400, "tokens_to_generate=0 needs logprobs=true.")
-    if num_top and not is_scored:
-        raise RequestError(400, "top_n_logprobs needs logprobs=true.")
+    scores = ScoreRequest(
+        log_probs=body.logprobs, num_top=body.top_n_logprobs, prompt=body.logprobs
+    )
     if (body.stop_token or 0) >= served.vocab_size:
         message = f"stop_token: token ids are from 0 to {served.vocab_size - 1}."
         raise RequestError(400, message, "stop_token")
@@ -43,14 +39,6 @@ def read_api(body: ApiBody, served: ServedModel) -> Job:
     if body.stop_on_eol:
         stop = ("\n",)
     rules = _rules(served) if body.prevent_newline_after_colon else TokenRules()
-    is_many = len(body.prompts) > 1
-    if sampling.beam_width and (is_scored or is_many or stop or rules != TokenRules()):
-        raise RequestError(
-            400,
-            "beam_width takes one prompt, no logprobs, stop_on_eol, stop_on_double_eol or "
-            "prevent_newline_after_colon.",
-            "beam_width",
-        )
     requests, answers = [], []
     for i, prompt in enumerate(body.prompts):
         ids = _prompt_ids(served, prompt, body.add_BOS)
@@ -58,58 +46,41 @@ def read_api(body: ApiBody, served: ServedModel) -> Job:
             TextRequest(
                 prompt=ids,
                 sampling=sampling,
-                num_tokens=num_tokens_for(served, ids, num_tokens),
+                num_tokens=num_tokens_for(served, ids, body.tokens_to_generate),
                 seed=seed + i,
                 eod=end,
                 stop=[[token] for token in served.ends],
                 rules=rules,
-                scores=ScoreRequest(log_probs=is_scored, num_top=num_top, prompt=is_scored),
+                scores=scores,
             )
         )
         answers.append(Answer(served.texts, eod=end, stop=stop, keeps_stop=True))
-    reply = ApiReply(served, body.prompts, requests, answers)
-    return Job(
-        requests=requests,
-        answers=answers,
-        reply=reply,
-        needs_result=is_scored,
-        has_plain_errors=True,
-    )
+    return ApiReply(served, body.prompts, requests, answers)
 
 
-class ApiReply:
-    """Builds the answer of ``/api``, which has no streams."""
+class ApiReply(Reply):
+    """Builds the answer of ``/api``, which has no streams: texts, tokens and scores."""
+
+    has_plain_errors = True
 
     def __init__(
         self,
         served: ServedModel,
         prompts: Sequence[str],
-        requests: Sequence[TextRequest],
-        answers: Sequence[Answer],
+        requests: list[TextRequest],
+        answers: list[Answer],
     ) -> None:
-        """Store the requests and their answers."""
-        self.served, self.prompts = served, prompts
-        self.requests, self.answers = requests, answers
+        super().__init__(served, requests, answers)
+        self.prompts = prompts
+        self.needs_result = requests[0].scores.prompt
 
-    def begin(self) -> Sequence[Any]:
-        """Return nothing."""
-        return ()
-
-    def event(self, index: int, piece: AnswerPiece) -> Any:
-        """Return nothing."""
-        del index, piece
-
-    def end(self) -> Sequence[Any]:
-        """Return nothing."""
-        return ()
-
-    def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
+    def complete(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
         """Return texts, tokens and segments, prompts included, and requested scores."""
         if self.requests[0].sampling.beam_width:
             return self._beams()
         texts = [
-            prompt + "".join(piece.text for piece in of_one)
-            for prompt, of_one in zip(self.prompts, pieces, strict=True)
+            prompt + "".join(piece.text for piece in text_pieces)
+            for prompt, text_pieces in zip(self.prompts, pieces, strict=True)
         ]
         tokens = [
             [*request.prompt, *answer.ids]
@@ -146,9 +117,9 @@ class ApiReply:
 
     def _segments(self, ids: Sequence[int]) -> list[str]:
         stream = TextStream(self.served.tokenizer)
-        found = [stream.add(token) for token in ids]
-        found[-1] += stream.rest()
-        return found
+        segments = [stream.add(token) for token in ids]
+        segments[-1] += stream.rest()
+        return segments
 
     def _log_probs(self, answer: Answer) -> list[float | None]:
         assert answer.result is not None
@@ -158,15 +129,13 @@ class ApiReply:
     def _top(self, prompt: Sequence[int], answer: Answer) -> list[dict[str, float]]:
         result = answer.result
         assert result is not None
-        read = zip(prompt[1:], result.prompt_log_probs, result.prompt_top, strict=True)
-        places = [with_drawn(NewToken(0, *place)) for place in read]
-        places += [with_drawn(token) for token in answer.written]
-        return [self.served.texts.by_name(top) for top in places]
+        scored = zip(prompt[1:], result.prompt_log_probs, result.prompt_top, strict=True)
+        tops = [with_drawn(NewToken(0, *token)) for token in scored]
+        tops += [with_drawn(token) for token in answer.written]
+        return [self.served.texts.by_name(top) for top in tops]
 
 
 def _sampling(body: ApiBody) -> SamplingConfig:
-    if body.top_p and body.top_k:
-        raise RequestError(400, "cannot set both top-k and top-p samplings.", "top_p")
     return build_sampling(
         lambda: SamplingConfig(
             temperature=body.temperature,

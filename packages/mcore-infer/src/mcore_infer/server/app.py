@@ -19,16 +19,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mcore_infer.server.description import INTERFACES, Interface, openapi
-from mcore_infer.server.job import Job, ServedModel
-from mcore_infer.server.metrics import Metrics
+from mcore_infer.server.replies import Reply, ServedModel
 from mcore_infer.server.responses import (
-    EngineClient,
-    JobResponse,
+    EngineResponse,
+    Metrics,
     Timeouts,
     as_json,
     openai_error,
 )
-from mcore_infer.server.schemas import RequestError
+from mcore_infer.server.schemas import MAX_TEXTS, RequestError, read_body
+from mcore_infer.server.worker import EngineClient
 
 log = logging.getLogger(__name__)
 
@@ -41,17 +41,17 @@ _SWITCH_S = 0.0005
 every kernel launch; the default of 0.005 would delay its steps by as much at each launch."""
 _GAUGES = {
     "requests_running": "Requests that hold pages.",
-    "requests_waiting": "Requests that hold none.",
-    "pages_free": "Pages of the cache to give.",
+    "requests_waiting": "Requests without pages.",
+    "pages_free": "Free pages of the cache.",
     "pages": "Pages of the cache.",
-    "speculative_steps": "Checks of proposed tokens.",
-    "speculative_drafted": "Tokens that were proposed.",
-    "speculative_accepted": "Of these, right.",
+    "speculative_steps": "Verifications of proposed tokens.",
+    "speculative_drafted": "Proposed tokens.",
+    "speculative_accepted": "Accepted proposals.",
 }
 """Gauges of ``/metrics``, summed over the engines of all replicas."""
 _PATHS = (
     *OPEN_PATHS,
-    *(path for one in INTERFACES for path in one.paths),
+    *(path for interface in INTERFACES for path in interface.paths),
     *("/v1/models", "/metrics"),
 )
 
@@ -61,10 +61,10 @@ class Limits:
     """Access control and limits of a server."""
 
     api_key: str = ""
-    """Required bearer token; empty: none."""
+    """Required bearer token; empty: no token is needed."""
     max_body_bytes: int = 4 << 20
     origins: tuple[str, ...] = ()
-    """Origins of web pages that browsers let read answers (CORS); ``*``: all."""
+    """Origins of web pages that may read answers in a browser (CORS); ``*``: all."""
     hosts: tuple[str, ...] = ()
     """Accepted names in the Host header; empty: all. Protects a loopback server against DNS
     rebinding by web pages."""
@@ -76,7 +76,7 @@ class Server:
 
     Attributes:
         served: the model.
-        front: of the engine.
+        front: queues requests on the engine's thread.
         limits: access control and limits.
         metrics: counters of this server.
     """
@@ -89,16 +89,16 @@ class Server:
     def app(self) -> ASGIApp:
         """Return the ASGI application."""
         routes = [
-            Route(path, self._writer(one), methods=list(one.methods))
-            for one in INTERFACES
-            for path in one.paths
+            Route(path, self._handler(interface), methods=list(interface.methods))
+            for interface in INTERFACES
+            for path in interface.paths
         ]
         routes += [
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
             Route("/health", self.health),
             Route("/v1/health", self.health),
-            Route("/metrics", self.measures),
+            Route("/metrics", self.metrics_text),
             Route("/openapi.json", self.description),
             Route("/", self.page),
         ]
@@ -139,23 +139,27 @@ class Server:
             gc.unfreeze()
             sys.setswitchinterval(interval)
 
-    def _writer(self, interface: Interface) -> Callable[..., Any]:
-        async def write(request: Request) -> Any:
+    def _handler(self, interface: Interface) -> Callable[..., Any]:
+        async def handle(request: Request) -> Any:
             raw = await self._body(request)
-            if len(raw) > _LONG_BYTES:  # tokenize in a thread, so that others are served
-                job = await asyncio.to_thread(interface.job, raw, self.served)
+            if len(raw) > _LONG_BYTES:  # tokenize in a thread: the loop serves other requests
+                reply = await asyncio.to_thread(read, raw)
             else:
-                job = interface.job(raw, self.served)
-            await self._prepare(job)
-            return JobResponse(job, self.front, self.metrics, self.limits.timeouts)
+                reply = read(raw)
+            await self._prepare(reply)
+            return EngineResponse(reply, self.front, self.metrics, self.limits.timeouts)
 
-        return write
+        def read(raw: bytes) -> Reply:
+            max_ids = MAX_TEXTS * self.served.max_tokens
+            return interface.read(read_body(raw, interface.body, max_ids), self.served)
 
-    async def _prepare(self, job: Job) -> None:
+        return handle
+
+    async def _prepare(self, reply: Reply) -> None:
         answer_s = self.limits.timeouts.answer_s
         try:
             async with asyncio.timeout(answer_s):
-                await self.front.prepare(job.structures)
+                await self.front.prepare(reply.structures)
         except TimeoutError:
             message = f"the answer took more than {answer_s:g} seconds."
             raise RequestError(504, message) from None
@@ -164,26 +168,25 @@ class Server:
         """Read a JSON body within the limits of time and size."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # curl -d sends the content type of a form by default. Accepting it for PUT is safe: a
-        # browser sends a preflight request before PUT, so that other sites cannot send such a
-        # body.
+        # browser sends a preflight request before PUT, so other sites cannot send such a body.
         is_plain_put = request.method == "PUT" and kind in ("", _FORM)
         if kind != "application/json" and not is_plain_put:
             raise RequestError(415, "the content-type must be application/json.")
-        most, parts, size = self.limits.max_body_bytes, [], 0
-        timeouts = self.limits.timeouts.client_s
+        max_bytes, parts, size = self.limits.max_body_bytes, [], 0
+        timeout_s = self.limits.timeouts.client_s
         try:
-            async with asyncio.timeout(timeouts):
+            async with asyncio.timeout(timeout_s):
                 async for part in request.stream():
                     parts.append(part)
                     size += len(part)
-                    if size > most:
-                        raise RequestError(413, f"the body is longer than {most} bytes.")
+                    if size > max_bytes:
+                        raise RequestError(413, f"the body is longer than {max_bytes} bytes.")
         except TimeoutError:
-            raise RequestError(408, f"no body within {timeouts:g} seconds.") from None
+            raise RequestError(408, f"no body within {timeout_s:g} seconds.") from None
         return b"".join(parts)
 
     async def models(self, request: Request) -> Response:
-        """Return the one model, in a list or by its name."""
+        """Return the served model, in a list or by its name."""
         name = request.path_params.get("name", "")
         if name not in ("", self.served.name):
             message = f"no model {name[:100]} here: {self.served.name} is served."
@@ -198,12 +201,12 @@ class Server:
         return _json(model if name else {"object": "list", "data": [model]})
 
     async def health(self, _request: Request) -> Response:
-        """Return whether the engine runs."""
+        """Return whether the engine runs: status 200, or 503 after a failure."""
         is_ready = self.front.worker.failure is None
         status = {"status": "ok" if is_ready else "failed", "ready": is_ready}
         return _json(status, 200 if is_ready else 503)
 
-    async def measures(self, _request: Request) -> Response:
+    async def metrics_text(self, _request: Request) -> Response:
         """Return counters and gauges in Prometheus' format."""
         counts = self.front.worker.requests.counts
         text = self.metrics.text({name: (_GAUGES[name], counts[name]) for name in _GAUGES})

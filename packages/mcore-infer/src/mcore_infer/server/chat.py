@@ -1,18 +1,15 @@
-"""``POST /v1/chat/completions`` in OpenAI's format: bodies to jobs, results to replies."""
+"""``POST /v1/chat/completions`` in OpenAI's format: engine requests, and their reply."""
 
 import json
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_infer.server.answer import Answer, AnswerPiece, ScoredToken
-from mcore_infer.server.completions import usage
-from mcore_infer.server.job import (
-    Job,
+from mcore_infer.server.replies import (
+    OpenAIReply,
     ServedModel,
-    check_can_hold,
     check_model,
+    check_structured_output,
     encode,
     num_tokens_for,
     response_structure,
@@ -32,42 +29,44 @@ from mcore_infer.server.tool_calls import (
 )
 from mcore_infer.writing.chat_format import ChatFormat
 from mcore_infer.writing.grammars import Structure
-from mcore_infer.writing.sequence import ScoreRequest
+from mcore_infer.writing.sequence import ScoreRequest, TextRequest
+from mcore_infer.writing.token_text import Answer, AnswerPiece, ScoredToken
 
-_RESERVED = ("messages", "add_generation_prompt", "tools")
 
-
-def read_chat(body: ChatBody, served: ServedModel) -> Job:
-    """Return the job of a request body.
+def read_chat(body: ChatBody, served: ServedModel) -> "ChatReply":
+    """Turn a body into engine requests and their reply.
 
     Raises:
-        RequestError: for fields that exclude each other, or messages that are too long or that
-            the chat template refuses.
+        RequestError: for values that this model does not take, or messages that are too long or
+            that the chat template refuses.
     """
     check_model(body, served)
     chat = served.chat
     if chat is None:
         message = "chats need jinja2: pip install 'mcore-infer[server]'."
         raise RequestError(501, message, "messages")
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
-    tools, is_forced = _chosen_tools(body)
+    is_forced = body.tool_choice not in ("none", "auto")
+    tools = [] if body.tool_choice == "none" else body.tools
+    if is_forced:
+        check_structured_output("tool_choice")
     prompt = _rendered(body, served, chat, tools)
     ids = encode(served, prompt, "messages", is_rendered=True)
     if not ids:
-        raise RequestError(400, "the chat template makes no text of these.", "messages")
+        raise RequestError(
+            400, "the chat template renders no text for these messages.", "messages"
+        )
     wanted = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     form = tool_format(chat.source) if tools else None
     if is_forced and form is None:
         form = PLAIN
-    reasons = chat.reasons_first(prompt)
+    reasons_first = chat.reasons_first(prompt)
     marks = [*(marks_of(form) if form else ()), *(chat.reasoning or ())]
     requests, answers = text_requests(
         body,
         served,
         [(ids, num_tokens_for(served, ids, wanted))],
         scores=ScoreRequest(log_probs=body.logprobs, num_top=body.top_logprobs),
-        structure=_structure(body, served, chat, form, tools, is_forced, reasons),
+        structure=_structure(body, served, chat, form, tools, is_forced, reasons_first),
         end_texts=chat.end_texts,
         end_ids=chat.end_ids,
         kept=kept_tokens(marks, served.tokenizer),
@@ -76,32 +75,13 @@ def read_chat(body: ChatBody, served: ServedModel) -> Job:
         AnswerReader(
             form,
             reasoning=chat.reasoning,
-            begins_in_reasoning=reasons,
+            begins_in_reasoning=reasons_first,
             is_forced=is_forced,
             max_calls=None if body.parallel_tool_calls else 1,
         )
         for _ in answers
     ]
-    reply = ChatReply(body, served, len(ids), answers, readers, form)
-    return Job(requests=requests, answers=answers, reply=reply, is_stream=body.stream)
-
-
-def _chosen_tools(body: ChatBody) -> tuple[list[Tool], bool]:
-    """Return the tools of the prompt, and whether the model must call one."""
-    choice = body.tool_choice
-    if choice == "none":
-        return [], False
-    if choice == "auto":
-        return body.tools, False
-    check_can_hold("tool_choice")
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
-        if all(tool.function.name != name for tool in body.tools):
-            message = f"tool_choice: {name[:100]} is none of the tools."
-            raise RequestError(400, message, "tool_choice")
-    elif not body.tools:
-        raise RequestError(400, "tool_choice=required needs tools.", "tool_choice")
-    return body.tools, True
+    return ChatReply(body, served, requests, answers, readers)
 
 
 def _structure(
@@ -111,11 +91,11 @@ def _structure(
     form: ToolFormat | None,
     tools: Sequence[Tool],
     is_forced: bool,
-    reasons: bool,
+    reasons_first: bool,
 ) -> Structure | None:
-    """Return the structure of the answer: a call, a response format, either, or None."""
+    """Return the structure of the answer: calls, a response format, or either; None: any."""
     answer = response_structure(body)
-    thinking_end = chat.reasoning[1] if reasons and chat.reasoning else ""
+    thinking_end = chat.reasoning[1] if reasons_first and chat.reasoning else ""
     if is_forced or (answer is not None and form is not None):
         choice = body.tool_choice
         functions = [
@@ -142,7 +122,7 @@ def _structure(
 def _rendered(
     body: ChatBody, served: ServedModel, chat: ChatFormat, tools: Sequence[Tool]
 ) -> str:
-    """Return the rendered prompt; refuses messages that cannot fit before rendering them."""
+    """Return the rendered prompt; messages that cannot fit are refused before rendering."""
     messages = [_for_template(message) for message in body.messages]
     texts = [str(message["content"]) for message in messages]
     size = sum(map(len, texts)) if served.texts.longest else 0
@@ -153,47 +133,38 @@ def _rendered(
             f"{served.max_tokens} tokens."
         )
         raise RequestError(400, message, "messages", "context_length_exceeded")
-    for reserved in _RESERVED:
-        if reserved in body.chat_template_kwargs:
-            name = "chat_template_kwargs"
-            raise RequestError(400, f"{name} must not hold {reserved}.", name)
     variables: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
         if body.reasoning_effort == "none":
             variables["enable_thinking"] = False
     variables |= body.chat_template_kwargs
-    shown = [tool.model_dump(exclude_unset=True) for tool in tools] or None
+    tool_values = [tool.model_dump(exclude_unset=True) for tool in tools] or None
     try:
-        text = chat.render(messages, True, **variables, tools=shown)
-        has_no_place = bool(shown) and text == chat.render(
+        text = chat.render(messages, True, **variables, tools=tool_values)
+        ignores_tools = bool(tool_values) and text == chat.render(
             messages, True, **variables, tools=None
         )
     except ValueError as error:
         raise RequestError(400, str(error)[:500], "messages") from error
-    if has_no_place:
+    if ignores_tools:
         raise RequestError(
             400,
-            "the chat template has no place for tools: send none, or serve with a "
-            "--chat-template that has.",
+            "the chat template has no place for tools: leave tools out, or serve with a "
+            "--chat-template that renders them.",
             "tools",
         )
     return text
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message for the template.
-
-    Content as one string, arguments of calls as objects.
-    """
-    if message.content is None and not message.tool_calls:
-        raise RequestError(400, "messages: each must have content.", "messages")
-    found = message.model_dump(exclude_none=True)
+    """Return a message for the template: content as one string, arguments as objects."""
+    values = message.model_dump(exclude_none=True)
     content = message.content or ""
     if isinstance(content, list):
         content = "".join(part.text for part in content)
-    found["content"] = content
-    for call in found.get("tool_calls", ()):
+    values["content"] = content
+    for call in values.get("tool_calls", ()):
         arguments = call["function"].get("arguments")
         if not isinstance(arguments, dict):
             try:
@@ -201,48 +172,41 @@ def _for_template(message: Message) -> dict[str, Any]:
             except (ValueError, RecursionError):
                 message_text = "messages: arguments of tool_calls must be JSON."
                 raise RequestError(400, message_text, "messages") from None
-    return found
+    return values
 
 
-class ChatReply:
-    """Builds chat answers and stream events in OpenAI's format."""
+class ChatReply(OpenAIReply):
+    """Builds chat answers and their stream events."""
 
     def __init__(
         self,
         body: ChatBody,
         served: ServedModel,
-        prompt_tokens: int,
-        answers: Sequence[Answer],
+        requests: list[TextRequest],
+        answers: list[Answer],
         readers: Sequence[AnswerReader],
-        form: ToolFormat | None,
     ) -> None:
-        """Create the id and the fields that all events share."""
-        self.body, self.served, self.prompt_tokens = body, served, prompt_tokens
-        self.answers, self.readers, self.form = answers, readers, form
-        self.head = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": served.name,
-        }
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(body, served, requests, answers, kind=kind, id_prefix="chatcmpl")
+        self.body, self.readers = body, readers
 
-    def begin(self) -> Sequence[Any]:
-        """Return one event with the role for every choice."""
+    def first_events(self) -> Sequence[Any]:
+        """Return one event with the role for each choice."""
         delta = {"role": "assistant", "content": ""}
         return [self._event(index, delta, None, None) for index in range(len(self.answers))]
 
     def event(self, index: int, piece: AnswerPiece) -> Any:
-        """Return the event of a new piece; None if it adds nothing."""
+        """Return the change of a message; None if the piece completes no part of it."""
         reason, reader = self.answers[index].finish_reason, self.readers[index]
         num_calls = reader.num_calls
-        found = reader.add(piece.text, is_last=reason is not None)
+        new = reader.add(piece.text, is_last=reason is not None)
         delta: dict[str, Any] = {}
-        if found.content:
-            delta["content"] = found.content
-        if found.reasoning:
-            delta["reasoning_content"] = found.reasoning
-        if found.calls:
-            calls = self._calls(found)
+        if new.content:
+            delta["content"] = new.content
+        if new.reasoning:
+            delta["reasoning_content"] = new.reasoning
+        if new.calls:
+            calls = self._calls(new)
             delta["tool_calls"] = [
                 {"index": num_calls + i, **call} for i, call in enumerate(calls)
             ]
@@ -250,29 +214,23 @@ class ChatReply:
             return None
         return self._event(index, delta, self._scores(piece.tokens), self._reason(index))
 
-    def end(self) -> Sequence[Any]:
-        """Return the event of token counts, if requested."""
-        if not self.body.stream_options.include_usage:
-            return ()
-        return [{**self.head, "choices": [], "usage": self._usage()}]
-
-    def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
-        """Return all messages and the token counts."""
+    def complete(self, pieces: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
+        """Return a message for each text, and the token counts."""
         choices = []
-        for index, of_one in enumerate(pieces):
-            text = "".join(piece.text for piece in of_one)
-            found = self.readers[index].add(text, is_last=True)
-            has_content = found.content.strip() or not found.calls
+        for index, text_pieces in enumerate(pieces):
+            text = "".join(piece.text for piece in text_pieces)
+            parts = self.readers[index].add(text, is_last=True)
+            has_content = parts.content.strip() or not parts.calls
             message: dict[str, Any] = {
                 "role": "assistant",
-                "content": found.content if has_content else None,
+                "content": parts.content if has_content else None,
                 "refusal": None,
             }
-            if found.reasoning:
-                message["reasoning_content"] = found.reasoning
-            if found.calls:
-                message["tool_calls"] = self._calls(found)
-            scores = self._scores([t for piece in of_one for t in piece.tokens])
+            if parts.reasoning:
+                message["reasoning_content"] = parts.reasoning
+            if parts.calls:
+                message["tool_calls"] = self._calls(parts)
+            scores = self._scores([t for piece in text_pieces for t in piece.tokens])
             choices.append(
                 {
                     "index": index,
@@ -281,7 +239,7 @@ class ChatReply:
                     "finish_reason": self._reason(index),
                 }
             )
-        return {**self.head, "choices": choices, "usage": self._usage()}
+        return {**self.head, "choices": choices, "usage": self.usage()}
 
     def _calls(self, delta: AnswerDelta) -> list[dict[str, Any]]:
         return [
@@ -317,13 +275,13 @@ class ChatReply:
 
     def _score(self, token: ScoredToken) -> dict[str, Any]:
         top = token.top if self.body.top_logprobs else ()
-        rivals = [self._named(one, value) for one, value in top]
-        return {**self._named(token.id, token.log_prob), "top_logprobs": rivals}
+        alternatives = [self._named(rival, value) for rival, value in top]
+        return {**self._named(token.id, token.log_prob), "top_logprobs": alternatives}
 
     def _named(self, token: int, log_prob: float | None) -> dict[str, Any]:
         texts = self.served.texts
-        found = texts.of(token)
-        return {"token": texts.name(token), "logprob": log_prob, "bytes": list(found)}
-
-    def _usage(self) -> dict[str, int]:
-        return usage(self.prompt_tokens, self.answers)
+        return {
+            "token": texts.name(token),
+            "logprob": log_prob,
+            "bytes": list(texts.of(token)),
+        }

@@ -10,15 +10,8 @@ from mcore_base.lazy_front import package_version
 from mcore_infer.server.api import read_api
 from mcore_infer.server.chat import read_chat
 from mcore_infer.server.completions import read_completion
-from mcore_infer.server.job import Job, ServedModel
-from mcore_infer.server.schemas import (
-    MAX_TEXTS,
-    ApiBody,
-    Body,
-    ChatBody,
-    CompletionBody,
-    read_body,
-)
+from mcore_infer.server.replies import Reply, ServedModel
+from mcore_infer.server.schemas import ApiBody, Body, ChatBody, CompletionBody
 
 Schema = dict[str, Any]
 """A JSON schema."""
@@ -30,24 +23,16 @@ class Interface:
 
     summary: str
     paths: tuple[str, ...]
-    """The first is in the description; the others are aliases."""
+    """The first path is in the description; the others are aliases."""
     methods: tuple[str, ...]
     body: type[Body]
-    read: Callable[[Any, ServedModel], Job]
+    read: Callable[[Any, ServedModel], Reply]
+    """Turns a valid body into engine requests and the reply that they form."""
     answer: Mapping[str, Schema]
-    """Required fields of a whole answer."""
+    """Required fields of a complete answer."""
     event: Mapping[str, Schema] = field(default_factory=dict)
-    """Required fields of each stream event; empty: the interface has no streams."""
+    """Required fields of each stream event; empty: no streams."""
     has_plain_errors: bool = False
-
-    def job(self, raw: bytes, served: ServedModel) -> Job:
-        """Return the job of a raw request body.
-
-        Raises:
-            RequestError: if the body is invalid.
-        """
-        max_ids = MAX_TEXTS * served.max_tokens
-        return self.read(read_body(raw, self.body, max_ids), served)
 
 
 def _list(items: Schema) -> Schema:
@@ -80,10 +65,7 @@ _CHAT_ENDS = (*_ENDS, "tool_calls")
 def _head(
     kind: str, choice: Mapping[str, Schema], ends: Sequence[str | None]
 ) -> dict[str, Schema]:
-    """Return the fields of OpenAI's answers.
-
-    ``choice`` are those of a choice besides the common.
-    """
+    """Return the fields of OpenAI's answers; ``choice``: fields that only this kind has."""
     end: Schema = {"enum": list(ends)}
     return {
         "id": _TEXT,
@@ -105,7 +87,7 @@ def _head(
 
 INTERFACES = (
     Interface(
-        summary="Write on after prompts, as Megatron's server does",
+        summary="Complete prompts, in the format of Megatron's server",
         paths=("/api",),
         methods=("PUT", "POST"),
         body=ApiBody,
@@ -118,7 +100,7 @@ INTERFACES = (
         has_plain_errors=True,
     ),
     Interface(
-        summary="Write on after prompts",
+        summary="Complete prompts",
         paths=("/v1/completions", "/completions"),
         methods=("POST",),
         body=CompletionBody,
@@ -156,14 +138,14 @@ INTERFACES = (
     ),
 )
 _REFUSALS: Mapping[int, str] = {
-    400: "A field is wrong or unknown, or the prompt too long.",
+    400: "A field is wrong or unknown, or the prompt is too long.",
     401: "The API key is missing or wrong.",
     403: "This host is not served.",
     404: "Another model is served.",
-    408: "The body did not come in time.",
+    408: "The body did not arrive in time.",
     413: "The body is too long.",
     415: "The body is not application/json.",
-    500: "The text cannot keep to its structure.",
+    500: "No token continues the text within its structure.",
     501: "The server lacks a library.",
     503: "The server is full, or its engine failed.",
     504: "The answer took too long.",
@@ -183,59 +165,64 @@ _ERROR = _object(
 
 
 def openapi(*, has_key: bool) -> dict[str, Any]:
-    """Describe the server's interfaces.
+    """Return the OpenAPI description of the server's interfaces.
 
     Args:
         has_key: whether an API key is needed.
     """
     bodies, definitions = models_json_schema(
-        [(one.body, "validation") for one in INTERFACES],
+        [(interface.body, "validation") for interface in INTERFACES],
         ref_template="#/components/schemas/{model}",
     )
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "mcore-infer", "version": package_version("mcore-infer")},
         "paths": {
-            **{one.paths[0]: _path(one, bodies[one.body, "validation"]) for one in INTERFACES},
-            "/v1/models": _reading("The model", {"type": "object"}),
-            "/health": _reading("Whether the engine runs", {"type": "object"}),
-            "/metrics": _reading("Counts and times for Prometheus", _TEXT, "text/plain"),
+            **{
+                interface.paths[0]: _path(interface, bodies[interface.body, "validation"])
+                for interface in INTERFACES
+            },
+            "/v1/models": _get_path("The model", {"type": "object"}),
+            "/health": _get_path("Whether the engine runs", {"type": "object"}),
+            "/metrics": _get_path("Counts and times for Prometheus", _TEXT, "text/plain"),
         },
         "components": {"schemas": {**definitions["$defs"], "Error": _ERROR}},
     }
     if has_key:
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}]
-        found["paths"]["/health"]["get"]["security"] = []
-    return found
+        document["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"}
+        }
+        document["security"] = [{"key": []}]
+        document["paths"]["/health"]["get"]["security"] = []
+    return document
 
 
-def _path(one: Interface, body: Schema) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": _object(one.answer)}}
+def _path(interface: Interface, body: Schema) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": _object(interface.answer)}}
     # Access errors have the same format on all paths.
     error = {"$ref": "#/components/schemas/Error"}
-    if one.event:  # the schema of each event; the last one is [DONE]
-        event = _object({**one.event, "usage": _USAGE}, needed=one.event)
+    if interface.event:  # each event but the last, which is [DONE]
+        event = _object({**interface.event, "usage": _USAGE}, needed=interface.event)
         content["text/event-stream"] = {"schema": {"anyOf": [event, error]}}
-    plain = {"anyOf": [_TEXT, error]} if one.has_plain_errors else error
-    refusals = {str(code): _reply(words, plain) for code, words in _REFUSALS.items()}
+    plain = {"anyOf": [_TEXT, error]} if interface.has_plain_errors else error
+    refusals = {str(code): _response(text, plain) for code, text in _REFUSALS.items()}
     return {
         method.lower(): {
-            "summary": one.summary,
-            "operationId": f"{method.lower()}{one.paths[0].replace('/', '_')}",
+            "summary": interface.summary,
+            "operationId": f"{method.lower()}{interface.paths[0].replace('/', '_')}",
             "requestBody": {
                 "required": True,
                 "content": {"application/json": {"schema": body}},
             },
             "responses": {"200": {"description": "The texts.", "content": content}, **refusals},
         }
-        for method in one.methods
+        for method in interface.methods
     }
 
 
-def _reading(summary: str, schema: Schema, kind: str = "application/json") -> dict[str, Any]:
-    return {"get": {"summary": summary, "responses": {"200": _reply(summary, schema, kind)}}}
+def _get_path(summary: str, schema: Schema, kind: str = "application/json") -> dict[str, Any]:
+    return {"get": {"summary": summary, "responses": {"200": _response(summary, schema, kind)}}}
 
 
-def _reply(words: str, schema: Schema, kind: str = "application/json") -> dict[str, Any]:
-    return {"description": words, "content": {kind: {"schema": schema}}}
+def _response(text: str, schema: Schema, kind: str = "application/json") -> dict[str, Any]:
+    return {"description": text, "content": {kind: {"schema": schema}}}

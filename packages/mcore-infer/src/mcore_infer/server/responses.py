@@ -1,13 +1,15 @@
-"""Runs a job on the engine and sends its answer, whole or as server-sent events.
+"""Runs a request on the engine and sends its answer, complete or as server-sent events.
 
-``EngineClient`` connects the event loop to the engine's thread; ``JobResponse`` is the ASGI
-response. When a client disconnects, times out or stops reading, the job's requests are
+``EngineClient`` connects the event loop to the engine's thread; ``EngineResponse`` is the ASGI
+response. When a client disconnects, times out or stops reading, its requests are
 cancelled and their pages released.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,27 +17,26 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 from starlette.types import Receive, Scope, Send
 
-from mcore_infer.server.answer import AnswerPiece
-from mcore_infer.server.job import Job
-from mcore_infer.server.metrics import Metrics
+from mcore_infer.server.replies import Reply
 from mcore_infer.server.schemas import RequestError
 from mcore_infer.server.worker import (
+    EngineClient,
     EngineFailure,
-    EngineWorker,
     Event,
+    OpenGroup,
     RefusedGroup,
-    TextRequest,
 )
-from mcore_infer.writing.grammars import Structure
 from mcore_infer.writing.sequence import NewToken
+from mcore_infer.writing.token_text import AnswerPiece
 
 _UNFINISHED = (
     "the text cannot keep to its structure: no token of the vocabulary continues it, or the "
-    "next one takes too long."
+    "next token takes too long."
 )
 _ANY = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="constants"))
 _JSON = {"content-type": "application/json"}
 _EVENTS = {"content-type": "text/event-stream", "cache-control": "no-store"}
+_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,133 +44,105 @@ class Timeouts:
     """Timeouts of a server, in seconds."""
 
     answer_s: float = 600.0
-    """For a whole answer, from its request to its end."""
+    """Longest time from a request to the end of its answer."""
 
     client_s: float = 30.0
-    """For a client to send its body, and to read an event."""
+    """Longest time for a client to send its body, and to read an event."""
 
 
-class EngineClient:
-    """Queues groups of requests on a worker and delivers its events; used by one event loop.
+class Histogram:
+    """Counts of durations by upper bound, in seconds."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(_BOUNDS_S) + 1)
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a duration."""
+        self.counts[bisect_left(_BOUNDS_S, seconds)] += 1
+        self.total += seconds
+
+    def lines(self, name: str) -> list[str]:
+        """Return the samples."""
+        lines, total = [], 0
+        for bound, count in zip([*_BOUNDS_S, "+Inf"], self.counts, strict=True):
+            total += count
+            lines.append(f'{name}_bucket{{le="{bound}"}} {total}')
+        return [*lines, f"{name}_sum {self.total:.6f}", f"{name}_count {total}"]
+
+
+class Metrics:
+    """Counters and histograms of a server; used by one event loop.
 
     Attributes:
-        worker: runs the engine.
-        on_failure: called when the engine fails.
-        max_queued: most running and waiting requests.
-        num_open: requests of groups that are not closed.
+        responses: by path and status.
+        prompt_tokens: of all requests that ended.
+        written_tokens: of all texts.
+        first_token: times from a request to its first tokens.
+        between_tokens: times between tokens of a text.
+        cancelled: requests whose client disconnected.
     """
 
-    def __init__(self, worker: EngineWorker, max_queued: int) -> None:
-        """Store the arguments; ``start`` starts the engine's thread."""
-        self.worker, self.max_queued = worker, max_queued
-        self.on_failure: Callable[[], None] = lambda: None
-        self.num_open = 0
-        self._running: dict[int, OpenGroup] = {}
+    def __init__(self) -> None:
+        self.responses: Counter[tuple[str, int]] = Counter()
+        self.prompt_tokens = self.written_tokens = self.cancelled = 0
+        self.first_token, self.between_tokens = Histogram(), Histogram()
 
-    def start(self) -> None:
-        """Start the engine's thread, whose events are delivered in the running loop."""
-        loop = asyncio.get_running_loop()
+    def text(self, gauges: Mapping[str, tuple[str, float | int]]) -> str:
+        """Return all metrics in Prometheus' text format.
 
-        def deliver(events: list[Event]) -> None:
-            loop.call_soon_threadsafe(self._deliver, events)
-
-        self.worker.start(deliver)
-
-    async def prepare(self, structures: Iterable[Structure]) -> None:
-        """Compile structures while the engine continues its steps.
-
-        Raises:
-            RequestError: with status 400, if a structure is refused.
+        Args:
+            gauges: help text and current value, by name.
         """
-        for structure in structures:
-            try:
-                await self.worker.prepare(structure)
-            except ValueError as error:
-                raise RequestError(400, str(error), "response_format") from None
-
-    def open(self, requests: Sequence[TextRequest]) -> "OpenGroup":
-        """Queue a group; the caller closes the returned object."""
-        if self.worker.failure is not None:
-            raise RequestError(503, EngineFailure().message)
-        if self.num_open + len(requests) > self.max_queued:
-            raise RequestError(503, "the server is full: try again later.")
-        running = OpenGroup(self, self.worker.submit(requests), len(requests))
-        self._running[running.number] = running
-        self.num_open += len(requests)
-        return running
-
-    def close(self, running: "OpenGroup") -> None:
-        """Remove a group and cancel its unfinished requests."""
-        if self._running.pop(running.number, None):
-            self.num_open -= running.size
-            if running.num_left:
-                self.worker.cancel(running.number)
-
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            if event.group < 0:  # for all groups
-                self.on_failure()
-                for running in self._running.values():
-                    running.events.put_nowait(event)
-            elif event.group in self._running:
-                self._running[event.group].events.put_nowait(event)
+        lines = _metric_head("responses_total", "Responses by path and status.", "counter")
+        for (path, status), count in sorted(self.responses.items()):
+            lines.append(f'mcore_responses_total{{path="{path}",status="{status}"}} {count}')
+        for name, about, value in (
+            ("prompt_tokens_total", "Tokens of prompts.", self.prompt_tokens),
+            ("written_tokens_total", "Tokens of texts.", self.written_tokens),
+            ("cancelled_total", "Requests whose client disconnected.", self.cancelled),
+        ):
+            lines += [*_metric_head(name, about, "counter"), f"mcore_{name} {value}"]
+        for name, about, histogram in (
+            ("first_token_seconds", "From a request to its first tokens.", self.first_token),
+            ("between_tokens_seconds", "Between tokens of a text.", self.between_tokens),
+        ):
+            lines += [
+                *_metric_head(name, about, "histogram"),
+                *histogram.lines(f"mcore_{name}"),
+            ]
+        for name, (about, value) in gauges.items():
+            lines += [*_metric_head(name, about, "gauge"), f"mcore_{name} {value}"]
+        return "\n".join(lines) + "\n"
 
 
-class OpenGroup:
-    """A queued or running group of requests.
-
-    Attributes:
-        number: of the worker.
-        size: requests of the group.
-        num_left: unfinished requests.
-        events: delivered and not read yet.
-    """
-
-    def __init__(self, front: EngineClient, number: int, size: int) -> None:
-        self.front, self.number, self.size, self.num_left = front, number, size, size
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-
-    async def next(self) -> list[Event]:
-        """Wait for an event; return all events that have arrived, many for a slow reader."""
-        found = [await self.events.get()]
-        while not self.events.empty():
-            found.append(self.events.get_nowait())
-        return found
-
-    def end(self, index: int, *, cancel: bool = False) -> None:
-        """Count one request as finished; ``cancel`` also ends it in the engine."""
-        self.num_left -= 1
-        if cancel:
-            self.front.worker.cancel(self.number, index)
-
-    def close(self) -> None:
-        """Cancel unfinished requests; may be called twice."""
-        self.front.close(self)
+def _metric_head(name: str, about: str, kind: str) -> list[str]:
+    return [f"# HELP mcore_{name} {about}", f"# TYPE mcore_{name} {kind}"]
 
 
-class JobResponse:
-    """An ASGI response: one job from its queue to its last byte.
+class EngineResponse:
+    """An ASGI response: one HTTP request from the engine's queue to its last byte.
 
     Attributes:
         status: HTTP status that was sent; 499 if the client left before.
     """
 
     def __init__(
-        self, job: Job, front: EngineClient, metrics: Metrics, timeouts: Timeouts
+        self, reply: Reply, front: EngineClient, metrics: Metrics, timeouts: Timeouts
     ) -> None:
-        """Queue the job; its structures have been prepared.
+        """Queue the requests of a reply, whose structures are compiled.
 
         Raises:
             RequestError: if it cannot be queued.
         """
-        self.job, self.metrics, self.timeouts = job, metrics, timeouts
-        self.running = front.open(job.requests)
+        self.reply, self.metrics, self.timeouts = reply, metrics, timeouts
+        self.running = front.open(reply.requests)
         self.status = 499
         self._begin = self._last = time.monotonic()
         self._is_first = True
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer; cancel the job if the client disconnects first."""
+        """Send the answer; cancel its requests if the client disconnects first."""
         sending = asyncio.create_task(self._send(send))
         leaving = asyncio.create_task(_until_left(receive))
         try:
@@ -178,8 +151,8 @@ class JobResponse:
                 self.metrics.cancelled += 1
         finally:
             self.running.close()
-            self.metrics.prompt_tokens += sum(len(r.prompt) for r in self.job.requests)
-            self.metrics.written_tokens += self.job.num_written
+            self.metrics.prompt_tokens += sum(len(r.prompt) for r in self.reply.requests)
+            self.metrics.written_tokens += self.reply.num_written
             for task in (sending, leaving):
                 task.cancel()
             with suppress(asyncio.CancelledError):
@@ -190,7 +163,9 @@ class JobResponse:
     async def _send(self, send: Send) -> None:
         try:
             async with asyncio.timeout(self.timeouts.answer_s):
-                await (self._send_events(send) if self.job.is_stream else self._send_all(send))
+                await (
+                    self._send_events(send) if self.reply.is_stream else self._send_all(send)
+                )
         except TimeoutError:
             message = f"the answer took more than {self.timeouts.answer_s:g} seconds."
             await self._refuse(send, RequestError(504, message))
@@ -198,26 +173,26 @@ class JobResponse:
             await self._refuse(send, error)
 
     async def _send_all(self, send: Send) -> None:
-        pieces: list[list[AnswerPiece]] = [[] for _ in self.job.answers]
-        async for index, piece in run_job(self.job, self.running):
+        pieces: list[list[AnswerPiece]] = [[] for _ in self.reply.answers]
+        async for index, piece in run_requests(self.reply, self.running):
             pieces[index].append(piece)
             self._count(bool(piece.text))
         # Log probabilities of a long text are many: serialize them in a thread, so that the
         # event loop serves other clients meanwhile.
-        body = await asyncio.to_thread(lambda: as_json(self.job.reply.whole(pieces)))
+        body = await asyncio.to_thread(lambda: as_json(self.reply.complete(pieces)))
         await self._start(send, 200, _JSON | {"content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, send: Send) -> None:
-        reply = self.job.reply
-        async for index, piece in run_job(self.job, self.running):
-            if self.status == 499:  # with the first event: the engine has accepted the job
+        reply = self.reply
+        async for index, piece in run_requests(self.reply, self.running):
+            if self.status == 499:  # with the first event: the engine has accepted the requests
                 await self._start(send, 200, _EVENTS)
-                await self._send_lines(send, reply.begin())
+                await self._send_lines(send, reply.first_events())
             self._count(True)
             event = reply.event(index, piece)
             await self._send_lines(send, [] if event is None else [event])
-        await self._send_lines(send, reply.end())
+        await self._send_lines(send, reply.last_events())
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _send_lines(self, send: Send, events: Sequence[Any]) -> None:
@@ -241,7 +216,7 @@ class JobResponse:
         )
 
     async def _refuse(self, send: Send, error: RequestError) -> None:
-        plain = error.message if self.job.has_plain_errors else openai_error(error)
+        plain = error.message if self.reply.has_plain_errors else openai_error(error)
         body = as_json(plain)
         if self.status == 499:
             length = {"content-length": str(len(body))}
@@ -260,47 +235,49 @@ class JobResponse:
         self._last = now
 
 
-async def run_job(job: Job, running: OpenGroup) -> AsyncIterator[tuple[int, AnswerPiece]]:
+async def run_requests(
+    reply: Reply, running: OpenGroup
+) -> AsyncIterator[tuple[int, AnswerPiece]]:
     """Read the engine's events; yield the index and the new piece of each text.
 
-    Pieces that wait for a slow reader are joined to one for each text.
+    Pieces that a slow client has not read yet are joined to one for each text.
 
     Raises:
-        RequestError: if the engine refuses the job, or fails.
+        RequestError: if the engine refuses a request, or fails.
     """
     while running.num_left:
         pieces: dict[int, list[AnswerPiece]] = {}
         for event in await running.next():
-            piece = _take(job, running, event)
+            piece = _take(reply, running, event)
             if piece:
                 pieces.setdefault(event.index, []).append(piece)
-        for index, of_one in pieces.items():
+        for index, text_pieces in pieces.items():
             joined = AnswerPiece(
-                "".join(piece.text for piece in of_one),
-                tuple(token for piece in of_one for token in piece.tokens),
+                "".join(piece.text for piece in text_pieces),
+                tuple(token for piece in text_pieces for token in piece.tokens),
             )
-            if joined.text or joined.tokens or job.answers[index].finish_reason:
+            if joined.text or joined.tokens or reply.answers[index].finish_reason:
                 yield index, joined
 
 
-def _take(job: Job, running: OpenGroup, event: Event) -> AnswerPiece | None:
+def _take(reply: Reply, running: OpenGroup, event: Event) -> AnswerPiece | None:
     if isinstance(event.what, RefusedGroup):
         running.num_left = 0
         raise RequestError(400, event.what.message)
     if isinstance(event.what, EngineFailure):
         raise RequestError(503, event.what.message)
-    answer = job.answers[event.index]
+    answer = reply.answers[event.index]
     if isinstance(event.what, NewToken):
         if answer.finish_reason:
             return None  # written before the engine received the cancellation
         piece = answer.add(event.what)
-        if answer.finish_reason and not job.needs_result:
+        if answer.finish_reason and not reply.needs_result:
             running.end(event.index, cancel=True)
         return piece
     if event.what.finish_reason == "error" and not answer.finish_reason:
         raise RequestError(500, _UNFINISHED)
     if answer.finish_reason:
-        if job.needs_result:
+        if reply.needs_result:
             answer.result = event.what
             running.end(event.index)
         return None
@@ -327,8 +304,8 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return max(-1e308, min(1e308, value)) if value == value else None  # noqa: PLR0124
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 async def _until_left(receive: Receive) -> None:

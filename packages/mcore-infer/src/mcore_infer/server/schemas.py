@@ -16,7 +16,6 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -24,13 +23,14 @@ from pydantic import (
 from mcore_infer.config import MAX_SEED
 
 MAX_TEXTS = 128
-"""Texts of one request: prompts times ``n``."""
+"""Most texts of one request: prompts times ``n``."""
 MAX_TOP = 20
 MAX_PARTS = 1 << 16
-"""Objects, lists or fields of a body."""
+"""Most objects, lists or fields of a body."""
 _MAX_STOP_CHARACTERS = 1024
 _MAX_TOKENS = 2**31
 _CONTENT = "a string or a list of parts of text"
+_RESERVED_FOR_TEMPLATE = {"messages", "add_generation_prompt", "tools"}
 
 
 class RequestError(Exception):
@@ -40,7 +40,7 @@ class RequestError(Exception):
         status: HTTP status.
         message: one line.
         field: wrong field of the body; empty: none.
-        code: for programs; empty: the status.
+        code: error code for programs; empty: the status.
     """
 
     def __init__(self, status: int, message: str, field: str = "", code: str = "") -> None:
@@ -49,14 +49,11 @@ class RequestError(Exception):
 
 
 class _FieldError(ValueError):
-    """A field that is unknown or refused."""
+    """A field that is unknown or refused, or fields that exclude each other."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field[:100]
-
-
-_JSON = TypeAdapter(Any)
 
 
 def _add_null(schema: dict[str, Any]) -> None:
@@ -85,13 +82,13 @@ class Body(BaseModel):
             return body
         given = {name: value for name, value in body.items() if value is not None}
         fields = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in given.keys() - fields:  # one fault of many is enough
+        for name in given.keys() - fields:  # the first fault is reported
             if name in cls.refused:
                 message = f"{name} {cls.refused[name]}"
             else:
-                near = difflib.get_close_matches(name[:100], fields, n=1)
-                meant = f": did you mean {near[0]}?" if near else "."
-                message = f"unknown field {name[:100]}{meant}"
+                close = difflib.get_close_matches(name[:100], fields, n=1)
+                hint = f": did you mean {close[0]}?" if close else "."
+                message = f"unknown field {name[:100]}{hint}"
             raise _FieldError(name, message)
         return given
 
@@ -124,7 +121,7 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "regex"] = "text"
     json_schema: SchemaFormat | None = None
-    pattern: str | None = Field(None, description="The expression, where type is regex.")
+    pattern: str | None = Field(None, description="Regular expression, if type is regex.")
 
     @model_validator(mode="after")
     def _has_parts(self) -> Self:
@@ -216,6 +213,16 @@ class CompletionBody(TextBody):
     best_of: int | None = Field(None, ge=1, le=MAX_TEXTS)
     suffix: Literal[""] = Field("", description="empty: models here write at the end only")
 
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if not self.max_tokens and not self.echo:
+            raise _FieldError("max_tokens", "max_tokens=0 needs echo=true.")
+        if self.best_of not in (None, self.n):
+            raise _FieldError("best_of", "best_of must be n: every text is returned.")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise _FieldError("stream", "echo with logprobs cannot be streamed.")
+        return self
+
 
 class Part(BaseModel):
     """A part of a message."""
@@ -248,14 +255,14 @@ class FunctionName(Body):
 
 
 class NamedTool(Body):
-    """The one tool to use."""
+    """The tool that must be called."""
 
     type: Literal["function"] = "function"
     function: FunctionName
 
 
 class CalledFunction(BaseModel):
-    """A call as it was answered; arguments are JSON."""
+    """An earlier call of a function; arguments are JSON."""
 
     model_config = ConfigDict(extra="allow")
     name: str
@@ -305,6 +312,24 @@ class ChatBody(TextBody):
     prediction: _NoEffect = None
     verbosity: _NoEffect = None
 
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise _FieldError("top_logprobs", "top_logprobs needs logprobs=true.")
+        if any(turn.content is None and not turn.tool_calls for turn in self.messages):
+            raise _FieldError("messages", "messages: each must have content.")
+        for name in _RESERVED_FOR_TEMPLATE & self.chat_template_kwargs.keys():
+            field = "chat_template_kwargs"
+            raise _FieldError(field, f"{field} must not hold {name}.")
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if all(tool.function.name != name for tool in self.tools):
+                message = f"tool_choice: {name[:100]} is none of the tools."
+                raise _FieldError("tool_choice", message)
+        elif self.tool_choice == "required" and not self.tools:
+            raise _FieldError("tool_choice", "tool_choice=required needs tools.")
+        return self
+
 
 def _check_prompts(prompts: Any) -> Any:
     """Check prompts with the messages of Megatron's server."""
@@ -350,54 +375,74 @@ class ApiBody(Body):
     stop_on_eol: bool = False
     prevent_newline_after_colon: bool = False
 
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if not self.tokens_to_generate and not self.logprobs:
+            raise _FieldError("", "tokens_to_generate=0 needs logprobs=true.")
+        if self.top_n_logprobs and not self.logprobs:
+            raise _FieldError("", "top_n_logprobs needs logprobs=true.")
+        if self.top_p and self.top_k:
+            raise _FieldError("top_p", "cannot set both top-k and top-p samplings.")
+        ends_at_line = self.stop_on_eol or self.stop_on_double_eol
+        if self.beam_width and (
+            len(self.prompts) > 1
+            or self.logprobs
+            or ends_at_line
+            or self.prevent_newline_after_colon
+        ):
+            raise _FieldError(
+                "beam_width",
+                "beam_width takes one prompt, no logprobs, stop_on_eol, stop_on_double_eol or "
+                "prevent_newline_after_colon.",
+            )
+        return self
+
 
 def read_body(raw: bytes, model: type[AnyBody], max_ids: int = MAX_PARTS) -> AnyBody:
     """Parse and validate a body.
 
     Args:
         raw: JSON.
-        model: of the interface.
-        max_ids: most token ids of its prompts.
+        model: pydantic model of the interface.
+        max_ids: most token ids in the prompts.
 
     Raises:
         RequestError: with status 400 and one line, for no JSON or a wrong or unknown field;
-            with 413 for one of many parts, which would hold the interpreter for long.
+            with 413 for more parts than the interpreter reads in a short time.
     """
     num_parts = max(raw.count(b"[") + raw.count(b"{"), raw.count(b'":'))
     if num_parts > MAX_PARTS or raw.count(b",") > MAX_PARTS + max_ids:
         message = f"the body has more than {MAX_PARTS} objects, lists and fields"
         raise RequestError(413, f"{message}, or {max_ids} token ids.")
     try:
-        body = _JSON.validate_json(raw)
-    except ValidationError as error:
-        why = error.errors(include_url=False)[0]["msg"].removeprefix("Invalid JSON: ")
-        raise RequestError(400, f"the body is no valid JSON: {why}") from None
-    if not isinstance(body, dict):
-        raise RequestError(400, "the body must be a JSON object.")
-    try:
-        return model.model_validate(body)
+        return model.model_validate_json(raw)
     except ValidationError as error:
         raise _request_error(error, model) from None
 
 
 def _request_error(error: ValidationError, model: type[Body]) -> RequestError:
-    found = error.errors(include_url=False, include_input=False)[0]
-    cause = found.get("ctx", {}).get("error")
+    first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        why = first["msg"].removeprefix("Invalid JSON: ")
+        return RequestError(400, f"the body is no valid JSON: {why}")
+    if first["type"] == "model_type" and not first["loc"]:
+        return RequestError(400, "the body must be a JSON object.")
+    cause = first.get("ctx", {}).get("error")
     if isinstance(cause, _FieldError):
         return RequestError(400, str(cause), cause.field)
-    place = [part for part in found["loc"] if isinstance(part, str)]
-    name = place[0] if place else ""
+    path = [part for part in first["loc"] if isinstance(part, str)]
+    name = path[0] if path else ""
     known = model.model_fields.get(name)
-    if model is ApiBody and isinstance(cause, ValueError):  # in words of Megatron's server
+    if model is ApiBody and isinstance(cause, ValueError):  # Megatron's messages
         return RequestError(400, str(cause), name)
-    if found["type"] == "missing" and len(place) == 1:
+    if first["type"] == "missing" and len(path) == 1:
         how = "argument required" if model is ApiBody else "is required."
         return RequestError(400, f"{name} {how}", name)
     if known is not None and (known.description or "")[:1].islower():
         return RequestError(400, f"{name} must be {known.description}.", name)
-    if "content" in place:  # of a message
+    if "content" in path:  # of a message
         return RequestError(400, f"{name}: content must be {_CONTENT}.", name)
-    where = ".".join(str(part) for part in found["loc"])
-    message = found["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    location = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Input ").removeprefix("Value error, ")
     message = message.replace("should", "must", 1)[:500]
-    return RequestError(400, " ".join(f"{where}: {message}".split()) + ".", name)
+    return RequestError(400, " ".join(f"{location}: {message}".split()) + ".", name)

@@ -17,7 +17,7 @@ from mcore_infer.writing.grammars import Structure, json_rule
 from mcore_infer.writing.token_text import overlap
 
 _MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
-"""Marks that may be one token."""
+"""Marks that may be a single token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,19 +25,19 @@ class ToolFormat:
     """The format of calls of one model family."""
 
     mark: str
-    """Begins calls inside an answer; empty: an answer that begins with ``{`` is one."""
+    """Text before calls inside an answer; empty: an answer that begins with ``{`` is a call."""
     begin: str = ""
-    """Before all calls, where they are forced."""
+    """Text before all calls, if calls are forced."""
     before: str
-    """Before the arguments of a call; NAME is its function."""
+    """Text before the arguments of a call; NAME stands for its function."""
     after: str
-    """After the arguments."""
+    """Text after the arguments."""
     between: str | None = None
-    """Between two calls; None: an answer has one."""
+    """Text between two calls; None: an answer has at most one call."""
     end: str = ""
-    """After all calls."""
+    """Text after all calls."""
     named: str = ""
-    """Expression for what is before the arguments, its group the function; empty: a call is
+    """Expression for the text before the arguments; its group is the function. Empty: a call is
     JSON with ``name`` and ``arguments`` (or ``parameters``)."""
     separators: tuple[str, ...] = ()
     """Marks around calls that the parser skips."""
@@ -109,7 +109,7 @@ _LIST = _json_calls(
 )
 PLAIN = _json_calls("", begin="[", between=", ", end="]")
 """Format of forced calls if the template has no known format: a JSON list."""
-_FORMATS = (  # by what a template holds, and does not hold; the first that fits
+_FORMATS = (  # marks that the template has, marks that it does not have; the first match counts
     (("<tool_call>",), ("<function=", "<arg_key>"), _HERMES),
     (("[TOOL_CALLS]", "[ARGS]"), (), _MISTRAL_ARGS),
     (("[TOOL_CALLS]",), (), _MISTRAL),
@@ -123,16 +123,16 @@ _FORMATS = (  # by what a template holds, and does not hold; the first that fits
 
 def tool_format(template: str) -> ToolFormat | None:
     """Return the format of calls of a chat template's model; None: unknown."""
-    for held, not_held, found in _FORMATS:
-        if all(t in template for t in held) and not any(t in template for t in not_held):
-            return found
+    for present, absent, form in _FORMATS:
+        if all(t in template for t in present) and not any(t in template for t in absent):
+            return form
     return None
 
 
 def kept_tokens(marks: Sequence[str], tokenizer: Tokenizer) -> dict[int, str]:
     """Return the marks that are special tokens, by id; the parser needs them in the text."""
-    found = {tokenizer.token_id(mark): mark for mark in marks if mark}
-    return {token: mark for token, mark in found.items() if token is not None}
+    marks_by_id = {tokenizer.token_id(mark): mark for mark in marks if mark}
+    return {token: mark for token, mark in marks_by_id.items() if token is not None}
 
 
 def marks_of(form: ToolFormat) -> list[str]:
@@ -153,15 +153,15 @@ def calls_structure(
     """Return the grammar of texts that call functions in a model's format.
 
     Args:
-        form: of the model.
-        functions: one or more of them are called.
-        tokenizer: whose special tokens are written as such.
+        form: format of the model's calls.
+        functions: functions that may be called.
+        tokenizer: special tokens in the format become tokens of the grammar.
         is_parallel: whether several calls may follow each other.
         answer: structure of a text instead of calls; None: calls are required.
-        thinking_end: mark that ends the reasoning a text begins with; empty: it has none.
+        thinking_end: mark after the reasoning at the start of a text; empty: no reasoning.
 
     Raises:
-        ValueError: if no value has the schema of a function's parameters.
+        ValueError: if no value matches the schema of a function's parameters.
     """
     rules = []
     for i, function in enumerate(functions):
@@ -208,23 +208,23 @@ def _answer_rule(answer: Structure) -> str:
 
 def _expression(text: str) -> str:
     """Return an expression as a Lark literal, with slashes escaped."""
-    escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], text)
+    escaped = re.sub(r"\\.|/", lambda match: "\\/" if match[0] == "/" else match[0], text)
     return f"/{escaped}/".replace("\n", "\\n")
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:
     """Return a text as Lark literals, special tokens by number."""
-    parts, place = [], 0
-    for found in _MARK.finditer(text):
-        token = tokenizer.token_id(found[0])
+    parts, position = [], 0
+    for mark in _MARK.finditer(text):
+        token = tokenizer.token_id(mark[0])
         if token is not None:
-            parts += [text[place : found.start()], f"<[{token}]>"]
-            place = found.end()
-    parts.append(text[place:])
+            parts += [text[position : mark.start()], f"<[{token}]>"]
+            position = mark.end()
+    parts.append(text[position:])
     is_token = [bool(re.fullmatch(r"<\[\d+\]>", part)) for part in parts]
     written = [
-        part if one else json.dumps(part, ensure_ascii=False)
-        for part, one in zip(parts, is_token, strict=True)
+        part if is_id else json.dumps(part, ensure_ascii=False)
+        for part, is_id in zip(parts, is_token, strict=True)
         if part
     ]
     return " ".join(written)
@@ -260,10 +260,10 @@ class AnswerReader:
 
         Args:
             form: format of calls; None: calls are not parsed.
-            reasoning: marks around reasoning; None: it is not separated.
-            begins_in_reasoning: whether the prompt has its first mark.
-            is_forced: whether the text is calls.
-            max_calls: later ones are left out; None: all count.
+            reasoning: marks around reasoning; None: reasoning is not separated.
+            begins_in_reasoning: whether the prompt ends with the first of these marks.
+            is_forced: whether the text consists of calls.
+            max_calls: most calls to return; None: no limit.
         """
         self._form, self._reasoning = form, reasoning
         self._mark = "" if form is None else form.mark
@@ -287,7 +287,7 @@ class AnswerReader:
                     self._look_for_reasoning(is_last)
                 case "in reasoning":
                     self._reason(delta, is_last)
-                case "behind reasoning":
+                case "after reasoning":
                     self._text = self._text.lstrip("\n")
                     if self._text or is_last:
                         self._state = self._after
@@ -313,7 +313,7 @@ class AnswerReader:
         at = self._text.find(mark)
         if at >= 0:
             delta.reasoning += self._text[:at].rstrip("\n")
-            self._text, self._state = self._text[at + len(mark) :], "behind reasoning"
+            self._text, self._state = self._text[at + len(mark) :], "after reasoning"
             return
         at = len(self._text) - (0 if is_last else overlap(self._text, mark))
         delta.reasoning, self._text = delta.reasoning + self._text[:at], self._text[at:]
@@ -325,7 +325,7 @@ class AnswerReader:
         begins = ("{", "[{", *(mark for mark in self._form.separators if len(mark) > 1))
         if self._is_forced or (not self._mark and text.startswith(begins)):
             self._state = "calls"
-        elif self._mark or is_last or not any(one.startswith(text) for one in begins):
+        elif self._mark or is_last or not any(begin.startswith(text) for begin in begins):
             self._state = "content"
 
     def _write(self, delta: AnswerDelta, is_last: bool) -> None:
@@ -339,13 +339,13 @@ class AnswerReader:
 
     def _call(self, delta: AnswerDelta, is_last: bool) -> None:
         assert self._form is not None
-        place = 0
+        parsed = 0
         for call, end in calls_in(self._text, self._form):
-            place = end
+            parsed = end
             if self._max_calls is None or self.num_calls < self._max_calls:
                 delta.calls.append(call)
                 self.num_calls += 1
-        self._text = self._text[place:]
+        self._text = self._text[parsed:]
         if is_last:
             rest = self._text
             for mark in (*self._form.separators, ",", "[", "]") if self.num_calls else ():
@@ -356,30 +356,33 @@ class AnswerReader:
 
 def calls_in(text: str, form: ToolFormat) -> Iterator[tuple[tuple[str, str], int]]:
     """Yield the calls at the start of a text and where each ends; stop at any other text."""
-    decoder, place = json.JSONDecoder(), 0
+    decoder, position = json.JSONDecoder(), 0
     blank = re.compile("|".join([r"[\s,]", *map(re.escape, form.separators)]))
     named = re.compile(form.named)
     while True:
-        while found := blank.match(text, place):
-            if form.named and named.match(text, place):
+        while match := blank.match(text, position):
+            if form.named and named.match(text, position):
                 break
-            place = found.end()
+            position = match.end()
         name = None
         if form.named:
-            if not (found := named.match(text, place)):
+            if not (match := named.match(text, position)):
                 return
-            name, place = found[1], found.end()
+            name, position = match[1], match.end()
         try:
-            value, place = decoder.raw_decode(text, place)
+            value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
             return
         values = value if isinstance(value, list) and name is None else [value]
-        calls = [(name, one) if name else _call_of(one) for one in values]
+        calls = [(name, value) if name else _call_of(value) for value in values]
         if any(call is None or not isinstance(call[1], dict) for call in calls):
             return
         for call in calls:
             assert call is not None
-            yield (_text(str(call[0])), _text(json.dumps(call[1], ensure_ascii=False))), place
+            yield (
+                (_text(str(call[0])), _text(json.dumps(call[1], ensure_ascii=False))),
+                position,
+            )
 
 
 def _text(text: str) -> str:

@@ -1,7 +1,7 @@
 """The thread that runs an engine on rank 0, and the loop of the ranks that follow it.
 
 Requests arrive in groups; a group is queued whole or refused whole. Before every step rank 0
-sends new and cancelled groups to all ranks, so that all hold the same requests in the same
+sends new and cancelled groups to all ranks, so that all have the same requests in the same
 order. The events of a step are delivered in one call. Replicas take groups in turn and step
 together; after a step, rank 0 gathers their events on the host. If a rank fails, the others
 wait in a collective until ``Watch`` ends them; rank 0 answers its clients first.
@@ -10,7 +10,7 @@ wait in a collective until ``Watch`` ends them; rank 0 answers its clients first
 import asyncio
 import logging
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from threading import Thread
 from typing import Any
@@ -19,11 +19,11 @@ import torch
 from pydantic import TypeAdapter
 
 from mcore_ckpt.save_load.rank_agreement import gather_json
-from mcore_infer.config import SamplingConfig
 from mcore_infer.engine.engine import Engine
 from mcore_infer.errors import EngineError
+from mcore_infer.server.schemas import RequestError
 from mcore_infer.writing.grammars import Structure
-from mcore_infer.writing.sequence import Beam, Generation, NewToken, ScoreRequest, TokenRules
+from mcore_infer.writing.sequence import Beam, Generation, NewToken, TextRequest
 from mcore_parallel.collectives import all_reduce
 from mcore_parallel.mesh import SINGLE, Axis
 
@@ -31,21 +31,6 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 """Seconds between steps of an idle rank 0, so that no rank reaches a collective's timeout."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextRequest:
-    """One text to write: the arguments of ``Engine.add``."""
-
-    prompt: Sequence[int]
-    sampling: SamplingConfig
-    num_tokens: int
-    seed: int
-    eod: int | None = None
-    stop: Sequence[Sequence[int]] = ()
-    rules: TokenRules = field(default_factory=TokenRules)
-    scores: ScoreRequest = field(default_factory=ScoreRequest)
-    structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +53,7 @@ class Event:
 
     group: int
     index: int
-    """Of the request in its group."""
+    """Index of the request in its group."""
     what: NewToken | Generation | RefusedGroup | EngineFailure
 
 
@@ -92,9 +77,9 @@ class Requests:
     """The groups of requests of an engine; every rank makes the same calls.
 
     Attributes:
-        engine: of this rank's replica.
+        engine: engine of this rank's replica.
         axis: all ranks that make these calls.
-        replicas: those of them with the same part of the model, which share groups.
+        replicas: ranks of the axis with the same part of the model; they share groups.
         has_work: whether any replica has unfinished requests.
         counts: requests, pages and proposals of all replicas after the last step, by name.
     """
@@ -103,7 +88,7 @@ class Requests:
         """Start without groups."""
         self.engine, self.axis, self.replicas = engine, axis, replicas
         self.has_work, self.counts = False, _counts(engine)
-        self._places: dict[int, tuple[int, int]] = {}  # engine's number -> group, index
+        self._group_of: dict[int, tuple[int, int]] = {}  # engine's number -> group, index
         self._groups: dict[int, dict[int, int]] = {}  # group -> index -> engine's number
 
     @property
@@ -120,24 +105,25 @@ class Requests:
         if self.engine.grammars is not None:
             for structure in commands.structures:
                 self.engine.grammars.prepare(structure, is_tried=False)
-        own = [new for new in commands.new if new[0] % self.replicas.size == self.replicas.rank]
-        events = [event for number, group in own for event in self._add(number, group)]
+        size, rank = self.replicas.size, self.replicas.rank
+        mine = [new for new in commands.new if new[0] % size == rank]  # replicas take turns
+        events = [event for number, group in mine for event in self._add(number, group)]
         for group, index in commands.cancelled:
             self._cancel(group, index)
-        for found in self.engine.step():
-            number, what = (found.row, found) if isinstance(found, NewToken) else found
-            group, index = self._places[number]
+        for event in self.engine.step():
+            number, what = (event.row, event) if isinstance(event, NewToken) else event
+            group, index = self._group_of[number]
             events.append(Event(group, index, what))
             if isinstance(what, Generation):
                 self._forget(number)
         self.has_work, self.counts = self.engine.has_work, _counts(self.engine)
         if self.replicas.size == 1:
             return events
-        own_part = None
+        replica_part = None
         if self.replicas.ranks[0] == self.axis.ranks[0]:  # one rank of each replica
             sent = [(type(event.what).__name__, asdict(event)) for event in events]
-            own_part = self.has_work, self.counts, sent
-        parts = [part for part in gather_json(own_part, self.axis) if part]
+            replica_part = self.has_work, self.counts, sent
+        parts = [part for part in gather_json(replica_part, self.axis) if part]
         self.has_work = any(has_work for has_work, _, _ in parts)
         self.counts = {n: sum(counts[n] for _, counts, _ in parts) for n in self.counts}
         return [_event_from(*event) for _, _, events in parts for event in events]
@@ -146,26 +132,14 @@ class Requests:
         numbers: list[int] = []
         for request in requests:
             try:
-                numbers.append(
-                    self.engine.add(
-                        request.prompt,
-                        request.sampling,
-                        num_tokens=request.num_tokens,
-                        seed=request.seed,
-                        eod=request.eod,
-                        stop=request.stop,
-                        rules=request.rules,
-                        scores=request.scores,
-                        structure=request.structure,
-                    )
-                )
+                numbers.append(self.engine.submit(request))
             except ValueError as error:
                 for number in numbers:
                     self.engine.abort(number)
                 yield Event(group, 0, RefusedGroup(str(error)))
                 return
         self._groups[group] = dict(enumerate(numbers))
-        self._places |= {number: (group, i) for i, number in enumerate(numbers)}
+        self._group_of |= {number: (group, i) for i, number in enumerate(numbers)}
 
     def _cancel(self, group: int, index: int) -> None:
         running = self._groups.get(group, {})
@@ -174,7 +148,7 @@ class Requests:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        group, index = self._places.pop(number)
+        group, index = self._group_of.pop(number)
         del self._groups[group][index]
         if not self._groups[group]:
             del self._groups[group]
@@ -184,7 +158,7 @@ class EngineWorker:
     """Runs an engine in its own thread on rank 0.
 
     Attributes:
-        requests: groups of the engine; changed by the thread alone.
+        requests: groups of the engine; only the thread changes them.
         failure: error of an engine on any rank, after which nothing runs; None: it runs.
     """
 
@@ -192,9 +166,9 @@ class EngineWorker:
         """Store the arguments; ``start`` starts the thread.
 
         Args:
-            engine: of rank 0.
-            axis: all ranks that follow this one, and itself.
-            replicas: those of them that share groups, see ``Requests``.
+            engine: engine of rank 0.
+            axis: rank 0 and all ranks that follow it.
+            replicas: ranks of the axis that share groups, see ``Requests``.
         """
         self.requests, self.axis = Requests(engine, axis, replicas), axis
         self.device = engine.device
@@ -222,7 +196,7 @@ class EngineWorker:
         return number
 
     async def prepare(self, structure: Structure) -> None:
-        """Compile a structure while steps continue, here within limits, then on other ranks.
+        """Compile a structure while steps continue: here with limits, then on the other ranks.
 
         Raises:
             ValueError: if the structure is refused.
@@ -253,7 +227,7 @@ class EngineWorker:
     def fail(self, message: str) -> None:
         """End every request after an engine has failed; later calls have no effect.
 
-        Any thread.
+        May be called from any thread.
         """
         if self.failure is None:
             self.failure = EngineError(f"the engine failed: {message}")
@@ -284,6 +258,104 @@ class EngineWorker:
             return commands
 
 
+class EngineClient:
+    """Queues groups of requests on a worker and delivers its events; used by one event loop.
+
+    Attributes:
+        worker: runs the engine.
+        on_failure: called when the engine fails.
+        max_queued: most running and waiting requests.
+        num_open: requests of groups that are not closed.
+    """
+
+    def __init__(self, worker: EngineWorker, max_queued: int) -> None:
+        """Store the arguments; ``start`` starts the engine's thread."""
+        self.worker, self.max_queued = worker, max_queued
+        self.on_failure: Callable[[], None] = lambda: None
+        self.num_open = 0
+        self._running: dict[int, OpenGroup] = {}
+
+    def start(self) -> None:
+        """Start the engine's thread, whose events are delivered in the running loop."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(events: list[Event]) -> None:
+            loop.call_soon_threadsafe(self._deliver, events)
+
+        self.worker.start(deliver)
+
+    async def prepare(self, structures: Iterable[Structure]) -> None:
+        """Compile structures while the engine continues its steps.
+
+        Raises:
+            RequestError: with status 400, if a structure is refused.
+        """
+        for structure in structures:
+            try:
+                await self.worker.prepare(structure)
+            except ValueError as error:
+                raise RequestError(400, str(error), "response_format") from None
+
+    def open(self, requests: Sequence[TextRequest]) -> "OpenGroup":
+        """Queue a group; the caller closes the returned object."""
+        if self.worker.failure is not None:
+            raise RequestError(503, EngineFailure().message)
+        if self.num_open + len(requests) > self.max_queued:
+            raise RequestError(503, "the server is full: try again later.")
+        running = OpenGroup(self, self.worker.submit(requests), len(requests))
+        self._running[running.number] = running
+        self.num_open += len(requests)
+        return running
+
+    def close(self, running: "OpenGroup") -> None:
+        """Remove a group and cancel its unfinished requests."""
+        if self._running.pop(running.number, None):
+            self.num_open -= running.size
+            if running.num_left:
+                self.worker.cancel(running.number)
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            if event.group < 0:  # for all groups
+                self.on_failure()
+                for running in self._running.values():
+                    running.events.put_nowait(event)
+            elif event.group in self._running:
+                self._running[event.group].events.put_nowait(event)
+
+
+class OpenGroup:
+    """A queued or running group of requests.
+
+    Attributes:
+        number: the worker's number of the group.
+        size: requests of the group.
+        num_left: unfinished requests.
+        events: delivered events that have not been read.
+    """
+
+    def __init__(self, front: EngineClient, number: int, size: int) -> None:
+        self.front, self.number, self.size, self.num_left = front, number, size, size
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def next(self) -> list[Event]:
+        """Wait for an event; return all events that have arrived."""
+        events = [await self.events.get()]
+        while not self.events.empty():
+            events.append(self.events.get_nowait())
+        return events
+
+    def end(self, index: int, *, cancel: bool = False) -> None:
+        """Count one request as finished; ``cancel`` also ends it in the engine."""
+        self.num_left -= 1
+        if cancel:
+            self.front.worker.cancel(self.number, index)
+
+    def close(self) -> None:
+        """Cancel unfinished requests; may be called twice."""
+        self.front.close(self)
+
+
 def follow(engine: Engine, axis: Axis, replicas: Axis = SINGLE) -> None:
     """Run the steps of rank 0 on another rank until the worker stops.
 
@@ -303,7 +375,7 @@ def share_commands(commands: Commands, axis: Axis) -> Commands:
     """Return rank 0's commands on every rank.
 
     All-reduces their length, then their bytes, on the host, so that a step on the device
-    continues meanwhile.
+    is not interrupted.
     """
     if axis.size == 1:
         return commands
@@ -333,7 +405,7 @@ def _counts(engine: Engine) -> dict[str, int]:
 
 
 def _event_from(kind: str, fields: dict[str, Any]) -> Event:
-    kinds = {one.__name__: one for one in (NewToken, Generation, RefusedGroup)}
+    kinds = {kind.__name__: kind for kind in (NewToken, Generation, RefusedGroup)}
     what = {name: _frozen(value) for name, value in fields["what"].items()}
     if beams := what.get("beams"):
         what["beams"] = tuple(Beam(**beam) for beam in beams)
@@ -341,7 +413,7 @@ def _event_from(kind: str, fields: dict[str, Any]) -> Event:
 
 
 def _frozen(value: Any) -> Any:
-    """Return tuples for JSON's lists, at every depth."""
+    """Replace JSON's lists by tuples, at every depth."""
     if isinstance(value, dict):
-        return {name: _frozen(one) for name, one in value.items()}
-    return tuple(_frozen(one) for one in value) if isinstance(value, list) else value
+        return {name: _frozen(item) for name, item in value.items()}
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

@@ -1,12 +1,18 @@
-"""The running sequence of one text: tokens, stop sequences, random numbers, and its result."""
+"""The engine's request of one text, its running sequence, and its result.
 
+Rank 0 sends a ``TextRequest`` to all ranks; a ``RunningSequence`` holds the tokens written so
+far and decides which of them are final.
+"""
+
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from mcore_infer.config import SamplingConfig
+from mcore_infer.writing.grammars import Structure
 from mcore_infer.writing.structured import Matcher
 
 Top = tuple[tuple[int, float], ...]
@@ -93,54 +99,76 @@ class ScoreRequest:
     """Also for the tokens of the prompt, which is then not read from shared pages."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextRequest:
+    """One text to write after a prompt."""
+
+    prompt: Sequence[int]
+    """Token ids, at least one."""
+
+    sampling: SamplingConfig
+    """How tokens are chosen; its ``num_tokens`` is not read."""
+
+    num_tokens: int
+    """Most tokens to write; 0: only score the prompt."""
+
+    seed: int
+    """Seed of the random numbers that choose tokens."""
+
+    eod: int | None = None
+    """Token that ends the text; None: no token does."""
+
+    stop: Sequence[Sequence[int]] = ()
+    """Token sequences that end the text and are cut off."""
+
+    rules: TokenRules = field(default_factory=TokenRules)
+    """Changes to the logits of single tokens."""
+
+    scores: ScoreRequest = field(default_factory=ScoreRequest)
+    """Log probabilities to return."""
+
+    structure: Structure | None = None
+    """Grammar of the text; None: any text."""
+
+
 class RunningSequence:
     """One text while it is written.
 
     Attributes:
+        request: the request that is being written.
         prompt: token ids.
         sampling: how tokens are chosen.
-        rules: changes to single tokens' scores.
+        rules: changes to the logits of single tokens.
         matcher: state of the structure; None: any text.
         changes_scores: whether penalties or rules change the logits.
         needs_last_token: whether sampling itself, and not only the model, needs the previous
             token.
         ids: tokens so far, without stop sequences.
+        prompt_log_probs: of the prompt's tokens after the first; empty: not requested.
+        prompt_top: the likeliest tokens at those positions.
         finish_reason: None while the text is being written.
     """
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingConfig,
-        *,
-        num_tokens: int,
-        seed: int,
-        eod: int | None = None,
-        stop: Sequence[Sequence[int]] = (),
-        rules: TokenRules | None = None,
-        matcher: Matcher | None = None,
-    ) -> None:
+    def __init__(self, request: TextRequest, matcher: Matcher | None = None) -> None:
         """Start an empty text.
 
         Args:
-            prompt: token ids.
-            sampling: how tokens are chosen; its ``num_tokens`` is not read.
-            num_tokens: most tokens; 0: end once the prompt is read.
-            seed: of the draws.
-            eod: id that ends the text; None: no id does.
-            stop: token sequences that end the text and are cut off.
-            rules: changes to single tokens' scores.
-            matcher: state at the start of the structure; None: any text.
+            request: prompt, sampling and limits.
+            matcher: state at the start of the request's structure; None: any text.
         """
-        self.matcher = matcher
-        self.prompt, self.sampling = list(prompt), sampling
-        self.rules = rules or TokenRules()
-        self.changes_scores = sampling.has_penalties or self.rules != TokenRules()
-        is_held = matcher is not None
-        self.needs_last_token = self.changes_scores or is_held or bool(sampling.top_p_decay)
-        self.num_tokens, self.eod = num_tokens, eod
-        self.stop = [list(s) for s in stop if s]
-        self.random = torch.Generator().manual_seed(seed)
+        self.request, self.matcher = request, matcher
+        self.prompt, self.sampling = list(request.prompt), request.sampling
+        self.rules = request.rules
+        self.changes_scores = self.sampling.has_penalties or self.rules != TokenRules()
+        self.needs_last_token = (
+            self.changes_scores or matcher is not None or bool(self.sampling.top_p_decay)
+        )
+        self.num_tokens, self.eod = request.num_tokens, request.eod
+        self.stop = [list(sequence) for sequence in request.stop if sequence]
+        self.random = torch.Generator().manual_seed(request.seed)
+        num_scored = len(self.prompt) - 1 if request.scores.prompt else 0
+        self.prompt_log_probs = [math.nan] * num_scored  # NaN: not computed yet
+        self.prompt_top: list[Top] = [()] * num_scored
         self._draws: list[float] = []  # drawn ahead, not consumed
         # Lists of numbers: one object a token would make Python's garbage collector scan
         # millions of objects while the device waits.
@@ -149,7 +177,7 @@ class RunningSequence:
         self._tops: list[Top] = []
         self.num_released = 0
         self.finish_reason: FinishReason | None = None
-        self._cut = sampling.cut
+        self._cut = self.sampling.cut
 
     @property
     def cut(self) -> SamplingConfig:
@@ -228,4 +256,11 @@ class RunningSequence:
         assert self.finish_reason is not None
         log_probs = tuple(number for number in self._log_probs if number is not None)
         top = tuple(self._tops) if any(self._tops) else ()
-        return Generation(tuple(self.ids), log_probs, self.finish_reason, top)
+        return Generation(
+            tuple(self.ids),
+            log_probs,
+            self.finish_reason,
+            top,
+            prompt_log_probs=tuple(self.prompt_log_probs),
+            prompt_top=tuple(self.prompt_top) if self.request.scores.num_top else (),
+        )

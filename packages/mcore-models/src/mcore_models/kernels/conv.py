@@ -244,9 +244,7 @@ def _plain(
     return F.silu(causal_conv(x, weight, bias, starts=starts, before=before))
 
 
-def _kind(
-    x: Tensor, *_: object, before: Tensor | None = None, **__: object
-) -> tuple[torch.dtype] | None:
+def _kind(x: Tensor, before: Tensor | None) -> tuple[torch.dtype] | None:
     return None if before is not None or x.dtype == torch.float64 else (x.dtype,)
 
 

@@ -422,7 +422,7 @@ def kernel_widths(keys: int, values: int) -> tuple[int, int] | None:
     return chosen[0] if chosen else None
 
 
-def _kind(_q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Any:
+def _kind(k: Tensor, v: Tensor) -> Any:
     widths = kernel_widths(k.shape[-1], v.shape[-1])
     return (v.dtype, *widths) if widths and v.dtype in NARROW else None
 

@@ -67,7 +67,7 @@ def _samples(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterat
 @optional_kernel(
     "widening 4-bit weights in Triton",
     reference=_plain,
-    kind=lambda *args: None if args[3].dtype == torch.float64 else (args[3].dtype,),
+    kind=lambda out: None if out.dtype == torch.float64 else (out.dtype,),
     samples=_samples,
 )
 def widen_levels(

@@ -101,7 +101,7 @@ def _samples(
 @optional_kernel(
     "attention by flash-attn-4",
     reference=_plain,
-    kind=lambda q, _, v, **__: kind(q, v),
+    kind=kind,
     samples=_samples,
     packages=(_PACKAGE, "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"),
 )

@@ -156,7 +156,7 @@ def _cast_plain(
     return cast_by.reference(matrix, amax, dtype, has_rows=has_rows, seen=seen)
 
 
-def _kind(x: Tensor, *_: object, **__: object) -> tuple[torch.dtype] | None:
+def _kind(x: Tensor) -> tuple[torch.dtype] | None:
     return (x.dtype,) if x.dtype in (torch.bfloat16, torch.float16) else None
 
 
@@ -202,7 +202,7 @@ def largest_gated(
 @optional_kernel(
     "gated activations cast to fp8",
     reference=_cast_plain,
-    kind=lambda x, *_, **__: None if x.shape[0] % 4 else _kind(x),
+    kind=lambda x: None if x.shape[0] % 4 else _kind(x),
     samples=_cast_samples,
 )
 def cast_gated(

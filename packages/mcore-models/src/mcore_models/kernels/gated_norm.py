@@ -161,9 +161,7 @@ def _plain(
     return (weight * normed.flatten(-2) * gate).to(y.dtype)
 
 
-def _kind(
-    y: Tensor, *_: object, group_size: int, holders: Axis = SINGLE, **__: object
-) -> tuple[torch.dtype] | None:
+def _kind(y: Tensor, group_size: int, holders: Axis) -> tuple[torch.dtype] | None:
     is_fit = y.dtype != torch.float64 and group_size <= WIDEST and holders.size == 1
     return (y.dtype,) if is_fit else None
 

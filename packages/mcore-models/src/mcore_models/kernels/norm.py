@@ -282,7 +282,7 @@ def _add_and_norm_plain(
     return _norm_plain(total, weight, bias, epsilon=epsilon, offset=offset), total
 
 
-def _kind(x: Tensor, *_: object, **__: object) -> tuple[torch.dtype] | None:
+def _kind(x: Tensor) -> tuple[torch.dtype] | None:
     is_fit = x.dtype != torch.float64 and NARROWEST <= x.shape[-1] <= WIDEST
     return (x.dtype,) if is_fit else None
 

@@ -274,9 +274,7 @@ def _samples(
 @optional_kernel(
     "norm and rotary embedding in Triton",
     reference=_plain,
-    kind=lambda qkv, q_weight, _, cos, sin, *__, **___: kind_of_heads(
-        qkv, q_weight.shape[0], (cos, sin)
-    ),
+    kind=lambda qkv, q_weight, cos, sin: kind_of_heads(qkv, q_weight.shape[0], (cos, sin)),
     samples=_samples,
 )
 def norm_rotary_split(

@@ -203,8 +203,8 @@ def _samples(
 @optional_kernel(
     "rotary embedding in Triton",
     reference=_split_plain,
-    kind=lambda qkv, cos, sin, n, g: kind_of_heads(
-        qkv, qkv.shape[-1] // (n + 2 * g), (cos, sin)
+    kind=lambda qkv, cos, sin, num_heads, num_groups: kind_of_heads(
+        qkv, qkv.shape[-1] // (num_heads + 2 * num_groups), (cos, sin)
     ),
     samples=_samples,
 )

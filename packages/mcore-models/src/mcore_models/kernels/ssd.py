@@ -383,7 +383,7 @@ def is_kernel_width(channels: int, numbers: int) -> bool:
     return channels in WIDTHS and numbers in WIDTHS
 
 
-def _kind(x: Tensor, _dt: Tensor, _A: Tensor, B: Tensor, *_: object, **__: object) -> Any:
+def _kind(x: Tensor, B: Tensor) -> Any:
     widths = x.shape[-1], B.shape[-1]
     return (x.dtype, *widths) if x.dtype in NARROW and is_kernel_width(*widths) else None
 

@@ -51,8 +51,8 @@ class TransformerBlock(ResidualBlock):
             mixers: of this layer; empty: those of the config.
             parts: functions of the setup that build modules in place of mixers, by the
                 mixer's name; added to the setup's own. A module is called as the mixer that
-                it replaces: attention with the normed stream and its inputs, mlp with the
-                stream alone.
+                it replaces: attention with the normed stream and the keyword ``inputs``, mlp
+                with the stream alone.
 
         Raises:
             ValueError: for a part of a name that no mixer has; for ``--parallel-residual``.
@@ -100,7 +100,8 @@ class TransformerBlock(ResidualBlock):
 
     def _mixer(self, name: str, inputs: BlockInputs) -> Callable[[Tensor], MixerOutput]:
         """Return a mixer as a function of the normed stream alone."""
-        return partial(MIXERS[name].run, getattr(self, name), inputs)
+        module, run = getattr(self, name), MIXERS[name].run
+        return partial(module, inputs=inputs) if run is None else partial(run, module, inputs)
 
     @property
     def stops_at_experts(self) -> bool:

@@ -32,9 +32,9 @@ class Mixer:
 
     build: Callable[[LayerSetup], nn.Module]
     """Allocates this rank's share; weights are zero until the model fills them."""
-    run: Callable[[Any, BlockInputs, Tensor], Any]
-    """Calls the module on the normed stream: what is added to it, or that and an auxiliary
-    loss."""
+    run: Callable[[Any, BlockInputs, Tensor], Any] | None = None
+    """Calls the module on the normed stream; returns what is added to the stream, or that and
+    an auxiliary loss. None: ``module(x, inputs=inputs)``."""
     recomputed_as: str = ""
     """Its name as a whole among ``--recompute-modules``; empty: it has none."""
 
@@ -89,10 +89,6 @@ def _build_experts(setup: LayerSetup) -> MoELayer:
     )
 
 
-def _run_with_inputs(mixer: nn.Module, inputs: BlockInputs, x: Tensor) -> Tensor:
-    return mixer(x, inputs)
-
-
 def _run_mlp(mlp: MLP, _: BlockInputs, x: Tensor) -> Tensor:
     return mlp(x)
 
@@ -103,11 +99,11 @@ def _run_experts(moe: MoELayer, _: BlockInputs, x: Tensor) -> tuple[Tensor, Tens
 
 
 MIXERS: Mapping[str, Mixer] = {
-    "attention": Mixer(build=Attention, run=_run_with_inputs),
-    "mla": Mixer(build=LatentAttention, run=_run_with_inputs),
+    "attention": Mixer(build=Attention),
+    "mla": Mixer(build=LatentAttention),
     "mlp": Mixer(build=_build_mlp, run=_run_mlp, recomputed_as="mlp"),
     "moe": Mixer(build=_build_experts, run=_run_experts, recomputed_as="moe"),
-    "mamba": Mixer(build=Mamba, run=_run_with_inputs),
-    "delta_net": Mixer(build=DeltaNet, run=_run_with_inputs),
+    "mamba": Mixer(build=Mamba),
+    "delta_net": Mixer(build=DeltaNet),
 }
 """Mixers by name, which is also the name of the module in its block."""

@@ -195,9 +195,7 @@ def _weighted_gated_plain(
     return (hidden * probs[:, None]).to(x.dtype)
 
 
-def _kind(
-    x: Tensor, activation: str, clamp: float = 0.0, offset: float = 0.0
-) -> tuple[torch.dtype] | None:
+def _kind(x: Tensor, activation: str, clamp: float, offset: float) -> tuple[torch.dtype] | None:
     is_plain = bool(clamp or offset) or activation not in KINDS or x.dtype == torch.float64
     return None if is_plain else (x.dtype,)
 
@@ -243,7 +241,7 @@ def gated(
 @optional_kernel(
     "weighted gated activations in Triton",
     reference=_weighted_gated_plain,
-    kind=lambda x, _probs, _end, *shape: _kind(x, *shape),
+    kind=_kind,
     samples=_weighted_samples,
 )
 def weighted_gated(

@@ -143,7 +143,7 @@ def _add_plain(
         total.copy_(gradient if overwrite else total + gradient)
 
 
-def _kind(x: Tensor, weight: Tensor, *_: object) -> tuple[()] | None:
+def _kind(x: Tensor, weight: Tensor) -> tuple[()] | None:
     is_aligned = all(size % 8 == 0 for size in weight.shape[1:])
     return () if x.dtype == torch.bfloat16 and is_aligned and fits(x.device) else None
 
@@ -203,7 +203,7 @@ def multiply_by_tile(
 @optional_kernel(
     "grouped weight gradients of quack",
     reference=_add_plain,
-    kind=lambda out, _, x, *__, **___: _kind(x, out),
+    kind=lambda out, x: _kind(x, weight=out),
     samples=_gradient_samples,
     packages=_PACKAGES,
 )

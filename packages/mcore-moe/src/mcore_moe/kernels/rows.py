@@ -146,7 +146,7 @@ def _plan_samples(device: torch.device) -> Iterator[Sample]:
 @optional_kernel(
     "plans of rows by expert in Triton",
     reference=_plan_plain,
-    kind=lambda *_, **__: (),
+    kind=lambda: (),
     samples=_plan_samples,
 )
 def plan_choices(
@@ -248,8 +248,8 @@ def _put_plain(
     rows.index_copy_(0, places, x)
 
 
-def _kind(x: Tensor, *_: object, **__: object) -> tuple[()] | None:
-    return None if x.dtype == torch.float64 else ()
+def _kind(rows: Tensor) -> tuple[()] | None:
+    return None if rows.dtype == torch.float64 else ()
 
 
 def _copy_samples(device: torch.device) -> Iterator[Sample]:
@@ -271,7 +271,7 @@ def _put_samples(device: torch.device) -> Iterator[Sample]:
 @optional_kernel(
     "copies of rows by expert in Triton",
     reference=_copy_plain,
-    kind=_kind,
+    kind=lambda x: None if x.dtype == torch.float64 else (),
     samples=_copy_samples,
 )
 def copy_to_rows(

@@ -59,7 +59,7 @@ def _samples(device: torch.device) -> Iterator[Sample]:
 @optional_kernel(
     "choice of experts in Triton",
     reference=_top_plain,
-    kind=lambda scores, _: () if scores.dtype == torch.float32 else None,
+    kind=lambda scores: () if scores.dtype == torch.float32 else None,
     samples=_samples,
 )
 def top_experts(scores: Float[Tensor, "T E"], topk: int) -> Int[Tensor, "T k"]:

@@ -1,16 +1,16 @@
-"""``GradSlot``: where a parameter's gradient goes when an operation adds it past autograd.
+"""``GradSlot``: the main gradient of a parameter, to which operations add without autograd.
 
 ``DataParallel`` gives each parameter's slot a main gradient, a view of its buckets. An
-operation that can add to it directly (a GEMM in its epilogue, an embedding row by row) saves a
-tensor of the parameter's size, its sum and its cast; it then returns None as the parameter's
-gradient. The parameter's hook still runs at the end of backward and counts it.
+operation that can add to the main gradient directly (a GEMM in its epilogue, an embedding row
+by row) avoids a tensor of the parameter's size, its addition and its cast; it returns None to
+autograd. The parameter's hook still runs in backward and counts the gradient.
 
-A layer whose operations all call ``take_stale`` before they add declares so by ``overwrites``:
-then ``zero_grad`` leaves the memory as it is, and the first GEMM
-of a step is written over it instead of being added. Neither zeros are written nor read.
+Fresh main gradients need no zeros: a layer whose operations all call ``take_stale`` before they
+add declares it by ``overwrites``. ``zero_grad`` then marks the main gradient stale, and the
+first GEMM of a step overwrites it instead of adding.
 
-Where reading and writing the main gradient takes longer than a micro-batch's GEMM, the slot
-may keep what some micro-batches add (``take_part``) until one operation adds all of it.
+If reading and writing the main gradient takes longer than a micro-batch's GEMM, the slot may
+collect the factors of several micro-batches (``take_part``) for one addition.
 """
 
 from collections.abc import Callable
@@ -23,29 +23,29 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class DeferredWork(Protocol):
-    """Takes weight gradients that are made later; ``pipeline_parallel.WeightQueue``."""
+    """Queue of deferred weight gradients, such as ``pipeline_parallel.WeightQueue``."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether no gradient waits to be made."""
+        """Whether no gradient is deferred."""
 
     def put(
         self, work: Callable[[], object], prepare: Callable[[], None] | None = None
     ) -> None:
-        """Take a function that adds one weight's gradient to its slot."""
+        """Append a function that adds one weight's gradient to the weight's slot."""
 
 
 class GradSlot:
-    """One parameter's gradient, as its operations and its owner see it.
+    """The main gradient of one parameter and its state, for operations and ``DataParallel``.
 
     Stored as ``parameter.grad_slot``, the only attribute that this library adds to a Parameter.
 
     Attributes:
-        main: the main gradient, of the parameter's shape; None: autograd has the gradient.
+        main: main gradient of the parameter's shape; None: autograd accumulates ``.grad``.
         overwrites: whether all direct additions call ``take_stale`` first.
-        is_stale: whether the next addition is written over ``main`` instead of being added.
-        queue: takes the weight's gradient later (zero-bubble schedules); None: at once.
-        on_ready: called when operations have added all gradients that a queue put off.
+        is_stale: whether the next addition overwrites ``main``.
+        queue: defers the weight's gradient (zero-bubble schedules); None: nothing is deferred.
+        on_ready: called when an operation has added a gradient and none is deferred any more.
         num_together: micro-batches whose parts ``take_part`` adds at once.
     """
 
@@ -66,16 +66,16 @@ class GradSlot:
 
     @property
     def is_keeping(self) -> bool:
-        """Whether parts of the gradient are kept that ``main`` lacks."""
+        """Whether the slot keeps parts of the gradient that are not in ``main`` yet."""
         return bool(self._parts)
 
     def take_stale(self) -> bool:
-        """Whether ``main`` is to be written over; from now on it is not."""
+        """Return whether the caller must overwrite ``main``, and clear ``is_stale``."""
         was_stale, self.is_stale = self.is_stale, False
         return was_stale
 
     def add(self, gradient: Shaped[Tensor, "*F"]) -> None:
-        """Add a finished gradient to ``main``, or write it over a stale one."""
+        """Add a gradient to ``main``, or overwrite a stale ``main`` with the gradient."""
         assert self.main is not None
         if self.take_stale():
             self.main.copy_(gradient)
@@ -83,7 +83,7 @@ class GradSlot:
             self.main.add_(gradient)
 
     def take(self, add: Callable[..., object]) -> None:
-        """Let ``add(main, overwrite=...)`` add a gradient, at once or when the queue does."""
+        """Call ``add(main, overwrite=...)`` to add a gradient, now or from the queue."""
 
         def work() -> None:
             assert self.main is not None
@@ -97,14 +97,14 @@ class GradSlot:
             self.queue.put(work)
 
     def take_part(self, add: Callable[..., object], part: object) -> None:
-        """Let ``add(main, parts, overwrite=...)`` add a part with those of other batches.
+        """Call ``add(main, parts, overwrite=...)`` once for the parts of several micro-batches.
 
-        With ``num_together`` above 1 parts are kept until the owner of ``main``, who calls
-        ``end_backward``, has counted as many micro-batches; else as ``take``.
+        The slot keeps the parts until ``end_backward`` has counted ``num_together``
+        micro-batches. With ``num_together`` 1, adds each part as ``take`` does.
 
         Args:
-            add: the same for all parts.
-            part: tensors that nothing writes over before they are added.
+            add: adds a list of parts to the main gradient; the same function for all parts.
+            part: factors of the gradient; their memory must not change until they are added.
         """
         if self.num_together == 1:
             self.take(lambda main, overwrite: add(main, [part], overwrite=overwrite))
@@ -113,13 +113,16 @@ class GradSlot:
         self._parts.append(part)
 
     def end_backward(self, *, is_last: bool) -> None:
-        """Count a micro-batch whose parts have all come; ``is_last``: of the step."""
+        """Count a micro-batch whose backward has ended; add the parts if enough have.
+
+        ``is_last``: whether the micro-batch is the last of the step, which adds all parts.
+        """
         self._num_ended += 1
         if is_last or self._num_ended >= self.num_together:
             self.add_parts()
 
     def add_parts(self) -> None:
-        """Add the parts that are kept, and count micro-batches anew."""
+        """Add the kept parts to ``main`` and reset the count of micro-batches."""
         self._num_ended = 0
         if not self._parts:
             return
@@ -130,17 +133,17 @@ class GradSlot:
             self._add_parts(self.main, parts, overwrite=self.take_stale())
 
     def drop_parts(self) -> None:
-        """Drop the kept parts of a step that was not finished."""
+        """Drop the kept parts of an unfinished step."""
         self._parts, self._num_ended = [], 0
 
     def ready(self) -> None:
-        """Count an operation's gradient; calls ``on_ready`` if no gradient is deferred."""
+        """Count one gradient as added; call ``on_ready`` if no gradient is deferred."""
         self._num_put_off = max(0, self._num_put_off - 1)
         if self.on_ready is not None and not self._num_put_off:
             self.on_ready()
 
     def zero(self) -> None:
-        """Make the main gradient zero now."""
+        """Fill the main gradient with zeros."""
         assert self.main is not None
         self.main.zero_()
 
@@ -153,7 +156,7 @@ class GradSlot:
 
 
 def grad_slot(parameter: Any) -> GradSlot:
-    """Return a parameter's slot; the first call makes it."""
+    """Return a parameter's slot; the first call creates the slot."""
     slot = getattr(parameter, "grad_slot", None)
     if slot is None:
         slot = parameter.grad_slot = GradSlot()
@@ -161,9 +164,9 @@ def grad_slot(parameter: Any) -> GradSlot:
 
 
 def slot_of(parameter: Any) -> GradSlot | None:
-    """Return the slot with a main gradient that an operation adds to; None: autograd has it.
+    """Return the parameter's slot if it has a main gradient to add to, else None.
 
-    Always None in compiled code, where a side effect of backward would be lost.
+    Always None in compiled code, which would drop a side effect of backward.
     """
     if torch.compiler.is_compiling():
         return None
@@ -186,14 +189,14 @@ def accumulate_matmul(
 ) -> None:
     """Add the matmul a·b to ``total`` in place, in the GEMM's epilogue.
 
-    Low-precision operands accumulate into a float32 total without a temporary on CUDA (661
-    TFLOP/s seen on H200 for 8192x28672x4096); elsewhere the GEMM runs in the total's dtype.
+    On CUDA, low-precision factors accumulate into a float32 total without a temporary (661
+    TFLOP/s measured on H200 for 8192x28672x4096); elsewhere the GEMM runs in the total's dtype.
 
     Args:
         total: changed in place.
         a: first factor.
         b: second factor.
-        overwrite: replace ``total`` by the matmul, without reading it.
+        overwrite: write the matmul to ``total`` without reading ``total``.
     """
     if a.dtype != total.dtype and not a.is_cuda:
         a, b = a.to(total.dtype), b.to(total.dtype)

@@ -1,9 +1,9 @@
-"""Attention to gathered keys: every context rank all-gathers them, queries stay.
+"""Attention to gathered keys: every context rank all-gathers keys and values.
 
-Each of a rank's two chunks sees the keys before it whole and its own ones causally: a
-rectangle and a causal square, for which fused kernels are at their fastest, instead of a
-mask that is aligned at the lower right. Gathered keys are not kept for backward but gathered
-again: S instead of S/C tokens of keys would be most of the memory that a layer saves.
+The queries of each of a rank's two chunks attend to all earlier keys, a rectangle, and to the
+chunk's own keys, a causal square. Fused kernels are fastest on these two shapes. Backward
+gathers keys and values again: saving S instead of S/C tokens of them would dominate the memory
+of a layer.
 
 Llama 3, Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
 """
@@ -35,21 +35,21 @@ def gathered_attention(
     attention: BlockAttention,
     documents: Documents | None = None,
 ) -> Float[Tensor, "s B N J"]:
-    """Attend causally over the whole sequence, keys and values gathered from all ranks.
+    """Return causal attention over the full sequence, with keys and values of all ranks.
 
-    Forward and backward each all-gather k and v, backward reduce-scatters their gradients in
-    float32 or wider. ``zigzag.context_attention`` does the same for windows and dropout.
+    Forward and backward each all-gather k and v; backward reduce-scatters their gradients in
+    float32 or wider. ``zigzag.context_attention`` also supports windows and dropout.
 
     Args:
-        q: queries of this rank's two chunks, positions already applied.
-        k: keys of this rank's tokens, likewise.
+        q: queries of this rank's two chunks, with positions applied.
+        k: keys of this rank's tokens, with positions applied.
         v: values of this rank's tokens.
         axis: context ranks.
-        attention: how a block is computed; ``PLAIN_BLOCKS`` works everywhere.
-        documents: of packed rows, whole; None: each row is one.
+        attention: backend of a block; ``PLAIN_BLOCKS`` runs on any device.
+        documents: documents of the full packed rows; None: each row is one document.
 
     Raises:
-        ValueError: if this rank's tokens are not two equal chunks, or not those of the
+        ValueError: if this rank's tokens are not two equal chunks, or do not match the
             documents' rows, or if keys and values do not fit the queries.
     """
     check_own_tokens(q, k, v, axis, documents)
@@ -92,48 +92,48 @@ class _GatheredAttention(OnceDifferentiable):
             ctx.blocks,
             ctx.attention,
         )
-        # Every rank has gradients for all keys, in natural order: in zigzag order each rank's
-        # share is one range, which the reduce-scatter leaves there.
+        # Every rank has gradients of all keys, in natural order. In zigzag order the keys of a
+        # rank are one contiguous range, as the reduce-scatter requires.
         sums = [start_reduce_scatter(zigzag_order(x, axis), axis) for x in (grad_k, grad_v)]
         grad_k, grad_v = (wait(x).to(k.dtype) for x in sums)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
 def _gather(k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """All-gather keys and values, in natural order."""
-    coming = start_all_gather(k, axis), start_all_gather(v, axis)
-    keys, values = (natural_order(wait(x), axis, 0) for x in coming)
+    """All-gather keys and values; return them in natural order."""
+    gathering = start_all_gather(k, axis), start_all_gather(v, axis)
+    keys, values = (natural_order(wait(x), axis, 0) for x in gathering)
     return keys, values
 
 
 def gathered_blocks(length: int, axis: Axis, documents: Documents | None = None) -> list[Block]:
-    """List the blocks of one rank: for both its chunks a causal square and a rectangle."""
+    """List the blocks of one rank: a causal square and a rectangle for each of two chunks."""
     chunk, blocks = length // 2, []
     for i, index in enumerate(own_chunks(axis.rank, axis.size)):
-        # Queries are counted on this rank, keys over the whole sequence.
-        own, begin = slice(i * chunk, (i + 1) * chunk), index * chunk
+        # Queries are indexed on this rank, keys over the full sequence.
+        own_queries, begin = slice(i * chunk, (i + 1) * chunk), index * chunk
         square = slice(begin, begin + chunk)
         if documents is None:
-            blocks.append(Block(own, square, causal=True))
+            blocks.append(Block(own_queries, square, causal=True))
             if begin:
-                blocks.append(Block(own, slice(0, begin), causal=False))
+                blocks.append(Block(own_queries, slice(0, begin), causal=False))
             continue
-        queries = range(begin, begin + chunk)
+        tokens = range(begin, begin + chunk)
         for row in range(len(documents.rows)):
-            here = slice(row, row + 1)
-            pieces = documents.within(row, [queries])
-            blocks.append(Block(own, square, causal=True, rows=here, pieces=pieces))
-            # The one document, if any, that began before this chunk and goes on in it.
-            shared = documents.shared(row, queries, range(begin))
+            rows = slice(row, row + 1)
+            pieces = documents.within(row, [tokens])
+            blocks.append(Block(own_queries, square, causal=True, rows=rows, pieces=pieces))
+            # The document, if any, that starts before this chunk and continues in it.
+            shared = documents.shared(row, tokens, range(begin))
             if shared is not None:
-                seeing, seen = shared
+                queries, keys = shared
                 blocks.append(
                     Block(
-                        slice(i * chunk, i * chunk + len(seeing)),
-                        slice(seen.start, seen.stop),
+                        slice(i * chunk, i * chunk + len(queries)),
+                        slice(keys.start, keys.stop),
                         causal=False,
-                        rows=here,
-                        pieces=Pieces([0, len(seen)]),
+                        rows=rows,
+                        pieces=Pieces([0, len(keys)]),
                     )
                 )
     return blocks

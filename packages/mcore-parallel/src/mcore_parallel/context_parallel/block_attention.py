@@ -1,9 +1,9 @@
 """Attention in blocks of the score matrix, merged by their log-sum-exp.
 
-Causal attention is causal squares, in which each query sees the keys up to its own place,
-and rectangles, in which every query sees every key. A fused kernel computes either at full
-speed and returns the log-sum-exp of its scores; sums over blocks are float32 or wider.
-Ring attention and attention to gathered keys are lists of such blocks.
+The score matrix of causal attention consists of causal squares, in which each query attends to
+the keys up to its own position, and rectangles, in which every query attends to every key. A
+fused kernel computes either at full speed and returns the log-sum-exp of its scores; sums over
+blocks are float32 or wider. Ring attention and attention to gathered keys are lists of blocks.
 
 Merging: Milakov and Gimelshein 2018, arXiv:1805.02867; the backward of a block from the
 statistics of the whole softmax: Dao et al. 2022, FlashAttention, arXiv:2205.14135,
@@ -22,51 +22,50 @@ from mcore_parallel.context_parallel.packed_sequences import Pieces
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of the score matrix of one batch."""
+    """A causal square or a rectangle of the score matrix of one batch."""
 
     queries: slice
-    """Of the queries on this rank."""
+    """Range of the queries on this rank."""
     keys: slice
-    """Of the keys at hand."""
+    """Range of the keys that this rank has now."""
     causal: bool
-    """Whether it is a causal square; else every query sees every key."""
+    """Whether the block is a causal square; else every query attends to every key."""
     rows: slice = field(default_factory=lambda: slice(None))
-    """Of the batch: all, or one packed row."""
+    """Rows of the batch: all, or one packed row."""
     pieces: Pieces | None = None
-    """Documents inside a causal square of a packed row, which do not see each other. For a
-    rectangle of a packed row: all its keys as one piece, which makes kernels expect varying
-    lengths."""
+    """Documents inside a causal square of a packed row. For a rectangle of a packed row all
+    keys as one piece, which selects a kernel for variable lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockAttention:
-    """Attention of some queries to some keys on one rank: a backend.
+    """A backend that computes one block of attention on one rank.
 
     Shapes: q ``[Sq, B, N, H]``, k ``[Sk, B, G, H]``, v ``[Sk, B, G, J]``, outputs
-    ``[Sq, B, N, J]``, log-sum-exp of the scaled scores ``[Sq, B, N]``. Causal and pieces
-    are those of the ``Block``; with pieces B is 1.
+    ``[Sq, B, N, J]``, log-sum-exp of the scaled scores ``[Sq, B, N]``. ``causal`` and
+    ``pieces`` are fields of the ``Block``; with pieces B is 1.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool, Pieces | None], tuple[Tensor, Tensor]]
-    """``(q, k, v, causal, pieces) -> (output, log-sum-exp)`` of this block alone."""
+    """``(q, k, v, causal, pieces) -> (output, log-sum-exp)`` of this block only."""
     backward: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Pieces | None],
         tuple[Tensor, Tensor, Tensor],
     ]
-    """``(grad, q, k, v, output, log-sum-exp, causal, pieces) -> (grad q, grad k, grad v)``,
-    given the output and log-sum-exp over all blocks, not over this one."""
+    """``(grad, q, k, v, output, log-sum-exp, causal, pieces) -> (grad q, grad k, grad v)`` of
+    this block, given the output and log-sum-exp over all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineSoftmax:
-    """Output and log-sum-exp of the blocks so far, float32 or wider, summed in place."""
+    """Running output and log-sum-exp over blocks, float32 or wider, updated in place."""
 
     out: Float[Tensor, "S B N J"]
     lse: Float[Tensor, "S B N"]
 
     @classmethod
     def empty(cls, q: Float[Tensor, "S B N H"], v: Float[Tensor, "Z B G J"]) -> "OnlineSoftmax":
-        """Allocate; the first blocks must be causal squares that cover every query."""
+        """Allocate uninitialised; the first blocks must be causal squares over all queries."""
         wide = torch.promote_types(q.dtype, torch.float32)
         return cls(
             q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=wide),
@@ -74,9 +73,9 @@ class OnlineSoftmax:
         )
 
     def rounded(self, dtype: torch.dtype) -> Float[Tensor, "S B N J"]:
-        """Return the output in a dtype, once all blocks are in."""
-        # A forward that returns the alias which an idle .to gives loses all its gradients under
-        # torch.compile, without a word (seen on 2.11).
+        """Return the output in a dtype, after all blocks have been added."""
+        # A .to() without effect returns an alias. An autograd forward that returns this alias
+        # silently loses all gradients under torch.compile (seen on torch 2.11).
         return self.out if self.out.dtype == dtype else self.out.to(dtype)
 
     def add(
@@ -87,18 +86,19 @@ class OnlineSoftmax:
         blocks: Iterable[Block],
         attention: BlockAttention,
     ) -> None:
-        """Compute blocks and merge them in; causal squares overwrite what is there."""
+        """Compute blocks and merge them into the output; causal squares overwrite."""
         for block in blocks:
-            seen = block.keys, block.rows
-            own = block.queries, block.rows
+            keys = block.keys, block.rows
+            queries = block.queries, block.rows
             part, part_lse = attention.forward(
-                q[own], k[seen], v[seen], block.causal, block.pieces
+                q[queries], k[keys], v[keys], block.causal, block.pieces
             )
-            out, lse = self.out[own], self.lse[own]
+            out, lse = self.out[queries], self.lse[queries]
             if block.causal:
                 out.copy_(part)
                 lse.copy_(part_lse)
                 continue
+            # out = exp(lse - total) out + exp(part_lse - total) part
             total = torch.logaddexp(lse, part_lse)
             out.mul_((lse - total).exp_().unsqueeze(-1))
             out.addcmul_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
@@ -115,29 +115,36 @@ def add_gradients(
     blocks: Iterable[Block],
     attention: BlockAttention,
 ) -> None:
-    """Add the gradients of some blocks, in place.
+    """Compute the gradients of q, k and v from some blocks, and add them to ``grads``.
 
     Args:
-        grads: of q, k and v, float32 or wider.
-        grad: of the output.
+        grads: gradients of q, k and v, float32 or wider; changed in place.
+        grad: gradient of the output.
         q: queries on this rank.
-        k: keys at hand.
-        v: values at hand.
+        k: keys that this rank has now.
+        v: values that this rank has now.
         softmax: output and log-sum-exp over all blocks.
-        blocks: to go through.
-        attention: that computed them.
+        blocks: blocks of these queries and keys.
+        attention: backend that computed the blocks in forward.
     """
     grad_q, grad_k, grad_v = grads
     out, lse = softmax
     for block in blocks:
-        seen = block.keys, block.rows
-        own = block.queries, block.rows
+        keys = block.keys, block.rows
+        queries = block.queries, block.rows
         parts = attention.backward(
-            grad[own], q[own], k[seen], v[seen], out[own], lse[own], block.causal, block.pieces
+            grad[queries],
+            q[queries],
+            k[keys],
+            v[keys],
+            out[queries],
+            lse[queries],
+            block.causal,
+            block.pieces,
         )
-        grad_q[own].add_(parts[0])
-        grad_k[seen].add_(parts[1])
-        grad_v[seen].add_(parts[2])
+        grad_q[queries].add_(parts[0])
+        grad_k[keys].add_(parts[1])
+        grad_v[keys].add_(parts[2])
 
 
 def _plain_forward(
@@ -162,6 +169,8 @@ def _plain_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, scale = k.shape[2], q.shape[-1] ** -0.5
     grad, out = grad.to(lse.dtype), out.to(lse.dtype)
+    # With p the probabilities and dO the gradient of the output (FlashAttention, algorithm 4):
+    #   delta = rowsum(dO * O), dV = p^T dO, dS = p * (dO V^T - delta), dQ = dS K, dK = dS^T Q.
     delta = (grad * out).sum(-1)
     # [S, B, N] -> [B, G, r, S, 1]
     lse, delta = (
@@ -185,12 +194,12 @@ def _scores(q: Tensor, k: Tensor, causal: bool, pieces: Pieces | None) -> Tensor
     scores = torch.einsum("sbgrh,tbgh->bgrst", q, k.to(wide)) * q.shape[-1] ** -0.5
     if not causal:
         return scores
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if pieces is not None:
         keys = torch.arange(k.shape[0], device=q.device)
-        seen = seen & (keys >= pieces.first_seen(q.device).unsqueeze(1))
-    return scores.masked_fill(~seen, -torch.inf)
+        mask = mask & (keys >= pieces.first_seen(q.device).unsqueeze(1))
+    return scores.masked_fill(~mask, -torch.inf)
 
 
 PLAIN_BLOCKS = BlockAttention(_plain_forward, _plain_backward)
-"""Blocks in plain torch with whole score matrices: for the CPU, and as reference of kernels."""
+"""Blocks in plain torch with full score matrices: for the CPU, and as reference of kernels."""

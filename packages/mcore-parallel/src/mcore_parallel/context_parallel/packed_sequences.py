@@ -1,10 +1,9 @@
-"""Packed sequences: several documents end to end in a row, none of which sees another.
+"""Packed sequences: a row holds several documents, and attention stays inside a document.
 
-A row is cut over context ranks as any other (zigzag over the whole row, not document by
-document): so documents may have any lengths, without padding, and tokens, labels and
-positions are cut as always. What this costs is balance: a rank whose chunks hold short
-documents has less to do. Borders are plain numbers on the host: which parts of the score
-matrix exist is known before any kernel starts, without waiting for a device.
+A packed row is split over context ranks like any other row (zigzag over the full row, not per
+document), so documents may have any lengths, without padding. The cost is balance: a rank whose
+chunks hold short documents computes less. Document borders are integers on the host, so the
+blocks of the score matrix are known before any kernel starts, without synchronisation.
 """
 
 from bisect import bisect_right
@@ -20,18 +19,18 @@ from mcore_parallel.mesh import Axis
 
 
 class Pieces:
-    """Documents, or parts of them, end to end in one stretch of tokens.
+    """A range of tokens divided into consecutive pieces: documents, or parts of documents.
 
     Attributes:
-        borders: 0, the first token of every further piece, and the length of the stretch.
+        borders: 0, the first token of every further piece, and the length of the range.
         longest: tokens of the longest piece.
     """
 
     def __init__(self, borders: Sequence[int]) -> None:
-        """Check and keep the borders.
+        """Set the borders.
 
         Raises:
-            ValueError: if they do not ascend from 0.
+            ValueError: if the borders do not ascend from 0.
         """
         self.borders = tuple(borders)
         if len(borders) < 2 or borders[0] != 0 or any(a >= b for a, b in pairwise(borders)):
@@ -43,17 +42,17 @@ class Pieces:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole stretch."""
+        """Number of tokens in the range."""
         return self.borders[-1]
 
     def cu_seqlens(self, device: torch.device) -> Int[Tensor, " n"]:
-        """Return the borders as kernels take them, int32; copied once, without a wait."""
+        """Return the borders as int32 on a device; copied once, without synchronisation."""
         if device not in self._tensors:
             self._tensors[device] = self._borders_on(device)
         return self._tensors[device]
 
     def _borders_on(self, device: torch.device) -> Tensor:
-        if len(self.borders) == 2:  # one piece: made in place, nothing to copy
+        if len(self.borders) == 2:  # one piece: [0, length] computed on the device, no copy
             return torch.arange(
                 0, self.length + 1, self.length, dtype=torch.int32, device=device
             )
@@ -63,20 +62,20 @@ class Pieces:
         return borders.to(device, non_blocking=True)
 
     def first_seen(self, device: torch.device | None = None) -> Int[Tensor, " S"]:
-        """Return, for every token, the first one of its piece: the first key that it sees."""
+        """Return the first token of each token's piece: the first key it attends to."""
         borders = torch.tensor(self.borders, device=device)
         return borders[:-1].repeat_interleave(borders.diff(), output_size=self.length)
 
 
 class Documents:
-    """Where the documents of a micro-batch's rows begin; equal on all ranks that share it.
+    """Document borders of every row of a micro-batch; equal on all tensor and context ranks.
 
     Attributes:
-        rows: of each row, whole, its documents.
+        rows: the documents of each full row.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        """Take each row's borders: 0, the first token of every further document, S.
+        """Set each row's borders: 0, the first token of every further document, S.
 
         Raises:
             ValueError: if borders do not ascend from 0, or rows differ in length.
@@ -86,30 +85,30 @@ class Documents:
             raise ValueError(
                 f"rows of one batch have equal lengths, not {[p.length for p in self.rows]}"
             )
-        self._made: dict[tuple[int, tuple[range, ...]], Pieces] = {}
+        self._pieces: dict[tuple[int, tuple[range, ...]], Pieces] = {}
         self._cut: dict[int, Documents] = {}
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Int[Tensor, "B n"]) -> "Documents":
-        """Build from the borders in a batch.
+        """Build from a batch's tensor of borders.
 
         Args:
-            cu_seqlens: on the CPU; each row ascends from 0 to S and is filled up with S.
+            cu_seqlens: on the CPU; each row ascends from 0 to S and is padded with S.
 
         Raises:
-            ValueError: if a row does not, or there are no rows: one row alone is
-                ``cu_seqlens.unsqueeze(0)``.
+            ValueError: if a row does not ascend from 0, or the tensor has another number of
+                dimensions.
         """
         if cu_seqlens.dim() != 2:
             raise ValueError(
                 f"cu_seqlens {list(cu_seqlens.shape)} must have a line of borders for each row "
-                "of the batch, [B, n]: for one row take cu_seqlens.unsqueeze(0)"
+                "of the batch, [B, n]: for a single row pass cu_seqlens.unsqueeze(0)"
             )
         return cls([row.unique_consecutive().tolist() for row in cu_seqlens])
 
     @property
     def length(self) -> int:
-        """Tokens of each row, S."""
+        """Number of tokens in each row, S."""
         return self.rows[0].length
 
     @property
@@ -118,11 +117,7 @@ class Documents:
         return all(len(pieces.borders) == 2 for pieces in self.rows)
 
     def check(self, num_rows: int, length: int) -> None:
-        """Refuse tensors that are not of these rows.
-
-        Raises:
-            ValueError: if there are other numbers of rows or tokens.
-        """
+        """Raise ``ValueError`` unless a batch has these numbers of rows and tokens."""
         if (num_rows, length) != (len(self.rows), self.length):
             raise ValueError(
                 f"documents are of {len(self.rows)} rows of {self.length} tokens, but the "
@@ -131,7 +126,7 @@ class Documents:
             )
 
     def cut(self, size: int) -> "Documents":
-        """Return each document as pieces of so many tokens, the last one shorter."""
+        """Return documents with each document cut into pieces of at most ``size`` tokens."""
         if size not in self._cut:
             self._cut[size] = Documents(
                 [
@@ -143,47 +138,49 @@ class Documents:
         return self._cut[size]
 
     def flat(self) -> Pieces:
-        """Return the documents of all rows, the rows laid end to end."""
+        """Return the documents of all rows as one range, with the rows concatenated."""
         key = (-1, ())
-        if key not in self._made:
+        if key not in self._pieces:
             borders = [0]
             for number, pieces in enumerate(self.rows):
                 borders += [number * self.length + border for border in pieces.borders[1:]]
-            self._made[key] = Pieces(borders)
-        return self._made[key]
+            self._pieces[key] = Pieces(borders)
+        return self._pieces[key]
 
     def within(self, row: int, chunks: Sequence[range]) -> Pieces:
-        """Return the pieces of a row's documents in some ranges of it, laid end to end.
+        """Return the documents of a row inside concatenated token ranges.
 
-        A document that reaches from the end of one range to the begin of the next is one
-        piece: its tokens see each other.
+        The parts of one document at the end of a range and at the start of the next range form
+        one piece, since their tokens attend to each other.
         """
         key = (row, tuple(chunks))
-        if key not in self._made:
+        if key not in self._pieces:
             borders, begin = [0], 0
             for number, chunk in enumerate(chunks):
+                # A border between two ranges, unless a document spans the gap between them.
                 if number and self.bounds(row, chunk.start)[0] >= chunks[number - 1].stop:
                     borders.append(begin)
                 inside = (b for b in self.rows[row].borders if chunk.start < b < chunk.stop)
                 borders += [begin + border - chunk.start for border in inside]
                 begin += len(chunk)
-            self._made[key] = Pieces([*borders, begin])
-        return self._made[key]
+            self._pieces[key] = Pieces([*borders, begin])
+        return self._pieces[key]
 
     def bounds(self, row: int, token: int) -> tuple[int, int]:
-        """Return the first token of a token's document and one past its last."""
+        """Return the first token, and one past the last, of the document of a token."""
         borders = self.rows[row].borders
-        at = bisect_right(borders, token)
-        return borders[at - 1], borders[at]
+        index = bisect_right(borders, token)
+        return borders[index - 1], borders[index]
 
     def shared(self, row: int, queries: range, keys: range) -> tuple[range, range] | None:
-        """Return the queries and the keys that one document shares, if any does.
+        """Return the queries and keys of the document that spans both ranges, if any.
+
+        Every such query attends to every such key.
 
         Args:
-            row: of the batch.
+            row: row of the batch.
             queries: a range of the row.
-            keys: an earlier one: at most one document reaches from it into ``queries``, and
-                there every query sees every key.
+            keys: an earlier range of the row, so that at most one document spans both.
         """
         begin, end = self.bounds(row, queries.start)
         if begin >= keys.stop:
@@ -194,7 +191,7 @@ class Documents:
 
 
 def own_ranges(length: int, axis: Axis) -> list[range]:
-    """Return the two ranges of a whole row that this rank holds, in order.
+    """Return the two token ranges of a full row that this rank holds, in order.
 
     Raises:
         ValueError: if the row does not divide into two chunks a rank.
@@ -210,18 +207,18 @@ def check_own_tokens(
     axis: Axis,
     documents: Documents | None,
 ) -> None:
-    """Refuse tokens that are not this rank's share of the rows; no communication.
+    """Check the shapes of this rank's q, k and v; no communication.
 
     Args:
         q: queries of this rank's tokens.
         k: keys of the same tokens.
         v: values of the same tokens.
         axis: context ranks.
-        documents: of packed rows, whole; None: each row is one.
+        documents: documents of the full packed rows; None: each row is one document.
 
     Raises:
-        ValueError: if they are not two equal chunks, or not those of the documents' rows, or
-            if keys and values do not fit the queries.
+        ValueError: if the tokens are not two equal chunks, or do not match the documents' rows,
+            or if keys and values do not fit the queries.
     """
     fits = q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3]
     if not fits or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:

@@ -1,12 +1,12 @@
-"""Ring attention: context ranks pass keys and values round a ring and keep their queries.
+"""Ring attention: context ranks pass keys and values around a ring and keep their queries.
 
-Each rank holds two chunks of the sequence in zigzag order (``zigzag``), so that every step of
-the ring is the same amount of work for all. A step sends the keys and values of the next one
-while its own blocks are computed. Backward passes keys and values round again, together with
-their gradients, which are back on the rank of their keys after a full turn.
+Each rank holds two chunks of the sequence in zigzag order (``zigzag``), so every rank has equal
+work in every step of the ring. While a step computes its blocks, it sends the keys and values
+for the next step. Backward passes keys and values around again, together with their gradients,
+which arrive on the rank of their keys after a full turn.
 
-A step sends all its tensors as one message: which blocks a rank computes depends on the rank,
-so a compiler may order several messages differently on each rank, and they would not match.
+A step sends all its tensors as one message: the blocks of a step differ between ranks, so a
+compiler could order several messages differently on each rank, and they would not match.
 
 Liu et al. 2023, Ring Attention, arXiv:2310.01889.
 """
@@ -44,21 +44,21 @@ def ring_attention(
     attention: BlockAttention,
     documents: Documents | None = None,
 ) -> Float[Tensor, "s B N J"]:
-    """Attend causally over the whole sequence, keys and values passed from rank to rank.
+    """Return causal attention over the full sequence, passing keys around a ring.
 
-    C - 1 messages of k and v in forward. In backward C + 1: k and v are in C - 1 of them, and
-    their gradients, in float32 or wider, in C. Sums are kept in float32 or wider.
+    Forward sends C - 1 messages with k and v. Backward sends C + 1 messages: C - 1 contain k
+    and v, C contain their gradients. Gradients and sums are float32 or wider.
 
     Args:
-        q: queries of this rank's two chunks, positions already applied.
-        k: keys of this rank's tokens, likewise.
+        q: queries of this rank's two chunks, with positions applied.
+        k: keys of this rank's tokens, with positions applied.
         v: values of this rank's tokens.
-        axis: context ranks, C of them.
-        attention: how a block is computed; ``PLAIN_BLOCKS`` works everywhere.
-        documents: of packed rows, whole; None: each row is one.
+        axis: the C context ranks.
+        attention: backend of a block; ``PLAIN_BLOCKS`` runs on any device.
+        documents: documents of the full packed rows; None: each row is one document.
 
     Raises:
-        ValueError: if this rank's tokens are not two equal chunks, or not those of the
+        ValueError: if this rank's tokens are not two equal chunks, or do not match the
             documents' rows, or if keys and values do not fit the queries.
     """
     check_own_tokens(q, k, v, axis, documents)
@@ -74,24 +74,25 @@ def hierarchical_attention(
     attention: BlockAttention,
     documents: Documents | None = None,
 ) -> Float[Tensor, "s B N J"]:
-    """Attend causally over the whole sequence: heads exchanged in groups, a ring of groups.
+    """Return causal attention by head exchange in groups and a ring of groups.
 
-    Four all-to-alls in a group, as in ``ulysses_attention``, around ``ring_attention`` with a
-    group's share of the heads. A group of A neighbours holds, in order, two of 2R chunks, R
-    groups in the ring, since their chunks of 2AR lie side by side: zigzag order again.
+    Four all-to-alls inside a group, as in ``ulysses_attention``, around ``ring_attention`` with
+    a rank's share of the heads. The chunks of a group of A consecutive ranks are adjacent: of
+    2AR chunks they are two runs of A, that is two of 2R larger chunks in zigzag order over the
+    R groups of the ring.
 
     Args:
-        q: queries of this rank's two chunks, positions already applied.
-        k: keys of this rank's tokens, likewise.
+        q: queries of this rank's two chunks, with positions applied.
+        k: keys of this rank's tokens, with positions applied.
         v: values of this rank's tokens.
-        levels: ranks that exchange heads, and those of the ring: ``cp_exchange`` and
-            ``cp_ring`` of a context.
-        attention: how a block is computed.
-        documents: of packed rows, whole; None: each row is one.
+        levels: axis of the head exchange and axis of the ring: ``cp_exchange`` and ``cp_ring``
+            of a context.
+        attention: backend of a block.
+        documents: documents of the full packed rows; None: each row is one document.
 
     Raises:
-        ValueError: if the first level does not divide the query heads, or as
-            ``ring_attention`` does.
+        ValueError: if the first level does not divide the query heads, or for the reasons of
+            ``ring_attention``.
 
     Reference:
         Fang and Zhao 2024, USP, arXiv:2405.07719, section 3.
@@ -116,16 +117,16 @@ class _RingAttention(OnceDifferentiable):
         documents: Documents | None,
     ) -> Tensor:
         softmax = OnlineSoftmax.empty(q, v)
-        held: Sequence[Tensor] = (k, v)  # of rank r - step
+        held: Sequence[Tensor] = (k, v)  # keys and values of rank r - step
         for step in range(axis.size):
-            # The next step's keys and values are on their way while this step's blocks are
-            # computed. After the last step nothing is sent.
+            # The message for the next step overlaps with the blocks of this step. The last step
+            # sends nothing.
             leaving = held if step < axis.size - 1 else ()
-            coming = _pass_on(leaving, axis)
+            incoming = _start_pass(leaving, axis)
             softmax.add(
                 q, held[0], held[1], ring_blocks(q.shape[0], axis, step, documents), attention
             )
-            held = _received(coming, leaving)
+            held = _received(incoming, leaving)
         out = softmax.rounded(q.dtype)
         ctx.save_for_backward(q, k, v, out, softmax.lse)
         ctx.axis, ctx.attention, ctx.documents = axis, attention, documents
@@ -136,18 +137,18 @@ class _RingAttention(OnceDifferentiable):
         q, k, v, out, lse = ctx.saved_tensors
         axis, wide = ctx.axis, lse.dtype
         grad_q = torch.zeros_like(q, dtype=wide)
-        # Gradients of the keys and values now held, summed over the ranks that had them.
+        # Gradients of the keys and values of the previous step, summed over the ranks so far.
         totals: list[Tensor] = []
         held: Sequence[Tensor] = (k, v)
         for step in range(axis.size):
-            # Sent together: the sums for the keys of the step before, which the next rank holds
-            # now, and this step's keys and values, which it needs next.
+            # One message: the sums for the previous step's keys, which the next rank holds now,
+            # and this step's keys and values, which the next rank needs in the next step.
             leaving = [*totals, *(held if step < axis.size - 1 else ())]
-            coming = _pass_on(leaving, axis)
+            incoming = _start_pass(leaving, axis)
             blocks = ring_blocks(q.shape[0], axis, step, ctx.documents)
-            own = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
+            local = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
             add_gradients(
-                (grad_q, own[0], own[1]),
+                (grad_q, local[0], local[1]),
                 grad,
                 q,
                 held[0],
@@ -156,18 +157,22 @@ class _RingAttention(OnceDifferentiable):
                 blocks,
                 ctx.attention,
             )
-            # The message's first two tensors are sums for the keys held here in this step; at
-            # step 0 there are none. Its last two are the keys and values of the next step.
-            received = _received(coming, leaving)
-            totals = [a + b for a, b in zip(received, own, strict=False)] if step else own
+            # The message's first two tensors (from step 1 on) are sums for the keys that this
+            # rank holds in this step, its last two the keys and values of the next step.
+            received = _received(incoming, leaving)
+            totals = [a + b for a, b in zip(received, local, strict=False)] if step else local
             held = received[-2:]
-        # The keys held last are those of the next rank: one more shift brings each sum home.
-        grad_k, grad_v = (x.to(k.dtype) for x in _received(_pass_on(totals, axis), totals))
+        # The keys of the last step belong to the next rank: one more pass moves their sums
+        # there.
+        grad_k, grad_v = (x.to(k.dtype) for x in _received(_start_pass(totals, axis), totals))
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
-def _pass_on(tensors: Sequence[Tensor], axis: Axis) -> Tensor | None:
-    """Start to send tensors to the next rank as one; the widest dtype first, for alignment."""
+def _start_pass(tensors: Sequence[Tensor], axis: Axis) -> Tensor | None:
+    """Launch a send of tensors to the next rank as one message of bytes.
+
+    Tensors with wider dtypes must come first, so that each tensor is aligned in the message.
+    """
     if not tensors:
         return None
     flat = [x.contiguous().view(-1).view(torch.uint8) for x in tensors]  # [...] -> bytes
@@ -175,7 +180,7 @@ def _pass_on(tensors: Sequence[Tensor], axis: Axis) -> Tensor | None:
 
 
 def _received(message: Tensor | None, sent: Sequence[Tensor]) -> list[Tensor]:
-    """Wait for the previous rank's tensors, which have the shapes of those sent here."""
+    """Wait for the previous rank's message; return its tensors, shaped like those sent."""
     if message is None:
         return []
     parts = wait(message).split([x.numel() * x.element_size() for x in sent])
@@ -185,11 +190,11 @@ def _received(message: Tensor | None, sent: Sequence[Tensor]) -> list[Tensor]:
 def ring_blocks(
     length: int, axis: Axis, step: int, documents: Documents | None = None
 ) -> list[Block]:
-    """List the blocks of one rank at one step of the ring.
+    """List the blocks that rank r computes at one step of the ring.
 
-    The keys are those of rank j, ``step`` ranks back: chunks j and 2C-1-j. Own chunks are r
-    and 2C-1-r. With j < r both see all of chunk j and nothing of 2C-1-j; with j > r chunk r
-    sees nothing and 2C-1-r sees both whole.
+    The queries are chunks r and 2C-1-r. The keys come from rank j = r - step (modulo C): chunks
+    j and 2C-1-j. If j < r, both query chunks attend to all of chunk j and to nothing of 2C-1-j.
+    If j > r, query chunk r attends to nothing, and 2C-1-r to all of both key chunks.
     """
     source = (axis.rank - step) % axis.size
     if documents is not None:
@@ -205,20 +210,20 @@ def ring_blocks(
 def _packed_blocks(length: int, axis: Axis, source: int, documents: Documents) -> list[Block]:
     rows = range(len(documents.rows))
     if source == axis.rank:
-        own, everything = own_ranges(documents.length, axis), slice(0, length)
+        chunks, everything = own_ranges(documents.length, axis), slice(0, length)
         return [
             Block(
                 everything,
                 everything,
                 causal=True,
                 rows=slice(row, row + 1),
-                pieces=documents.within(row, own),
+                pieces=documents.within(row, chunks),
             )
             for row in rows
         ]
-    # Keys of another rank: a pair of an own chunk and an earlier one of its chunks shares at
-    # most one document, which gives one rectangle. Places in the sequence become places in
-    # the two ranks' own chunks by a shift.
+    # Keys of another rank: a query chunk and an earlier key chunk share at most one document,
+    # which gives one rectangle. A shift converts positions in the sequence to indices into the
+    # two chunks of the query rank and of the key rank.
     chunk, blocks = length // 2, []
     for row in rows:
         for i, query_chunk in enumerate(own_chunks(axis.rank, axis.size)):

@@ -1,11 +1,12 @@
-"""Sequences cut over the context ranks, and attention across the cuts.
+"""Splits sequences over the context ranks, and computes attention across the ranks.
 
 Causal attention costs more towards the end of a sequence, so each of C ranks holds two of
 2C chunks, one from either end: rank r has chunks r and 2C-1-r, in that order ("zigzag").
-Tokens, labels, loss mask and positions are cut alike before the model; only attention then
-communicates. Two exact forms are here, for any kind of causal attention on a rank (windows,
-dropout): keys and values gathered, or heads exchanged for sequence (query heads divisible
-by C). Two faster ones, by blocks, are in ``ring_attention`` and ``all_gather_attention``.
+Tokens, labels, loss mask and positions are split in this order before the model; inside the
+model only attention communicates. Two exact forms are here, for any causal attention on a rank
+(windows, dropout): ``context_attention`` gathers keys and values, ``ulysses_attention``
+exchanges heads for sequence (C must divide the query heads). Two faster forms, by blocks, are
+in ``ring_attention`` and ``all_gather_attention``.
 
 Zigzag order: Llama 3, Dubey et al. 2024, arXiv:2407.21783, section 3.3.2. Exchange of heads:
 DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509.
@@ -30,10 +31,10 @@ lower right."""
 def zigzag_split(
     x: Shaped[Tensor, "*shape"], axis: Axis, dim: int = 0
 ) -> Shaped[Tensor, "*cut"]:
-    """Keep this rank's two chunks of a whole sequence; no communication.
+    """Return this rank's two chunks of a full sequence; no communication.
 
     Args:
-        x: whole along ``dim``, in natural order.
+        x: the full sequence along ``dim``, in natural order.
         axis: context ranks.
         dim: the sequence's dimension.
 
@@ -50,9 +51,9 @@ def zigzag_split(
 def zigzag_join(
     x: Shaped[Tensor, "*shape"], axis: Axis, dim: int = 0
 ) -> Shaped[Tensor, "*whole"]:
-    """All-gather the ranks' chunks and put them in natural order.
+    """All-gather the ranks' chunks and return the full sequence in natural order.
 
-    Backward reduce-scatters: each rank's gradient is a part of a sum.
+    Backward reduce-scatters: each rank's gradient is one term of a sum.
 
     Args:
         x: this rank's two chunks along ``dim``.
@@ -68,7 +69,7 @@ def zigzag_join(
 def zigzag_positions(
     seq_length: int, axis: Axis, device: torch.device | str | None = None
 ) -> Int[Tensor, " s"]:
-    """Return the positions, in the whole sequence, of this rank's tokens.
+    """Return the positions of this rank's tokens in the full sequence.
 
     Raises:
         ValueError: if the sequence does not divide into two chunks a rank.
@@ -83,16 +84,16 @@ def context_attention(
     axis: Axis,
     attention: Attention,
 ) -> Float[Tensor, "s B N J"]:
-    """Attend causally over the whole sequence, with keys and values gathered.
+    """Return causal attention over the full sequence, by gathering keys and values.
 
     Forward all-gathers k and v, backward reduce-scatters their gradients. Each of the two
     local chunks of queries attends to its prefix of the keys. J is the head dimension of v.
 
     Args:
-        q: queries of this rank's tokens, positions already applied.
-        k: keys of this rank's tokens, likewise.
+        q: queries of this rank's tokens, with positions applied.
+        k: keys of this rank's tokens, with positions applied.
         v: values of this rank's tokens.
-        axis: context ranks; one rank calls ``attention`` once.
+        axis: context ranks; a single rank calls ``attention`` once.
         attention: causal attention on this rank, see ``Attention``.
 
     Raises:
@@ -100,14 +101,14 @@ def context_attention(
             another shape.
     """
     if axis.size == 1:
-        return _attended(attention, q, k, v)
+        return _attend(attention, q, k, v)
     chunk = chunk_length(q.shape[0] * axis.size, axis)
     k, v = zigzag_join(k, axis), zigzag_join(v, axis)
     outputs = []
     for local, index in enumerate(own_chunks(axis.rank, axis.size)):
         end = (index + 1) * chunk
-        own = q[local * chunk : (local + 1) * chunk]
-        outputs.append(_attended(attention, own, k[:end], v[:end]))
+        queries = q[local * chunk : (local + 1) * chunk]
+        outputs.append(_attend(attention, queries, k[:end], v[:end]))
     return torch.cat(outputs)
 
 
@@ -118,17 +119,17 @@ def ulysses_attention(
     axis: Axis,
     attention: Attention,
 ) -> Float[Tensor, "s B N J"]:
-    """Attend causally over the whole sequence, with heads exchanged for sequence.
+    """Return causal attention over the full sequence, by exchanging heads for sequence.
 
-    Four all-to-alls in forward and four in backward; each rank attends once, over the whole
-    sequence, for its share of the heads. Key/value heads that do not divide over the ranks
-    are sent to several. J is the head dimension of v.
+    Four all-to-alls in forward and four in backward. Each rank calls ``attention`` once, on the
+    full sequence of its share of the heads. Key/value heads that do not divide over the ranks
+    are replicated. J is the head dimension of v.
 
     Args:
-        q: queries of this rank's tokens, positions already applied.
-        k: keys of this rank's tokens, likewise.
+        q: queries of this rank's tokens, with positions applied.
+        k: keys of this rank's tokens, with positions applied.
         v: values of this rank's tokens.
-        axis: context ranks; one rank calls ``attention`` once.
+        axis: context ranks; a single rank calls ``attention`` once.
         attention: causal attention on this rank, see ``Attention``.
 
     Raises:
@@ -136,7 +137,7 @@ def ulysses_attention(
             two equal chunks, or ``attention`` returns another shape.
     """
     if axis.size == 1:
-        return _attended(attention, q, k, v)
+        return _attend(attention, q, k, v)
     chunk_length(q.shape[0] * axis.size, axis)
     if q.shape[2] % axis.size:
         raise ValueError(
@@ -144,26 +145,26 @@ def ulysses_attention(
             "context ranks (--context-parallel-size): heads must divide evenly. Use "
             "--cp-comm-type all_gather, which works with any number of heads."
         )
-    # Few key/value heads go to several ranks each: the gradients of the copies are summed.
+    # Replicate key/value heads until C divides them; autograd sums the copies' gradients.
     copies = axis.size // math.gcd(axis.size, k.shape[2])
     k, v = (x if copies == 1 else x.repeat_interleave(copies, 2) for x in (k, v))
     q, k, v = (heads_to_sequence(x, axis) for x in (q, k, v))
-    return sequence_to_heads(_attended(attention, q, k, v), axis)
+    return sequence_to_heads(_attend(attention, q, k, v), axis)
 
 
-def _attended(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = attention(q, k, v)
-    wanted = (*q.shape[:3], v.shape[3])
-    if out.shape != wanted:
+    expected = (*q.shape[:3], v.shape[3])
+    if out.shape != expected:
         raise ValueError(
-            f"attention returned {list(out.shape)} for queries {list(q.shape)}: it takes and "
-            f"returns [sequence, batch, heads, head dimension], here {list(wanted)}"
+            f"attention returned {list(out.shape)} for queries {list(q.shape)}: it must take "
+            f"and return [sequence, batch, heads, head dimension], here {list(expected)}"
         )
     return out
 
 
 def chunk_length(seq_length: int, axis: Axis) -> int:
-    """Return the tokens of one of 2C chunks.
+    """Return the number of tokens in one of 2C chunks.
 
     Raises:
         ValueError: if the sequence does not divide into two chunks a rank.
@@ -178,7 +179,7 @@ def chunk_length(seq_length: int, axis: Axis) -> int:
 
 
 def own_chunks(rank: int, size: int) -> tuple[int, int]:
-    """Return which of 2C chunks a rank of C holds, in order."""
+    """Return the numbers of the two chunks that one of C ranks holds, in order."""
     return rank, 2 * size - 1 - rank
 
 
@@ -195,16 +196,14 @@ def zigzag_order(x: Tensor, axis: Axis) -> Tensor:
 
 
 def heads_to_sequence(x: Float[Tensor, "s B N H"], axis: Axis) -> Float[Tensor, "S B n H"]:
-    """Exchange this rank's tokens of all heads for all tokens of its share of the heads.
+    """Exchange this rank's tokens of all heads for all tokens of this rank's heads.
 
-    One all-to-all in forward, one in backward.
+    One all-to-all in forward, one in backward. The result has the full sequence in natural
+    order; rank r gets the r-th of C equal blocks of heads.
 
     Args:
-        x: this rank's two chunks; the axis divides the heads.
+        x: this rank's two chunks; the axis must divide the heads.
         axis: context ranks.
-
-    Returns:
-        The whole sequence in its order; rank r has the r-th of equal blocks of the heads.
     """
     if axis.size == 1:
         return x

@@ -118,7 +118,7 @@ def _samples(device: torch.device) -> Iterator[Sample]:
 @optional_kernel(
     "AdamW in Triton",
     reference=adamw_plain,
-    kind=lambda main, *_, **__: () if main.dtype == torch.float32 else None,
+    kind=lambda main: () if main.dtype == torch.float32 else None,
     samples=_samples,
 )
 def adamw_update(

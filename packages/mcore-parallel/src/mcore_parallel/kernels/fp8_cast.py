@@ -178,11 +178,11 @@ def _dequantize_flat_plain(
     out.copy_(dequantized(x, scale_inv))
 
 
-def _kind(x: Tensor, *_: object, **__: object) -> tuple[torch.dtype] | None:
+def _kind(x: Tensor) -> tuple[torch.dtype] | None:
     return None if x.dtype == torch.float64 else (x.dtype,)
 
 
-def _cast_kind(x: Tensor, *_: object, **__: object) -> tuple[torch.dtype] | None:
+def _cast_kind(x: Tensor) -> tuple[torch.dtype] | None:
     # The transpose is written in words of 4 bytes.
     return None if x.dtype == torch.float64 or x.shape[0] % 4 else (x.dtype,)
 
@@ -301,7 +301,7 @@ def cast_flat(
 @optional_kernel(
     "dequantizing flat fp8 memory",
     reference=_dequantize_flat_plain,
-    kind=lambda _, __, out: _kind(out),
+    kind=lambda out: None if out.dtype == torch.float64 else (out.dtype,),
     samples=_fp8_samples,
 )
 def dequantize_flat(

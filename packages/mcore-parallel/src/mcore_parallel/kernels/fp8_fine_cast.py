@@ -321,7 +321,7 @@ def dequantized_lines(
     return fp8.to(scales.dtype) * whole
 
 
-def _kind(x: Tensor, *_: object, **__: object) -> tuple[torch.dtype] | None:
+def _kind(x: Tensor) -> tuple[torch.dtype] | None:
     return (x.dtype,) if x.element_size() == 2 else None
 
 

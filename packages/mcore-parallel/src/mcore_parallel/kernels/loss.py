@@ -167,7 +167,7 @@ def softmax_gradient_plain(
     logits[:, width:] = 0
 
 
-def _kind(logits: Tensor, *_: object) -> tuple[torch.dtype] | None:
+def _kind(logits: Tensor) -> tuple[torch.dtype] | None:
     return None if logits.dtype == torch.float64 else (logits.dtype,)
 
 

@@ -75,7 +75,7 @@ def _samples(device: torch.device) -> Iterator[Sample]:
 @optional_kernel(
     "stochastic rounding in Triton",
     reference=_round_plain,
-    kind=lambda *_: (),
+    kind=lambda: (),
     samples=_samples,
 )
 def round_by_salt_(target: Float[Tensor, " n"], wide: Float[Tensor, " n"], salt: int) -> None:

@@ -1,9 +1,7 @@
 """Actions of a pipeline schedule: computations of a rank, and messages between ranks.
 
-``with_messages`` adds sends and receives to each rank's order of computation. Consecutive
-messages are posted together, so that ranks that exchange both ways do not wait in a circle.
-
-``stages.stage_at`` maps a chunk of a rank to its stage.
+``with_messages`` adds sends and receives to each rank's order of computation. The runner posts
+consecutive messages together, so ranks that exchange in both directions do not deadlock.
 """
 
 import heapq
@@ -15,14 +13,14 @@ from mcore_parallel.pipeline_parallel.stages import rank_and_chunk, stage_at
 
 
 class Kind(StrEnum):
-    """What an action does. Messages of forward carry hidden states, of backward gradients."""
+    """Kind of an action. Forward messages carry hidden states, backward messages gradients."""
 
     FORWARD = "F"
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
-    """Gradients of the stage's input only; weight gradients wait in a queue."""
+    """Gradient of the stage's input only; weight gradients are deferred to a queue."""
     BACKWARD_WEIGHT = "W"
-    """The weight gradients that ``BACKWARD_INPUT`` of the same micro-batch left."""
+    """The weight gradients that ``BACKWARD_INPUT`` of the same micro-batch deferred."""
     SEND_FORWARD = "SF"
     RECEIVE_FORWARD = "RF"
     SEND_BACKWARD = "SB"
@@ -30,7 +28,7 @@ class Kind(StrEnum):
 
     @property
     def is_message(self) -> bool:
-        """Whether it is communication, not computation."""
+        """Whether the action is communication, not computation."""
         return len(self.value) == 2
 
 
@@ -41,9 +39,9 @@ class Action:
     kind: Kind
     microbatch: int
     chunk: int = 0
-    """Which of the rank's own stages."""
+    """Number of the stage among the rank's stages."""
     is_paired: bool = field(default=False, compare=False)
-    """Of a forward: it and the next action, a backward, run as a pair
+    """Whether this forward runs together with the next action, a backward
     (``ForwardBackwardOverlap``)."""
 
     def __str__(self) -> str:
@@ -52,7 +50,7 @@ class Action:
 
 
 Schedule = list[list[Action]]
-"""One list a pipeline rank."""
+"""One list of actions per pipeline rank."""
 
 DURATIONS = {
     Kind.FORWARD: 1.0,
@@ -60,14 +58,14 @@ DURATIONS = {
     Kind.BACKWARD_INPUT: 1.0,
     Kind.BACKWARD_WEIGHT: 1.0,
 }
-"""Time units by which messages are placed: each half of backward costs one forward."""
+"""Time units for placing messages: each half of backward takes as long as forward."""
 
 
 def action_units(actions: Iterable[Action]) -> Iterator[tuple[Action, ...]]:
-    """Yield what runs at one time: an action, or a forward and its interleaved backward."""
-    left = iter(actions)
-    for action in left:
-        yield (action, next(left)) if action.is_paired else (action,)
+    """Yield single actions, and each paired forward together with its backward."""
+    remaining = iter(actions)
+    for action in remaining:
+        yield (action, next(remaining)) if action.is_paired else (action,)
 
 
 def message_peer(action: Action, rank: int, pp: int, v_shaped: bool = False) -> int:
@@ -77,15 +75,16 @@ def message_peer(action: Action, rank: int, pp: int, v_shaped: bool = False) -> 
 
 
 def with_messages(orders: Sequence[Sequence[Action]], v_shaped: bool = False) -> Schedule:
-    """Add sends and receives to each rank's order of computation.
+    """Return a schedule: each rank's order of computation with sends and receives added.
 
-    Simulates the orders with ``DURATIONS`` and adds a message at both ends when its producer
-    ends. All ranks thereby share one order of messages, which cannot deadlock, and a receive
-    is posted as early as its message can arrive. Stages of one rank need no messages.
+    Simulates the orders with ``DURATIONS``. When a computation ends, its message is appended to
+    the schedules of the sender and the receiver. So all ranks have one global order of
+    messages, which cannot deadlock, and a receive is posted as early as its message can arrive.
+    Stages on one rank exchange no messages.
 
     Args:
         orders: computations of each rank.
-        v_shaped: whether the second chunks run back, see ``stages.stage_at``.
+        v_shaped: whether stages are placed in a V, see ``stages.stage_at``.
 
     Raises:
         ValueError: if the orders wait for each other.
@@ -104,6 +103,7 @@ def with_messages(orders: Sequence[Sequence[Action]], v_shaped: bool = False) ->
         return set().union(*map(_needs, unit, stages, [num_stages] * len(unit)))
 
     while True:
+        # Start the next computation of every idle rank whose inputs have arrived.
         for rank in sorted(idle):
             order = waiting[rank]
             if order and needs(rank, order[-1]) <= arrived:
@@ -114,6 +114,7 @@ def with_messages(orders: Sequence[Sequence[Action]], v_shaped: bool = False) ->
                 idle.discard(rank)
         if not running:
             break
+        # Advance to the next end, and deliver the results of all computations that end then.
         now = running[0][0]
         while running and running[0][0] == now:
             _, rank, unit = heapq.heappop(running)
@@ -131,7 +132,7 @@ Value = tuple[int, Kind, int]
 
 
 def _needs(action: Action, stage: int, num_stages: int) -> set[Value]:
-    """List what must have been computed before ``action`` of a stage can start."""
+    """Return the results that ``action`` of a stage needs as inputs."""
     microbatch = action.microbatch
     if action.kind is Kind.FORWARD:
         return {(stage - 1, Kind.FORWARD, microbatch)} if stage else set()
@@ -144,7 +145,7 @@ def _needs(action: Action, stage: int, num_stages: int) -> set[Value]:
 def _deliver(
     schedule: Schedule, rank: int, action: Action, num_stages: int, v_shaped: bool
 ) -> set[Value]:
-    """Append the message of the computation that just ended on ``rank``, if it has one."""
+    """Append the ended computation's message to both ranks' schedules; return its result."""
     pp = len(schedule)
     stage, microbatch = stage_at(rank, action.chunk, pp, v_shaped), action.microbatch
     if action.kind is Kind.BACKWARD_WEIGHT:

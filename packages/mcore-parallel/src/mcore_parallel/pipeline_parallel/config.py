@@ -1,4 +1,4 @@
-"""How layers become pipeline stages and in which order these work: plain frozen data."""
+"""Pipeline options: how layers are split into stages, and the schedule of the stages."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +9,14 @@ from mcore_parallel.config import fully_sharded
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev")
 """Names of pipeline schedules."""
 V_SHAPED = ("zb-v", "dualpipev")
-"""Those with two stages on a rank, in a V."""
+"""Schedules with two stages on each rank, placed in a V."""
 SPLIT_BACKWARD = ("zb-h1", *V_SHAPED)
-"""Those that compute weight gradients apart from those of inputs."""
+"""Schedules that compute weight gradients separately from input gradients."""
 _SPREAD_EXPERTS = "experts that --expert-model-parallel-size 2 or more spreads"
 
 
 def _wrong_num_stages(values: Any) -> str:
-    """Return why a schedule cannot run the stages of a rank; empty: it can."""
+    """Return an error if the schedule cannot run so many stages per rank, else ''."""
     schedule, stages = values.pipeline_schedule, values.num_virtual_stages_per_pipeline_rank
     name = "--num-virtual-stages-per-pipeline-rank"
     if schedule in V_SHAPED and stages > 2:
@@ -37,9 +37,9 @@ def _wrong_num_stages(values: Any) -> str:
     return ""
 
 
-def _two_ways_of_splitting(values: Any) -> str:
-    """Return that two options say how layers are split; empty: one does, or none."""
-    ways = {
+def _conflicting_splits(values: Any) -> str:
+    """Return the error message if several options say how to split layers, else ''."""
+    options = {
         "--pipeline-model-parallel-layout": bool(values.pipeline_model_parallel_layout),
         "--decoder-first/last-pipeline-num-layers": bool(
             values.decoder_first_pipeline_num_layers or values.decoder_last_pipeline_num_layers
@@ -49,23 +49,24 @@ def _two_ways_of_splitting(values: Any) -> str:
             or values.account_for_loss_in_pipeline_split
         ),
     }
-    chosen = [name for name, is_set in ways.items() if is_set]
-    both = f"{' and '.join(chosen)} contradict: split layers in one way."
-    return both if len(chosen) > 1 else ""
+    chosen = [name for name, is_set in options.items() if is_set]
+    message = f"{' and '.join(chosen)} contradict: split layers in one way."
+    return message if len(chosen) > 1 else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig(Options):
-    """How layers are given to pipeline stages, and in which order stages work."""
+    """How layers are split into pipeline stages, and in which order stages are computed."""
 
     pipeline_schedule: str = option("", selects_path="pipeline.{pipeline_schedule}")
-    """Order of forwards and backwards: 1f1b, interleaved, zb-h1, and with two stages on each
-    rank in a V, the first rank at both ends of the model, zb-v and dualpipev; auto: the fastest
-    that fits, by simulation. Empty: interleaved when ranks hold several stages, else 1f1b."""
+    """Order of forwards and backwards: 1f1b, interleaved or zb-h1; zb-v or dualpipev, with two
+    stages on each rank in a V, so that the first rank holds both ends of the model; auto: the
+    fastest schedule that fits in memory, by simulation. Empty: interleaved when ranks hold
+    several stages, else 1f1b."""
 
     pipeline_memory_cap: str = option("", needs={"pipeline_schedule": "auto"})
-    """Memory of a rank that --pipeline-schedule auto may plan with: GiB, or a GPU's name, such
-    as h200, for nine tenths of its memory. Empty: any."""
+    """Memory of a rank that --pipeline-schedule auto may use: GiB, or a GPU's name, such as
+    h200, for nine tenths of that GPU's memory. Empty: no limit."""
 
     num_virtual_stages_per_pipeline_rank: int = option(1, minimum=1)
     """Stages (model chunks) that each pipeline rank holds; above 1 the schedule interleaves."""
@@ -76,18 +77,18 @@ class PipelineConfig(Options):
         zero="derive",
         idle_with={"num_virtual_stages_per_pipeline_rank": 1},
     )
-    """Micro-batches that run through one chunk before the next chunk's turn; 0: the
+    """Micro-batches that a rank runs through one chunk before it goes to the next chunk; 0: the
     pipeline-parallel size."""
 
     overlap_p2p_communication: bool = option(
         True, idle_with={"pipeline_model_parallel_size": 1}
     )
-    """Let messages between stages travel under computation; off: wait for each where it is
+    """Overlap messages between stages with computation; off: wait for each message where it is
     posted."""
 
     batch_p2p_communication: bool = option(True, idle_with={"pipeline_model_parallel_size": 1})
-    """Post messages between stages that stand together as one operation; off: one by one, so
-    that a stage waits for its own input alone."""
+    """Post consecutive messages between stages as one operation; off: one by one, so that a
+    stage waits for its own input only."""
 
     overlap_moe_expert_parallel_comm: bool = option(
         False,
@@ -113,9 +114,10 @@ class PipelineConfig(Options):
             ),
         },
     )
-    """Run each forward beside the backward of another micro-batch, so that the exchanges of
-    experts travel under the computation of the other. More micro-batches are held: 2 on one
-    pipeline rank, up to twice as many in 1f1b, one chunk more in interleaved."""
+    """Run each forward together with the backward of another micro-batch, so that the expert
+    all-to-alls of one overlap with the computation of the other. More micro-batches are in
+    memory: 2 on a single pipeline rank, up to twice as many in 1f1b, one chunk more in
+    interleaved."""
 
     pipeline_model_parallel_layout: str = ""
     """Stages spelled out, such as ``Et*3|(tt|)*2,L``: E embedding, t layer, m
@@ -128,10 +130,10 @@ class PipelineConfig(Options):
     """Layers on the last pipeline rank; 0: as many as on the others."""
 
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as one layer when layers are shared out."""
+    """Count the embedding as one layer when layers are split over stages."""
 
     account_for_loss_in_pipeline_split: bool = False
-    """Count the head and loss as one layer when layers are shared out."""
+    """Count the head and loss as one layer when layers are split over stages."""
 
     rules = (
         Rule(
@@ -184,21 +186,21 @@ class PipelineConfig(Options):
                 *("decoder_last_pipeline_num_layers", "account_for_loss_in_pipeline_split"),
                 "account_for_embedding_in_pipeline_split",
             ),
-            _two_ways_of_splitting,
+            _conflicting_splits,
         ),
     )
 
     @property
     def v_shaped(self) -> bool:
-        """Whether each rank holds two stages, of which the second ones lie backwards."""
+        """Whether each rank holds two stages, the second ones in reverse rank order."""
         return self.pipeline_schedule in V_SHAPED
 
     @property
     def num_chunks(self) -> int:
-        """Stages on each rank."""
+        """Number of stages on each rank."""
         return 2 if self.v_shaped else self.num_virtual_stages_per_pipeline_rank
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed apart from those of inputs."""
+        """Whether weight gradients are computed separately from input gradients."""
         return self.pipeline_schedule in SPLIT_BACKWARD

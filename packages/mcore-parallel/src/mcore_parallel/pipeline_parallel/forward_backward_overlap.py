@@ -1,13 +1,13 @@
 """Runs a forward and a backward of two micro-batches alternately, to hide all-to-alls.
 
-An expert layer exchanges tokens twice, and nothing else of its micro-batch can be computed
-during an exchange. Here the pass of another micro-batch fills that time: each pass runs on the
-host until it has launched an exchange, then the other continues. Either launches what it
-launches alone, in the same order, so results are the same bits.
+An expert layer exchanges tokens twice, and its micro-batch has nothing else to compute during
+an exchange. A pass of another micro-batch fills that time: each pass runs on the host until it
+has launched an exchange, then the other pass continues. Each pass launches the same work in the
+same order as without overlap, so results are equal bit for bit.
 
-The backward runs on a thread, since autograd cannot be left and entered again. Only one of the
-two threads runs at a time, and which one depends on the layers alone, so that all ranks launch
-their collectives in one order. DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1.
+The backward runs on a thread, because autograd cannot suspend a backward. Only one of the two
+threads runs at a time, and the layers alone decide which, so that all ranks launch their
+collectives in one order. DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,10 @@ class ForwardBackwardOverlap:
     """Switches between a forward and a backward at the exchanges of their layers."""
 
     def __init__(self) -> None:
+        # A pass acquires its lock to pause; the other pass releases that lock to resume it.
         self._entries = (Lock(), Lock())
         for entry in self._entries:
-            entry.acquire()  # released by the other pass
+            entry.acquire()
         self._is_running = [False, False]
         self._active = _BACKWARD
         self._has_failed = False
@@ -42,16 +43,17 @@ class ForwardBackwardOverlap:
                     setter(self.switch)
 
     def switch(self) -> None:
-        """Let the other pass run; return when it switches back, at once if it has ended.
+        """Pause this pass and let the other pass run until it switches back or ends.
 
-        Layers call it after they have launched an exchange.
+        Layers call ``switch`` after they have launched an exchange. Returns at once if the
+        other pass has ended.
         """
         if not all(self._is_running):
             return
-        own = self._active
-        self._active = 1 - own
-        self._entries[1 - own].release()
-        self._entries[own].acquire()
+        this_pass = self._active
+        self._active = 1 - this_pass
+        self._entries[1 - this_pass].release()
+        self._entries[this_pass].acquire()
         if self._has_failed:
             raise RuntimeError("the other pass of the pair has failed")
 
@@ -61,11 +63,11 @@ class ForwardBackwardOverlap:
         forward: Callable[[], object],
         device: torch.device | str,
     ) -> None:
-        """Run both passes to their ends; the backward begins.
+        """Run both passes to their ends, alternately, the backward first.
 
-        Neither pass may need a result of the other. Both launch on the current stream. If one
-        raises, the other ends at its next ``switch``: it would wait for peers that never
-        enter its exchanges.
+        Neither pass may need a result of the other. Both launch work on the current stream. If
+        one pass raises, the other raises at its next ``switch``, because the peers of its
+        exchanges may never come.
         """
         self._is_running[:] = True, True
         self._active = _BACKWARD
@@ -74,7 +76,7 @@ class ForwardBackwardOverlap:
         stream = torch.cuda.current_stream(device) if is_cuda else None
 
         def run_backward() -> None:
-            # A thread begins on the default stream.
+            # A new thread has the default stream as its current stream.
             on_stream: AbstractContextManager[object] = nullcontext()
             if stream is not None:
                 on_stream = torch.cuda.stream(stream)
@@ -95,15 +97,15 @@ class ForwardBackwardOverlap:
             failed_first, self._has_failed = not self._has_failed, True
             self._leave(_FORWARD)
             if failed_first:
-                done.exception()  # waits: this error is the one to show
+                done.exception()  # wait for the thread, but raise the forward's error
                 raise
         else:
             self._leave(_FORWARD)
         done.result()
 
-    def _leave(self, own: int) -> None:
-        """End one pass; the other, which waits in ``switch``, goes on alone."""
-        self._is_running[own] = False
-        if self._is_running[1 - own]:
-            self._active = 1 - own
-            self._entries[1 - own].release()
+    def _leave(self, ended: int) -> None:
+        """Mark a pass as ended, and resume the other pass if it is paused in ``switch``."""
+        self._is_running[ended] = False
+        if self._is_running[1 - ended]:
+            self._active = 1 - ended
+            self._entries[1 - ended].release()

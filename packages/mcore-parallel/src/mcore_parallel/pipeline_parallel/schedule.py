@@ -1,8 +1,8 @@
-"""Pipeline schedules as data: what each rank does, in order.
+"""Pipeline schedules as data: 1F1B, interleaved, zero-bubble and DualPipeV.
 
-A schedule is one list of ``Action`` a rank. The order of computation is a few lines per
-schedule, as in the paper's figure; ``with_messages`` adds sends and receives. ``simulator``
-checks any schedule, ``runner`` executes it. ``stages`` places the stages of schedules in a V.
+A schedule is one list of ``Action`` per rank. Each function writes the order of computation as
+in the paper's figure; ``with_messages`` adds sends and receives. ``simulator`` checks any
+schedule, ``runner`` executes it.
 """
 
 from collections import Counter
@@ -13,17 +13,13 @@ from mcore_parallel.pipeline_parallel.config import PipelineConfig
 
 
 def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Schedule:
-    """Return the schedule that the config names; empty: by the number of stages on a rank.
-
-    ``search_schedules`` resolves ``auto`` before.
+    """Return the schedule that the config names, one list of actions per rank.
 
     Args:
-        config: schedule, stages on a rank and size of groups.
+        config: schedule (not ``auto``, which ``search_schedules`` resolves), stages on a rank
+            and size of micro-batch groups.
         pp: pipeline ranks.
-        num_microbatches: of one step, on each data rank.
-
-    Returns:
-        One list of actions a rank; ``run_schedule`` takes that of its own rank.
+        num_microbatches: micro-batches of a step on each data rank.
 
     Raises:
         ValueError: if micro-batches, groups and stages do not fit the pipeline.
@@ -41,7 +37,7 @@ def build_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> Sc
 
 
 def check_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> None:
-    """Raise what ``build_schedule`` raises, without building; cheap for many batch sizes.
+    """Make the checks of ``build_schedule`` without building; cheap for many batch sizes.
 
     Raises:
         ValueError: if micro-batches, groups and stages do not fit the pipeline.
@@ -57,7 +53,7 @@ def check_schedule(config: PipelineConfig, pp: int, num_microbatches: int) -> No
 
 
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
-    """One forward, one backward: ranks hold at most PP - rank micro-batches.
+    """Build 1F1B: one forward, one backward; rank r holds at most PP - r micro-batches.
 
     Reference:
         Narayanan et al. 2021, arXiv:2104.04473, figure 3 (PipeDream-Flush).
@@ -77,21 +73,21 @@ def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
 def interleaved(
     pp: int, num_microbatches: int, vpp: int, group: int = 0, *, paired: bool = False
 ) -> Schedule:
-    """1F1B over VPP stages a rank: the bubble shrinks by VPP, messages grow by it.
+    """Build interleaved 1F1B: 1/VPP of the bubble for VPP times the messages.
 
-    Micro-batches go in groups: a group passes the first chunk, then the second, and so on,
+    Micro-batches run in groups: a group passes the first chunk, then the second, and so on,
     before the next group starts. Backward takes the chunks in reverse.
 
-    In pairs, each forward runs beside a backward (``ForwardBackwardOverlap``), so neither may
-    need a result of the other: each rank warms up one forward more. With one stage a rank, the
-    first rank then holds 2 PP micro-batches; one rank alone holds 2.
+    Paired, each forward runs together with a backward (``ForwardBackwardOverlap``), so neither
+    may need a result of the other: each rank warms up one forward more. With one stage per rank
+    the first rank then holds 2 PP micro-batches; a single rank holds 2.
 
     Args:
-        pp: pipeline ranks, 2 or more when ``vpp`` is.
-        num_microbatches: of one step; a last, smaller group must still fill the pipeline.
+        pp: pipeline ranks; at least 2 if ``vpp`` is above 1.
+        num_microbatches: micro-batches of a step; a smaller last group must have at least PP.
         vpp: stages on each rank.
-        group: micro-batches in a group, PP or more; 0 means PP.
-        paired: whether forwards are interleaved with backwards.
+        group: micro-batches in a group, at least PP; 0: PP.
+        paired: whether each forward runs together with a backward.
 
     Raises:
         ValueError: if micro-batches and group do not fit the pipeline.
@@ -103,6 +99,7 @@ def interleaved(
     group = group or pp
     if vpp > 1 or not paired:
         _check_groups(pp, num_microbatches, vpp, group)
+    # All (chunk, micro-batch) in the order of their forwards on every rank.
     table = [
         (chunk, microbatch)
         for begin in range(0, num_microbatches, group)
@@ -122,10 +119,10 @@ def interleaved(
 
 
 def zero_bubble_h1(pp: int, num_microbatches: int) -> Schedule:
-    """1F1B with backward in two halves: weight halves fill the bubble, memory as in 1F1B.
+    """Build ZB-H1: 1F1B with backward split; weight gradients fill the bubble.
 
-    Rank ``r`` runs the weight half ``r`` micro-batches after the input half, so that input
-    gradients go upstream at once, and every rank holds at most PP micro-batches.
+    Rank ``r`` computes weight gradients ``r`` micro-batches after input gradients, so that
+    input gradients are sent at once, and every rank holds at most PP micro-batches.
 
     Reference:
         Qi et al. 2023, arXiv:2401.10241, section 2.3 and figure 2 (ZB-H1).
@@ -146,11 +143,12 @@ def zero_bubble_h1(pp: int, num_microbatches: int) -> Schedule:
 
 
 def zero_bubble_v(pp: int, num_microbatches: int) -> Schedule:
-    """Two stages a rank in a V, backward in halves: no bubble where F, I and W last as long.
+    """Build ZB-V: two stages per rank in a V, with backward split.
 
-    Rank ``r`` holds stages ``r`` and ``2 PP - 1 - r``, so that the first rank has embedding and
-    loss. Every rank holds at most 2 PP chunks of a micro-batch, the memory of 1F1B's first
-    rank. Few micro-batches take their places in the order of 2 PP - 1 of them.
+    There is no bubble if F, I and W take equal times.
+    Rank ``r`` holds stages ``r`` and ``2 PP - 1 - r``, so the first rank has embedding and
+    loss. Every rank holds at most 2 PP micro-batch chunks, the memory of 1F1B's first rank.
+    Fewer than 2 PP - 1 micro-batches run in the order of 2 PP - 1, without the missing ones.
 
     Raises:
         ValueError: on one pipeline rank.
@@ -177,11 +175,11 @@ def zero_bubble_v(pp: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipe_v(pp: int, num_microbatches: int, *, paired: bool = False) -> Schedule:
-    """DualPipe's half, in a V: a forward of one chunk next to a backward of the other.
+    """Build DualPipeV: a forward of one chunk next to a backward of the other.
 
-    In the middle of a step backward is whole and follows a forward whose messages it hides, or
-    runs in pairs with it (``ForwardBackwardOverlap``); at both ends it is in halves. Every rank
-    holds at most 2 PP + 1 chunks of a micro-batch.
+    In the middle of a step each full backward follows a forward and hides its messages, or runs
+    together with the forward if paired (``ForwardBackwardOverlap``); at both ends of a step
+    backward is split. Every rank holds at most 2 PP + 1 micro-batch chunks.
 
     Raises:
         ValueError: on one pipeline rank, or with fewer than 2 PP micro-batches.
@@ -192,16 +190,17 @@ def dualpipe_v(pp: int, num_microbatches: int, *, paired: bool = False) -> Sched
     _check_v("dualpipev", pp, num_microbatches)
     orders = []
     for rank in range(pp):
-        lane, after = _Lane(), pp - rank - 1
-        lane.add(2 * after, "F0")
+        lane, ranks_after = _Lane(), pp - rank - 1
+        lane.add(2 * ranks_after, "F0")
         lane.add(rank + 1, "F0 F1")
-        lane.add(after, "I1 W1 F1")
+        lane.add(ranks_after, "I1 W1 F1")
         lane.add(num_microbatches - 2 * pp + rank + 1, "F0 B1 F1 B0", paired)
-        lane.add(after, "B1 F1 B0", paired)
+        lane.add(ranks_after, "B1 F1 B0", paired)
+        # The first half of the last backwards is full, the second half defers weight gradients.
         ends = ["B1", "B0"] * (rank + 1)
-        put_off = [word.replace("B", "I") for word in ends[rank + 1 :]]
-        lane.add(1, " ".join(ends[: rank + 1] + put_off))
-        lane.add(after, "W I0")
+        deferring = [word.replace("B", "I") for word in ends[rank + 1 :]]
+        lane.add(1, " ".join(ends[: rank + 1] + deferring))
+        lane.add(ranks_after, "W I0")
         lane.add(rank + 1, "W")
         orders.append(lane.actions)
     return with_messages(orders, v_shaped=True)
@@ -210,7 +209,7 @@ def dualpipe_v(pp: int, num_microbatches: int, *, paired: bool = False) -> Sched
 def forward_only(
     pp: int, num_microbatches: int, vpp: int = 1, v_shaped: bool = False
 ) -> Schedule:
-    """All forwards and no backward, for evaluation; chunks in turn for each group of PP."""
+    """Build a schedule without backward, for evaluation; PP micro-batches form a group."""
     order = [
         Action(Kind.FORWARD, microbatch, chunk)
         for begin in range(0, num_microbatches, pp)
@@ -223,32 +222,34 @@ def forward_only(
 class _Lane:
     """One rank's order of computation, written in words such as ``F1``: kind and chunk.
 
-    Micro-batches of a kind come in turn. ``W`` alone is the oldest weight half put off.
+    Each word takes the next micro-batch of its kind and chunk. ``W`` without a chunk is the
+    oldest deferred weight gradient.
     """
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self._counts: Counter[str] = Counter()
-        self._put_off: list[Action] = []
+        self._deferred: list[Action] = []
 
     def add(self, times: int, words: str, paired: bool = False) -> None:
-        """Append words ``times`` times; if paired, forwards interleaved with backwards."""
+        """Append the actions of ``words``, repeated ``times`` times."""
         for word in words.split() * times:
             kind = Kind(word[0])
             if kind is Kind.BACKWARD_WEIGHT:
-                place = next(
-                    i for i, a in enumerate(self._put_off) if word in ("W", f"W{a.chunk}")
+                oldest = next(
+                    i for i, a in enumerate(self._deferred) if word in ("W", f"W{a.chunk}")
                 )
-                self.actions.append(self._put_off.pop(place))
+                self.actions.append(self._deferred.pop(oldest))
                 continue
             chunk = int(word[1])
-            turn = f"{'F' if kind is Kind.FORWARD else 'B'}{chunk}"
-            microbatch = self._counts[turn]
-            self._counts[turn] += 1
+            # Full backwards and input halves count together.
+            counted = f"{'F' if kind is Kind.FORWARD else 'B'}{chunk}"
+            microbatch = self._counts[counted]
+            self._counts[counted] += 1
             is_paired = paired and kind is Kind.FORWARD
             self.actions.append(Action(kind, microbatch, chunk, is_paired))
             if kind is Kind.BACKWARD_INPUT:
-                self._put_off.append(Action(Kind.BACKWARD_WEIGHT, microbatch, chunk))
+                self._deferred.append(Action(Kind.BACKWARD_WEIGHT, microbatch, chunk))
 
 
 def _check_pairs(config: PipelineConfig, num_microbatches: int) -> None:
@@ -275,7 +276,7 @@ def _check_v(name: str, pp: int, num_microbatches: int) -> None:
 def _name(config: PipelineConfig) -> str:
     if config.pipeline_schedule == "auto":
         raise ValueError(
-            "--pipeline-schedule auto is no schedule: take one of search_schedules."
+            "--pipeline-schedule auto names no single schedule: choose one of search_schedules."
         )
     is_interleaved = config.num_virtual_stages_per_pipeline_rank > 1
     return config.pipeline_schedule or ("interleaved" if is_interleaved else "1f1b")

@@ -1,6 +1,6 @@
-"""The fastest pipeline schedule that fits: all of them simulated with one set of costs.
+"""Finds the fastest pipeline schedule that fits in memory, by simulating all of them.
 
-Nothing is measured here and nothing is communicated: equal arguments give every rank the same
+Nothing is measured and nothing is communicated: equal arguments give every rank the same
 choice.
 """
 
@@ -14,9 +14,9 @@ from mcore_parallel.pipeline_parallel.simulator import simulate
 from mcore_parallel.pipeline_parallel.stages import Placement, build_stages
 
 MOST_CHUNKS = 4
-"""Stages on a rank up to which interleaving is tried."""
+"""Largest number of stages per rank for which interleaving is tried."""
 ROUNDS = 6
-"""Simulated micro-batches, in pipeline ranks: what comes after repeats."""
+"""Simulated micro-batches per pipeline rank; the time of further ones is extrapolated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,30 +24,30 @@ class Costs:
     """Times of one micro-batch, in any one unit."""
 
     layer: Mapping[Kind, float]
-    """Of one layer: ``FORWARD``, ``BACKWARD_INPUT`` and ``BACKWARD_WEIGHT``."""
+    """Time of one layer for ``FORWARD``, ``BACKWARD_INPUT`` and ``BACKWARD_WEIGHT``."""
     loss: Mapping[Kind, float]
-    """Of head and loss, likewise."""
+    """Time of head and loss for the same kinds."""
     message: float = 0.0
-    """Of a hidden state from one rank to the next."""
+    """Time to send a hidden state from one rank to the next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A schedule, and what it costs."""
+    """A schedule with its simulated time and its memory."""
 
     pipeline: PipelineConfig
     time: float = 0.0
-    """Of a step's forwards and backwards, in the unit of ``Costs``."""
+    """Time of a step's forwards and backwards, in the unit of ``Costs``."""
     bubble_fraction: float = 0.0
     """Idle time of all ranks as a share of their work."""
     memory_bytes: int = 0
-    """Of the fullest rank."""
+    """Memory of the rank that needs most."""
     problem: str = ""
-    """Why it cannot be used; empty: it can."""
+    """Why the schedule cannot be used; empty: it can."""
 
     @property
     def name(self) -> str:
-        """The schedule, with its stages on a rank where one may choose them."""
+        """Name of the schedule, for ``interleaved`` with the number of stages per rank."""
         name, chunks = self.pipeline.pipeline_schedule, self.pipeline.num_chunks
         return f"{name} x {chunks}" if name == "interleaved" else name
 
@@ -62,33 +62,30 @@ def search_schedules(
     cap_bytes: float = float("inf"),
     problem_of: Callable[[PipelineConfig], str] = lambda _: "",
 ) -> list[Candidate]:
-    """Simulate every schedule; the first candidate without a problem is the best.
+    """Simulate every schedule; return usable candidates, fastest first, then the others.
 
     Args:
-        given: how layers are shared out; its schedule, stages on a rank and groups are chosen.
-        num_layers: of the whole model.
+        given: options of the layer split; schedule, stages per rank and groups are varied.
+        num_layers: layers of the model.
         pp: pipeline ranks.
-        num_microbatches: of one step.
-        costs: of layers, loss and messages.
-        memory_of: bytes of the fullest rank.
-        cap_bytes: that a rank may take.
-        problem_of: any other reason against a schedule; empty: none.
-
-    Returns:
-        Candidates that can be used, fastest first, then the others.
+        num_microbatches: micro-batches of a step.
+        costs: times of layers, loss and messages.
+        memory_of: maps a candidate to the bytes of the rank that needs most.
+        cap_bytes: bytes that a rank may use.
+        problem_of: maps a candidate to another reason against it; empty: none.
     """
-    found = []
+    candidates = []
     for pipeline in _pipelines(given):
         try:
             problem = problem_of(pipeline)
             time, bubble = step_times(pipeline, num_layers, pp, num_microbatches, costs)
             memory = memory_of(pipeline)
         except ValueError as error:
-            found.append(Candidate(pipeline=pipeline, problem=str(error)))
+            candidates.append(Candidate(pipeline=pipeline, problem=str(error)))
             continue
         if not problem and memory > cap_bytes:
             problem = f"takes {memory / 2**30:.1f} GiB"
-        found.append(
+        candidates.append(
             Candidate(
                 pipeline=pipeline,
                 time=time,
@@ -97,11 +94,11 @@ def search_schedules(
                 problem=problem,
             )
         )
-    return sorted(found, key=lambda each: (bool(each.problem), each.time))
+    return sorted(candidates, key=lambda each: (bool(each.problem), each.time))
 
 
 def search_table(candidates: list[Candidate], *, with_memory: bool = True) -> str:
-    """Write candidates one a line: time beside the best's, bubble, memory, why not."""
+    """Format candidates as a table: relative time, bubble, memory and problem."""
     best = candidates[0].time if candidates and not candidates[0].problem else 0.0
     lines = [
         f"{'schedule':16}{'time':>8}{'bubble':>9}{'GiB' if with_memory else '':>8}".rstrip()
@@ -118,11 +115,11 @@ def search_table(candidates: list[Candidate], *, with_memory: bool = True) -> st
 
 
 def _pipelines(given: PipelineConfig) -> list[PipelineConfig]:
-    """List what is tried, simplest first: of equally fast ones the first is taken."""
-    found = []
+    """List the candidates, simplest first: sorting keeps this order at equal times."""
+    pipelines = []
     for name in SCHEDULES:
         for chunks in range(2, MOST_CHUNKS + 1) if name == "interleaved" else (1,):
-            found.append(
+            pipelines.append(
                 replace(
                     given,
                     pipeline_schedule=name,
@@ -131,26 +128,26 @@ def _pipelines(given: PipelineConfig) -> list[PipelineConfig]:
                     pipeline_memory_cap="",
                 )
             )
-    return found
+    return pipelines
 
 
 def step_times(
     pipeline: PipelineConfig, num_layers: int, pp: int, num_microbatches: int, costs: Costs
 ) -> tuple[float, float]:
-    """Return time and bubble of a step; of a long one a part is simulated."""
+    """Return the time and the bubble of a step, extrapolated for many micro-batches."""
     stages = build_stages(pipeline, num_layers, pp)
-    places = Placement(pp, pipeline.num_chunks, pipeline.v_shaped)
+    placement = Placement(pp, pipeline.num_chunks, pipeline.v_shaped)
     few = min(num_microbatches, ROUNDS * pp + num_microbatches % pp)
 
-    def of(stage: int, kind: Kind) -> float:
-        own = len(stages[stage].layers) + stages[stage].num_mtp_layers
-        return own * costs.layer[kind] + stages[stage].has_loss * costs.loss[kind]
+    def stage_time(stage: int, kind: Kind) -> float:
+        num_stage_layers = len(stages[stage].layers) + stages[stage].num_mtp_layers
+        return num_stage_layers * costs.layer[kind] + stages[stage].has_loss * costs.loss[kind]
 
     def duration(rank: int, action: Action) -> float:
-        stage = places.stage(rank, action.chunk)
+        stage = placement.stage(rank, action.chunk)
         halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         kinds = halves if action.kind is Kind.BACKWARD else (action.kind,)
-        return sum(of(stage, kind) for kind in kinds)
+        return sum(stage_time(stage, kind) for kind in kinds)
 
     simulation = simulate(
         build_schedule(pipeline, pp, few),
@@ -161,6 +158,7 @@ def step_times(
         message_time=costs.message,
     )
     work = [sum(span.end - span.start for span in spans) for spans in simulation.spans]
+    # In the steady state each further micro-batch takes the work of the busiest rank.
     time = simulation.makespan + (num_microbatches - few) * max(work) / few
     total = sum(work) * num_microbatches / few
     return time, pp * time / total - 1.0

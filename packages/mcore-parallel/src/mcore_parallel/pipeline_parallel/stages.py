@@ -1,10 +1,10 @@
-"""Which layers each pipeline stage holds: plain numbers, no torch.
+"""Which layers each pipeline stage holds, and which rank holds each stage; no torch.
 
-With PP ranks and VPP stages on each there are PP x VPP stages; stage ``chunk * PP + rank``
-is chunk ``chunk`` of rank ``rank``, so that a micro-batch visits the ranks in turn VPP
-times. In a V the second chunks lie the other way round: a micro-batch goes down the ranks and
-comes back, and the first rank has both ends of the model. Layers are split evenly, or by
-flags, or by a pipeline layout (a string).
+With PP ranks and VPP stages on each rank there are PP x VPP stages. Stage ``chunk * PP + rank``
+is chunk ``chunk`` of rank ``rank``, so a micro-batch visits all ranks in turn VPP times. In a V
+the second chunks are in reverse rank order: a micro-batch goes down the ranks and comes back,
+and the first rank has both ends of the model. Layers are split evenly, or by flags, or by a
+pipeline layout (a string).
 """
 
 import re
@@ -14,32 +14,32 @@ from dataclasses import dataclass, replace
 from mcore_parallel.pipeline_parallel.config import PipelineConfig
 
 _MOST_LETTERS = 100_000
-"""Letters that a repetition in a layout may write out; more are a mistake, and fill memory."""
+"""Limit on the letters of one expanded repetition; a longer layout is a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of the pipeline; ``layers`` are global numbers and may be empty."""
+    """One stage of the pipeline; ``layers`` are global layer numbers and may be empty."""
 
     index: int
     layers: range
     has_embedding: bool
     has_loss: bool
     num_mtp_layers: int = 0
-    """Multi-token-prediction layers that a pipeline layout puts after ``layers`` here."""
+    """Multi-token-prediction layers that a pipeline layout puts after ``layers``."""
     mtp_stage: int = -1
-    """Index of the stage where a layout places them; -1: it places none."""
+    """Index of the stage where a layout puts multi-token prediction; -1: nowhere."""
     rank: int = -1
-    """Pipeline rank that holds the stage; -1: not decided."""
+    """Pipeline rank that holds the stage; -1: not assigned."""
 
     @property
     def has_mtp(self) -> bool:
-        """Whether a model's multi-token prediction is here: with the loss unless placed."""
+        """Whether the stage has multi-token prediction: by the layout, else with the loss."""
         return self.has_loss if self.mtp_stage < 0 else self.index == self.mtp_stage
 
 
 def build_stages(config: PipelineConfig, num_layers: int, pp: int) -> list[Stage]:
-    """Split ``num_layers`` over ``pp`` ranks by the config; see ``split_layers``."""
+    """Split layers over pipeline ranks by the config, and return all stages in order."""
     return split_layers(
         num_layers,
         pp,
@@ -54,35 +54,35 @@ def build_stages(config: PipelineConfig, num_layers: int, pp: int) -> list[Stage
 
 
 def stages_of_rank(stages: Sequence[Stage], rank: int) -> list[Stage]:
-    """Return the stages of one pipeline rank, one a chunk, in forward order."""
+    """Return the stages of one pipeline rank, one per chunk, in forward order."""
     return [stage for stage in stages if stage.rank == rank]
 
 
 def stage_at(rank: int, chunk: int, pp: int, v_shaped: bool = False) -> int:
-    """Return the stage that is a chunk of a rank; in a V every second chunk runs back."""
+    """Return the stage of a rank's chunk; in a V odd chunks are in reverse rank order."""
     return chunk * pp + (pp - 1 - rank if v_shaped and chunk % 2 else rank)
 
 
 def rank_and_chunk(stage: int, pp: int, v_shaped: bool = False) -> tuple[int, int]:
-    """Return the rank that holds a stage and which of its chunks it is."""
-    chunk, place = divmod(stage, pp)
-    return pp - 1 - place if v_shaped and chunk % 2 else place, chunk
+    """Return the rank that holds a stage, and the stage's chunk number on that rank."""
+    chunk, position = divmod(stage, pp)
+    return pp - 1 - position if v_shaped and chunk % 2 else position, chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the stages of a pipeline are: ``stage_at`` for one number of ranks and chunks."""
+    """The map between stages and (rank, chunk) for one number of ranks and chunks."""
 
     pp: int
     num_chunks: int = 1
     v_shaped: bool = False
 
     def has(self, stage: int) -> bool:
-        """Whether there is such a stage."""
+        """Whether the pipeline has a stage of this index."""
         return 0 <= stage < self.pp * self.num_chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Return the stage that is a chunk of a rank."""
+        """Return the stage of a rank's chunk."""
         return stage_at(rank, chunk, self.pp, self.v_shaped)
 
     def rank(self, stage: int) -> int:
@@ -90,7 +90,7 @@ class Placement:
         return rank_and_chunk(stage, self.pp, self.v_shaped)[0]
 
     def chunk(self, stage: int) -> int:
-        """Return which of its rank's chunks a stage is."""
+        """Return the chunk number of a stage on its rank."""
         return rank_and_chunk(stage, self.pp, self.v_shaped)[1]
 
 
@@ -106,25 +106,25 @@ def split_layers(
     layout: str = "",
     v_shaped: bool = False,
 ) -> list[Stage]:
-    """Give each stage its layers, in stage order.
+    """Split the layers of a model over pipeline stages; return the stages in order.
 
     Args:
-        num_layers: transformer layers of the whole model.
+        num_layers: transformer layers of the model.
         pp: pipeline ranks.
         vpp: stages on each rank.
-        first: layers on the first rank, over all its stages; 0: as on the others.
-        last: layers on the last rank; 0: as on the others.
-        account_for_embedding: the embedding takes the place of one layer.
-        account_for_loss: head and loss take the place of one layer.
-        layout: the stages spelled out; see ``PipelineConfig``.
-        v_shaped: place them in a V, see ``stage_at``.
+        first: layers on the first rank, over all its stages; 0: as on the other ranks.
+        last: layers on the last rank; 0: as on the other ranks.
+        account_for_embedding: count the embedding as one layer.
+        account_for_loss: count head and loss as one layer.
+        layout: the stages as a string, see ``PipelineConfig``; empty: by the other arguments.
+        v_shaped: place the stages in a V, see ``stage_at``.
 
     Raises:
-        ValueError: if the layers do not divide so, naming the flags to change.
+        ValueError: if the layers do not divide over the stages; names the flags to change.
     """
     if layout:
-        found = _from_layout(layout, num_layers, pp, vpp)
-        return [replace(s, rank=rank_and_chunk(s.index, pp, v_shaped)[0]) for s in found]
+        stages = _from_layout(layout, num_layers, pp, vpp)
+        return [replace(s, rank=rank_and_chunk(s.index, pp, v_shaped)[0]) for s in stages]
     if pp == 1 and vpp > 1:
         raise ValueError(
             f"--num-virtual-stages-per-pipeline-rank {vpp} needs "
@@ -200,7 +200,7 @@ def _from_layout(layout: str, num_layers: int, pp: int, vpp: int) -> list[Stage]
         raise ValueError(
             f"{flag} describes {len(parts)} stages, but --pipeline-model-parallel-size {pp} x "
             f"--num-virtual-stages-per-pipeline-rank {vpp} is {pp * vpp}: "
-            f"{_mend(len(parts), pp, vpp)}."
+            f"{_suggestion(len(parts), pp, vpp)}."
         )
     if not re.fullmatch("Et*m*L", letters):
         raise ValueError(
@@ -226,7 +226,8 @@ def _from_layout(layout: str, num_layers: int, pp: int, vpp: int) -> list[Stage]
     return stages
 
 
-def _mend(num_stages: int, pp: int, vpp: int) -> str:
+def _suggestion(num_stages: int, pp: int, vpp: int) -> str:
+    """Return what to change so that the options give ``num_stages`` stages."""
     if num_stages % pp == 0:
         return f"use --num-virtual-stages-per-pipeline-rank {num_stages // pp}"
     if num_stages % vpp == 0:
@@ -235,17 +236,17 @@ def _mend(num_stages: int, pp: int, vpp: int) -> str:
 
 
 def _expand(layout: str, flag: str) -> str:
-    """Write out repetitions: ``Et*2|(t|)*2L`` becomes ``Ett|t|t|L``."""
+    """Expand repetitions: ``Et*2|(t|)*2L`` becomes ``Ett|t|t|L``."""
 
-    def repeated(found: re.Match[str]) -> str:
-        count = int(found[2] or 1)
-        if len(found[1]) * count > _MOST_LETTERS:
-            raise ValueError(f"{flag} {layout} repeats {found[1][:20]} more than can be built.")
-        return found[1] * count
+    def repeated(match: re.Match[str]) -> str:
+        letters, count = match[1], int(match[2] or 1)
+        if len(letters) * count > _MOST_LETTERS:
+            raise ValueError(f"{flag} {layout} repeats {letters[:20]} more than can be built.")
+        return letters * count
 
     text = re.sub(r"[,\s]", "", layout)
     text = re.sub(r"([EtmL|])\*(\d{1,9})", repeated, text)
-    group = re.compile(r"\(([EtmL|]*)\)(?:\*(\d{1,9}))?")
+    group = re.compile(r"\(([EtmL|]*)\)(?:\*(\d{1,9}))?")  # innermost parentheses first
     while group.search(text):
         text = group.sub(repeated, text)
     if wrong := re.search(r"[^EtmL|]", text):

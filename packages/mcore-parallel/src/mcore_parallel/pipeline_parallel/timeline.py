@@ -1,4 +1,4 @@
-"""A simulated schedule as a picture: text for the terminal, SVG for a page."""
+"""Draws a simulated schedule: text for the terminal, SVG for a page."""
 
 from collections import Counter
 
@@ -21,10 +21,11 @@ _UNIT, _ROW, _LEFT, _TOP = 22, 26, 64, 44
 
 
 def timeline_text(simulation: Simulation) -> str:
-    """Draw one line a rank; a column is the shortest computation, dots are waiting.
+    """Draw a schedule as text, a line per rank and a column per unit of time.
 
-    A cell reads ``F3``, ``B3``, ``I3`` or ``W3`` for micro-batch 3, ``F3.1`` on chunk 1,
-    ``F3&B1`` for a pair; what lasts longer goes on as dashes.
+    The unit is the shortest computation. A cell reads ``F3``, ``B3``, ``I3`` or ``W3`` for
+    micro-batch 3, ``F3.1`` on chunk 1, ``F3&B1`` for a pair; longer computations continue as
+    dashes, and dots are idle time.
     """
     spans = [span for rank in simulation.spans for span in rank]
     unit = min((span.end - span.start for span in spans), default=1.0)
@@ -47,7 +48,7 @@ def timeline_text(simulation: Simulation) -> str:
 
 
 def _names(row: list[Span]) -> dict[tuple[float, float], str]:
-    """Return what is computed at each time."""
+    """Return the names of the computations of one rank by (start, end)."""
     names: dict[tuple[float, float], str] = {}
     for span in row:
         time = span.start, span.end
@@ -56,9 +57,9 @@ def _names(row: list[Span]) -> dict[tuple[float, float], str]:
 
 
 def timeline_svg(simulation: Simulation) -> str:
-    """Draw one row a rank, a box a computation with its micro-batch; chunks pale in turn.
+    """Draw a schedule as SVG: a row per rank, a box with the micro-batch per computation.
 
-    Of a pair the forward is the upper half.
+    Later chunks have paler colours. A pair shows its forward in the upper half of the row.
     """
     spans = [span for rank in simulation.spans for span in rank]
     unit = min((span.end - span.start for span in spans), default=1.0)

@@ -1,4 +1,4 @@
-"""Weight gradients that linears put off, for schedules that split backward in two."""
+"""Deferred weight gradients of linears, for schedules that split backward."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from mcore_parallel.autograd.grad_slot import grad_slot
 
 
 class WeightQueue:
-    """Weight-gradient work that linears put off until ``BACKWARD_WEIGHT``.
+    """Queue of weight gradients that linears defer until ``BACKWARD_WEIGHT``.
 
-    A linear whose weight has the queue (``attach``) computes only the input's gradient in
-    backward, returns None for its weight, and puts a function here that adds to
-    the weight's main gradient. What is not put off (norms, biases, embedding, head) is done at
-    once, and the sums are the same, in the same order.
+    In backward, a linear whose weight has this queue (``attach``) computes the input's gradient
+    only, returns None for the weight, and puts a function into the queue that adds the weight's
+    gradient to its main gradient. Gradients of norms, biases, embedding and head are not
+    deferred. The sums are the same, in the same order.
     """
 
     def __init__(self) -> None:
@@ -23,17 +23,14 @@ class WeightQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits to be done."""
+        """Whether the queue holds no deferred gradient."""
         return not self._work
 
     def attach(self, *modules: nn.Module) -> None:
-        """Become the queue of all weights whose layers can put work off.
+        """Make this the queue of every weight that a layer names in ``deferrable_weights()``.
 
-        Comes before ``DataParallel``, which learns so when these weights' gradients are
-        complete. A weight may be used once in a forward pass.
-
-        Args:
-            modules: their layers say what can wait by ``deferrable_weights()``.
+        Must be called before ``DataParallel``, which then waits for deferred gradients. A
+        weight may be used only once in a forward pass.
 
         Raises:
             ValueError: if a ``DataParallel`` holds one of the weights already.
@@ -56,37 +53,40 @@ class WeightQueue:
     def put(
         self, work: Callable[[], object], prepare: Callable[[], None] | None = None
     ) -> None:
-        """Add a function that adds one weight's gradient to it.
+        """Append the computation of one weight's gradient.
 
         Args:
-            work: called once, without gradient.
-            prepare: called before it, under the work before: begins what it waits for.
+            work: adds the gradient to the main gradient; called once, under ``no_grad``.
+            prepare: launches communication that ``work`` waits for; called before the
+                preceding work, so that the two overlap.
         """
         self._work.append((work, prepare))
 
     def take(self) -> list["Work"]:
-        """Remove and return what came since the last call."""
+        """Remove and return all deferred gradients."""
         work, self._work = self._work, []
         return work
 
 
 Work = tuple[Callable[[], object], Callable[[], None] | None]
-"""A function that makes a weight's gradient, and one that begins what it needs."""
+"""A function that computes a weight's gradient, and one that launches what it waits for."""
 
 
 def make_weights(works: list[Work]) -> None:
-    """Do what linears put off, each prepared under the one before; empties ``works``."""
-    left = deque(works)
-    works.clear()  # each lets go of its factors once done
+    """Compute deferred weight gradients in order; empties ``works``.
+
+    The communication of each gradient overlaps with the computation of the one before.
+    """
+    remaining = deque(works)
+    works.clear()  # so that each function and its factors are freed once called
     with torch.no_grad():
-        _prepare(left)
-        while left:
-            work, _ = left.popleft()
-            _prepare(left)
+        _prepare_next(remaining)
+        while remaining:
+            work, _ = remaining.popleft()
+            _prepare_next(remaining)
             work()
 
 
-def _prepare(works: deque[Work]) -> None:
-    """Begin what the next work waits for."""
+def _prepare_next(works: deque[Work]) -> None:
     if works and works[0][1] is not None:
         works[0][1]()

@@ -1,11 +1,11 @@
-"""What a GPU multiplies in, by its compute capability. Pure; standard library only."""
+"""Which number formats a GPU supports, by its compute capability; no torch."""
 
 from typing import Literal
 
 from mcore_parallel.precision.config import Fp8Config
 
 Capability = tuple[int, int]
-"""Major and minor, as ``torch.cuda.get_device_capability`` says; Hopper is (9, 0)."""
+"""Major and minor of ``torch.cuda.get_device_capability``; Hopper is (9, 0)."""
 
 _FP8 = {"tensorwise": (8, 9), "delayed": (8, 9), "rowwise": (9, 0)}
 _BF16 = (8, 0)
@@ -14,8 +14,8 @@ _BF16 = (8, 0)
 def best_format(capability: Capability | None) -> Literal["bf16", "fp16", "fp32"]:
     """Choose the format of weights and activations for a device; None: a CPU.
 
-    bf16 from Ampere on, fp16 with a moving loss scale on tensor cores before it (Volta,
-    Turing), float32 elsewhere. fp8 changes what is computed, so it is never chosen unnamed.
+    bf16 from Ampere on, fp16 with a dynamic loss scale on older tensor cores (Volta, Turing),
+    float32 elsewhere. Never fp8, which changes the results: the user must ask for it.
     """
     if capability is None or capability < (7, 0):
         return "fp32"
@@ -23,7 +23,7 @@ def best_format(capability: Capability | None) -> Literal["bf16", "fp16", "fp32"
 
 
 def bf16_problem(capability: Capability, device_name: str) -> str:
-    """Return why a GPU should not train in bf16, with what to use; empty: it may."""
+    """Return why a GPU should not train in bf16 and what to use instead; empty: it can."""
     if capability >= _BF16:
         return ""
     return (
@@ -33,7 +33,7 @@ def bf16_problem(capability: Capability, device_name: str) -> str:
 
 
 def fp8_problem(config: Fp8Config, capability: Capability, device_name: str) -> str:
-    """Return why a GPU cannot run the fp8 recipe and which one it can; empty: it runs it."""
+    """Return why a GPU cannot run the fp8 recipe and what to use instead; empty: it can."""
     if config.fp8_recipe == "blockwise" and capability[0] != 9:
         return (
             f"--fp8-recipe blockwise runs on Hopper only, and this is {device_name}: use "

@@ -1,4 +1,4 @@
-"""Options of fp8: which GEMMs, in which format, scaled how. Standard library only."""
+"""Options of fp8: which GEMMs run in fp8, the format, and the scaling recipe."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,35 +11,37 @@ class Fp8Config(Options):
     """Which GEMMs run in fp8, and how tensors are scaled for it."""
 
     fp8_format: Literal["", "e4m3", "hybrid"] = ""
-    """Run the GEMMs of attention and feed-forward layers in fp8: e4m3 for all factors, or
-    hybrid, e5m2 for gradients. Empty: in the run's own format."""
+    """Run the GEMMs of attention and feed-forward layers in fp8: e4m3 for all factors; hybrid,
+    e5m2 for gradients and e4m3 for other factors. Empty: GEMMs run in the run's precision."""
 
     fp8_recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise"] = option(
         "tensorwise", needs={"fp8_format": ("e4m3", "hybrid")}
     )
-    """How factors are scaled: tensorwise, one scale from each tensor's own largest magnitude;
-    delayed, one scale from those of earlier steps; rowwise, a scale for each row that a GEMM
-    sums along; blockwise, one for 128 numbers of it, 128 x 128 of a weight, with --fp8-format
-    e4m3. Megatron's default: delayed."""
+    """How factors are scaled: tensorwise, one scale per tensor from its largest magnitude;
+    delayed, one scale per tensor from the largest magnitudes of earlier steps; rowwise, one
+    scale per row that a GEMM sums along; blockwise, one scale per 128 numbers of such a row,
+    128 x 128 of a weight, with --fp8-format e4m3. Megatron's default: delayed."""
 
     fp8_amax_history_len: int = option(1, minimum=1, needs={"fp8_recipe": "delayed"})
-    """Steps whose largest magnitudes --fp8-recipe delayed remembers."""
+    """Steps in the history of largest magnitudes of --fp8-recipe delayed."""
 
     fp8_amax_compute_algo: Literal["most_recent", "max"] = option(
         "most_recent", needs={"fp8_recipe": "delayed"}
     )
-    """What --fp8-recipe delayed scales by: the latest of them, or the largest."""
+    """Which magnitude of the history --fp8-recipe delayed scales by: the most recent one, or
+    the maximum."""
 
     first_last_layers_bf16: bool = option(False, needs={"fp8_format": ("e4m3", "hybrid")})
-    """Keep layers at both ends of the model out of fp8: as many as the next two say."""
+    """Run layers at both ends of the model without fp8: --num-layers-at-start-in-bf16 and
+    --num-layers-at-end-in-bf16 of them."""
 
     num_layers_at_start_in_bf16: int = option(
         1, minimum=0, needs={"first_last_layers_bf16": ON}
     )
-    """First layers that --first-last-layers-bf16 keeps out of fp8."""
+    """First layers that --first-last-layers-bf16 runs without fp8."""
 
     num_layers_at_end_in_bf16: int = option(1, minimum=0, needs={"first_last_layers_bf16": ON})
-    """Last layers that --first-last-layers-bf16 keeps out of fp8."""
+    """Last layers that --first-last-layers-bf16 runs without fp8."""
 
     rules = (
         Rule(

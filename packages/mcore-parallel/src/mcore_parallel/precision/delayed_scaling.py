@@ -1,14 +1,15 @@
-"""Scales that come from earlier steps: what every GEMM's operands were largest as.
+"""Delayed scaling: scales of fp8 casts from the largest magnitudes of earlier steps.
 
-While a step runs, each cast uses the magnitude that its operand had in the steps before, and
-notes the one that it sees: one pass over the tensor instead of two. When the step ends, ranks
-agree on what was seen, by one all-reduce, and the history moves on. So the scales of a step
-are the same in all its micro-batches and passes: recomputation, accumulation and put-off
-weight gradients repeat the very numbers, under any schedule and inside a CUDA graph.
+During a step each cast is scaled by the history of its operand, and records the largest
+magnitude of the current tensor in the same pass: one pass over the tensor instead of two. At
+the end of the step one all-reduce combines the recorded magnitudes of all ranks, and the
+history advances. All micro-batches and passes of a step use the same scales, so recomputation,
+gradient accumulation and deferred weight gradients repeat the same numbers, under any schedule
+and inside a CUDA graph.
 
-Until a step has ended there is no history, and tensors are scaled as they come.
+In the first step, without history, each tensor is scaled by its own largest magnitude.
 
-Differs from Transformer Engine, which moves the history on with every forward pass.
+Differs from Transformer Engine, which advances the history with every forward pass.
 """
 
 from collections.abc import Iterator
@@ -26,17 +27,17 @@ from mcore_parallel.precision.fp8_cast import DeferredMatrix, Fp8, cast
 from mcore_parallel.sharding import Piece, Shard
 
 OPERANDS = ("x", "weight", "grad")
-"""Of a linear's GEMMs, in the order in which their histories stand."""
+"""Operands of a linear's GEMMs, in the order of their histories."""
 
 Operand = Literal["x", "weight", "grad"]
 
 
 class DelayedScales:
-    """The histories of all linears of a rank, and what the running step has seen so far.
+    """Histories of all linears of a rank, and the magnitudes of the running step so far.
 
     Attributes:
-        names: of the linears, in the order of their construction.
-        is_fresh: whether no step has ended yet.
+        names: names of the linears, in the order of their construction.
+        is_fresh: whether there is no history, since no step has ended.
     """
 
     def __init__(
@@ -48,14 +49,14 @@ class DelayedScales:
         replicas: tuple[Axis, ...] = (),
         device: torch.device | str = "cpu",
     ) -> None:
-        """Begin without linears and without history.
+        """Start without linears and without history.
 
         Args:
-            history_len: steps that are remembered.
-            takes_max: scale by the largest of them, not by the latest.
-            axis: ranks that agree on what was seen: all that share the layers.
-            replicas: axes whose product ``axis`` is, for checkpoints.
-            device: of the histories.
+            history_len: steps in the history.
+            takes_max: scale by the maximum of the history, not by the latest step.
+            axis: ranks that combine their magnitudes: all that share the layers.
+            replicas: axes whose product is ``axis``, for checkpoints.
+            device: device of the histories.
         """
         self.names: list[str] = []
         self.is_fresh = True
@@ -66,10 +67,10 @@ class DelayedScales:
         self._tensors: _Tensors | None = None
 
     def claim(self, name: str, grad_dtype: torch.dtype) -> int:
-        """Add a linear by its logical name; return its number.
+        """Register a linear by its logical name; return its number.
 
         Args:
-            name: the same under every layout; made unique by a count.
+            name: equal under every layout; a count makes it unique.
             grad_dtype: fp8 format of the output's gradient.
         """
         assert self._tensors is None, "a linear was built after the first step"
@@ -89,24 +90,27 @@ class DelayedScales:
         *,
         has_rows: bool = True,
     ) -> Fp8:
-        """Cast an operand of a linear by its history; ``axis`` matters until there is one."""
+        """Cast an operand of a linear by its history; in the first step by its own magnitude.
+
+        Without history all-reduces the largest magnitude over ``axis``.
+        """
         amax, seen = self.views(number, operand)
         return cast(x, dtype, axis, has_rows=has_rows, amax=amax, seen=seen)
 
     def views(
         self, number: int, operand: Operand
     ) -> tuple[Float[Tensor, " 1"] | None, Float[Tensor, " 1"] | None]:
-        """Return the magnitude to cast an operand by, and the one to raise to what is seen.
+        """Return views of an operand's magnitude to scale by, and of the one to record in.
 
-        None for the first until there is a history, for the second outside a step.
+        The first is None if there is no history, the second outside ``noting``.
         """
-        tensors, at = self._all, (number, OPERANDS.index(operand))
-        amax = None if self.is_fresh else tensors.amax[at].view(1)
-        return amax, tensors.seen[at].view(1) if self._is_recording else None
+        tensors, index = self._all, (number, OPERANDS.index(operand))
+        amax = None if self.is_fresh else tensors.amax[index].view(1)
+        return amax, tensors.seen[index].view(1) if self._is_recording else None
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what is seen inside, in forwards and backwards of one step."""
+        """Record magnitudes inside the block: the forwards and backwards of one step."""
         self._all.seen.zero_()
         self._is_recording = True
         try:
@@ -115,42 +119,42 @@ class DelayedScales:
             self._is_recording = False
 
     def move_on(self) -> None:
-        """End a step: scale by what it has seen.
+        """End a step: append the recorded magnitudes to the histories.
 
         All-reduces over all ranks that share the layers.
         """
         tensors = self._all
         seen = all_reduce(tensors.seen, self._axis, "max")
-        # An operand that was zero, or not finite, says nothing of the next one.
-        known = torch.where((seen > 0) & seen.isfinite(), seen, tensors.history[..., 0])
+        # A zero or non-finite magnitude would be useless as a scale: repeat the latest one.
+        latest = torch.where((seen > 0) & seen.isfinite(), seen, tensors.history[..., 0])
         earlier = tensors.history[..., :-1]
-        tensors.history.copy_(torch.cat((known[..., None], earlier), -1))
-        self._follow_history()
+        tensors.history.copy_(torch.cat((latest[..., None], earlier), -1))
+        self._update_amax()
         self.is_fresh = False
 
-    def _follow_history(self) -> None:
+    def _update_amax(self) -> None:
         tensors = self._all
         amax = tensors.history.amax(-1) if self._takes_max else tensors.history[..., 0]
-        # Without any history an operand keeps its numbers, as with a scale of 1.
+        # An operand without history gets a scale of 1: amax = the format's largest number.
         tensors.amax.copy_(torch.where(amax > 0, amax, tensors.limits))
 
     def shards(self) -> dict[str, Shard]:
-        """Describe the histories for a checkpoint, ``<linear>.history``: views, ``[3, H]``."""
+        """Return the histories as shards ``<linear>.history`` of views ``[3, H]``."""
         replicas = tuple(axis for axis in self._replicas if axis.size > 1)
-        found = {}
+        shards = {}
         for name, history in zip(self.names, self._histories(), strict=True):
             shape = tuple(history.shape)
             piece = Piece((0,) * len(shape), shape, history)
-            found[f"{name}.history"] = Shard(shape, history.dtype, (piece,), replicas)
-        return found
+            shards[f"{name}.history"] = Shard(shape, history.dtype, (piece,), replicas)
+        return shards
 
     def _histories(self) -> list[Tensor]:
         return list(self._all.history) if self.names else []
 
     def restored(self) -> None:
-        """Say that the histories were loaded, of at least one step; waits for the device."""
+        """Update the scales after a checkpoint has filled the histories; synchronises."""
         if self.names:
-            self._follow_history()
+            self._update_amax()
             self.is_fresh = not bool(self._all.history.any())
 
     @property
@@ -168,13 +172,13 @@ class DelayedScales:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """By linear and operand, float32; written in place, so that CUDA graphs may hold them."""
+    """float32 by linear and operand; written in place, since CUDA graphs refer to them."""
 
     history: Shaped[Tensor, "N 3 H"]
-    """Largest magnitudes of earlier steps, the latest first; 0: none."""
+    """Largest magnitudes of earlier steps, the latest first; 0: no step."""
     amax: Shaped[Tensor, "N 3"]
-    """What casts of this step use."""
+    """Magnitudes that the casts of this step scale by."""
     seen: Shaped[Tensor, "N 3"]
     """Largest magnitudes of this step so far, on this rank."""
     limits: Shaped[Tensor, "N 3"]
-    """Largest numbers of the operands' formats."""
+    """Largest numbers of the operands' fp8 formats."""

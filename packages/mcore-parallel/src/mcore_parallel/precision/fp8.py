@@ -1,18 +1,18 @@
-"""Linears in fp8: what they cast, keep, reduce and multiply, by any recipe.
+"""``Fp8Gemm``: the three GEMMs of a linear in fp8, by any scaling recipe.
 
-Inputs and weights are e4m3, gradients of outputs e5m2 (``hybrid``) or e4m3. All three GEMMs
-of a linear run in fp8 and give the model's own dtype; the weight's gradient goes to the main
-gradient in its own. On a GPU they are torch's scaled GEMMs; elsewhere, and for float64, the
-same fp8 numbers are multiplied in float32 or float64, so that a layout can be held to one
-rank without a GPU.
+Inputs and weights are cast to e4m3, gradients of outputs to e5m2 (``hybrid``) or e4m3. All
+three GEMMs of a linear run in fp8. Results have the model's dtype, or the main gradient's dtype
+for the weight's gradient. On a GPU these are torch's scaled GEMMs; on a CPU, and for float64,
+the fp8 numbers are multiplied in float32 or float64, so that tests can compare a layout with
+one rank without a GPU.
 
-Casts of weights are kept while a step lasts (``WeightCasts.keeping``). What is saved for
-backward is the input's transpose, a byte an element; recomputation, accumulation and put-off
-weight gradients see no difference.
+Casts of weights are cached during a step (``WeightCasts.keeping``). Autograd saves the input's
+transpose in fp8, one byte per element; recomputation, gradient accumulation and deferred weight
+gradients work as in other precisions.
 
-A scale is that of the logical tensor: ranks that hold parts of what shares it reduce its
-largest magnitude, so that a layout casts as one rank does. Key and value heads that several
-tensor ranks share are the exception: each casts its own share of their gradient.
+A scale belongs to a logical tensor: ranks that hold parts of it all-reduce its largest
+magnitude, so that every layout casts as one rank does. The exception are key and value heads
+that several tensor ranks replicate: each rank scales its own part of their gradient.
 """
 
 import logging
@@ -58,13 +58,13 @@ RECIPES: Mapping[str, type[Recipe]] = MappingProxyType(
         "blockwise": Blockwise,
     }
 )
-"""By the name of ``--fp8-recipe``; ``delayed``, which remembers, is built for each layer."""
+"""Recipes by the name of ``--fp8-recipe``, except ``delayed``, whose linears have state."""
 
 
 class WeightCasts:
-    """Casts of weights, kept while weights do not change: inside ``keeping``.
+    """Cache of weights' casts, active inside ``keeping``, where weights must not change.
 
-    Outside every GEMM casts its weight itself, so that none is ever stale.
+    Outside ``keeping`` every GEMM casts its weight anew, so no cast is ever stale.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class WeightCasts:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep casts inside, of one step's forwards and backwards; forget them after it."""
+        """Cache casts inside the block, the forwards and backwards of one step."""
         self._kept = {}
         try:
             yield
@@ -81,7 +81,7 @@ class WeightCasts:
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Forget after it what is made inside: its memory may be written over."""
+        """Drop casts made inside the block at its end, when their memory may be reused."""
         before = None if self._kept is None else dict(self._kept)
         try:
             yield
@@ -89,18 +89,18 @@ class WeightCasts:
             self._kept = before
 
     def held(self) -> list[Any]:
-        """Return what is kept now, for those who must keep its memory."""
+        """Return all cached casts, for a caller that must keep references to them."""
         return list((self._kept or {}).values())
 
     def of(self, weight: Float[Tensor, "F D"], recipe: Recipe, cut: Cut) -> Scaled:
-        """Return a weight's cast, made now or earlier; the first time reduces over ``cut``."""
+        """Return a weight's cast from the cache, or cast it and all-reduce over ``cut``."""
         return self.kept(weight, lambda: recipe.cast("weight", weight, FORWARD_DTYPE, cut))
 
     def kept(self, weight: Shaped[Tensor, "..."], make: Callable[[], Any]) -> Any:
-        """Return what ``make`` gives, made now or earlier for the same weight."""
+        """Return the cached result of ``make`` for a weight, or call ``make``."""
         if self._kept is None:
             return make()
-        # Backward sees other tensor objects of the same memory (recomputation).
+        # By memory: recomputation passes other tensor objects for the same weight.
         key = weight.data_ptr(), weight.shape
         if key not in self._kept:
             self._kept[key] = make()
@@ -111,28 +111,28 @@ class WeightCasts:
 class Fp8Gemm:
     """The GEMMs of one linear in fp8. See ``Gemm``.
 
-    Communicates only largest magnitudes, over the axes below. A micro-batch whose tokens are
-    no multiple of what the recipe needs is multiplied as ``PlainGemm`` does.
+    All-reduces only largest magnitudes, over the axes of the cuts. ``PlainGemm`` multiplies a
+    micro-batch whose number of tokens is not a multiple of ``recipe.multiple``.
     """
 
     grad_dtype: torch.dtype
-    """Of the output's gradient: ``float8_e5m2`` or ``float8_e4m3fn``."""
+    """fp8 format of the output's gradient: ``float8_e5m2`` or ``float8_e4m3fn``."""
     recipe: Recipe = field(default_factory=Tensorwise)
     """How operands are scaled."""
     casts: WeightCasts = field(default_factory=WeightCasts)
-    """Where casts of weights are kept."""
+    """Cache of the casts of weights."""
     x_cut: Cut = _WHOLE
-    """How ranks share the input."""
+    """How ranks split the input."""
     weight_cut: Cut = _WHOLE
-    """How ranks share the weight."""
+    """How ranks split the weight."""
     grad_cut: Cut = _WHOLE
-    """How ranks share the output's gradient."""
+    """How ranks split the output's gradient."""
     unfit: set[tuple[int, int]] = field(default_factory=set, compare=False)
-    """Sizes that were refused, each of which is logged once."""
+    """Unsupported sizes of weights that were logged; each is logged once."""
 
     def fitting(self, num_rows: int, num_columns: int) -> Gemm:
-        """Return itself for one linear, or ``PLAIN_GEMM`` for sizes that do not suit fp8."""
-        # Claimed in any case: names of what is remembered must not depend on the layout.
+        """Return the ``Gemm`` of one linear; ``PLAIN_GEMM`` if its sizes do not fit fp8."""
+        # Claimed even if unsupported: names of histories must not depend on the layout.
         recipe, multiple = self.recipe.claim(self.grad_dtype), self.recipe.multiple
         if num_rows % multiple == 0 and num_columns % multiple == 0:
             return replace(self, recipe=recipe)
@@ -156,11 +156,11 @@ class Fp8Gemm:
         """Return the output, and the input's transpose with its scales."""
         if isinstance(x, Tensor) and not self.fits(x):
             return PLAIN_GEMM.forward(x, weight, bias)
-        own = self.recipe.cast("x", _flat(x), FORWARD_DTYPE, self.x_cut)
-        wide = self._cast_of(weight)
-        y = self.recipe.multiply(own.rows, wide.rows, weight.dtype, fast_accum=True)
+        x_cast = self.recipe.cast("x", _flat(x), FORWARD_DTYPE, self.x_cut)
+        weight_cast = self._cast_of(weight)
+        y = self.recipe.multiply(x_cast.rows, weight_cast.rows, weight.dtype, fast_accum=True)
         y = y.view(*x.shape[:-1], weight.shape[0])
-        return y if bias is None else y + bias, own.columns
+        return y if bias is None else y + bias, x_cast.columns
 
     def keep(self, x: Float[Tensor, "S *B D"] | DeferredMatrix) -> Operands:
         """Return the input's transpose in fp8, and its scales."""
@@ -174,8 +174,9 @@ class Fp8Gemm:
         """Return the gradient in fp8 and its transpose, each with its scales."""
         if isinstance(grad, Tensor) and not self.fits(grad):
             return (grad,)
-        own = self.recipe.cast("grad", _flat(grad), self.grad_dtype, self.grad_cut)
-        return own.rows.numbers.view(grad.shape), own.rows.scales, *own.columns
+        grad_cast = self.recipe.cast("grad", _flat(grad), self.grad_dtype, self.grad_cut)
+        rows = grad_cast.rows
+        return rows.numbers.view(grad.shape), rows.scales, *grad_cast.columns
 
     def input_grad(
         self, grad: Operands, weight: Float[Tensor, "F D"]
@@ -184,14 +185,14 @@ class Fp8Gemm:
         if len(grad) == 1:
             return PLAIN_GEMM.input_grad(grad, weight)
         rows, scales, *_ = grad
-        flat, wide = Factor(rows.flatten(0, -2), scales), self._cast_of(weight)
-        dx = self.recipe.multiply(flat, wide.columns, weight.dtype)
+        grad_rows, weight_cast = Factor(rows.flatten(0, -2), scales), self._cast_of(weight)
+        dx = self.recipe.multiply(grad_rows, weight_cast.columns, weight.dtype)
         return dx.view(*rows.shape[:-1], weight.shape[1])
 
     def weight_grad(
         self, grad: Operands, kept: Operands, slot: GradSlot | None
     ) -> Float[Tensor, "F D"] | None:
-        """Return the weight's gradient; None where it was added to the main gradient."""
+        """Return the weight's gradient, or add it to the main gradient and return None."""
         if len(grad) == 1:
             return PLAIN_GEMM.weight_grad(grad, kept, slot)
         rows, columns = Factor(*grad[2:]), Factor(*kept)
@@ -202,13 +203,13 @@ class Fp8Gemm:
         return None
 
     def fits(self, x: Float[Tensor, "S *B D"]) -> bool:
-        """Return whether tensor cores take a matrix of so many rows; else torch multiplies."""
+        """Whether fp8 supports the number of rows of x; ``PlainGemm`` multiplies otherwise."""
         return x.shape[:-1].numel() % self.recipe.multiple == 0
 
     def takes_deferred(self, x: Float[Tensor, "S *B D"]) -> bool:
-        """Whether ``forward`` takes a ``DeferredMatrix`` with as many rows as x.
+        """Whether ``forward`` accepts a ``DeferredMatrix`` with as many rows as x.
 
-        Not in compiled code nor under autocast.
+        Never in compiled code or under autocast.
         """
         is_plain = autocast_dtype(x.device) is None and not torch.compiler.is_compiling()
         return self.recipe.takes_deferred and self.fits(x) and is_plain
@@ -223,30 +224,30 @@ def _flat(x: Tensor | DeferredMatrix) -> Tensor | DeferredMatrix:
 
 @dataclass(frozen=True)
 class LinearGemms:
-    """What the linears of one layer multiply with."""
+    """The ``Gemm`` objects of the linears of one layer."""
 
     column: Gemm = PLAIN_GEMM
-    """For ``ColumnParallelLinear``."""
+    """``Gemm`` of column-parallel linears."""
     row: Gemm = PLAIN_GEMM
-    """For ``RowParallelLinear``."""
+    """``Gemm`` of row-parallel linears."""
     casts: WeightCasts | None = None
-    """Where casts of experts' weights are kept; None outside fp8."""
+    """Cache of the casts of experts' weights; None without fp8."""
 
 
 PLAIN_GEMMS = LinearGemms()
-"""In the dtype of the model."""
+"""GEMMs in the dtype of the model."""
 
 
 def fp8_gemms(
     config: Fp8Config, ctx: ParallelContext, casts: WeightCasts, recipe: Recipe | None = None
 ) -> LinearGemms:
-    """Build the GEMMs of layers in fp8; no communication.
+    """Build the fp8 GEMMs of one layer; no communication.
 
     Args:
         config: format and recipe.
-        ctx: whose tensor and context ranks share scales.
-        casts: where casts of weights are kept.
-        recipe: left out, the config's, which must not remember anything.
+        ctx: context whose tensor and context ranks share scales.
+        casts: cache of the casts of weights.
+        recipe: None: the config's recipe, which must not be ``delayed``.
 
     Raises:
         ValueError: if this GPU has no tensor cores for the recipe.
@@ -255,8 +256,10 @@ def fp8_gemms(
     recipe = recipe or RECIPES[config.fp8_recipe]()
     dtype = _GRAD_DTYPES[config.fp8_format]
     tp, cp, both = ctx.tp, ctx.cp, ctx.axis("tp", "cp")
+    # ``tokens``: a matrix [tokens over cp, all features]; ``split``: features over tp as well.
     tokens, split = Cut(column=cp, whole=cp), Cut(row=tp, column=cp, whole=both)
     common = {"grad_dtype": dtype, "recipe": recipe, "casts": casts}
+    # Weights of a column-parallel linear are split by rows, of a row-parallel one by columns.
     rows, columns = Cut(column=tp, whole=tp), Cut(row=tp, whole=tp)
     return LinearGemms(
         Fp8Gemm(x_cut=tokens, weight_cut=rows, grad_cut=split, **common),
@@ -275,38 +278,38 @@ def layer_gemms(
     *,
     recipes: Mapping[str, type[Recipe]] = RECIPES,
 ) -> list[LinearGemms]:
-    """Return the GEMMs of every layer of the model, by global number.
+    """Return the GEMMs of every layer by global layer number, then of multi-token prediction.
 
-    Those of multi-token prediction follow, each as the last layer's with scales of its own.
+    Layers of multi-token prediction use fp8 if the last layer does, with scales of their own.
 
     Args:
-        config: format, recipe, and layers that stay out of it.
-        ctx: whose tensor and context ranks share scales.
-        num_layers: of the model.
-        casts: where casts of weights are kept.
-        scales: of ``delayed_scales``; None for recipes that remember nothing.
+        config: format, recipe, and layers without fp8.
+        ctx: context whose tensor and context ranks share scales.
+        num_layers: layers of the model.
+        casts: cache of the casts of weights.
+        scales: result of ``delayed_scales``; None for other recipes.
         num_mtp_layers: layers of multi-token prediction.
-        recipes: by the name of ``--fp8-recipe``.
+        recipes: recipe classes by the name of ``--fp8-recipe``.
 
     Raises:
-        ValueError: see ``fp8_gemms``.
+        ValueError: if this GPU has no tensor cores for the recipe.
     """
     if not config.fp8_format:
         return [PLAIN_GEMMS] * (num_layers + num_mtp_layers)
     first = config.num_layers_at_start_in_bf16 if config.first_last_layers_bf16 else 0
     last = config.num_layers_at_end_in_bf16 if config.first_last_layers_bf16 else 0
-    found = []
+    gemms = []
     names = [(layer, f"blocks.{layer}") for layer in range(num_layers)]
     names += [(num_layers - 1, f"mtp.{depth}.block") for depth in range(num_mtp_layers)]
     for layer, name in names:
         recipe = recipes[config.fp8_recipe]() if scales is None else Delayed(scales, name)
-        is_narrow = first <= layer < num_layers - last
-        found.append(fp8_gemms(config, ctx, casts, recipe) if is_narrow else PLAIN_GEMMS)
-    return found
+        is_fp8 = first <= layer < num_layers - last
+        gemms.append(fp8_gemms(config, ctx, casts, recipe) if is_fp8 else PLAIN_GEMMS)
+    return gemms
 
 
 def delayed_scales(config: Fp8Config, ctx: ParallelContext) -> DelayedScales | None:
-    """Build what ``--fp8-recipe delayed`` remembers; None for other recipes."""
+    """Build the scale histories of ``--fp8-recipe delayed``; None for other recipes."""
     if not config.fp8_format or config.fp8_recipe != "delayed":
         return None
     return DelayedScales(
@@ -321,6 +324,6 @@ def delayed_scales(config: Fp8Config, ctx: ParallelContext) -> DelayedScales | N
 def _check_device(config: Fp8Config, device: torch.device) -> None:
     if device.type != "cuda":
         return
-    found = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-    if problem := fp8_problem(config, *found):
+    capability = torch.cuda.get_device_capability(device)
+    if problem := fp8_problem(config, capability, torch.cuda.get_device_name(device)):
         raise ValueError(problem)

@@ -1,9 +1,9 @@
-"""fp8 GEMMs that add to their result, by NVIDIA's cublasLt through ctypes.
+"""fp8 GEMMs that add to their output, by NVIDIA's cublasLt through ctypes.
 
-torch's scaled GEMM writes over its result, so a weight's gradient would be a temporary that
-another kernel adds to the main gradient: 12 bytes more to move for each weight and
-micro-batch. cublasLt adds in the GEMM's epilogue. The library is the one that torch has
-loaded: nothing is built and nothing else is installed.
+torch's scaled GEMM overwrites its output, so a weight's gradient would be a temporary that
+another kernel adds to the main gradient: 12 more bytes of memory traffic per weight and
+micro-batch. cublasLt adds in the GEMM's epilogue. The module calls the cublasLt that torch has
+loaded; nothing is compiled or installed.
 
 Names and numbers: NVIDIA, cuBLAS 13 documentation, "Using the cuBLASLt API".
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from mcore_parallel.optional_kernels import Sample, optional_kernel, wave
 
 WORKSPACE_BYTES = 32 * 2**20
-"""What torch itself gives cublasLt on Hopper."""
+"""torch's own workspace size for cublasLt on Hopper."""
 
 _TYPES = {  # cudaDataType_t
     torch.float32: 0,
@@ -44,7 +44,7 @@ def _add_plain(
     total.copy_(total.float() + a_scale * b_scale * (a.float() @ b.float().t()))
 
 
-def _kind(total: Tensor, a: Tensor, *_: object) -> tuple[torch.dtype, torch.dtype] | None:
+def _kind(total: Tensor, a: Tensor) -> tuple[torch.dtype, torch.dtype] | None:
     return (total.dtype, a.dtype) if total.data_ptr() % 16 == 0 else None
 
 
@@ -87,7 +87,7 @@ def add_scaled_matmul(
         RuntimeError: if cublasLt is missing or refuses the sizes.
     """
     (rows, inner), columns = a.shape, b.shape[0]
-    # What cublasLt takes for granted of a result's address, by default.
+    # 256 bytes is the alignment that cublasLt assumes by default.
     alignment = 256 if total.data_ptr() % 256 == 0 else 16
     dtypes = a.dtype, b.dtype, total.dtype
     plan = _plan(rows, columns, inner, *dtypes, alignment, torch.cuda.current_device())
@@ -107,11 +107,12 @@ class _Proposal(ctypes.Structure):
 
 
 class _Plan:
-    """A GEMM's description and the algorithm that cublasLt proposes for it.
+    """cublasLt's description of a GEMM and the algorithm that its heuristic proposes.
 
-    cublasLt reads memory column by column, so a row-major matrix is its own transpose there:
-    the GEMM is computed as ``total' = b a'``, and b, which comes first, is the transposed
-    one. Both factors are then contiguous along the summed dimension, as fp8 must be.
+    cublasLt is column-major, so it sees each of our row-major matrices as its transpose. We ask
+    for ``total' = b a'``: b is the first factor and gets the flag "transposed", because
+    cublasLt sees b'. Both factors are then contiguous along the summed dimension, as fp8
+    requires.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class _Plan:
         _call(function, description, attribute, ctypes.byref(value), size)
 
     def _propose(self, alignment: int) -> _Proposal:
-        preference, found, count = c_void_p(), _Proposal(), c_int()
+        preference, proposal, count = c_void_p(), _Proposal(), c_int()
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         function = "cublasLtMatmulPreferenceSetAttribute"
         try:
@@ -187,14 +188,14 @@ class _Plan:
                 self._result,
                 preference,
                 1,
-                ctypes.byref(found),
+                ctypes.byref(proposal),
                 ctypes.byref(count),
             )
         finally:
             _call("cublasLtMatmulPreferenceDestroy", preference)
-        if not count.value or found.state:
+        if not count.value or proposal.state:
             raise RuntimeError("cublasLt has no algorithm for an fp8 GEMM that adds")
-        return found
+        return proposal
 
 
 _plan = cache(_Plan)
@@ -209,7 +210,7 @@ def _layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Find the library among those that torch has loaded, and declare what is called."""
+    """Load the cublasLt that torch uses, and declare the functions' argument types."""
     name = f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}"
     try:
         library = ctypes.CDLL(name)
@@ -242,7 +243,7 @@ def _call(function: str, *arguments: object) -> None:
 
 @cache
 def _handle(device: int) -> c_void_p:
-    del device  # a handle belongs to the device that is current
+    del device  # only a cache key: cublasLtCreate uses the current device
     torch.cuda.current_blas_handle()  # loads cublas, and with it cublasLt
     handle = c_void_p()
     _call("cublasLtCreate", ctypes.byref(handle))

@@ -1,4 +1,4 @@
-"""Casts of matrices to fp8 with scales that ranks may share, and matrices computed in the cast.
+"""Casts of matrices to fp8 with scales over ranks, and matrices that the cast computes.
 
 The kernels and their arithmetic are in ``kernels.fp8_cast`` and ``kernels.fp8_fine_cast``.
 """
@@ -16,27 +16,27 @@ from mcore_parallel.mesh import SINGLE, Axis
 
 
 class DeferredMatrix(ABC):
-    """A matrix that is computed while it is cast, so that it is never stored in 16 bits.
+    """A matrix that its fp8 cast computes, so that it is never stored in 16 bits.
 
-    Subclasses give the reference (``make``) and may override ``largest`` and ``cast`` with a
+    Subclasses implement the reference ``make`` and may override ``largest`` and ``cast`` with a
     kernel that computes and casts in one pass.
     """
 
     def __init__(self, shape: torch.Size) -> None:
-        """Compute nothing.
+        """Set the shape; computes nothing.
 
         Args:
-            shape: of the tensor; its last dimension is the matrix' second.
+            shape: shape of the tensor; its last dimension is the columns of the matrix.
         """
         self.shape = shape
         self._made: Tensor | None = None
 
     @abstractmethod
     def make(self) -> Float[Tensor, "..."]:
-        """Return it, in the dtype that its numbers are rounded to before the cast."""
+        """Compute the tensor, rounded to the dtype from which it is cast."""
 
     def largest(self) -> Float[Tensor, " 1"]:
-        """Return the largest magnitude; see ``largest_magnitude``."""
+        """Return the largest magnitude, as ``largest_magnitude`` does."""
         return largest_magnitude(self._matrix())
 
     def cast(
@@ -47,7 +47,7 @@ class DeferredMatrix(ABC):
         has_rows: bool,
         seen: Float[Tensor, " 1"] | None,
     ) -> Fp8:
-        """Cast by a known magnitude; see ``cast``."""
+        """Cast by a known magnitude, as the function ``cast`` does."""
         return cast(self._matrix(), dtype, has_rows=has_rows, amax=amax, seen=seen)
 
     def _matrix(self) -> Float[Tensor, "T D"]:
@@ -70,20 +70,20 @@ def cast(
     Args:
         x: floating, any memory order; or a matrix that the cast computes.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
-        axis: ranks that hold other parts of the same logical matrix and share its scale.
-        has_rows: whether to give the matrix in its own order, not only the transpose.
-        amax: what becomes the format's largest number; None: the largest magnitude of all
-            ranks.
-        seen: float32; raised in place to this matrix' own largest magnitude.
+        axis: ranks that hold the other parts of the logical matrix and share its scale.
+        has_rows: whether to return the matrix in its own order too, not only the transpose.
+        amax: magnitude that is mapped to the format's largest number; None: the largest
+            magnitude over all ranks.
+        seen: float32; raised in place to the largest magnitude of x if that is larger.
     """
     if isinstance(x, Tensor):
         x = x.detach().contiguous()
     if amax is None:
-        own = largest_magnitude(x) if isinstance(x, Tensor) else x.largest()
+        local_amax = largest_magnitude(x) if isinstance(x, Tensor) else x.largest()
         if seen is not None:
-            seen.copy_(torch.maximum(seen, own))
+            seen.copy_(torch.maximum(seen, local_amax))
             seen = None
-        amax = all_reduce(own, axis, "max")
+        amax = all_reduce(local_amax, axis, "max")
     if not isinstance(x, Tensor):
         return x.cast(amax, dtype, has_rows=has_rows, seen=seen)
     return cast_by(x, amax, dtype, has_rows=has_rows, seen=seen)
@@ -102,11 +102,11 @@ def cast_lines(
     All-reduces the rows' magnitudes over ``row_axis``, the columns' over ``column_axis``.
 
     Args:
-        x: floating, any memory order; one matrix, or many of one shape, each by itself.
+        x: floating, any memory order; one matrix, or a stack of matrices.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         row_axis: ranks that hold other parts of the same rows.
         column_axis: ranks that hold other parts of the same columns.
-        has_rows: whether to give the matrix in its own order.
+        has_rows: whether to return the matrix in its own order too, not only the transpose.
     """
     x = x.detach().contiguous()
     row_tops, column_tops = largest_of_lines(x)

@@ -1,9 +1,9 @@
-"""Recipes: how the operands of an fp8 GEMM are scaled, and how they are multiplied then.
+"""Recipes: how the operands of an fp8 GEMM are scaled, cast and multiplied.
 
-``Tensorwise`` and ``Delayed`` have one scale a tensor, of the tensor itself or of earlier
-steps. ``Rowwise`` has one for each row that a GEMM sums along, ``Blockwise`` one for 128
-numbers of such a row (128 x 128 of a weight), as DeepSeek-V3 does. A finer scale buys range for
-tensors with outliers, not digits.
+``Tensorwise`` and ``Delayed`` use one scale per tensor, from the tensor itself or from earlier
+steps. ``Rowwise`` uses one scale per row that a GEMM sums along, ``Blockwise`` one per 128
+numbers of such a row (128 x 128 of a weight), as DeepSeek-V3. Finer scales extend the range for
+tensors with outliers; they do not add precision.
 
 Reference:
     Micikevicius et al. 2022, FP8 Formats for Deep Learning. arXiv:2209.05433.
@@ -36,7 +36,7 @@ from mcore_parallel.precision.fp8_cast import DeferredMatrix, cast, cast_lines
 
 @dataclass(frozen=True)
 class Cut:
-    """How ranks share a matrix, so that they can share its scales."""
+    """The axes over which ranks split a matrix, and so must reduce its largest magnitudes."""
 
     row: Axis = SINGLE
     """Ranks that hold other parts of the same rows."""
@@ -47,16 +47,16 @@ class Cut:
 
 
 class Factor(NamedTuple):
-    """One order of a matrix in fp8, contiguous along the dimension that a GEMM sums."""
+    """A matrix in fp8, contiguous along the dimension that a GEMM sums, with its scales."""
 
     numbers: Shaped[Tensor, "M K"]
-    """Empty where this order was not wanted."""
+    """Empty if only the other memory order was requested."""
     scales: Float[Tensor, "..."]
-    """Multiply the numbers: one, one for each row, or one for each block."""
+    """Factors of the numbers: one per matrix, row or block."""
 
 
 class Scaled(NamedTuple):
-    """A matrix in fp8 and its transpose."""
+    """A matrix in fp8 and its transpose in fp8."""
 
     rows: Factor
     columns: Factor
@@ -69,21 +69,21 @@ class CastOptions(NamedTuple):
     dtype: torch.dtype
     """``float8_e4m3fn`` or ``float8_e5m2``."""
     cut: Cut
-    """How ranks share the matrix."""
+    """How ranks split the matrix."""
     has_rows: bool
-    """Whether it is wanted in its own order, not only transposed."""
+    """Whether to cast the matrix in its own order too, not only its transpose."""
 
 
 class Recipe(ABC):
     """How operands are cast to fp8 and multiplied."""
 
     multiple: int = 16
-    """Sizes of operands are multiples of it: tensor cores take no others."""
+    """Divisor that tensor cores require of all sizes of operands."""
     takes_deferred: bool = False
-    """Whether ``cast`` takes a ``DeferredMatrix``."""
+    """Whether ``cast`` accepts a ``DeferredMatrix``."""
 
     def claim(self, grad_dtype: torch.dtype) -> "Recipe":  # noqa: ARG002
-        """Return the recipe of one linear: itself, unless it remembers something."""
+        """Return the recipe of one linear: this object, unless linears have own histories."""
         return self
 
     def cast(
@@ -95,11 +95,15 @@ class Recipe(ABC):
         *,
         has_rows: bool = True,
     ) -> Scaled:
-        """Cast an operand; see ``CastOptions``. Reduces largest magnitudes over ``cut``."""
-        own = self._cast(x, CastOptions(operand, dtype, cut, has_rows))
-        if isinstance(own, Fp8):
-            return Scaled(Factor(own.rows, own.scale_inv), Factor(own.columns, own.scale_inv))
-        return Scaled(Factor(*own[:2]), Factor(*own[2:]))
+        """Cast an operand to fp8 in both orders; all-reduces largest magnitudes over ``cut``.
+
+        The arguments are those of ``CastOptions``.
+        """
+        result = self._cast(x, CastOptions(operand, dtype, cut, has_rows))
+        if isinstance(result, Fp8):
+            rows, columns, scale_inv = result
+            return Scaled(Factor(rows, scale_inv), Factor(columns, scale_inv))
+        return Scaled(Factor(*result[:2]), Factor(*result[2:]))
 
     def multiply(
         self, a: Factor, b: Factor, dtype: torch.dtype, *, fast_accum: bool = False
@@ -109,9 +113,9 @@ class Recipe(ABC):
         Args:
             a: ``[M, K]``.
             b: ``[N, K]``.
-            dtype: of the result.
-            fast_accum: let tensor cores keep sums in fewer bits, for twice the speed on
-                Hopper, where the recipe allows it.
+            dtype: dtype of the result.
+            fast_accum: if the recipe supports it, let tensor cores accumulate in fewer bits,
+                for twice the speed on Hopper.
         """
         if _on_tensor_cores(a):
             return self._matmul(a, b, dtype, fast_accum)
@@ -119,9 +123,10 @@ class Recipe(ABC):
             return (self._dequantized(*a) @ self._dequantized(*b).t()).to(dtype)
 
     def add(self, slot: GradSlot, a: Factor, b: Factor) -> None:
-        """Add that GEMM to the slot's main gradient, or write it over a stale one.
+        """Add the product to the slot's main gradient, or overwrite a stale one.
 
-        Rounded to bfloat16 on a GPU, whose GEMM gives no more for many scales.
+        On a GPU the product is rounded to bfloat16, the widest output of GEMMs with many
+        scales.
         """
         assert slot.main is not None
         dtype = torch.bfloat16 if a.numbers.is_cuda else slot.main.dtype
@@ -129,23 +134,23 @@ class Recipe(ABC):
 
     @abstractmethod
     def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
-        """See ``cast``."""
+        """Cast as ``cast`` describes."""
 
     @abstractmethod
     def _matmul(self, a: Factor, b: Factor, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-        """See ``multiply``, on tensor cores."""
+        """Multiply as ``multiply`` describes, on tensor cores."""
 
     def _dequantized(self, numbers: Tensor, scales: Tensor) -> Tensor:
         return dequantized_lines(numbers, scales)
 
 
 class Tensorwise(Recipe):
-    """One scale a tensor, from its own largest magnitude."""
+    """One scale per tensor, from the tensor's largest magnitude."""
 
     takes_deferred = True
 
     def add(self, slot: GradSlot, a: Factor, b: Factor) -> None:
-        """Add that GEMM to the slot's main gradient, in its epilogue if it can."""
+        """Add the product to the slot's main gradient, in the GEMM's epilogue if supported."""
         assert slot.main is not None
         if _on_tensor_cores(a) and slot.take_stale():
             _one_scale_matmul(a, b, slot.main.dtype, out=slot.main)
@@ -166,17 +171,17 @@ class Tensorwise(Recipe):
 
 @dataclass(frozen=True)
 class Delayed(Tensorwise):
-    """One scale a tensor, from earlier steps; reduces nothing once there is a history."""
+    """One scale per tensor, from earlier steps; all-reduces only while there is no history."""
 
     scales: DelayedScales
-    """Of all linears."""
+    """Histories of all linears."""
     name: str
-    """Of the linears that share this object, in checkpoints."""
+    """Name of the layer, for its linears' names in checkpoints."""
     number: int = -1
-    """Of one linear; below 0: not claimed yet."""
+    """Number of the linear in ``scales``; -1: not claimed."""
 
     def claim(self, grad_dtype: torch.dtype) -> Recipe:
-        """Return the recipe of one linear."""
+        """Register a linear in ``scales`` and return the linear's recipe."""
         return Delayed(self.scales, self.name, self.scales.claim(self.name, grad_dtype))
 
     def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
@@ -185,9 +190,9 @@ class Delayed(Tensorwise):
 
 
 class Rowwise(Recipe):
-    """One scale for each row that a GEMM sums along; a matrix and its transpose differ.
+    """One scale per row that a GEMM sums along; the transpose has its own scales.
 
-    Reduces a number for each row or column that ranks share.
+    All-reduces one magnitude for each row or column that ranks split.
     """
 
     def _cast(self, x: Any, options: CastOptions) -> Fp8 | FineFp8:
@@ -206,9 +211,9 @@ class Rowwise(Recipe):
 
 
 class Blockwise(Recipe):
-    """One scale for 128 numbers of a row that a GEMM sums along, 128 x 128 of a weight.
+    """One scale per 128 numbers of a row that a GEMM sums along, 128 x 128 of a weight.
 
-    No communication: ranks hold whole blocks. Sums are never cut short.
+    No communication, since no block is split over ranks. Always accumulates in full precision.
     """
 
     multiple = BLOCK
@@ -256,9 +261,9 @@ def _one_scale_matmul(
 
 
 def _padded(scales: Tensor) -> Tensor:
-    """Return 128 x 128 scales ``[N/128, K/128]`` as the GEMM reads them.
+    """Return 128 x 128 scales ``[N/128, K/128]`` in the memory order of the GEMM.
 
-    By columns of ``[K/128 padded to 4, N/128]``; the kernel that casts pads already.
+    That is column-major ``[K/128 padded to 4, N/128]``; the casting kernel has padded already.
     """
     count, length = scales.shape
     padded = -(-length // 4) * 4

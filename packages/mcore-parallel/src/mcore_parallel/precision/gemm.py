@@ -1,10 +1,9 @@
 """``Gemm``: the three GEMMs of a linear, in one precision.
 
-A linear holds one: ``y = x W^T + b`` in forward, ``dy W`` for the gradient of its input and
-``dy^T x`` for that of its weight. Operands that are cast or transposed on their way (fp8) are
-made once by ``keep`` and ``prepare`` and passed from one GEMM to the next as plain tensors, so
-that autograd may save them, recomputation may make them again and a schedule may defer the
-weight's gradient.
+A linear has one ``Gemm``: ``y = x W^T + b`` in forward, ``dy W`` for the gradient of the input
+and ``dy^T x`` for the gradient of the weight. ``keep`` and ``prepare`` make operands in the
+form that the GEMMs need (in fp8 cast and transposed) as plain tensors, so that autograd can
+save them, recomputation can make them again and a schedule can defer the weight's gradient.
 """
 
 from typing import Protocol, runtime_checkable
@@ -16,29 +15,29 @@ from torch import Tensor
 from mcore_parallel.autograd.grad_slot import GradSlot, accumulate_matmul
 
 Operands = tuple[Tensor, ...]
-"""Tensors that one GEMM passes to a later one, in a form of the object's choice."""
+"""Tensors that one GEMM passes to a later one; their form is private to the ``Gemm``."""
 
 
 @runtime_checkable
 class Gemm(Protocol):
     """Forward, input gradient and weight gradient of ``y = x W^T + b``.
 
-    No communication but of what ranks must agree on to cast a tensor that they share.
+    Communicates only largest magnitudes, if ranks must share the scale of a cast.
     """
 
     def fitting(self, num_rows: int, num_columns: int) -> "Gemm":
-        """Return what multiplies with a weight of F rows and D columns: itself, if it can."""
+        """Return this object if it supports a weight of these sizes, else a replacement."""
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return y, and the operands that ``keep`` would return for the input."""
+        """Return y, and the operands that ``keep(x)`` returns."""
 
     def keep(self, x: Float[Tensor, "S *B D"]) -> Operands:
-        """Return what ``weight_grad`` needs of the input."""
+        """Return the form of the input that ``weight_grad`` needs."""
 
     def prepare(self, grad: Float[Tensor, "S *B F"]) -> Operands:
-        """Return what ``input_grad`` and ``weight_grad`` need of the output's gradient."""
+        """Return the form of the output's gradient that the two backward GEMMs need."""
 
     def input_grad(
         self, grad: Operands, weight: Float[Tensor, "F D"]
@@ -48,28 +47,28 @@ class Gemm(Protocol):
     def weight_grad(
         self, grad: Operands, kept: Operands, slot: GradSlot | None
     ) -> Float[Tensor, "F D"] | None:
-        """Return the weight's gradient; None where it was added to the slot's main gradient."""
+        """Return the weight's gradient, or add it to the slot's main gradient; return None."""
 
 
 class PlainGemm:
     """GEMMs by torch in the dtype of their operands."""
 
     def fitting(self, num_rows: int, num_columns: int) -> Gemm:  # noqa: ARG002
-        """Return itself: every size fits."""
+        """Return this object, which supports every size."""
         return self
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return y and the input itself."""
+        """Return y and x."""
         return F.linear(x, weight, bias), (x,)
 
     def keep(self, x: Float[Tensor, "S *B D"]) -> Operands:
-        """Return the input itself."""
+        """Return x unchanged."""
         return (x,)
 
     def prepare(self, grad: Float[Tensor, "S *B F"]) -> Operands:
-        """Return the gradient itself."""
+        """Return the gradient unchanged."""
         return (grad,)
 
     def input_grad(
@@ -81,7 +80,7 @@ class PlainGemm:
     def weight_grad(
         self, grad: Operands, kept: Operands, slot: GradSlot | None
     ) -> Float[Tensor, "F D"] | None:
-        """Return the weight's gradient; None where the GEMM added it to the main gradient."""
+        """Return the weight's gradient, or accumulate it in the main gradient; return None."""
         rows, x = grad[0].flatten(0, -2).t(), kept[0].flatten(0, -2)
         if slot is None:
             return rows @ x
@@ -92,4 +91,4 @@ class PlainGemm:
 
 
 PLAIN_GEMM = PlainGemm()
-"""The GEMM of a linear that names none."""
+"""Default ``Gemm`` of a linear."""

@@ -1,9 +1,9 @@
 """GEMMs of linears by NVIDIA's Transformer Engine: an extra, never imported unless chosen.
 
-``TransformerEngineGemm`` is a ``Gemm``: the linears keep their weights, their communication and
-their gradient slots, and Transformer Engine casts and multiplies, in 16 bits or by its own fp8
-quantizers. As in ``fp8`` the same ranks share scales, weights are cast once a step, and delayed
-scales come from the same histories: checkpoints and layouts do not see who multiplies.
+``TransformerEngineGemm`` is a ``Gemm``: weights, communication and gradient slots stay in the
+linears, and Transformer Engine casts and multiplies, in 16 bits or by its own fp8 quantizers.
+As in ``fp8``, the same ranks share scales, weights are cast once per step, and delayed scales
+come from the same histories, so checkpoints and layouts do not depend on the backend.
 """
 
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ _TESTED = "2.20."
 
 
 def refusal() -> str:
-    """Return why Transformer Engine cannot be used here; empty: it can. Imports nothing."""
+    """Return why Transformer Engine cannot be used, without importing it; empty: it can."""
     try:
-        found = version("transformer-engine")
+        installed = version("transformer-engine")
         version("transformer-engine-torch")
     except PackageNotFoundError:
         return EXTRA
-    if not found.startswith(_TESTED):
-        return f"Transformer Engine {found} is installed, and {_TESTED}* is what was tested"
+    if not installed.startswith(_TESTED):
+        return f"Transformer Engine {installed} is installed, and {_TESTED}* is what was tested"
     return ""
 
 
@@ -60,61 +60,61 @@ class TransformerEngineGemm:
     """
 
     fp8: Fp8Gemm | None = None
-    """Formats, recipe, casts of weights and ranks that share scales; None: as the operands."""
+    """Formats, recipe, cache of casts and cuts; None: multiply in the operands' dtype."""
 
     def fitting(self, num_rows: int, num_columns: int) -> Gemm:  # noqa: ARG002
-        """Return itself: what it is made of has been fitted."""
+        """Return this object, which was built from a fitted ``Gemm``."""
         return self
 
     def forward(
         self, x: Float[Tensor, "S *B D"], weight: Float[Tensor, "F D"], bias: Tensor | None
     ) -> tuple[Float[Tensor, "S *B F"], Operands]:
-        """Return the output, and the input as ``keep`` does."""
-        own, wide = self._cast("x", x), self._weight(x, weight)
-        y = _gemm(wide, own, layout="TN", out_dtype=weight.dtype).view(*x.shape[:-1], -1)
-        if isinstance(own, _quantized()):
-            own.update_usage(rowwise_usage=False)
-        return y if bias is None else y + bias, (own,)
+        """Return the output, and the operands of ``keep``."""
+        x_cast, factor = self._cast("x", x), self._weight(x, weight)
+        y = _gemm(factor, x_cast, layout="TN", out_dtype=weight.dtype).view(*x.shape[:-1], -1)
+        if isinstance(x_cast, _quantized()):
+            x_cast.update_usage(rowwise_usage=False)  # free all but the transpose
+        return y if bias is None else y + bias, (x_cast,)
 
     def keep(self, x: Float[Tensor, "S *B D"]) -> Operands:
-        """Return what the weight's gradient needs of the input: its transpose, if in fp8."""
-        own = self._cast("x", x)
-        if isinstance(own, _quantized()):
-            own.update_usage(rowwise_usage=False)
-        return (own,)
+        """Return the input for the weight's gradient; in fp8 its transpose only."""
+        x_cast = self._cast("x", x)
+        if isinstance(x_cast, _quantized()):
+            x_cast.update_usage(rowwise_usage=False)
+        return (x_cast,)
 
     def prepare(self, grad: Float[Tensor, "S *B F"]) -> Operands:
-        """Return the gradient, cast once for both GEMMs, and an empty tensor of its tokens."""
+        """Return the gradient, cast for both GEMMs, and an empty tensor with its shape."""
         return self._cast("grad", grad), grad.new_empty(*grad.shape[:-1], 0)
 
     def input_grad(
         self, grad: Operands, weight: Float[Tensor, "F D"]
     ) -> Float[Tensor, "S *B D"]:
         """Return the gradient of the input."""
-        own, tokens = grad
-        wide, dtype = self._weight(tokens, weight), weight.dtype
-        dx = _gemm(wide, own, layout="NN", out_dtype=dtype, is_backward=True)
+        grad_cast, tokens = grad
+        factor, dtype = self._weight(tokens, weight), weight.dtype
+        dx = _gemm(factor, grad_cast, layout="NN", out_dtype=dtype, is_backward=True)
         return dx.view(*tokens.shape[:-1], -1)
 
     def weight_grad(
         self, grad: Operands, kept: Operands, slot: GradSlot | None
     ) -> Float[Tensor, "F D"] | None:
-        """Return the weight's gradient; None where the GEMM added it to the main gradient."""
-        (own, _), (x,) = grad, kept
+        """Return the weight's gradient, or accumulate it in the main gradient; return None."""
+        (grad_cast, _), (x,) = grad, kept
         if slot is None:
-            return _gemm(x, own, layout="NT", out_dtype=own.dtype, is_backward=True)
+            return _gemm(x, grad_cast, layout="NT", out_dtype=grad_cast.dtype, is_backward=True)
         main = slot.main
         assert main is not None
         options: dict[str, Any] = {"layout": "NT", "out_dtype": main.dtype, "is_backward": True}
         if main.data_ptr() % 16 == 0:
-            _gemm(x, own, out=main, accumulate=not slot.take_stale(), **options)
+            _gemm(x, grad_cast, out=main, accumulate=not slot.take_stale(), **options)
         else:
-            slot.add(_gemm(x, own, **options))
+            slot.add(_gemm(x, grad_cast, **options))
         slot.ready()
         return None
 
     def _weight(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Return the weight as it is multiplied for these tokens, cast once a step."""
+        """Return the weight to multiply these tokens by: in fp8 a cast, cached for the step."""
         if self.fp8 is None or not self.fp8.fits(tokens):
             return weight
         return self.fp8.casts.kept(weight, lambda: self._quantize("weight", weight))
@@ -137,7 +137,7 @@ class TransformerEngineGemm:
 def _quantizer(
     recipe: Recipe, operand: Operand, x: Tensor, dtype: torch.dtype, axis: Axis
 ) -> Any:
-    """Build what casts one matrix, in both orders."""
+    """Build Transformer Engine's quantizer of one matrix, in both orders."""
     te = import_module("transformer_engine.pytorch")
     is_e4m3 = dtype == torch.float8_e4m3fn
     kind = te.DType.kFloat8E4M3 if is_e4m3 else te.DType.kFloat8E5M2
@@ -151,7 +151,7 @@ def _quantizer(
         if amax is not None:
             scale = torch.full_like(amax, torch.finfo(dtype).max) / amax
             seen = torch.zeros_like(amax) if seen is None else seen
-            return te.Float8Quantizer(scale, seen, kind)  # raises what was seen itself
+            return te.Float8Quantizer(scale, seen, kind)  # raises ``seen`` in the cast
         if seen is not None:
             seen.copy_(torch.maximum(seen, x.abs().amax().float()))
     return te.Float8CurrentScalingQuantizer(
@@ -172,9 +172,9 @@ def _gemm(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """Multiply as Transformer Engine's own linear does, in its column-major order.
+    """Multiply as Transformer Engine's own linear does, in column-major order.
 
-    Forward may keep partial sums in fewer bits; the gradients' are promoted to float32.
+    Forward may accumulate in fewer bits; backward accumulates in float32.
     """
     product, *_ = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm(
         a,

@@ -1,8 +1,8 @@
 """Cross-entropy of logits whose vocabulary is split over the tensor ranks.
 
-Padding columns of the vocabulary are left out of maximum, sum and smoothing, and smoothing
-is uniform over the whole true vocabulary, not over one rank's slice of it. Equal to
-``torch.nn.functional.cross_entropy(..., reduction="none")`` of the whole logits.
+Padding columns of the vocabulary take no part in the maximum, the sum and the smoothing, and
+the smoothing is uniform over the true vocabulary of all ranks. The losses equal those of
+``torch.nn.functional.cross_entropy(..., reduction="none")`` on the gathered logits.
 """
 
 from typing import Any
@@ -26,31 +26,31 @@ def vocab_parallel_cross_entropy(
     axis: Axis = SINGLE,
     label_smoothing: float = 0.0,
 ) -> Float[Tensor, "*T"]:
-    """Return every token's loss, equal on all ranks of the axis.
+    """Return the loss of every token, equal on all ranks of the axis.
 
-    With K true classes, label y and smoothing s, the loss is that of torch:
+    With K true classes, label y and smoothing s, the loss is torch's:
     ``(1 - s) * -log p[y] + s / K * sum_k -log p[k]``. (Megatron's s' = s K / (K - 1) spreads
-    the same over the other classes only.) Two all-reduces in forward, none in backward, whose
-    gradient is that of this rank's columns, zero in padding.
+    the same weight over the other classes only.) Forward all-reduces twice; backward does not
+    communicate and gives the gradient of this rank's columns, zero in padding.
 
     Args:
-        logits: this rank's columns, any floating dtype; computed in float32 or wider. Kept
+        logits: this rank's columns, any floating dtype; computed in float32 or wider. Saved
             for backward instead of the softmax.
-        labels: token ids, whole and equal on all ranks.
+        labels: token ids, equal on all ranks of the axis.
         vocab_size: K, without padding.
-        padded_vocab_size: columns over all ranks, the head's attribute; 0: the next
+        padded_vocab_size: columns over all ranks (the head's attribute); 0: the next
             multiple of ``axis.size``.
-        axis: ranks that share the columns, each an equal run in order.
+        axis: ranks that split the columns into equal consecutive ranges.
         label_smoothing: s, ``0 <= s < 1``.
 
     Returns:
-        Losses, float32 or wider. A label outside the vocabulary gives NaN where it cannot
-        raise.
+        Losses, float32 or wider; NaN for a label outside the vocabulary on a GPU or in compiled
+        code.
 
     Raises:
-        ValueError: if the columns of all ranks are not the padded vocabulary (as with logits
-            that were gathered), if there are other labels than rows of logits, or, on the
-            CPU, a label is outside the vocabulary.
+        ValueError: if the columns of all ranks are not the padded vocabulary (for example
+            because logits were gathered), if labels and rows of logits differ in shape, or, on
+            the CPU, if a label is outside the vocabulary.
     """
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
@@ -85,6 +85,7 @@ class _VocabCrossEntropy(OnceDifferentiable):
         num_true = _true_columns(logits.shape[-1], vocab_size, axis)
         true = logits[..., :num_true]
         scores = true.to(torch.promote_types(logits.dtype, torch.float32))
+        # Scores relative to the row's maximum over all ranks, so that exp cannot overflow.
         top = scores.amax(-1) if num_true else scores.new_full(labels.shape, -torch.inf)
         top = all_reduce(top, axis, "max")
         scores = scores - top.unsqueeze(-1)
@@ -93,6 +94,7 @@ class _VocabCrossEntropy(OnceDifferentiable):
             picked = scores.gather(-1, column).squeeze(-1).where(is_mine, 0.0)
         else:
             picked = scores.new_zeros(labels.shape)
+        # One all-reduce for all sums; ``picked`` is zero on every rank but the label's.
         sums = [scores.exp().sum(-1), picked]
         if label_smoothing > 0:
             sums.append(scores.sum(-1))
@@ -111,7 +113,8 @@ class _VocabCrossEntropy(OnceDifferentiable):
         smoothing = ctx.label_smoothing
         num_true = _true_columns(logits.shape[-1], ctx.vocab_size, ctx.axis)
         scores = logits[..., :num_true].to(grad.dtype)
-        # Subtracted one after the other: their sum would lose log_sum under a large maximum.
+        # d loss / d logit[k] = p[k] - (1 - s) [k == y] - s / K.
+        # Two subtractions, because top + log_sum would round log_sum away if top is large.
         probs = (scores - top.unsqueeze(-1) - log_sum.unsqueeze(-1)).exp()
         column, is_mine = _own_column(labels, logits.shape[-1], num_true, ctx.axis)
         target = (1 - smoothing) * is_mine.to(grad.dtype).unsqueeze(-1)
@@ -123,12 +126,12 @@ class _VocabCrossEntropy(OnceDifferentiable):
 
 
 def _true_columns(width: int, vocab_size: int, axis: Axis) -> int:
-    """Return how many leading columns of this rank's slice are no padding."""
+    """Return the number of this rank's columns, from the first, that are not padding."""
     return min(max(vocab_size - axis.rank * width, 0), width)
 
 
 def _own_column(labels: Tensor, width: int, num_true: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return each label's column here (some valid one if elsewhere), and whether it is here."""
+    """Return each label's column on this rank, else 0, and whether this rank has it."""
     local = labels - axis.rank * width
     is_mine = (local >= 0) & (local < num_true)
     return local.where(is_mine, 0).unsqueeze(-1), is_mine

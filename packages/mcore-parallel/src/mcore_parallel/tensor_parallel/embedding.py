@@ -1,7 +1,7 @@
 """Token embedding and output head, with the vocabulary split over the tensor ranks.
 
-Each rank holds an equal run of rows. The vocabulary is padded so that it divides; padding
-rows are zero, take no gradient and are no part of the logical tensor.
+Each rank holds an equal, consecutive range of rows. The vocabulary is padded to a multiple of
+the ranks; padding rows are zero, get no gradient and do not belong to the logical tensor.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def padded_vocab(vocab_size: int, divisor: int, tp: int) -> int:
 
 
 class _VocabTable(nn.Module):
-    """What embedding and head share: a table whose rows are split over an axis."""
+    """A table whose rows are split over an axis; base of the embedding and the head."""
 
     def __init__(
         self,
@@ -50,17 +50,18 @@ class _VocabTable(nn.Module):
         """Allocate this rank's rows and initialise them.
 
         Args:
-            vocab_size: true number of tokens.
-            hidden_size: features of each.
+            vocab_size: number of tokens, without padding.
+            hidden_size: features of each token.
             padded_vocab_size: rows over all ranks; 0: the next multiple of ``axis.size``.
-            axis: ranks that share the rows.
-            sequence_parallel: whether hidden states are cut along dimension 0 over ``axis``.
-            tied: pipeline ranks that hold a copy of the table (``ctx.embedding_ends``): under
-                one name, begun alike; gradients of the copies are summed. The last stage
-                hands its ``weight`` to ``head_loss``.
-            init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
-            device: of the table.
-            dtype: of the table.
+            axis: ranks that split the rows.
+            sequence_parallel: whether hidden states are split along dimension 0 over ``axis``.
+            tied: pipeline ranks that hold a copy of the table (``ctx.embedding_ends``). The
+                copies have one logical name and equal initial values, and their gradients are
+                summed. The last stage passes its ``weight`` to ``head_loss``.
+            init_std: standard deviation of the initial weights; 0.0 fills with zeros and draws
+                nothing.
+            device: device of the table.
+            dtype: dtype of the table.
 
         Raises:
             ValueError: if ``padded_vocab_size`` is too small or not a multiple of the axis.
@@ -77,16 +78,16 @@ class _VocabTable(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Fill the table by logical name, padding with zeros.
+        """Initialise the table by seed and logical name, padding with zeros.
 
         Args:
-            seed: None draws one from torch's default CPU generator, which must then be seeded
-                alike on all ranks of the axis.
+            seed: None draws a seed from torch's default CPU generator, which must then have
+                equal state on all ranks of the axis.
         """
         reset_weight_(self, std=self.init_std, seed=seed)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the table, see ``sharding``."""
+        """Return the layout of the table by parameter name, see ``sharding``."""
         shape = (self.vocab_size, self.hidden_size)
         layout = sliced("", shape, 0, self.axis, tuple(self.weight.shape))
         return {"weight": ParamLayout(layout.parts, tied=self.tied)}
@@ -101,7 +102,7 @@ class _VocabTable(nn.Module):
 
 
 class VocabParallelEmbedding(_VocabTable):
-    """Rows of a table by token id, the table's rows split over an axis.
+    """Token embedding: looks up rows of a table that is split by rows over an axis.
 
     Attributes:
         weight: this rank's rows, ``[padded_vocab_size / axis.size, hidden_size]``.
@@ -109,29 +110,30 @@ class VocabParallelEmbedding(_VocabTable):
     """
 
     def forward(self, ids: Int[Tensor, "B S"]) -> Float[Tensor, "s B D"]:
-        """Look the tokens up; the result is ``[S, B, D]``, or ``[S/axis, B, D]``.
+        """Return the tokens' rows: ``[S, B, D]``, or ``[S/axis, B, D]`` if sequence parallel.
 
-        Forward all-reduces, or reduce-scatters under sequence parallelism; backward
-        all-gathers in the latter case.
+        Forward all-reduces and backward does not communicate; under sequence parallelism
+        forward reduce-scatters and backward all-gathers.
 
         Raises:
-            ValueError: if an id is not in the vocabulary and ids are on the CPU. On a GPU,
-                where looking would wait for the device, such an id gives zeros (several
-                ranks) or stops the device (one rank).
+            ValueError: if an id on the CPU is not in the vocabulary. On a GPU, where a check
+                would synchronise, such an id gives zeros (several ranks) or a device-side
+                assertion (one rank).
         """
         check_range(ids, self.vocab_size, "token ids")
         ids = ids.t()  # [B, S] -> [S, B]
         if self.axis.size == 1:
             return _look_up(ids, self.weight)
+        # Each token has its row on one rank; the other ranks add zeros.
         local = ids - self.axis.rank * self.weight.shape[0]
-        found = _look_up(local, self.weight, others_are_zero=True)
+        rows = _look_up(local, self.weight, others_are_zero=True)
         if self.sequence_parallel:
-            return reduce_scatter_to(found, self.axis)
-        return reduce_from(found, self.axis)
+            return reduce_scatter_to(rows, self.axis)
+        return reduce_from(rows, self.axis)
 
 
 class VocabParallelHead(_VocabTable):
-    """Scores of every token, the vocabulary split over an axis.
+    """Output head: logits of hidden states, with the vocabulary split over an axis.
 
     Attributes:
         weight: this rank's rows, ``[padded_vocab_size / axis.size, hidden_size]``.
@@ -149,11 +151,11 @@ class VocabParallelHead(_VocabTable):
     ) -> Float[Tensor, "S *B v"]:
         """Return this rank's columns of the logits; padding columns are 0.
 
-        Communicates as ``linear.column_parallel``.
+        Communicates as ``linear_autograd.column_parallel``.
 
         Args:
-            x: whole, or this rank's cut of dimension 0 under sequence parallelism.
-            weight: used instead of the layer's own, such as a tied embedding's.
+            x: hidden states; under sequence parallelism this rank's slice of dimension 0.
+            weight: replaces the layer's own weight, for example by a tied embedding's.
         """
         weight = self.weight if weight is None else weight
         return column_parallel(x, weight, None, self.axis, self.sequence_parallel)
@@ -162,9 +164,9 @@ class VocabParallelHead(_VocabTable):
 def _look_up(
     ids: Int[Tensor, "S B"], weight: Float[Tensor, "v D"], *, others_are_zero: bool = False
 ) -> Float[Tensor, "S B D"]:
-    """Take rows by id; with ``others_are_zero`` an id that is no row gives zeros.
+    """Return rows by id; with ``others_are_zero``, zeros for an id outside the rows.
 
-    The gradient goes straight into the table's main gradient if it has one.
+    If the table has a main gradient, backward adds to it directly.
     """
     if weight.requires_grad and slot_of(weight) is not None:
         return _LookUp.apply(ids, weight, others_are_zero)
@@ -175,8 +177,8 @@ def _look_up_plain(ids: Tensor, weight: Tensor, others_are_zero: bool) -> Tensor
     if not others_are_zero:
         return F.embedding(ids, weight)
     is_row = (ids >= 0) & (ids < weight.shape[0])
-    found = F.embedding(ids.where(is_row, 0), weight)
-    return found.where(is_row.unsqueeze(-1), 0.0)
+    rows = F.embedding(ids.where(is_row, 0), weight)
+    return rows.where(is_row.unsqueeze(-1), 0.0)
 
 
 class _LookUp(OnceDifferentiable):
@@ -195,9 +197,9 @@ class _LookUp(OnceDifferentiable):
 
 
 def check_range(ids: Int[Tensor, "..."], size: int, what: str) -> None:
-    """Raise unless ``0 <= ids < size``, where looking costs no wait for a device.
+    """Raise unless ``0 <= ids < size``; checks nothing on a GPU or in compiled code.
 
-    On a GPU, and in compiled code, nothing is checked.
+    Reading ids of a GPU on the host would synchronise.
     """
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
         return

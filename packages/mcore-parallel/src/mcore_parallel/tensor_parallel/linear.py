@@ -1,11 +1,12 @@
 """Linears split over the tensor ranks, with or without sequence parallelism.
 
-A column-parallel linear holds rows of the weight (output features), a row-parallel one
-columns (input features); a column followed by a row needs one reduction. Under sequence
-parallelism the activations outside the pair are cut along dimension 0, so the all-reduces
-become all-gather and reduce-scatter. Over an axis of one rank both are plain linears.
+A column-parallel linear holds rows of the weight (output features), a row-parallel linear
+columns (input features); a column-parallel followed by a row-parallel linear needs one
+reduction. Under sequence parallelism the activations outside the pair are split along
+dimension 0, so the all-reduces become all-gather and reduce-scatter. Over an axis of one rank
+both are plain linears.
 
-``linear_autograd`` does the communication; the GEMMs are those of the layer's ``Gemm`` object.
+``linear_autograd`` communicates; the layer's ``Gemm`` object multiplies.
 
 Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -28,18 +29,18 @@ from mcore_parallel.tensor_parallel.linear_autograd import column_parallel, row_
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One logical tensor among those whose rows a column-parallel weight stacks."""
+    """One of the logical tensors whose rows are stacked in a column-parallel weight."""
 
     name: str
-    """Logical name below the layer, ``q`` for ``q.weight``; empty: the layer's own."""
+    """Logical name below the layer, ``q`` for ``q.weight``; empty: the layer's own name."""
     size: int
     """Rows of the logical tensor."""
     replicas: Axis = SINGLE
-    """Neighbouring ranks of the layer's axis that hold the same rows
-    (``ParallelContext.tp_block``): key/value heads fewer than tensor ranks."""
+    """Consecutive ranks of the layer's axis that hold the same rows
+    (``ParallelContext.tp_block``), for key/value heads fewer than tensor ranks."""
 
     def local_size(self, axis: Axis) -> int:
-        """Return the rows that each rank of ``axis`` holds.
+        """Return the number of rows that each rank of ``axis`` holds.
 
         Raises:
             ValueError: if the rows do not divide evenly over the blocks of replicas.
@@ -60,30 +61,36 @@ class Output:
 
 
 class _SplitLinear(nn.Module):
-    """What both linears share: parameters of this rank, filled by logical name."""
+    """Allocation and initialisation that both linears share."""
 
     def _allocate(
-        self, rows: int, columns: int, bias: bool, gemm: Gemm, init_std: float, **placed: Any
+        self,
+        rows: int,
+        columns: int,
+        bias: bool,
+        gemm: Gemm,
+        init_std: float,
+        **factory_kwargs: Any,
     ) -> None:
         self.init_std = init_std
         self.gemm = gemm.fitting(rows, columns)
-        self.weight = overwrites(nn.Parameter(torch.empty(rows, columns, **placed)))
-        self.bias = nn.Parameter(torch.empty(rows, **placed)) if bias else None
+        self.weight = overwrites(nn.Parameter(torch.empty(rows, columns, **factory_kwargs)))
+        self.bias = nn.Parameter(torch.empty(rows, **factory_kwargs)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Fill the weight by logical name, the bias with zeros.
+        """Initialise the weight by seed and logical name, the bias with zeros.
 
-        The same seed gives the same logical weights whatever the axis.
+        A seed gives the same logical weights for every size of the axis.
 
         Args:
-            seed: None draws one from torch's default CPU generator, which must then be seeded
-                alike on all ranks of the axis.
+            seed: None draws a seed from torch's default CPU generator, which must then have
+                equal state on all ranks of the axis.
         """
         reset_weight_(self, std=self.init_std, seed=seed)
 
     def deferrable_weights(self) -> list[nn.Parameter]:
-        """Return what a ``WeightQueue`` may serve."""
+        """Return the weights whose gradients a ``WeightQueue`` may defer."""
         return [self.weight]
 
 
@@ -116,14 +123,15 @@ class ColumnParallelLinear(_SplitLinear):
 
         Args:
             in_features: features of the input, whole on every rank.
-            outputs: logical tensors whose rows are stacked, or the row count of a single one.
-            bias: whether to add one.
-            axis: ranks that share the rows.
-            sequence_parallel: whether the input is cut along dimension 0 over ``axis``.
-            init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
-            gemm: multiplies, in the precision that it is for.
-            device: of the parameters.
-            dtype: of the parameters.
+            outputs: logical tensors whose rows are stacked, or the number of rows of one.
+            bias: whether the layer has a bias.
+            axis: ranks that split the rows.
+            sequence_parallel: whether the input is split along dimension 0 over ``axis``.
+            init_std: standard deviation of the initial weight; 0.0 fills with zeros and draws
+                nothing.
+            gemm: multiplies, in its precision.
+            device: device of the parameters.
+            dtype: dtype of the parameters.
 
         Raises:
             ValueError: if an output's rows do not divide over the axis.
@@ -134,11 +142,12 @@ class ColumnParallelLinear(_SplitLinear):
         self.output_sizes = tuple(output.local_size(axis) for output in self.outputs)
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
-        placed = {"device": device, "dtype": dtype}
-        self._allocate(sum(self.output_sizes), in_features, bias, gemm, init_std, **placed)
+        factory_kwargs = {"device": device, "dtype": dtype}
+        rows = sum(self.output_sizes)
+        self._allocate(rows, in_features, bias, gemm, init_std, **factory_kwargs)
 
     def forward(self, x: Float[Tensor, "s *B D"]) -> Float[Tensor, "S *B F"]:
-        """Return this rank's features of the output for the whole sequence.
+        """Return this rank's output features, for all tokens of the axis' ranks.
 
         Forward all-gathers x under sequence parallelism. Backward reduce-scatters (sequence
         parallelism) or all-reduces the gradient of x.
@@ -148,7 +157,7 @@ class ColumnParallelLinear(_SplitLinear):
         )
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the local parameters, see ``sharding``."""
+        """Return the layouts of weight and bias by parameter name, see ``sharding``."""
         layouts = {"weight": ParamLayout(tuple(self._parts("weight", (self.in_features,))))}
         if self.bias is not None:
             layouts["bias"] = ParamLayout(tuple(self._parts("bias", ())))
@@ -167,7 +176,8 @@ class ColumnParallelLinear(_SplitLinear):
                     local_offsets=(begin, *zeros),
                     lengths=(size, *rest),
                     replicas=output.replicas,
-                    # Each holder sees its own heads' share of the gradient only.
+                    # Each replica serves other query heads, so its gradient is a part of the
+                    # sum.
                     partial=output.replicas,
                 )
             )
@@ -184,7 +194,7 @@ class RowParallelLinear(_SplitLinear):
 
     Attributes:
         weight: ``[out_features, in_features / axis.size]``.
-        bias: ``[out_features]``, whole on every rank and added after the reduction, or None.
+        bias: ``[out_features]``, replicated and added after the reduction, or None.
     """
 
     def __init__(
@@ -203,15 +213,16 @@ class RowParallelLinear(_SplitLinear):
         """Allocate this rank's columns and initialise them.
 
         Args:
-            in_features: features of the whole input, over all ranks.
-            out_features: features of the output, whole on every rank.
-            bias: whether to add one.
-            axis: ranks that share the columns.
-            sequence_parallel: whether to cut the output along dimension 0 over ``axis``.
-            init_std: of the normal distribution; 0.0 leaves zeros and draws nothing.
-            gemm: multiplies, in the precision that it is for.
-            device: of the parameters.
-            dtype: of the parameters.
+            in_features: features of the input, summed over all ranks.
+            out_features: features of the output, all of them on every rank.
+            bias: whether the layer has a bias.
+            axis: ranks that split the columns.
+            sequence_parallel: whether to split the output along dimension 0 over ``axis``.
+            init_std: standard deviation of the initial weight; 0.0 fills with zeros and draws
+                nothing.
+            gemm: multiplies, in its precision.
+            device: device of the parameters.
+            dtype: dtype of the parameters.
 
         Raises:
             ValueError: if the axis does not divide ``in_features``.
@@ -225,21 +236,22 @@ class RowParallelLinear(_SplitLinear):
         self.in_features, self.out_features = in_features, out_features
         self.axis = axis
         self.sequence_parallel = sequence_parallel and axis.size > 1
-        placed = {"device": device, "dtype": dtype}
-        self._allocate(out_features, in_features // axis.size, bias, gemm, init_std, **placed)
+        factory_kwargs = {"device": device, "dtype": dtype}
+        columns = in_features // axis.size
+        self._allocate(out_features, columns, bias, gemm, init_std, **factory_kwargs)
 
     def forward(self, x: Float[Tensor, "S *B _"]) -> Float[Tensor, "s *B D"]:
-        """Return the whole output features, of this rank's tokens under sequence parallelism.
+        """Return all output features; under sequence parallelism of this rank's tokens only.
 
         Forward reduce-scatters (sequence parallelism) or all-reduces the partial sums.
         Backward all-gathers the gradient of the output under sequence parallelism; the
-        gradient of the bias is then that of this rank's tokens, a partial sum.
+        gradient of the bias then covers this rank's tokens only and is a partial sum.
         """
         y = row_parallel(x, self.weight, self.axis, self.sequence_parallel, self.gemm)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def layouts(self) -> dict[str, ParamLayout]:
-        """Describe the local parameters, see ``sharding``."""
+        """Return the layouts of weight and bias by parameter name, see ``sharding``."""
         shape = (self.out_features, self.in_features)
         layouts = {"weight": sliced("", shape, 1, self.axis)}
         if self.bias is not None:

@@ -1,12 +1,13 @@
-"""GEMMs with a weight split over the tensor ranks: the functional core of the linears.
+"""Autograd functions of the linears: GEMMs with a split weight, and their communication.
 
-Under sequence parallelism tokens are gathered before a column-parallel GEMM and summed and
-reduce-scattered after a row-parallel one. The ``Gemm`` object defines the GEMMs, this module
-the communication.
+Under sequence parallelism tokens are all-gathered before a column-parallel GEMM and
+reduce-scattered after a row-parallel GEMM. The ``Gemm`` object multiplies; this module
+communicates.
 
-A weight whose ``GradSlot`` has a main gradient has its gradient added there, else autograd gets
-it. With a queue in the slot (``WeightQueue``) it is made later: until then its input is kept,
-cut as it came under sequence parallelism and gathered then, and its output's gradient.
+If a weight's ``GradSlot`` has a main gradient, backward adds the weight's gradient to it and
+returns None to autograd. If the slot has a queue (``WeightQueue``), the gradient is computed
+later: the queue holds the input (under sequence parallelism this rank's slice, gathered later)
+and the gradient of the output until then.
 """
 
 from collections.abc import Callable
@@ -31,8 +32,8 @@ from mcore_parallel.precision.fp8_cast import DeferredMatrix
 from mcore_parallel.precision.gemm import PLAIN_GEMM, Gemm, Operands
 
 FusedActivation = Callable[[Tensor, Tensor | None], DeferredMatrix]
-"""Called with the first linear's output and None: the second linear's input. With the gradient
-of that input: the gradient of the first linear's output."""
+"""``f(y, None)`` maps the first linear's output y to the second linear's input; ``f(y, grad)``
+maps the gradient of that input to the gradient of y."""
 
 
 def column_parallel(
@@ -43,19 +44,20 @@ def column_parallel(
     sequence_parallel: bool,
     gemm: Gemm = PLAIN_GEMM,
 ) -> Float[Tensor, "S *B F"]:
-    """Multiply by this rank's rows of a weight.
+    """Return ``x W^T + b`` for this rank's rows of W and entries of b.
 
-    Under sequence parallelism x is all-gathered along dimension 0 in forward, and gathered
-    again in backward instead of being kept: the gather runs under the GEMM that gives the
-    gradient of x, and the reduction of that gradient under the weight's.
+    Under sequence parallelism forward all-gathers x along dimension 0, and backward gathers x
+    again, so that the gathered tensor is not saved. In backward this gather overlaps with the
+    GEMM of the gradient of x, and the reduction of that gradient with the GEMM of the weight's
+    gradient.
 
     Args:
-        x: whole input, or this rank's cut of dimension 0 under sequence parallelism.
+        x: input; under sequence parallelism this rank's slice of dimension 0.
         weight: this rank's rows.
         bias: this rank's entries, or None.
-        axis: ranks that share the rows.
-        sequence_parallel: whether x is cut along dimension 0 over ``axis``.
-        gemm: multiplies.
+        axis: ranks that split the rows.
+        sequence_parallel: whether x is split along dimension 0 over ``axis``.
+        gemm: multiplies, in its precision.
     """
     is_cut = sequence_parallel and axis.size > 1
     return _ColumnParallel.apply(x, weight, bias, axis, is_cut, gemm)
@@ -68,16 +70,16 @@ def row_parallel(
     sequence_parallel: bool,
     gemm: Gemm = PLAIN_GEMM,
 ) -> Float[Tensor, "s *B D"]:
-    """Multiply by this rank's columns of a weight and sum over the ranks.
+    """Return ``x W^T`` summed over the ranks that split the columns of W.
 
-    Under sequence parallelism the sum is scattered along dimension 0, else every rank has it.
+    Under sequence parallelism a reduce-scatter along dimension 0, else an all-reduce.
 
     Args:
         x: this rank's features.
         weight: this rank's columns.
-        axis: ranks that share the columns.
-        sequence_parallel: whether to cut the result along dimension 0 over ``axis``.
-        gemm: multiplies.
+        axis: ranks that split the columns.
+        sequence_parallel: whether to split the result along dimension 0 over ``axis``.
+        gemm: multiplies, in its precision.
     """
     partial = column_parallel(x, weight, None, SINGLE, sequence_parallel=False, gemm=gemm)
     return _sum_over(axis, partial, sequence_parallel)
@@ -95,19 +97,19 @@ def column_row_pair(
 ) -> Float[Tensor, "s *B D"]:
     """Return ``activation(x W1^T) W2^T`` with both GEMMs in fp8, as one autograd function.
 
-    The activation is computed while it is cast for the second GEMM, and its gradient while it
-    is cast for the first, so that neither is stored in 16 bits. Communicates as
-    ``column_parallel`` followed by ``row_parallel``.
+    The cast for the second GEMM computes the activation, and the cast for the first GEMM's
+    backward computes the activation's gradient, so neither is stored in 16 bits. Communicates
+    as ``column_parallel`` followed by ``row_parallel``.
 
     Args:
-        x: whole input, or this rank's cut of dimension 0 under sequence parallelism.
-        weights: this rank's rows of the first linear, and columns of the second.
-        gemms: of the two linears; both take a ``DeferredMatrix``.
-        activation: between the two linears.
-        axis: ranks that share the inner features.
-        sequence_parallel: whether x and the result are cut along dimension 0 over ``axis``.
-        recompute_activation: compute the activation again for the second weight's gradient
-            instead of keeping its cast.
+        x: input; under sequence parallelism this rank's slice of dimension 0.
+        weights: this rank's rows of the first weight and columns of the second.
+        gemms: fp8 GEMMs of the two linears; both accept a ``DeferredMatrix``.
+        activation: function between the two linears.
+        axis: ranks that split the inner features.
+        sequence_parallel: whether x and the result are split along dimension 0 over ``axis``.
+        recompute_activation: recompute the activation for the second weight's gradient instead
+            of saving its cast.
     """
     is_cut = sequence_parallel and axis.size > 1
     partial = _ColumnRowPair.apply(
@@ -135,7 +137,7 @@ class _ColumnParallel(OnceDifferentiable):
         gemm: Gemm,
     ) -> Tensor:
         ctx.axis, ctx.is_cut, ctx.gemm = axis, is_cut, gemm
-        # Saved tensors may come back as copies (recomputation); the slot is the original's.
+        # Read from the original weight: a saved tensor may be unpacked as a copy without slot.
         ctx.slot = slot_of(weight)
         x, weight = cast_factor(x), cast_factor(weight)
         bias = None if bias is None else cast_factor(bias)
@@ -171,14 +173,14 @@ class _ColumnRowPair(OnceDifferentiable):
         recompute_activation: bool,
     ) -> Tensor:
         ctx.axis, ctx.is_cut, ctx.gemms, ctx.activation = axis, is_cut, gemms, activation
-        # Saved tensors may come back as copies (recomputation); the slots are the originals'.
+        # Read from the original weights: a saved tensor may be unpacked as a copy without slot.
         ctx.slots = slot_of(column_weight), slot_of(row_weight)
         column, row = gemms
         gathered = wait(start_all_gather(x, axis)) if is_cut else x
         hidden, column_kept = column.forward(gathered, column_weight, None)
         y, row_kept = row.forward(activation(hidden, None), row_weight, None)
-        # Kept for the weights' gradients: the first input (cut as it came, or its cast), and
-        # the cast activation unless it is recomputed.
+        # Saved for the weights' gradients: the first input (this rank's slice, or the cast of
+        # the full input), and the cast activation unless backward recomputes it.
         ctx.recompute_activation = recompute_activation
         column_kept = (x,) if is_cut else column_kept
         row_kept = () if recompute_activation else row_kept
@@ -196,7 +198,7 @@ class _ColumnRowPair(OnceDifferentiable):
             row_kept = row.keep(ctx.activation(hidden, None))
         work = _WeightGradient(row, row_slot, row.prepare(grad), tuple(row_kept), None)
         grad_active, grad_row = _gradients(work, row_weight, SINGLE, (True, needs_row))
-        # From here on as in _ColumnParallel, with a gradient that is computed as it is cast.
+        # From here on as in _ColumnParallel; the cast computes the activation's gradient.
         operands = column.prepare(ctx.activation(hidden, grad_active))
         cut_over = ctx.axis if ctx.is_cut else None
         work = _WeightGradient(column, column_slot, operands, tuple(column_kept), cut_over)
@@ -208,7 +210,10 @@ class _ColumnRowPair(OnceDifferentiable):
 def _gradients(
     work: "_WeightGradient", weight: Tensor, axis: Axis, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Make the gradients of input and weight, their communication under the other's GEMM."""
+    """Return the gradients of input and weight; collectives overlap with the two GEMMs.
+
+    gather of x | GEMM of grad x, then reduction of grad x | GEMM of grad weight.
+    """
     needs_x, needs_weight, *_ = needs
     is_cut = work.axis is not None
     queue = work.slot.queue if needs_weight and work.slot is not None else None
@@ -216,15 +221,15 @@ def _gradients(
     if queue is not None:
         queue.put(work.make, prepare=work.gather)
     if makes_weight:
-        work.gather()  # runs under the next GEMM
+        work.gather()  # overlaps with the next GEMM
     grad_x = work.gemm.input_grad(work.grad, weight) if needs_x else None
     if makes_weight:
-        work.wait()  # before the reduction starts: both use the axis' links
-    if grad_x is not None and axis.size > 1:  # runs under the weight's GEMM
+        work.wait()  # before the reduction starts, which uses the same links
+    if grad_x is not None and axis.size > 1:  # overlaps with the weight's GEMM
         reduce = start_reduce_scatter if is_cut else start_all_reduce
         grad_x = reduce(grad_x, axis)
     grad_weight = None
-    if makes_weight:  # as ``work.make``, whose gather has ended
+    if makes_weight:  # ``work.make`` without its wait
         grad_weight = work.gemm.weight_grad(work.grad, work.kept, work.slot)
     if grad_x is not None and axis.size > 1:
         grad_x = wait(grad_x)
@@ -232,7 +237,7 @@ def _gradients(
 
 
 class _WeightGradient:
-    """One weight's gradient, made now or later; holds its factors until then."""
+    """One weight's gradient, computed now or later, and its two factors until then."""
 
     def __init__(
         self,
@@ -242,28 +247,28 @@ class _WeightGradient:
         kept: Operands,
         axis: Axis | None,
     ) -> None:
-        """Hold the factors.
+        """Store the factors.
 
         Args:
-            gemm: multiplies them.
-            slot: of the weight; None: the gradient is returned.
-            grad: of the output, as ``gemm.prepare`` returns it.
-            kept: the input, as ``gemm.keep`` returns it, or this rank's cut of the input.
-            axis: ranks over which the input is cut; None: it is whole.
+            gemm: multiplies the factors.
+            slot: slot of the weight; None: ``make`` returns the gradient.
+            grad: gradient of the output, as ``gemm.prepare`` returns it.
+            kept: the input, as ``gemm.keep`` returns it, or this rank's slice of the input.
+            axis: ranks over which the input is split; None: ``kept`` is the full input.
         """
         self.gemm, self.slot, self.grad, self.kept, self.axis = gemm, slot, grad, kept, axis
 
     def gather(self) -> None:
-        """Begin to gather an input that is cut."""
+        """Launch the all-gather of a split input."""
         if self.axis is not None:
             self.kept = (start_all_gather(self.kept[0], self.axis),)
 
     def wait(self) -> None:
-        """Wait for the gather."""
+        """Wait for the all-gather."""
         if self.axis is not None:
             self.kept, self.axis = self.gemm.keep(wait(self.kept[0])), None
 
     def make(self) -> Tensor | None:
-        """Add the gradient to the slot's main gradient, or return it."""
+        """Add the gradient to the slot's main gradient, or return the gradient."""
         self.wait()
         return self.gemm.weight_grad(self.grad, self.kept, self.slot)

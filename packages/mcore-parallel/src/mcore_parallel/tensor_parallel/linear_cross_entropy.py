@@ -1,9 +1,9 @@
 """Output head fused with the vocabulary-parallel cross-entropy, in chunks of tokens.
 
-The logits of a chunk live only while its loss and gradients are computed: for 8192 tokens and
-128k words that is half a gigabyte instead of ten. The forward pass computes the gradients too
-(the loss is the root of backward, so its own gradient is known to be 1), and the GEMM itself
-accumulates the weight gradient into ``main_grad`` in float32.
+The logits of a chunk are freed once its loss and gradients are computed: for 8192 tokens and
+a vocabulary of 128k that is half a gigabyte instead of ten. Forward computes the gradients too
+(the loss is the root of backward, so the gradient of the loss is 1), and a GEMM accumulates the
+weight's gradient into the main gradient in float32.
 The slow reference is ``VocabParallelHead`` followed by ``vocab_parallel_cross_entropy``.
 """
 
@@ -37,35 +37,37 @@ def head_loss(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "B Q"]]:
     """Return the weighted sum of token losses and, without gradient, each token's loss.
 
-    Over ``axis``: gathers ``x`` under sequence parallelism, all-reduces three numbers a
+    Over ``axis``: all-gathers ``x`` under sequence parallelism, all-reduces four numbers per
     token in forward, and all-reduces (or reduce-scatters) the gradient of ``x`` in backward.
 
-    The sum must be a root of backward (``torch.autograd.backward`` with gradient 1): another
-    gradient stops the device with an assertion, for the weight gradient is made in forward.
+    The sum must be a root of backward with gradient 1 (``torch.autograd.backward``), because
+    forward has already computed the gradients; any other gradient fails an assertion on the
+    device.
 
     Args:
         x: hidden states; under sequence parallelism this rank's S/tp of Q positions.
-        weight: this rank's rows of the head; padding rows at the global end. If it has a
-            ``main_grad``, the gradient is added there and none is returned for it.
+        weight: this rank's rows of the head; padding rows at the global end. If the weight has
+            a main gradient, the gradient is added to it and autograd gets None.
         labels: global vocabulary ids, each below ``vocab_size``.
         weights: factor of every token's loss (mask over global count), float32 or wider.
-        vocab_size: true vocabulary: padding takes no part.
+        vocab_size: vocabulary without padding.
         axis: ranks that split the vocabulary.
         sequence_parallel: whether ``x`` is split along the sequence.
-        label_smoothing: as ``torch.nn.functional.cross_entropy`` defines it.
-        softcap: logits become softcap x tanh(logit / softcap) before the loss; 0: they stay.
-        chunk_tokens: tokens whose logits are alive at once.
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+        softcap: logits become softcap x tanh(logit / softcap) before the loss; 0: no cap.
+        chunk_tokens: tokens of a chunk, whose logits are in memory together.
 
     Raises:
-        ValueError: if the slices of ``weight`` cannot hold ``vocab_size`` words, or if x and
-            labels are not of the same tokens.
+        ValueError: if the rows of ``weight`` over all ranks are fewer than ``vocab_size``, or
+            if x and labels have different tokens.
 
     Reference:
         Vocabulary-parallel loss: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
     if weight.shape[0] * axis.size < vocab_size:
         raise ValueError(
-            f"a head of {axis.size} x {weight.shape[0]} rows cannot hold {vocab_size} words"
+            f"a head of {axis.size} x {weight.shape[0]} rows cannot hold a vocabulary of "
+            f"{vocab_size}: pad it to a multiple of the ranks, see padded_vocab"
         )
     x = gather_partial_from(x, axis) if sequence_parallel else copy_to(x, axis)
     if labels.t().shape != x.shape[:2] or weights.shape != labels.shape:
@@ -75,7 +77,7 @@ def head_loss(
             "ranks, are [S, B, D]; context ranks cut them like the tokens"
         )
     rows = x.reshape(-1, x.shape[-1])  # [S, B, D] -> [T, D]
-    if not torch.is_grad_enabled():  # forward makes gradients of what requires one
+    if not torch.is_grad_enabled():  # else forward would compute gradients for nothing
         rows, weight = rows.detach(), weight.detach()
     flat_labels = labels.t().reshape(-1)
     flat_weights = weights.t().reshape(-1)
@@ -111,11 +113,11 @@ class _HeadLoss(OnceDifferentiable):
         softcap: float,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        # The matrix is the weight, or its cast under autocast.
+        # ``matrix`` is the weight, or its cast under autocast.
         wide = torch.promote_types(x.dtype, torch.float32)
         weights = weights.to(wide)
-        first = axis.rank * weight.shape[0]
-        width = min(max(vocab_size - first, 0), weight.shape[0])
+        first = axis.rank * weight.shape[0]  # vocabulary id of this rank's first row
+        width = min(max(vocab_size - first, 0), weight.shape[0])  # rows that are not padding
         shape = width, first, label_smoothing, vocab_size
         needs_grad, needs_weight = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[1]
         dx = torch.empty_like(x if needs_grad else x[:0])
@@ -123,28 +125,33 @@ class _HeadLoss(OnceDifferentiable):
         main = None if slot is None else slot.main
         rows = weight.shape[0] if needs_weight else 0
         dw = weight.new_empty(rows, weight.shape[1], dtype=wide) if main is None else main
+        # Whether the first chunk's GEMM writes over dw instead of adding to it.
         is_new = needs_weight and (slot is None or slot.take_stale())
         losses = torch.empty(x.shape[0], dtype=wide, device=x.device)
         for begin in range(0, x.shape[0], chunk_tokens):
             part = slice(begin, begin + chunk_tokens)
-            logits, slope = _scored(x[part], matrix, softcap)
+            logits, slope = _capped_logits(x[part], matrix, softcap)
             peak, total, target, plain = row_stats(
                 logits, labels[part], width, first, label_smoothing > 0.0
             )
+            # log sum_k exp(z_k) = M + log sum over ranks of exp(m_r - M) sum_k exp(z_k - m_r),
+            # with m_r the maximum on rank r and M that over all ranks.
             highest = all_reduce(peak, axis, "max")
             shifted = torch.stack([total * torch.exp(peak - highest), target, plain])
             total, target, plain = all_reduce(shifted, axis)
             log_sum = highest + torch.log(total)
-            spread = log_sum - plain / vocab_size
-            losses[part] = torch.lerp(log_sum - target, spread, label_smoothing)
+            # Smoothing: (1 - s) (log_sum - z_y) + s (log_sum - mean of z over the vocabulary).
+            smooth_loss = log_sum - plain / vocab_size
+            losses[part] = torch.lerp(log_sum - target, smooth_loss, label_smoothing)
             if needs_grad:
+                # The gradient of the logits replaces the logits in memory.
                 softmax_gradient_(logits, labels[part], log_sum, weights[part], *shape)
-                torch.mm(_bent_(logits, slope), matrix, out=dx[part])
+                torch.mm(_uncapped_gradient_(logits, slope), matrix, out=dx[part])
                 if needs_weight:
                     accumulate_matmul(dw, logits.t(), x[part], overwrite=is_new)
                 is_new = False
             del logits, slope  # before the next chunk's: one is in memory at a time
-        if is_new:  # no token came
+        if is_new:  # the batch has no tokens
             dw.zero_()
         if needs_grad:
             ctx.save_for_backward(dx, *((dw,) if needs_weight and main is None else ()))
@@ -158,25 +165,25 @@ class _HeadLoss(OnceDifferentiable):
         torch._assert_async(grad == 1, "head_loss must be a root of backward")
         if ctx.slot is not None:
             ctx.slot.ready()
-        own = dw[0].to(ctx.dtype) if dw else None
-        return dx, own, *(None,) * 8
+        grad_weight = dw[0].to(ctx.dtype) if dw else None
+        return dx, grad_weight, *(None,) * 8
 
 
 def _weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
-    # A token without weight may be anything, so its loss must not reach the sum as NaN.
-    kept = torch.where(weights == 0, torch.zeros_like(losses), losses)
-    return (kept * weights).sum()
+    # A masked token may have a NaN loss, and 0 * NaN is NaN.
+    unmasked = torch.where(weights == 0, torch.zeros_like(losses), losses)
+    return (unmasked * weights).sum()
 
 
-def _bent_(gradient: Tensor, slope: Tensor | None) -> Tensor:
-    """Pass the gradient of bounded logits through the bound, in place."""
+def _uncapped_gradient_(gradient: Tensor, slope: Tensor | None) -> Tensor:
+    """Multiply the gradient of capped logits by the cap's slope, in place."""
     return gradient if slope is None else gradient.mul_(slope)
 
 
-def _scored(x: Tensor, matrix: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """Compute logits, bounded smoothly by ``softcap``, and then the slope of each."""
+def _capped_logits(x: Tensor, matrix: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """Return logits, capped by ``softcap`` unless 0, and the slope of the cap at each logit."""
     logits = x @ matrix.t()
     if not softcap:
         return logits, None
-    bent = torch.tanh(logits / softcap)
-    return bent * softcap, 1 - bent.square()
+    tanh = torch.tanh(logits / softcap)
+    return tanh * softcap, 1 - tanh.square()

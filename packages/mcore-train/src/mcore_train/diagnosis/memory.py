@@ -293,7 +293,12 @@ def _blocks(snapshot: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any
 
 
 def class_of_frames(frames: list[str]) -> str:
-    """Return the class of a block by the lines that allocated it, innermost first."""
+    """Return the class of a block by the lines that allocated it, innermost first.
+
+    A block without lines was allocated before the history began: ``unrecorded``.
+    """
+    if not frames:
+        return "unrecorded"
     for name, pattern in _LINES.items():
         if any(re.search(pattern, frame) for frame in frames):
             return name

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mcore_train.diagnosis.continue_command import recorded_command, value_of
 from mcore_train.diagnosis.log_reader import LogFile
 
 RECORD = "out of memory record: "
@@ -150,6 +151,10 @@ def phase_of(stack: str) -> str:
 
 def _header(logs: Sequence[LogFile]) -> dict[str, Any]:
     """Read layout and sizes from the lines that a run begins with."""
+    found: dict[str, Any] = {}
+    if words := recorded_command(logs):
+        found["micro_batch_size"] = int(value_of(words, "--micro-batch-size") or 1)
+        found["recompute"] = value_of(words, "--recompute-granularity")
     for log in logs:
         with log.path.open("rb") as file:
             head = file.read(1 << 15).decode(errors="replace")
@@ -157,11 +162,11 @@ def _header(logs: Sequence[LogFile]) -> dict[str, Any]:
         if layout is None:
             continue
         degrees = {name: int(value) for name, value in re.findall(r"(\w+) (\d+)", layout[1])}
-        found: dict[str, Any] = {"layout": degrees, "sharding": layout[2]}
+        found |= {"layout": degrees, "sharding": layout[2]}
         if sizes := re.search(r"steps: \d+ to \d+ of \d+ x (\d+) tokens", head):
             found["seq_length"] = int(sizes[1])
-        return found
-    return {}
+        break
+    return found
 
 
 def cheapest_mend(record: MemoryRecord) -> str:
@@ -179,9 +184,11 @@ def cheapest_mend(record: MemoryRecord) -> str:
             f"--use-distributed-optimizer: shards the optimizer's state over {data} data ranks "
             "and costs no time."
         )
-    if record.phase == "loss":
+    size = record.micro_batch_size
+    if record.phase == "loss" and size != 1:
+        half = f"--micro-batch-size {size // 2}" if size else "half the --micro-batch-size"
         return (
-            "half the --micro-batch-size: the logits of a micro-batch do not fit; or more "
+            f"{half}: the logits of a micro-batch do not fit; or more "
             "--tensor-model-parallel-size, which splits them by vocabulary."
         )
     if record.phase in ("save", "validation"):
@@ -189,18 +196,16 @@ def cheapest_mend(record: MemoryRecord) -> str:
             "half the --micro-batch-size of validation, or --no-async-save, which stages less."
         )
     if record.recompute in ("", "none"):
+        activation = "moe_act" if "expert" in record.layout else "mlp_act"
         return (
-            "--recompute-granularity selective: recomputes attention, a few per cent of the "
-            "step; then full (about a third more time)."
+            f"--recompute-granularity selective --recompute-modules layernorm {activation}: "
+            "recomputes norms and activations, a few per cent of the step; then full (about a "
+            "third more time)."
         )
-    if (record.micro_batch_size or 1) > 1:
-        return (
-            f"--micro-batch-size {(record.micro_batch_size or 2) // 2}: half the activations."
-        )
+    if size and size > 1:
+        return f"--micro-batch-size {size // 2}: half the activations."
     if record.recompute == "selective":
-        return (
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1."
-        )
+        return "--recompute-granularity full: keeps what each layer begins from, no more."
     return (
         "more tensor or pipeline ranks, --cpu-offloading or --optimizer-cpu-offload; "
         "mcore-models count estimates the bytes."

@@ -2,13 +2,14 @@
 
 ``RULES`` are the usual diagnosis tables of large-model training: memory, a loss that jumps or
 stays, low efficiency, vanishing gradients, experts out of balance. Each rule reads the rows of
-``metrics.jsonl`` that later attempts kept, and the newest ``recipe.toml`` below the run.
+``metrics.jsonl`` that later attempts kept. Rules on memory and time try their options in the
+planner (``planning.gain``) and name the best one; the planner has no model of the loss, so that
+rules on the loss have no predicted gain.
 """
 
 import json
 import math
 import statistics
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -16,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_train.diagnosis.memory_mends import MemoryRecord, cheapest_mend
+from mcore_train.diagnosis.planned_run import PlannedRun, plan_run
 from mcore_train.diagnosis.triage import triage
+from mcore_train.planning.gain import Gain, faster_changes, shorter_bubbles
+from mcore_train.planning.memory import GIB
+from mcore_train.planning.system import system_of_device
 from mcore_train.reporting.log import METRICS, read_metrics
 
 LEAST_REPORTS = 8
@@ -31,6 +36,18 @@ VANISHING = 1e-3
 """Share of the first gradient norms that counts as vanished."""
 FULL_SHARE = 0.92
 """Share of a GPU's memory above which a run is near its limit."""
+LARGE_BUBBLE = 0.1
+"""Share of a step in which pipeline ranks wait for each other that is worth a look."""
+LEAST_GAIN = 0.01
+"""Predicted gain in tokens per second from which an option is worth a restart."""
+SLOWER = 1.15
+"""Measured over predicted time of a step from which the options are not the reason."""
+LARGE_BUBBLE = 0.1
+"""Share of a step in which pipeline ranks wait for each other that is worth a look."""
+LEAST_GAIN = 0.01
+"""Predicted gain in tokens per second from which an option is named."""
+SLOWER = 1.15
+"""Measured over predicted step time from which the cluster is suspected, not the options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +59,17 @@ class RunFacts:
     header: Mapping[str, Any] = field(default_factory=dict)
     """Row of kind ``run``: layout, devices, format."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the newest recipe.toml."""
+    """Options that differ from their defaults, by field."""
     fault: str = ""
     """Class that triage gives the logs of the run, where there are any."""
     advice: str = ""
     """Of triage."""
+    memory: MemoryRecord | None = None
+    """Of a run out of GPU memory, by triage."""
+    planned: PlannedRun | None = None
+    """None where the planner cannot predict the run."""
+    unplanned: str = ""
+    """Why not."""
 
     def option(self, name: str, default: Any = 0) -> Any:
         """Return an option of the run."""
@@ -72,10 +95,14 @@ class Diagnosis:
     flag: str
     """Option most likely to help."""
     why: str
-    """What the option changes, and by how much where that is known."""
+    """What the option changes."""
+    gain: str = ""
+    """What it would gain, by the planner or by the numbers of the run; else why no gain can be
+    predicted."""
 
 
 Rule = Callable[[RunFacts], Diagnosis | None]
+OF_THE_LOSS = "not predicted: the planner models time and memory, not the loss"
 
 
 def read_run(folder: Path) -> RunFacts:
@@ -88,34 +115,33 @@ def read_run(folder: Path) -> RunFacts:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist: give the --save folder of a run.")
     rows = read_metrics(folder / METRICS)
-    recipes = sorted(folder.rglob("recipe.toml"))
-    options: dict[str, Any] = {}
-    if recipes:
-        options = _leaves(tomllib.loads(recipes[-1].read_text()))
-    fault = advice = ""
     logs = [p for p in folder.rglob("*") if p.suffix in (".log", ".err", ".out")]
-    if logs:
-        verdict = triage(folder)
-        fault, advice = verdict.fault, verdict.advice
     if not rows and not logs:
         raise ValueError(
             f"{folder} holds no {METRICS} and no logs: give the --save folder of a run."
         )
+    verdict = triage(folder) if logs else None
     headers = [row for row in rows if row["kind"] == "run"]
+    header = headers[-1] if headers else {}
+    options = header.get("options", {})
+    planned, unplanned = None, ""
+    try:
+        planned = plan_run(header, options)
+    except (
+        ValueError,
+        OSError,
+    ) as error:  # such as an unknown GPU or a lost tokenizer
+        unplanned = str(error).splitlines()[0]
     return RunFacts(
         reports=[row for row in rows if row["kind"] == "train"],
-        header=headers[-1] if headers else {},
+        header=header,
         options=options,
-        fault=fault,
-        advice=advice,
+        fault=verdict.fault if verdict else "",
+        advice=verdict.advice if verdict else "",
+        memory=verdict.memory if verdict else None,
+        planned=planned,
+        unplanned=unplanned,
     )
-
-
-def _leaves(table: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        found |= _leaves(value) if isinstance(value, dict) else {name: value}
-    return found
 
 
 def _ended(run: RunFacts) -> Diagnosis | None:
@@ -130,17 +156,27 @@ def _memory(run: RunFacts) -> Diagnosis | None:
     is_out = run.fault == "out_of_memory"
     if not is_out and not (capacity and peak > FULL_SHARE * capacity):
         return None
-    record = MemoryRecord(
+    seen = "out of memory" if is_out else f"{peak:.1f} of {capacity:.0f} GiB in use"
+    record = run.memory or MemoryRecord(
         layout=dict(run.header.get("layout", {})),
         sharding=_sharding(run),
         recompute=run.option("recompute_granularity", ""),
         micro_batch_size=run.option("micro_batch_size", 1),
     )
-    flag, _, why = (run.advice if is_out and run.advice else cheapest_mend(record)).partition(
-        ":"
-    )
-    seen = "out of memory" if is_out else f"{peak:.1f} of {capacity:.0f} GiB in use"
-    return Diagnosis("memory", seen, flag, why.strip())
+    flag, _, why = cheapest_mend(record).partition(": ")
+    if flag.startswith("PYTORCH_ALLOC_CONF") or record.phase in ("save", "validation"):
+        gain = "not predicted: the planner counts what a training step allocates"
+        return Diagnosis("memory", seen, flag, why, gain)
+    if run.planned is None:
+        return Diagnosis("memory", seen, flag, why, _no_prediction(run))
+    needed = (record.requested_gib or 0.0) if is_out else peak - FULL_SHARE * capacity
+    best = run.planned.cheapest_saving(needed * GIB)
+    if best is None:
+        why = "no single option saves 5 %: mcore-train plan searches whole layouts"
+        return Diagnosis("memory", seen, "", why)
+    is_enough = best.saved_bytes >= needed * GIB
+    why = "saves enough at the least cost in time" if is_enough else "saves most, not enough"
+    return Diagnosis("memory", seen, best.flags, why, best.describe())
 
 
 def _sharding(run: RunFacts) -> str:
@@ -149,9 +185,8 @@ def _sharding(run: RunFacts) -> str:
 
 
 def _capacity_gib(run: RunFacts) -> float:
-    sizes = {"H200": 139.8, "H100": 79.2, "A100": 79.2, "B200": 178.4}
-    names = " ".join(run.header.get("devices", {})).replace("-", " ").split()
-    return next((sizes[name] for name in names if name in sizes), 0.0)
+    system = system_of_device(next(iter(run.header.get("devices", {})), ""))
+    return system.memory_gib if system else 0.0
 
 
 def _not_finite(run: RunFacts) -> Diagnosis | None:
@@ -163,6 +198,7 @@ def _not_finite(run: RunFacts) -> Diagnosis | None:
         f"at step {bad[0]}",
         "--lr",
         "half of it, from the checkpoint before; --clip-grad 1.0 if it is off",
+        OF_THE_LOSS,
     )
 
 
@@ -184,11 +220,13 @@ def _jumping(run: RunFacts) -> Diagnosis | None:
     warmup = warmup or run.option("lr_warmup_fraction")
     if not warmup:
         why = "the run has no warm-up; 1 to 2 % of the steps"
-        return Diagnosis("oscillating loss", seen, "--lr-warmup-iters", why)
+        return Diagnosis("oscillating loss", seen, "--lr-warmup-iters", why, OF_THE_LOSS)
     if not run.option("clip_grad", 1.0):
-        return Diagnosis("oscillating loss", seen, "--clip-grad 1.0", "the norm is not limited")
+        why = "the norm is not limited"
+        return Diagnosis("oscillating loss", seen, "--clip-grad 1.0", why, OF_THE_LOSS)
     lr = run.option("lr", 0.0)
-    return Diagnosis("oscillating loss", seen, f"--lr {lr / 2:g}", f"half of {lr:g}")
+    why = f"half of {lr:g}"
+    return Diagnosis("oscillating loss", seen, f"--lr {lr / 2:g}", why, OF_THE_LOSS)
 
 
 def _vanishing(run: RunFacts) -> Diagnosis | None:
@@ -202,9 +240,10 @@ def _vanishing(run: RunFacts) -> Diagnosis | None:
     seen = f"the norm fell from {early:.2g} to {late:.2g}"
     if run.option("normalization", "RMSNorm") != "RMSNorm":
         why = "with pre-norm residuals it keeps gradients of deep stacks"
-        return Diagnosis("vanishing gradients", seen, "--normalization RMSNorm", why)
+        flag = "--normalization RMSNorm"
+        return Diagnosis("vanishing gradients", seen, flag, why, OF_THE_LOSS)
     why = "smaller initial weights or a lower --lr: softmax or activations are saturated"
-    return Diagnosis("vanishing gradients", seen, "--init-method-std", why)
+    return Diagnosis("vanishing gradients", seen, "--init-method-std", why, OF_THE_LOSS)
 
 
 def _staying(run: RunFacts) -> Diagnosis | None:
@@ -218,9 +257,10 @@ def _staying(run: RunFacts) -> Diagnosis | None:
     seen = f"{early:.3f} at first, {late:.3f} at last"
     rates = run.series("lr")
     if rates and max(rates) < 1e-5:
-        return Diagnosis("loss stays", seen, "--lr", f"the highest was {max(rates):.1g}")
+        why = f"the highest was {max(rates):.1g}"
+        return Diagnosis("loss stays", seen, "--lr", why, OF_THE_LOSS)
     why = "look at the tokens with mcore-data inspect; then three times the rate"
-    return Diagnosis("loss stays", seen, "--lr", why)
+    return Diagnosis("loss stays", seen, "--lr", why, OF_THE_LOSS)
 
 
 def _skipping(run: RunFacts) -> Diagnosis | None:
@@ -229,36 +269,84 @@ def _skipping(run: RunFacts) -> Diagnosis | None:
     if not steps or skipped < 0.1 * steps:
         return None
     seen = f"{skipped:.0f} of {steps} steps were skipped"
-    return Diagnosis("overflows", seen, "--bf16", "has float32's range and needs no loss scale")
+    why = "has float32's range and needs no loss scale"
+    gain = (
+        f"{100 * skipped / steps:.0f} % of the steps, which changed no weight; as fast a step"
+    )
+    return Diagnosis("overflows", seen, "--bf16", why, gain)
 
 
 def _imbalance(run: RunFacts) -> Diagnosis | None:
     values = run.series("expert_imbalance")[-LEAST_REPORTS:]
     if not values or statistics.median(values) < 2.0:
         return None
-    seen = f"the busiest expert has {statistics.median(values):.1f} times the mean"
-    name = "--moe-router-load-balancing-type aux_loss"
+    busiest = statistics.median(values)
+    seen = f"the busiest expert has {busiest:.1f} times the mean"
+    gain = _no_prediction(run)
+    if run.planned is not None:
+        parts = run.planned.step().parts
+        waiting = (busiest - 1) * (parts.get("experts", 0.0) + parts.get("ep", 0.0))
+        gain = f"at most {100 * waiting / sum(parts.values()):.0f} % tokens/s"
+        gain += ", if a rank has the busiest experts alone and all others wait for it"
     coefficient = run.option("moe_aux_loss_coeff", 0.0)
     if coefficient:
-        return Diagnosis("experts", seen, "--moe-aux-loss-coeff", f"ten times {coefficient:g}")
-    return Diagnosis("experts", seen, name, "with --moe-aux-loss-coeff 1e-2")
+        why = f"ten times {coefficient:g}"
+        return Diagnosis("experts", seen, "--moe-aux-loss-coeff", why, gain)
+    flag = "--moe-router-load-balancing-type aux_loss"
+    return Diagnosis("experts", seen, flag, "with --moe-aux-loss-coeff 1e-2", gain)
 
 
 def _bubble(run: RunFacts) -> Diagnosis | None:
+    flag, name = "--num-virtual-stages-per-pipeline-rank", "pipeline bubble"
+    if run.planned is not None:
+        step = run.planned.step()
+        share = step.parts.get("bubble", 0.0) / step.total
+        if share < LARGE_BUBBLE:
+            return None
+        seen = f"{100 * share:.0f} % of a step by the planner"
+        best = _fastest(run.planned.gains(shorter_bubbles(run.planned.config)))
+        if best is None:
+            why = "no other schedule is faster and fits: raise --global-batch-size"
+            return Diagnosis(name, seen, "", why)
+        why = "the schedule with the shortest step, of those that fit"
+        return Diagnosis(name, seen, best.flags, why, best.describe())
     stages = run.degree("pipeline")
     sequences = run.option("micro_batch_size", 1) * run.degree("data")
     num = int(run.reports[-1].get("global_batch_size", 0) / sequences) if run.reports else 0
     if stages < 2 or not num:
         return None
     chunks = run.option("num_virtual_stages_per_pipeline_rank", 0) or 1
-    share = (stages - 1) / (chunks * num + stages - 1)
-    if share < 0.1:
+    share, halved = ((stages - 1) / (n * chunks * num + stages - 1) for n in (1, 2))
+    if share < LARGE_BUBBLE:
         return None
-    seen = f"{100 * share:.0f} % of a step is bubble ({num} micro-batches, {stages} stages)"
-    better = (stages - 1) / (2 * chunks * num + stages - 1)
-    gain = 100 * ((1 - better) / (1 - share) - 1)
-    why = f"two chunks a stage, or twice the --global-batch-size: {gain:.0f} % faster"
-    return Diagnosis("pipeline bubble", seen, "--num-virtual-stages-per-pipeline-rank", why)
+    seen = f"{100 * share:.0f} % of a step ({num} micro-batches, {stages} stages)"
+    gain = f"{100 * ((1 - halved) / (1 - share) - 1):.0f} % tokens/s by the bubble's formula"
+    why = "two chunks a stage, or twice the --global-batch-size"
+    return Diagnosis(name, seen, flag, why, gain)
+
+
+def _fastest(gains: Sequence[Gain]) -> Gain | None:
+    """Return the first gain, of those that are worth a restart and fit the GPU."""
+    worthy = [gain for gain in gains if gain.fits and gain.faster > LEAST_GAIN]
+    return worthy[0] if worthy else None
+
+
+def _no_prediction(run: RunFacts) -> str:
+    return f"not predicted: {run.unplanned or 'the run is not known to the planner'}"
+
+
+def _behind(run: RunFacts) -> Diagnosis | None:
+    """Compare steps with their prediction: no option explains what is slower than that."""
+    times = run.series("step_ms")[1:]
+    if run.planned is None or len(times) < LEAST_REPORTS:
+        return None
+    measured, predicted = statistics.median(times), 1e3 * run.planned.step().total
+    if measured < SLOWER * predicted:
+        return None
+    seen = f"{measured:.0f} ms, and the planner predicts {predicted:.0f}"
+    why = "compare the hosts with mcore-train doctor, then look at the data loader's waits"
+    gain = f"{100 * (measured / predicted - 1):.0f} % tokens/s, if the cluster is the reason"
+    return Diagnosis("slower than planned", seen, "", why, gain)
 
 
 def _slow(run: RunFacts) -> Diagnosis | None:
@@ -266,24 +354,23 @@ def _slow(run: RunFacts) -> Diagnosis | None:
     if not rates or statistics.median(rates) == 0 or statistics.median(rates) >= GOOD_MFU:
         return None
     seen = f"MFU {100 * statistics.median(rates):.0f} %"
-    is_full = bool(_memory(run))
+    if run.planned is not None:
+        if best := _fastest(run.planned.gains(faster_changes(run.planned.config))):
+            why = "the fastest single change that fits and keeps the numbers"
+            return Diagnosis("low efficiency", seen, best.flags, why, best.describe())
+        why = "no single option is faster: mcore-train plan searches whole layouts"
+        return Diagnosis("low efficiency", seen, "", why)
     data = run.degree("data")
     if run.degree("tensor") > 8:
         flag, why = "--tensor-model-parallel-size 8", "more tensor ranks cross hosts"
     elif data > 1 and not run.option("overlap_grad_reduce", False):
         flag, why = "--overlap-grad-reduce", "sums gradients during backward"
-    elif data > 1 and _sharding(run) != "no_shard" and not run.option("overlap_param_gather"):
-        flag, why = "--overlap-param-gather", "gathers weights during forward"
-    elif run.degree("tensor") > 1 and not run.option("sequence_parallel", False):
-        flag, why = "--sequence-parallel", "shares norms and dropout over tensor ranks"
-    elif not is_full:
-        size = 2 * run.option("micro_batch_size", 1)
-        flag, why = f"--micro-batch-size {size}", "memory has room, and GEMMs get larger"
-    elif run.option("recompute_granularity", "") == "full":
+    elif run.option("recompute_granularity", "") == "full" and not _memory(run):
         flag, why = "--recompute-granularity selective", "saves most of a third of the step"
     else:
-        flag, why = "--fp8-format hybrid", "doubles the rate of GEMMs on Hopper and later"
-    return Diagnosis("low efficiency", seen, flag, why)
+        size = 2 * run.option("micro_batch_size", 1)
+        flag, why = f"--micro-batch-size {size}", "GEMMs get larger, if memory has room"
+    return Diagnosis("low efficiency", seen, flag, why, _no_prediction(run))
 
 
 RULES: tuple[Rule, ...] = (
@@ -296,6 +383,7 @@ RULES: tuple[Rule, ...] = (
     _skipping,
     _imbalance,
     _bubble,
+    _behind,
     _slow,
 )
 """In the order of the page: what ends a run first, what makes it slow last."""
@@ -313,6 +401,8 @@ def run_page(folder: Path, run: RunFacts, found: Sequence[Diagnosis]) -> str:
     for one in found:
         lines.append(f"{one.name}: {one.seen}")
         lines.append(f"  try {one.flag}: {one.why}" if one.flag else f"  {one.why}")
+        if one.gain:
+            lines.append(f"  gain: {one.gain}")
     if not found:
         lines.append("memory, loss, gradients and efficiency are as expected")
     return "\n".join(lines)

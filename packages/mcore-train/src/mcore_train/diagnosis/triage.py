@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mcore_train.diagnosis.continue_command import continue_command, recorded_command
 from mcore_train.diagnosis.flight_recorder import AbsentRanks, read_dumps
 from mcore_train.diagnosis.log_reader import Finding, LogFile, read_logs
 from mcore_train.diagnosis.memory_mends import MemoryRecord, cheapest_mend, memory_record
@@ -31,8 +32,6 @@ _APART = ("network", "collective_timeout", "rendezvous")
 _WORK = re.compile(r"[Ll]ast enqueued (?:NCCL )?work: (\d+)")
 _SEQUENCE = re.compile(r"SeqNum=(\d+), OpType=(\w+)")
 _GROUP = re.compile(r"PG GUID (\w+)")
-_SAVES = re.compile(rb"saves: (?:every \d+ steps|at the end,) to (.+)")
-_LAYOUT = re.compile(rb"layout: (\d+) ranks?: (.+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +60,8 @@ class Verdict:
     """Last step that the logs report."""
     advice: str
     command: str
-    """How to go on; empty: not by starting again."""
+    """Command line that continues the run, with the option that mends the failure where there
+    is one; empty: no option does."""
     memory: MemoryRecord | None
     """Of a run out of GPU memory."""
     num_logs: int
@@ -96,7 +96,7 @@ class Verdict:
         if self.exclude_hosts:
             lines.append(f"leave out: {', '.join(self.exclude_hosts)}")
         if self.command:
-            lines.append(f"go on: {self.command}")
+            lines.append(f"continue: {self.command}")
         lines.append(
             f"read: {self.num_logs} logs; {self.num_cascade} reactions to it, "
             f"{self.num_teardown} lines of the job's end"
@@ -302,7 +302,7 @@ def _verdict(
         file=file,
         step=max(steps, default=None),
         advice=advice,
-        command=_command(logs) if FAULTS[fault].retry else "",
+        command=_command(logs, fault, advice, message),
         memory=memory,
         num_logs=len(logs),
         num_cascade=sum(finding.rule.role == "cascade" for finding in findings),
@@ -314,19 +314,12 @@ def _relative(path: Path, folder: Path) -> str:
     return str(path.relative_to(folder)) if path != folder else path.name
 
 
-def _command(logs: Sequence[LogFile]) -> str:
-    """Return how to go on from the last checkpoint of the run that wrote the logs."""
-    for log in logs:
-        with log.path.open("rb") as file:
-            head = file.read(1 << 16)
-        if (layout := _LAYOUT.search(head)) is None:
-            continue
-        if (saves := _SAVES.search(head)) is None:
-            return "the same command; it begins anew, since the run had no --save"
-        folder = saves[1].decode(errors="replace").strip()
-        ranks = layout[1].decode()
-        return f"the same command with --auto-resume ({ranks} ranks; saves in {folder})"
-    return "the same command with --auto-resume"
+def _command(logs: Sequence[LogFile], fault: str, advice: str, message: str) -> str:
+    """Return how to continue the run that wrote the logs from its last checkpoint."""
+    retry = FAULTS[fault].retry
+    if words := recorded_command(logs):
+        return continue_command(words, fault, retry, advice, message)
+    return "the same command; with --save also --auto-resume" if retry else ""
 
 
 def _numbers(ranks: Sequence[int], most: int = 8) -> str:

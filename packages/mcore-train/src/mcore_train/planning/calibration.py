@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mcore_parallel.launch import launcher
-from mcore_train.planning.system import SYSTEMS, System, write_system
+from mcore_train.planning.system import SYSTEMS, System, system_of_device, write_system
 
 SECONDS = 4.0
 """Of load on a GPU before a rate counts: then it runs at its power limit."""
@@ -47,7 +47,7 @@ def measure(device: torch.device) -> tuple[str, System]:
     """
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
-    base = next((key for key in SYSTEMS if key in name.lower()), "h200")
+    base = (system_of_device(name) or SYSTEMS["h200"]).name
     size, length = (8192, 8192) if is_gpu else (256, 128)
     dtype = torch.bfloat16 if is_gpu else torch.float32
     gemm_s = _gemm_s(device, dtype, size, SECONDS if is_gpu else 0.05)

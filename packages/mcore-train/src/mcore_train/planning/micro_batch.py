@@ -17,7 +17,7 @@ from mcore_train.batches.micro_batches import train_batches
 from mcore_train.composition import TrainConfig
 from mcore_train.planning.memory import CONTEXT_GIB, GIB, predict_memory
 from mcore_train.planning.step_time import predict_step
-from mcore_train.planning.system import SYSTEMS, System
+from mcore_train.planning.system import SYSTEMS, System, system_of_device
 from mcore_train.resolution import Plan, build_plan
 from mcore_train.step import train_step
 
@@ -154,5 +154,4 @@ def _device_bytes(ctx: ParallelContext) -> float:
 def _system(ctx: ParallelContext) -> System:
     """Return the constants of this device, or those of an H200, whose shares are alike."""
     name = torch.cuda.get_device_name(ctx.device) if ctx.device.type == "cuda" else ""
-    found = [system for key, system in SYSTEMS.items() if key in name.lower()]
-    return found[0] if found else SYSTEMS["h200"]
+    return system_of_device(name) or SYSTEMS["h200"]

@@ -256,6 +256,11 @@ def write_system(system: System, base: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def system_of_device(device_name: str) -> System | None:
+    """Return the constants of a GPU by the name that its driver gives; None: there are none."""
+    return next((s for key, s in SYSTEMS.items() if key in device_name.lower()), None)
+
+
 def find_system(name: str) -> System:
     """Return the constants of a GPU.
 

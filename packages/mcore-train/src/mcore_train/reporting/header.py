@@ -1,6 +1,7 @@
 """Describes a run at its start: model, layout, devices, versions, data, saves."""
 
 import platform
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -13,8 +14,10 @@ from mcore_ckpt.save_load.rank_agreement import gather_json
 from mcore_data.datasets.blending import OrderedBlend
 from mcore_data.datasets.epochs import EpochsDataset
 from mcore_models.flops import num_active_parameters, num_parameters
+from mcore_parallel.launch import launcher
 from mcore_train.assembly import Run
 from mcore_train.composition import TrainConfig
+from mcore_train.options.recipe import changed_options, to_flags
 from mcore_train.reporting.log import Header
 from mcore_train.resolution import Plan
 
@@ -49,6 +52,7 @@ def build_header(run: Run) -> Header:
         f"model: {plan.family.name}, {size:,} parameters"
         + (f", {active:,} of them for a token" if active != size else "")
         + f", vocabulary of {plan.vocab_size:,}, padded to {plan.padded_vocab_size:,}",
+        f"command: {_command(plan)}",
         f"format: {_format(plan)}",
         f"layout: {plan.world_size} rank{'s' * (plan.world_size > 1)}: "
         + ", ".join(f"{name} {degree}" for name, degree in layout.items())
@@ -71,8 +75,23 @@ def build_header(run: Run) -> Header:
         "versions": versions,
         "data": [asdict(share) for share in shares],
         "save_interval": config.saving.save_interval,
+        "options": changed_options(config),
     }
     return Header(lines=lines, row=row)
+
+
+def _command(plan: Plan) -> str:
+    """Write the run's options as the command line that starts it, on each of its hosts."""
+    ranks = launcher.read_environment()
+    words = ["mcore-train"]
+    if ranks.world_size > 1:
+        hosts = ranks.world_size // ranks.local_world_size
+        words = ["torchrun", "--nproc-per-node", str(ranks.local_world_size)]
+        if hosts > 1:
+            words += ["--nnodes", str(hosts), "--rdzv-backend", "c10d"]
+            words += ["--rdzv-endpoint", f"{platform.node()}:29500"]  # torchrun's usual port
+        words += ["-m", "mcore_train"]
+    return shlex.join([*words, plan.family.name, *to_flags(changed_options(plan.config))])
 
 
 def pace_line(run: Run, step_ms: float) -> str:

@@ -1,1 +1,1 @@
-"""What several families share: fields, rotary positions, decoder and expert rules, shapes."""
+"""Shared by families: fields, rotary positions, rules of decoders and experts, shapes."""

@@ -1,26 +1,28 @@
-"""What the Llama-like families share: how a config.json says a model.
+"""Llama-like families as data: one ``Decoder`` describes config.json and weights of a family.
 
-A family is a ``Decoder``: what all its models have, what its fields mean, and parts that read
-and write fields of ours together. What no part of a family says must have its default, so that
-a new field is refused by all families that do not know it.
+A ``Decoder`` lists fixed fields, defaults of transformers, and ``FieldRule`` parts that read
+and write fields of both sides together. A field of ours that no part covers must have its
+default, so that a new field is refused by every family until it is added to one.
 
 Reads the old spellings (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and the new ones
 (``rope_parameters``, ``dtype``); writes both where they do not contradict, so that every
 transformers since 4.40 reads a folder.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_ckpt.families.common.decoder_rules import decoder_table
-from mcore_ckpt.families.common.experts import WHOLE_TOKENS, no_experts, require_routing
 from mcore_ckpt.families.common.fields import (
     DEFAULTS,
     VARIANTS,
+    WHOLE_TOKENS,
     Fields,
+    expert_setting,
+    no_experts,
     require,
     require_family,
+    require_routing,
     setting,
     settings,
 )
@@ -30,12 +32,20 @@ from mcore_ckpt.families.common.rope import (
     read_rope,
     write_rope,
 )
-from mcore_ckpt.mapping.rules import Table
+from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_models.layer_patterns import pattern_layers
-from mcore_models.logical_tensors import ffn_size, head_dim, num_kv_heads
+from mcore_models.logical_tensors import (
+    ffn_size,
+    has_attention_bias,
+    has_qkv_bias,
+    head_dim,
+    is_gated,
+    norm_has_bias,
+    num_kv_heads,
+)
 
 Description = Mapping[str, Any]
-"""Of a model, in our fields."""
+"""A model in our fields; see ``families``."""
 
 Theirs = dict[str, Any]
 """Fields of a config.json."""
@@ -55,26 +65,26 @@ def _nothing(*_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
-    """Some of our fields, and how a config.json says them."""
+    """A group of our fields, and how a config.json expresses them; one row, both directions."""
 
     says: tuple[str, ...] = ()
-    """Our fields."""
+    """Our fields that this rule covers."""
     read: Callable[[Fields, dict[str, Any]], dict[str, Any]] = _nothing
-    """Returns ours, from theirs and from what was read before."""
+    """From their fields and our fields read so far, our fields."""
     write: Callable[[Description, Theirs], Theirs] = _nothing
-    """Returns theirs, from ours; may change what was written before."""
+    """From our fields and their fields written so far, their fields; may change the latter."""
     keep: tuple[str, ...] = ()
-    """Their fields that say something here, though nothing in other families."""
+    """Their fields that this family reads, though most families ignore them."""
 
 
 def pair(ours: str, theirs: str, default: Any = None, kind: type | None = None) -> FieldRule:
-    """Return the rule of a field that has another name in config.json, and the same values.
+    """Return the rule of a field with the same values and another name in config.json.
 
     Args:
-        ours: our name; left out of a description where it has our default.
-        theirs: their name.
-        default: what its absence means there; None: it must be there.
-        kind: type that numbers become.
+        ours: our field; omitted from a description where it has our default.
+        theirs: their field.
+        default: value that transformers assumes if the field is absent; None: it is required.
+        kind: type that values are converted to.
     """
 
     def read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +109,7 @@ def _own_heads(_: Description, theirs: Theirs) -> Theirs:
 
 
 OWN_HEADS = FieldRule(write=_own_heads)
-"""Of families whose heads are as wide as the model divided by their number."""
+"""Heads are as wide as the model divided by their number: no field ``head_dim``."""
 
 
 def _own_groups(description: Description, theirs: Theirs) -> Theirs:
@@ -112,7 +122,7 @@ def _own_groups(description: Description, theirs: Theirs) -> Theirs:
 
 
 OWN_GROUPS = FieldRule(says=("add_qkv_bias",), write=_own_groups)
-"""Of families whose every head has keys and values of its own, all linears biases or none."""
+"""Every head has its own keys and values; biases in all linears or in none."""
 
 
 def _fixed_width(_: Description, theirs: Theirs) -> Theirs:
@@ -123,11 +133,11 @@ def _fixed_width(_: Description, theirs: Theirs) -> Theirs:
 
 
 FIXED_WIDTH = FieldRule(write=_fixed_width)
-"""Of families whose feed-forward layers are four times as wide as the model."""
+"""Feed-forward layers are four times as wide as the model: no field ``intermediate_size``."""
 
 
 def both_dropouts(first: str, second: str, default: float) -> FieldRule:
-    """Make the part of two dropouts of theirs for which one of ours stands."""
+    """Return the rule of two fields of theirs that both equal our ``hidden_dropout``."""
 
     def read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
         dropout = fields.take(first, default)
@@ -142,58 +152,58 @@ def both_dropouts(first: str, second: str, default: float) -> FieldRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
-    """A Llama-like family."""
+    """A Llama-like family: its config.json and its weights."""
 
     model_type: str
-    """As in its config.json."""
+    """``model_type`` in config.json."""
     architecture: str
-    """Its class."""
+    """Class in config.json's ``architectures``."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Our fields that are alike in all its models."""
+    """Our fields with the same value in all models of the family."""
     words: Mapping[str, str] = field(default_factory=dict)
-    """Its names for fields that others call alike."""
+    """The family's names of fields that most families name alike."""
     rotates: bool = True
-    """Whether queries and keys rotate; if not, ``fixed`` says what positions are."""
+    """Whether queries and keys rotate; if not, ``fixed`` sets ``position_embedding_type``."""
     stretched_layers: str = ""
-    """Kind of layers whose positions ``rope_scaling`` stretches; empty: all kinds."""
+    """Layer type whose positions ``rope_scaling`` stretches; empty: all layers."""
     absent: Mapping[str, Any] = field(default_factory=dict)
-    """What it takes for fields that are not there, though others take something else."""
+    """Values that transformers assumes for absent fields, where they differ from Llama's."""
     only: Mapping[str, Any] = field(default_factory=dict)
-    """Their fields that may have one value, which is written."""
+    """Their fields with one allowed value, which is written."""
     refused: Mapping[str, Any] = field(default_factory=dict)
-    """Their fields that may have one value, which goes without saying."""
+    """Their fields with one allowed value, which is not written."""
     unread: tuple[str, ...] = ()
-    """Their fields that nothing here reads; engines may, so that they go along."""
+    """Their fields that are copied without being read, for inference engines."""
     dropped: tuple[str, ...] = ()
     """Their fields about weights that are not converted."""
     parts: tuple[FieldRule, ...] = ()
-    """What it says beside sizes, norms, ties and rotary positions, in this order."""
+    """Rules beyond sizes, norms, ties and rotary positions, applied in this order."""
     experts: FieldRule | None = None
-    """Reads and writes fields of a MoEConfig; None: it has no experts."""
+    """Rule of the MoEConfig fields; None: no experts."""
     layers: tuple[str, ...] = ()
-    """Kinds of layers that its ``--hybrid-override-pattern`` may have; empty: it has none."""
+    """Layer types allowed in ``--hybrid-override-pattern``; empty: no pattern."""
     activation: tuple[str, str] = ("hidden_act", "silu")
-    """Field and word of its activation; empty: a part says it."""
+    """Field and value of the activation; empty: a part covers it."""
     epsilon: str = "rms_norm_eps"
-    """Its name for what norms add."""
+    """Their field of the norms' epsilon."""
     theta: float = 10000.0
-    """Rotary base where none is said."""
+    """Rotary base if config.json states none."""
     partial: float = 0.0
-    """Share of each head that rotates where nothing is said; 0: all of it, whatever its
-    config.json says, so that it must not say otherwise."""
+    """Share of each head that rotates if config.json states none; 0: whole heads, and any other
+    value in config.json is refused."""
     stated: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    """Brings other spellings of a config.json into the usual one."""
-    weights: Callable[[Description], Table] = decoder_table
-    """Lists the weights."""
+    """Rewrites other spellings of a config.json into the usual one."""
+    weights: Callable[[Description], Table] | None = None
+    """Lists the rules of the weights; None: ``decoder_table``."""
     as_stored: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
     """See ``families``."""
     renames: Callable[[Collection[str]], dict[str, str]] | None = None
     """See ``families``."""
     carries: tuple[str, ...] = ()
-    """Their fields that only go along."""
+    """Their fields that are copied besides ``unread``."""
 
     def to_ours(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Read a config.json as a description."""
+        """Convert a config.json to a description."""
         keep = tuple(name for part in self._all_parts() for name in part.keep)
         usual = {theirs: name for name, theirs in self.words.items()}
         stated = {usual.get(name, name): value for name, value in config.items()}
@@ -216,7 +226,7 @@ class Decoder:
         return self.parts if self.experts is None else (*self.parts, self.experts)
 
     def _read_common(self, fields: Fields) -> dict[str, Any]:
-        """Read what all families say alike: sizes, norms, ties, rotary positions."""
+        """Read the fields of all families: sizes, norms, ties, rotary positions."""
         heads = fields.take("num_attention_heads")
         hidden = fields.take("hidden_size")
         usual = fields.take("norm_eps", 1e-6) if self.epsilon == "rms_norm_eps" else None
@@ -242,12 +252,12 @@ class Decoder:
         if not self.partial and ours["rotary_percent"] != 1.0:
             raise ValueError(
                 f"config.json has partial_rotary_factor={ours['rotary_percent']!r}, which this "
-                "family does not heed: it rotates whole heads. Take the field out."
+                "family ignores: it rotates whole heads. Take the field out."
             )
         return ours
 
     def to_theirs(self, description: Description) -> dict[str, Any]:
-        """Write a description as a config.json."""
+        """Convert a description to a config.json."""
         require_family(description, "gpt")
         if self.layers:
             checked_layers(description, *self.layers)
@@ -279,7 +289,7 @@ class Decoder:
             "num_attention_heads": config.num_attention_heads,
             "num_key_value_heads": num_kv_heads(config),
             "head_dim": head_dim(config),
-            # Without a limit of ours: rotary models need none, transformers wants a number.
+            # 0 is no limit here; transformers requires a number.
             "max_position_embeddings": config.max_position_embeddings or _LONG,
             "initializer_range": config.init_method_std,
             self.epsilon: config.norm_epsilon,
@@ -296,11 +306,11 @@ class Decoder:
 
     def table(self, description: Description) -> Table:
         """List the weights."""
-        return self.weights(description)
+        return (self.weights or decoder_table)(description)
 
 
 def checked_layers(description: Description, *known: str) -> tuple[str, ...]:
-    """Return the layers of a pattern, each of them of a kind that a family has."""
+    """Return the layers of a hybrid pattern; ValueError for types that the family has not."""
     require_family(description, "gpt")
     pattern = setting(description, "hybrid_override_pattern")
     layers = pattern_layers(pattern)
@@ -310,3 +320,161 @@ def checked_layers(description: Description, *known: str) -> tuple[str, ...]:
             f"it cannot express --hybrid-override-pattern {pattern!r}: only {kinds}"
         )
     return layers
+
+
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+"""Norms before attention and before the feed-forward layer."""
+
+ANGLES = ("*.rotary_emb.inv_freq",)
+"""Tensors of old folders that are computed when needed."""
+
+
+def decoder_table(
+    description: Mapping[str, Any],
+    mlp: Iterable[Rule] | None = None,
+    norms: Mapping[str, str] | None = None,
+    extra: Iterable[Rule] = (),
+) -> Table:
+    """List the weights of a Llama-like model.
+
+    Args:
+        description: of the model.
+        mlp: rules of the feed-forward layers; None: a dense MLP.
+        norms: our names of a layer's norms and theirs; None: one before each half.
+        extra: rules to append.
+    """
+    halves = mlp_rules(description) if mlp is None else mlp
+    rules = around(description, [*attention_rules(description, norms), *halves])
+    return Table(
+        (*rules, *extra),
+        setting(description, "num_layers"),
+        expert_setting(description, "num_experts"),
+        droppable=ANGLES,
+        copies=tied_copies(description),
+    )
+
+
+def attention_rules(
+    description: Mapping[str, Any], norms: Mapping[str, str] | None = None
+) -> list[Rule]:
+    """Return the rules of a layer's norms and attention projections, with biases if it has any.
+
+    Args:
+        description: of the model.
+        norms: our names of the norms and theirs; None: one before each half.
+    """
+    config = settings(description)
+    rules = [
+        Rule(f"blocks.*.{ours}.{kind}", f"model.layers.*.{theirs}.{kind}")
+        for ours, theirs in (NORMS if norms is None else norms).items()
+        for kind in (("weight", "bias") if norm_has_bias(config) else ("weight",))
+    ]
+    for kind in ("weight", "bias"):
+        if kind == "weight" or has_qkv_bias(config):
+            rules += [
+                Rule(
+                    f"blocks.*.attention.qkv.{part}.{kind}",
+                    f"model.layers.*.self_attn.{part}_proj.{kind}",
+                )
+                for part in "qkv"
+            ]
+        if kind == "weight" or has_attention_bias(config):
+            there = f"model.layers.*.self_attn.o_proj.{kind}"
+            rules.append(Rule(f"blocks.*.attention.proj.{kind}", there))
+    return rules + (qk_norm_rules() if setting(description, "qk_layernorm") else [])
+
+
+def qk_norm_rules() -> list[Rule]:
+    """Return the rules of the norms on each head's queries and keys."""
+    return [
+        Rule(
+            f"blocks.*.attention.{part}_norm.weight",
+            f"model.layers.*.self_attn.{part}_norm.weight",
+        )
+        for part in ("q", "k")
+    ]
+
+
+def mlp_rules(
+    description: Mapping[str, Any], layers: tuple[int, ...] | None = None
+) -> list[Rule]:
+    """Return the rules of a feed-forward layer, gated or not."""
+    gated = is_gated(settings(description))
+    names = {"fc1.gate": "gate_proj", "fc1.up": "up_proj"} if gated else {"fc1": "up_proj"}
+    kinds = ("weight", "bias") if setting(description, "add_bias_linear") else ("weight",)
+    return [
+        Rule(
+            f"blocks.*.mlp.{ours}.{kind}", f"model.layers.*.mlp.{theirs}.{kind}", layers=layers
+        )
+        for kind in kinds
+        for ours, theirs in {**names, "fc2": "down_proj"}.items()
+    ]
+
+
+def gated_rules(
+    ours: str,
+    theirs: str,
+    layers: tuple[int, ...] | None = None,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Rule]:
+    """Return the rules of a gated network without biases.
+
+    Args:
+        ours: prefix of our names within a layer, up to the dot.
+        theirs: prefix of theirs.
+        layers: layers that have the network; None: all.
+        names: their names of gate, up- and down-projection.
+    """
+    return [
+        Rule(
+            f"blocks.*.{ours}{mine}.weight",
+            f"model.layers.*.{theirs}{name}.weight",
+            layers=layers,
+        )
+        for mine, name in zip(("fc1.gate", "fc1.up", "fc2"), names, strict=True)
+    ]
+
+
+def around(description: Mapping[str, Any], layer_rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Return rules of embedding, layers, final norm and head, in this order."""
+    head = [Rule("head.weight", "lm_head.weight")]
+    kinds = ("weight", "bias") if norm_has_bias(settings(description)) else ("weight",)
+    return (
+        Rule("embedding.weight", "model.embed_tokens.weight"),
+        *layer_rules,
+        *(Rule(f"final_norm.{kind}", f"model.norm.{kind}") for kind in kinds),
+        *(head if setting(description, "untie_embeddings_and_output_weights") else []),
+    )
+
+
+def tied_copies(description: Mapping[str, Any]) -> dict[str, str]:
+    """Return the head as a copy of the embedding if they are tied; else empty."""
+    if setting(description, "untie_embeddings_and_output_weights"):
+        return {}
+    return {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def with_head(
+    description: Mapping[str, Any],
+    rules: Iterable[Rule],
+    embedding: str,
+    head: str = "lm_head.weight",
+    droppable: tuple[str, ...] = (),
+) -> Table:
+    """List weights by given rules, and the head: its own, or a copy of the embedding."""
+    is_untied = setting(description, "untie_embeddings_and_output_weights")
+    last = [Rule("head.weight", head)] if is_untied else []
+    return Table(
+        (*rules, *last),
+        setting(description, "num_layers"),
+        expert_setting(description, "num_experts"),
+        droppable=droppable,
+        copies={} if is_untied else {head: embedding},
+    )
+
+
+def below_transformer(names: Collection[str]) -> dict[str, str]:
+    """Map the names of a bare model's folder to names below ``transformer.``."""
+    if any(name.startswith("transformer.") for name in names):
+        return {}
+    return {name: f"transformer.{name}" for name in names if name != "lm_head.weight"}

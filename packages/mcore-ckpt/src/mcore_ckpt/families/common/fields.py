@@ -1,4 +1,4 @@
-"""Fields of a config.json, read and written one by one, and our fields with their defaults."""
+"""Reads and writes fields of a config.json one by one; our fields and their defaults."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from mcore_models.config import TransformerConfig
+from mcore_models.logical_tensors import expert_size, moe_layers
+from mcore_moe.config import MoEConfig
 
 
 @cache
@@ -35,7 +37,7 @@ USUAL = (
     *("untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout"),
     *("window_size", "window_attn_skip_freq", "init_method_std"),
 )
-"""Fields that most families have, and Megatron's arguments too."""
+"""Fields that most families have, as Megatron's arguments do."""
 
 _TRAINING_ONLY = (
     *("make_vocab_size_divisible_by", "embedding_init_method_std", "mtp_loss_scaling_factor"),
@@ -45,9 +47,9 @@ _TRAINING_ONLY = (
 VARIANTS = {
     name: value for name, value in DEFAULTS.items() if name not in (*USUAL, *_TRAINING_ONLY)
 }
-"""Defaults of fields that few families have: the others refuse them, see ``refuse_variants``.
+"""Defaults of fields that few families have; the others refuse them by ``refuse_variants``.
 
-A new field of the config is one of these until ``USUAL`` names it.
+A new field of the config belongs here until ``USUAL`` names it.
 """
 
 GENERATION_WORDS = (
@@ -61,7 +63,7 @@ GENERATION_WORDS = (
     *("begin_suppress_tokens", "num_return_sequences", "output_scores"),
     "return_dict_in_generate",
 )
-"""How ``generate`` samples: in generation_config.json today, in config.json before it."""
+"""Sampling options of ``generate``: in generation_config.json today, in config.json earlier."""
 
 CARRIED = (
     "bos_token_id",
@@ -73,11 +75,11 @@ CARRIED = (
     "use_cache",
     "keys_to_ignore_at_inference",
     "task_specific_params",
-    # Of state-space models: how they were initialised; the stream in float32 under bfloat16.
+    # State-space models: initialization, and a float32 stream under bfloat16 weights.
     *("rescale_prenorm_residual", "time_step_rank", "residual_in_fp32"),
     *GENERATION_WORDS,
 )
-"""Fields that say nothing about weights or logits and are carried along as they are."""
+"""Fields that affect neither weights nor logits and are copied unchanged."""
 
 _SILENT = {
     *CARRIED,
@@ -113,7 +115,7 @@ _TABLES = {"rope_parameters", "rope_scaling", "quantization_config"}
 
 
 class UnknownFieldsError(ValueError):
-    """A config.json has fields that no family here reads.
+    """A config.json has fields that its family does not read.
 
     Attributes:
         names: of the fields.
@@ -123,13 +125,13 @@ class UnknownFieldsError(ValueError):
         self.names = tuple(sorted(fields))
         listed = ", ".join(f"{name}={fields[name]!r}" for name in self.names)
         super().__init__(
-            f"config.json has fields that mcore does not know: {listed}. If they do not change "
-            "what the model computes, --keep-unknown-config-fields carries them along."
+            f"config.json has unknown fields: {listed}. If they do not change what the model "
+            "computes, --keep-unknown-config-fields carries them along."
         )
 
 
 class Fields:
-    """A config.json that is read field by field and must be used up."""
+    """A config.json read field by field; ``finish`` raises for fields that were not read."""
 
     def __init__(
         self,
@@ -137,13 +139,17 @@ class Fields:
         keep: Iterable[str] = (),
         absent: Mapping[str, Any] | None = None,
     ) -> None:
-        """Refuse what no family can represent.
+        """Check types of common fields; set ignored fields aside.
 
         Args:
-            config: the fields.
-            keep: those that say something in this family, though nothing in others.
-            absent: what this family takes for fields that are not there, though others take
-                something else; null is not absent.
+            config: fields of the config.json.
+            keep: fields that this family reads, though most families ignore them.
+            absent: values for absent fields, where this family differs from others; a field
+                that is null is not absent.
+
+        Raises:
+            ValueError: if a field has an invalid value, or a quantization that is not read
+                here.
         """
         for name, value in config.items():
             if value is not None and (wanted := _unlike(name, value)):
@@ -153,25 +159,25 @@ class Fields:
                 "config.json has quantization_config, which mcore cannot represent here: "
                 "read are fp8 in blocks, MXFP4, GPTQ (4 and 8 bits), AWQ (4 bits, gemm), "
                 "compressed-tensors, and modelopt's folders with any algorithm that quantize "
-                "writes. Dequantize others by their own tool."
+                "writes. Dequantize others with their own tool."
             )
         silent = _SILENT - set(keep)
         stated = {**(absent or {}), **config}
         self._left = {name: v for name, v in stated.items() if name not in silent}
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Return a field, which then counts as used; null counts as absent."""
+        """Return a field and count it as read; null counts as absent."""
         value = self._left.pop(name, None)
         if value is None and default is None:
             raise ValueError(f"config.json lacks {name}.")
         return default if value is None else value
 
     def maybe(self, name: str, absent: Any = None) -> Any:
-        """Return a field, null too, or ``absent``; it then counts as used."""
+        """Return a field, null included, or ``absent``; count it as read."""
         return self._left.pop(name, absent)
 
     def must_be(self, name: str, *values: Any) -> None:
-        """Use a field up that may only have certain values, or be absent."""
+        """Count a field as read; ValueError unless it is absent, null or one of the values."""
         value = self._left.pop(name, None)
         if value is not None and value not in values:
             allowed = " or ".join(repr(v) for v in values)
@@ -181,18 +187,18 @@ class Fields:
             )
 
     def finish(self) -> None:
-        """Refuse fields that were not read."""
-        # False, null, 0 and empty lists switch off features that we do not have.
+        """Raise UnknownFieldsError for fields that were not read and are not switched off."""
+        # False, null, 0 and empty lists switch features off.
         if unknown := {name: value for name, value in self._left.items() if value}:
             raise UnknownFieldsError(unknown)
 
     def described(
         self, config: dict[str, Any], moe: dict[str, Any] | None = None, family: str = "gpt"
     ) -> dict[str, Any]:
-        """Put a description together; take the vocabulary's size, and ``finish``.
+        """Return a description of these fields; read the vocabulary's size and ``finish``.
 
         Raises:
-            ValueError: naming fields that were not read.
+            UnknownFieldsError: if fields were not read.
         """
         vocab_size = self.take("vocab_size")
         self.finish()
@@ -200,7 +206,7 @@ class Fields:
 
 
 def _unlike(name: str, value: Any) -> str:
-    """Say what a field must be, if its value is of another kind; empty: it is as it must be."""
+    """Return the kind of value that a field requires; empty if its value is of that kind."""
     if name in _HEADS or name in _WHOLE:
         least = 1 if name in _HEADS else 0
         is_right = type(value) is int and value >= least
@@ -216,7 +222,7 @@ def _unlike(name: str, value: Any) -> str:
 
 
 def setting(description: Mapping[str, Any], name: str) -> Any:
-    """Return a TransformerConfig field of a description, its default where it is left out."""
+    """Return a TransformerConfig field of a description, or its default."""
     value = description["config"].get(name, DEFAULTS.get(name))
     return tuple(value) if isinstance(value, list) else value
 
@@ -227,42 +233,38 @@ def settings(description: Mapping[str, Any], config_type: type = TransformerConf
 
 
 def require(description: Mapping[str, Any], **values: Any) -> None:
-    """Refuse a description whose fields a family cannot express.
-
-    Raises:
-        ValueError: with the flag, its value and what it would have to be.
-    """
+    """Raise ValueError, naming flag and values, for fields that a family cannot express."""
     for name, wanted in values.items():
         require_value(name, setting(description, name), wanted)
 
 
 def require_value(name: str, value: Any, wanted: Any) -> None:
-    """Refuse a field's value; as ``require``, for one field of any config."""
+    """Raise ValueError, naming flag and values, if a field has another value."""
     if value != wanted:
         flag = "--" + name.replace("_", "-")
         raise ValueError(f"it cannot express {flag} {value}: only {wanted}")
 
 
 def refuse_variants(description: Mapping[str, Any], *said: str) -> None:
-    """Refuse a description with fields of ``VARIANTS`` that a family does not have.
+    """Raise ValueError for fields of ``VARIANTS`` that a family does not have.
 
     Args:
         description: of the model.
-        said: those that the family has, or checks itself.
+        said: fields that the family has, or checks itself.
     """
     require(description, **{n: v for n, v in VARIANTS.items() if n not in said})
 
 
 REQUIRED = object()
-"""Stands for the default of a field that has none."""
+"""Default of a field that must be present."""
 
 Pairs = Iterable[tuple[str, str, Any]]
-"""Our field, theirs, and the value where theirs is absent or null; None stays absent."""
+"""Our field, theirs, and its value if absent or null; None remains None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nullable:
-    """Default of a field whose null says something, such as that a cap is switched off."""
+    """Default of a field whose null has a meaning, such as no cap."""
 
     absent: Any
     """The value where the field is absent."""
@@ -285,7 +287,7 @@ def read_pairs(fields: Fields, pairs: Pairs) -> dict[str, Any]:
 
 
 def write_pairs(description: Mapping[str, Any], pairs: Pairs) -> dict[str, Any]:
-    """Write what ``read_pairs`` read; what was absent stays so, for null may say otherwise."""
+    """Write the fields of ``read_pairs``; None is omitted, since null may have a meaning."""
     values = [(there, description["config"].get(mine), kind) for mine, there, kind in pairs]
     return {
         there: value
@@ -295,8 +297,90 @@ def write_pairs(description: Mapping[str, Any], pairs: Pairs) -> dict[str, Any]:
 
 
 def require_family(description: Mapping[str, Any], name: str) -> None:
-    """Refuse a model of another architecture."""
+    """Raise ValueError unless a description is of this family."""
     if description.get("family") != name:
         raise ValueError(
             f"it cannot express a model of the family {description.get('family')!r}"
         )
+
+
+_DEFAULTS = default_values(MoEConfig)
+
+PLAIN_ROUTING = {
+    name: _DEFAULTS[name]
+    for name in (
+        "moe_router_score_function",
+        "moe_router_topk_scaling_factor",
+        "moe_router_num_groups",
+        "moe_router_enable_expert_bias",
+        "moe_router_bias",
+        "moe_apply_probs_on_input",
+    )
+}
+"""Routing of most families with experts: softmax over all experts."""
+
+WHOLE_TOKENS = {
+    name: _DEFAULTS[name] for name in ("moe_latent_size", "moe_expert_capacity_factor")
+}
+"""Common to all families: experts read tokens at full width and drop none."""
+
+
+def expert_setting(description: Mapping[str, Any], name: str) -> Any:
+    """Return a MoEConfig field of a description, or its default."""
+    return description.get("moe", {}).get(name, _DEFAULTS[name])
+
+
+def described_expert_size(description: Mapping[str, Any]) -> int:
+    """Return the width inside one routed expert."""
+    return expert_size(settings(description), expert_settings(description))
+
+
+def expert_settings(description: Mapping[str, Any]) -> Any:
+    """Return the MoEConfig fields of a description as attributes, defaults included."""
+    return SimpleNamespace(**{**_DEFAULTS, **description.get("moe", {})})
+
+
+def expert_layers(description: Mapping[str, Any]) -> list[int]:
+    """Return for each layer whether it has experts (1) or not (0).
+
+    Raises:
+        ValueError: if ``moe_layer_freq`` is neither a number nor a list of 0 and 1 as long as
+            the model is deep.
+    """
+    num_layers = setting(description, "num_layers")
+    return [int(has) for has in moe_layers(expert_settings(description), num_layers)]
+
+
+def sparse_and_dense(description: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the numbers of the layers with experts, and of those without."""
+    pattern = expert_layers(description)
+    sparse, dense = (
+        tuple(layer for layer, has in enumerate(pattern) if has == wanted) for wanted in (1, 0)
+    )
+    return sparse, dense
+
+
+def write_layers(has_experts: Iterable[int]) -> str:
+    """Return ``moe_layer_freq`` for layers with (true) and without experts."""
+    pattern = [int(has) for has in has_experts]
+    return "1" if all(pattern) else str(pattern).replace(" ", "")
+
+
+def require_experts(description: Mapping[str, Any]) -> None:
+    """Raise ValueError for a dense model and for routing that no family can express."""
+    if not expert_setting(description, "num_experts"):
+        raise ValueError("it cannot express a model without experts")
+    require_routing(description, {**PLAIN_ROUTING, "moe_shared_expert_intermediate_size": 0})
+
+
+def require_routing(description: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raise ValueError for experts with field values that a family cannot express."""
+    for name, wanted in values.items():
+        require_value(name, expert_setting(description, name), wanted)
+
+
+def no_experts(description: Mapping[str, Any]) -> None:
+    """Raise ValueError for a model with experts."""
+    experts = description.get("moe", {}).get("num_experts", 0)
+    if experts:
+        raise ValueError(f"it cannot express --num-experts {experts}: only 0")

@@ -1,4 +1,4 @@
-"""Which layers have a window, or no rotation: lists in a config.json, patterns of ours."""
+"""Layers with a window or without rotation: lists in config.json, patterns in our fields."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +13,7 @@ FULL = "full_attention"
 
 
 def _read_window(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
-    # Theirs of w tokens counts the token itself, ours those before.
+    # Their window counts the token itself, ours only the tokens before it.
     return {"window_size": [fields.take("sliding_window", 0) - 1, 0]}
 
 
@@ -22,15 +22,15 @@ def _write_window(description: Description, _: Theirs) -> Theirs:
 
 
 WINDOW = FieldRule(says=("window_size",), read=_read_window, write=_write_window)
-"""A window in all layers; null is none."""
+"""A sliding window in all layers; null: no window."""
 
 
 def windows(every: int, *, unused: bool = False) -> FieldRule:
-    """Make the part of a window that some layers have.
+    """Return the rule of a sliding window that some layers have.
 
     Args:
-        every: every so many-th layer has none where nothing is said; 0: all have one.
-        unused: whether a window that no layer has still says something.
+        every: without ``layer_types``, every so many-th layer has no window; 0: all have one.
+        unused: whether the size is kept if no layer has a window.
     """
     return FieldRule(
         says=("window_size", "window_attn_skip_freq"),
@@ -83,7 +83,7 @@ def _write_windows(description: Description, _: Theirs) -> Theirs:
 
 
 def _read_upper_windows(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    """Read a window that layers have from ``max_window_layers`` on, unless they are named."""
+    """Read a window of layers from ``max_window_layers`` on, or of ``layer_types``."""
     first = fields.take("max_window_layers", 28)
     if not fields.take("use_sliding_window", False):
         fields.maybe("sliding_window")
@@ -110,7 +110,7 @@ UPPER_WINDOWS = FieldRule(
     write=_write_upper_windows,
     keep=("layer_types", "max_window_layers"),
 )
-"""Qwen's: a switch, and the first layer with a window."""
+"""Qwen's windows: a switch, and the first layer that has one."""
 
 
 def _read_no_window(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
@@ -124,13 +124,13 @@ def _write_no_window(_: Description, _theirs: Theirs) -> Theirs:
 
 
 NO_WINDOW = FieldRule(read=_read_no_window, write=_write_no_window)
-"""A window that is switched off, whatever its size."""
+"""A window that is switched off: its size is ignored."""
 
 
 def read_rotated(fields: Fields, num_layers: int) -> list[bool]:
-    """Read which layers rotate queries and keys."""
+    """Return for each layer whether queries and keys rotate."""
     interval = fields.take("no_rope_layer_interval")
-    rotated = fields.maybe("no_rope_layers")  # 1 stands for rotation
+    rotated = fields.maybe("no_rope_layers")  # in spite of its name, 1 is rotation
     if rotated:
         return [bool(has) for has in rotated]
     return [(layer + 1) % interval != 0 for layer in range(num_layers)]
@@ -147,7 +147,7 @@ def _write_rotation(description: Description, _: Theirs) -> Theirs:
 
 
 ROTATED_LAYERS = FieldRule(says=("rope_skip_freq",), read=_read_rotation, write=_write_rotation)
-"""Layers with and without rotary positions."""
+"""Rotary positions in some layers only."""
 
 
 def _read_rotation_by_window(_: Fields, ours: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _write_rotation_by_window(description: Description, _: Theirs) -> Theirs:
     has_window = setting(description, "window_size")[0] >= 0
     if read_skipped(description, "rope_skip_freq") != [has_window and one for one in skipped]:
         raise ValueError(
-            "it cannot express that layers with a window do not rotate, or others do: "
+            "it cannot express rotation other than in exactly the layers with a window: "
             f"--rope-skip-freq {setting(description, 'rope_skip_freq')}"
         )
     return {}
@@ -171,16 +171,16 @@ def _write_rotation_by_window(description: Description, _: Theirs) -> Theirs:
 ROTATED_WINDOWS = FieldRule(
     says=("rope_skip_freq",), read=_read_rotation_by_window, write=_write_rotation_by_window
 )
-"""Rotation in layers with a window only; in all, if no window is said."""
+"""Rotation in layers with a window only; in all layers of a model without windows."""
 
 
 def read_skipped(description: Description, name: str, *, ones: bool = True) -> list[bool]:
-    """Say for each layer whether it goes without what a pattern of ours is about.
+    """Return for each layer whether a pattern field skips the feature there.
 
     Args:
         description: of the model.
-        name: of the field.
-        ones: whether 1 in a list stands for such layers.
+        name: the pattern field.
+        ones: whether 1 in a list means skipped.
 
     Raises:
         ValueError: if the field is neither a number nor a list.
@@ -193,7 +193,7 @@ def read_skipped(description: Description, name: str, *, ones: bool = True) -> l
 
 
 def write_pattern(skipped: Sequence[bool], *, ones: bool = True) -> str:
-    """Write a pattern as short as it can be; undoes ``read_skipped``."""
+    """Return the shortest pattern for these layers; inverse of ``read_skipped``."""
     if not any(skipped):
         return "0"
     every = list(skipped).index(True) + 1

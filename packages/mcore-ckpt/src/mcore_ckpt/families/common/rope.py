@@ -1,9 +1,9 @@
-"""Rotary positions in a config.json: bases, partial heads, and the ways of stretching them.
+"""Rotary positions in a config.json: base, share of the head that rotates, and scaling.
 
-Reads the old spellings (``rope_theta``, ``rope_scaling``) and the new one
-(``rope_parameters``) with the precedence of transformers 5: a ``rope_scaling`` that is not
-empty replaces ``rope_parameters`` as a whole; then base and share of the table that is left
-count before those of config.json's top level. Writes both spellings, with equal values.
+Reads the old spelling (``rope_theta``, ``rope_scaling``) and the new one (``rope_parameters``)
+with the precedence of transformers 5: a ``rope_scaling`` that is not empty replaces
+``rope_parameters`` completely; then base and share in the remaining table precede those at
+config.json's top level. Writes both spellings, with equal values.
 """
 
 import math
@@ -18,7 +18,7 @@ STRETCHED = (
     *("yarn_correction_range_round_to_int", "rope_attention_factor"),
     *("longrope_short_factor", "longrope_long_factor"),
 )
-"""Fields of how rotary wavelengths are stretched."""
+"""Our fields of rotary scaling."""
 
 _LLAMA3 = (
     *("factor", "low_freq_factor", "high_freq_factor"),
@@ -30,15 +30,15 @@ _REPLACED = "rope_parameters that rope_scaling replaces"
 
 
 def one_rope_table(config: Mapping[str, Any], stretched_layers: str = "") -> dict[str, Any]:
-    """Return a config.json with one rotary table, the one that transformers 5 computes with.
+    """Return a config.json with the one rotary table that transformers 5 computes with.
 
     Args:
         config: a config.json with the old spelling, the new one, or both.
-        stretched_layers: key of the table, by kind of layer, that ``rope_scaling`` updates;
-            empty: there is one table, which ``rope_scaling`` replaces.
+        stretched_layers: layer type whose table ``rope_scaling`` updates; empty: there is one
+            table, which ``rope_scaling`` replaces.
 
     Raises:
-        ValueError: if one of the two is no table.
+        ValueError: if one of the two is no object.
     """
     scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters") or {}
     for name, table in (("rope_scaling", scaling or {}), ("rope_parameters", parameters)):
@@ -64,17 +64,17 @@ def one_rope_table(config: Mapping[str, Any], stretched_layers: str = "") -> dic
 def read_rope(
     fields: Fields, limit: int, *, theta: float = 10000.0, partial: float = 1.0
 ) -> dict[str, Any]:
-    """Read how positions rotate.
+    """Read base, share and scaling of rotary positions.
 
     Args:
         fields: of the config.json, after ``one_rope_table``.
-        limit: its ``max_position_embeddings``; 0: not said.
-        theta: base where none is said.
-        partial: share of each head that rotates where nothing is said.
+        limit: its ``max_position_embeddings``; 0: absent.
+        theta: base if config.json states none.
+        partial: share of each head that rotates if config.json states none.
 
     Raises:
         ValueError: if a table that transformers ignores has another base or share, or the
-            way of stretching is not known.
+            scaling is unknown.
     """
     stated = dict(fields.take("rope_parameters", {}))
     stated.setdefault("rope_theta", fields.take("rope_theta", theta))
@@ -84,7 +84,7 @@ def read_rope(
         if name in ignored and ignored[name] != stated[name]:
             raise ValueError(
                 f"config.json has {name}={ignored[name]!r} in rope_parameters, which "
-                "transformers ignores beside rope_scaling: it would compute with "
+                "transformers ignores when rope_scaling is set: it would compute with "
                 f"{stated[name]!r}. Move the fields of rope_scaling into rope_parameters, or "
                 f"write the {name} that is meant into rope_scaling."
             )
@@ -92,7 +92,7 @@ def read_rope(
 
 
 def read_one_rope(stated: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Read one table of rotary parameters, all of whose fields must be known."""
+    """Read one table of rotary parameters; every field must be known."""
     rope = Fields(stated)
     ours: dict[str, Any] = {
         "rotary_base": float(rope.take("rope_theta")),
@@ -111,12 +111,12 @@ def read_one_rope(stated: Mapping[str, Any], limit: int) -> dict[str, Any]:
         }
     elif kind == "dynamic":
         context, factor = limit, float(rope.take("factor"))
-        rope.must_be("original_max_position_embeddings", limit)  # transformers takes the limit
+        rope.must_be("original_max_position_embeddings", limit)  # transformers uses the limit
         ours |= {
             "rope_type": "dynamic",
             "rotary_scaling_factor": factor,
             "original_max_position_embeddings": context,
-            # Theirs is the context before it grows; ours is the longest sequence.
+            # Their limit is the context before scaling; ours is the longest sequence.
             "max_position_embeddings": int(context * factor),
         }
     elif kind == "yarn":
@@ -139,11 +139,11 @@ def _read_yarn(rope: Fields, limit: int) -> dict[str, Any]:
         raise ValueError(
             "config.json has mscale_all_dim without mscale, which we cannot express."
         )
-    if not all(scales):  # one alone leaves YaRN's rule as it is
+    if not all(scales):  # one of them alone has no effect in YaRN
         scales = 1.0, 0.0
     given = float(rope.maybe("attention_factor") or 0.0)
     if abs(given - (0.1 * math.log(factor) + 1)) < 1e-6 and not scales[1]:
-        given = 0.0  # YaRN's own
+        given = 0.0  # equal to YaRN's own factor
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": factor,
@@ -172,10 +172,10 @@ def _read_longrope(rope: Fields, limit: int) -> dict[str, Any]:
 
 
 def write_rope(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write how positions rotate, old and new spelling.
+    """Return rotary positions in both spellings.
 
     Raises:
-        ValueError: for ways of stretching that cannot be said together.
+        ValueError: if two kinds of scaling are set.
     """
     base = setting(description, "rotary_base")
     scaling = rope_scaling(description)
@@ -195,10 +195,10 @@ def write_rope(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_scaling(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Write how rotary wavelengths are stretched; an empty table: they are not.
+    """Return the rotary scaling of a description; empty: none.
 
     Raises:
-        ValueError: for ways that cannot be said together.
+        ValueError: if two kinds of scaling are set.
     """
     factor = setting(description, "rotary_seq_len_interpolation_factor")
     kind = setting(description, "rope_type")

@@ -1,4 +1,4 @@
-"""Command-R: one LayerNorm without a bias feeds attention and feed-forward layer together."""
+"""Command-R: one LayerNorm without a bias, read by attention and MLP in parallel."""
 
 from functools import partial
 from typing import Any
@@ -9,9 +9,9 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    decoder_table,
     pair,
 )
-from mcore_ckpt.families.common.decoder_rules import decoder_table
 from mcore_ckpt.families.common.fields import Fields, setting
 
 

@@ -10,8 +10,8 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    decoder_table,
 )
-from mcore_ckpt.families.common.decoder_rules import decoder_table
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.common.layer_types import windows
 
@@ -36,7 +36,7 @@ def _write_width(description: Description, theirs: Theirs) -> Theirs:
 
 
 EMBEDDING = FieldRule(says=("embedding_multiplier",), read=_read_width, write=_write_width)
-"""The factor on embeddings, which goes without saying."""
+"""The factor on embeddings, which is implied by the hidden size."""
 
 
 def _read(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ FAMILY = Decoder(
         "sliding_window": 4096,
     },
     refused={"use_bidirectional_attention": False},
-    # The first release wrote another activation into hidden_act, which nothing reads.
+    # The first release has another activation in hidden_act, which transformers ignores.
     unread=("hidden_act", "cache_implementation"),
     parts=(ATTENTION_BIAS, EMBEDDING, SCALES, windows(2)),
     activation=("hidden_activation", "gelu_pytorch_tanh"),

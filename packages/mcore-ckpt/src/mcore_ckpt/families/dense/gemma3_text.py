@@ -13,12 +13,12 @@ _BASE = "rope_local_base_freq"
 
 
 def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
-    # transformers does not cap this family's scores, whatever the field says.
+    # transformers does not cap this family's scores, whatever the value of the field.
     stated = {**config, "attn_logit_softcapping": None}
     nested = config.get("rope_parameters") or {}
     if not {FULL, LOCAL} & nested.keys():
         return stated
-    other = dict(nested.get(LOCAL) or {})  # what is left out or null is plain, of usual bases
+    other = dict(nested.get(LOCAL) or {})  # absent or null: the default base, no scaling
     local = other.pop("rope_theta", None) or config.get(_BASE)
     if other.pop("rope_type", "default") != "default" or other:
         raise ValueError(

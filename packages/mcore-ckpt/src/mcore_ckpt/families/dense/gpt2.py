@@ -9,9 +9,10 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    below_transformer,
     both_dropouts,
+    with_head,
 )
-from mcore_ckpt.families.common.decoder_rules import below_transformer, with_head
 from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.mapping.rules import Rule, Table
 
@@ -54,7 +55,7 @@ def _table(description: Description) -> Table:
             ),
             Rule(f"final_norm.{kind}", f"transformer.ln_f.{kind}"),
         ]
-    # Causal masks that old folders carry.
+    # Causal masks in old folders.
     masks = (f"{_LAYER}attn.bias", f"{_LAYER}attn.masked_bias")
     return with_head(description, rules, "transformer.wte.weight", droppable=masks)
 

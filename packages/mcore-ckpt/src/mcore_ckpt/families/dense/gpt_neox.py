@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and feed-forward layer side by side, a norm each."""
+"""GPT-NeoX and Pythia: attention and MLP in parallel, with a norm each."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,8 @@ from mcore_ckpt.families.common.decoder import (
     FieldRule,
     Theirs,
     pair,
+    with_head,
 )
-from mcore_ckpt.families.common.decoder_rules import with_head
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.mapping.rules import Rule, Table
 
@@ -24,7 +24,7 @@ _LINEARS = {
 
 
 def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring old spellings of rotary base and share up to date."""
+    """Rewrite old spellings of rotary base and share."""
     stated = {k: v for k, v in config.items() if k not in ("rotary_emb_base", "rotary_pct")}
     rope = config.get("rope_parameters") or {}
     if "partial_rotary_factor" not in rope:
@@ -81,7 +81,7 @@ def _table(description: Description) -> Table:
         Rule(f"final_norm.{kind}", f"gpt_neox.final_layer_norm.{kind}")
         for kind in ("weight", "bias")
     ]
-    # Causal masks and angles that old folders carry.
+    # Causal masks and rotary angles in old folders.
     unread = (f"{_LAYER}attention.{n}" for n in ("bias", "masked_bias", "rotary_emb.inv_freq"))
     embedding = "gpt_neox.embed_in.weight"
     return with_head(description, rules, embedding, "embed_out.weight", tuple(unread))

@@ -1,6 +1,6 @@
 """Granite 3: Llama with factors on embeddings, scores, residual branches and logits.
 
-A model that muP parametrizes is written as one, with the factors of its width.
+A model with muP parametrization is written as a Granite with the factors of its width.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ FACTORS = {
     "embedding_multiplier": "embedding_multiplier",
     "residual_multiplier": "residual_multiplier",
 }
-"""Our factors and theirs."""
+"""Our fields of factors, and theirs."""
 
 
 def read_factors(fields: Fields, _: dict[str, Any]) -> dict[str, Any]:
-    """Read the factors; that on logits divides there."""
+    """Read the factors; their factor on logits is a divisor."""
     ours = {mine: float(fields.take(there, 1.0)) for mine, there in FACTORS.items()}
     return ours | {"logits_multiplier": 1.0 / fields.take("logits_scaling", 1.0)}
 
@@ -42,7 +42,7 @@ def write_factors(description: Description, theirs: Theirs) -> Theirs:
 PLAIN_FACTORS = FieldRule(
     says=(*FACTORS, "logits_multiplier"), read=read_factors, write=write_factors
 )
-"""Of families with experts."""
+"""Factors of families with experts."""
 
 
 def _write(description: Description, theirs: Theirs) -> Theirs:

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2 and whatever calls itself ``llama``."""
+"""Llama 2, 3, 3.1, 3.2 and other models with the type ``llama``."""
 
 from typing import Any
 

@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from mcore_ckpt.families.common.decoder import ATTENTION_BIAS, OWN_HEADS, Decoder
-from mcore_ckpt.families.common.decoder_rules import decoder_table
+from mcore_ckpt.families.common.decoder import ATTENTION_BIAS, OWN_HEADS, Decoder, decoder_table
 
 _NORMS = {
     "attention_post_norm": "post_attention_layernorm",

@@ -1,4 +1,4 @@
-"""OLMo-3: OLMo-2 with windows in three of four layers, whose positions are not stretched."""
+"""OLMo-3: OLMo-2 with windows in three of four layers, whose rotary positions are unscaled."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +27,7 @@ def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
             f"by it, transformers 5 by {_THETA!r}. Write a base for each kind of layer into "
             f"rope_parameters[{LOCAL!r}] and rope_parameters[{FULL!r}]."
         )
-    # transformers looks for this switch of YaRN's outside of the tables by layer.
+    # transformers reads this switch of YaRN's outside of the tables by layer type.
     full = {name: v for name, v in (nested.get(FULL) or {}).items() if name != "truncate"}
     local_base = local.get("rope_theta", _THETA)
     return {**config, "rope_parameters": full, _LOCAL_THETA: local_base}

@@ -4,14 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
+    ANGLES,
     OWN_HEADS,
     Decoder,
     Description,
     FieldRule,
     Theirs,
-)
-from mcore_ckpt.families.common.decoder_rules import (
-    ANGLES,
     around,
     attention_rules,
     tied_copies,
@@ -29,14 +27,14 @@ def _stated(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default" or not context:
         return dict(config)
-    # The family says it outside of the table, and calls the same thing by more names.
+    # Phi-3 states this outside of the table, and has several names for LongRoPE.
     kind = "longrope" if kind in ("su", "yarn") else kind
     rope = {name: value for name, value in rope.items() if name != "type"}
     return {**config, "rope_parameters": {**rope, _CONTEXT: context, "rope_type": kind}}
 
 
 def _write_context(description: Description, _: Theirs) -> Theirs:
-    # The short context stands outside of the rotary tables too.
+    # The short context is stated outside of the rotary tables, too.
     if setting(description, "rope_type") not in ("longrope", "yarn"):
         return {}
     require(description, rope_type="longrope")
@@ -75,5 +73,5 @@ FAMILY = Decoder(
     partial=1.0,
     stated=_stated,
     weights=_table,
-    carries=(_CONTEXT,),  # says something with LongRoPE alone, and is there without it
+    carries=(_CONTEXT,),  # has an effect with LongRoPE only, but is always present
 )

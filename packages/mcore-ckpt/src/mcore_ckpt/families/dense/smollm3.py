@@ -1,4 +1,4 @@
-"""SmolLM3: Llama whose every fourth layer rotates nothing."""
+"""SmolLM3: Llama whose every fourth layer has no rotary positions."""
 
 from mcore_ckpt.families.common.decoder import ATTENTION_BIAS, Decoder
 from mcore_ckpt.families.common.layer_types import NO_WINDOW, ROTATED_LAYERS

@@ -1,7 +1,12 @@
 """StarCoder-2: LayerNorm and biases everywhere, GELU without a gate, grouped heads."""
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, both_dropouts, pair
-from mcore_ckpt.families.common.decoder_rules import decoder_table
+from mcore_ckpt.families.common.decoder import (
+    Decoder,
+    Description,
+    both_dropouts,
+    decoder_table,
+    pair,
+)
 from mcore_ckpt.families.common.fields import setting
 from mcore_ckpt.families.common.layer_types import WINDOW
 from mcore_ckpt.mapping.rules import Rule, Table

@@ -1,12 +1,18 @@
-"""Families that are another one but for little: a few fields, names of norms, fused weights."""
+"""Families that differ little from another: some fields, names of norms, fused weights."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs, pair
-from mcore_ckpt.families.common.decoder_rules import decoder_table
+from mcore_ckpt.families.common.decoder import (
+    Decoder,
+    Description,
+    FieldRule,
+    Theirs,
+    decoder_table,
+    pair,
+)
 from mcore_ckpt.families.common.fields import Fields, require, setting
 from mcore_ckpt.families.common.layer_types import FULL, LOCAL, ROTATED_WINDOWS, windows
 from mcore_ckpt.families.dense import gemma2, llama, mistral, olmo2
@@ -21,7 +27,7 @@ _GLM4_NORMS = {
 
 
 def _fused_table(description: Description, norms: Mapping[str, str] | None = None) -> Table:
-    """List the weights of a Llama whose gates and ups are one matrix."""
+    """List the weights of a Llama with gate and up-projection in one matrix."""
     gate_up = ("blocks.*.mlp.fc1.gate.weight", "blocks.*.mlp.fc1.up.weight")
     at = "model.layers.*.mlp."
     mlp = [
@@ -52,7 +58,7 @@ def _cwm_stated(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma_stated(config: Mapping[str, Any]) -> dict[str, Any]:
-    # The first release calls the tanh form by this word.
+    # The first release names the tanh approximation "gelu".
     is_old = config.get("hidden_act") == "gelu"
     return {**config, **({"hidden_act": "gelu_pytorch_tanh"} if is_old else {})}
 
@@ -61,7 +67,7 @@ _BETA = "llama_4_scaling_beta"
 
 
 def _with_temperature(config: Mapping[str, Any]) -> dict[str, Any]:
-    # The factor on queries stands among the rotary parameters, and the limit once more.
+    # The factor on queries is one of the rotary parameters; the limit is repeated there.
     rope = dict(config.get("rope_parameters") or {})
     beta, _ = rope.pop(_BETA, None), rope.pop("max_position_embeddings", None)
     return {**config, "rope_parameters": rope, _BETA: beta}
@@ -197,13 +203,13 @@ _ALL = (
         only={"attention_bias": False, "mlp_bias": False},
         theta=1e5,
     ),
-    # transformers builds a Llama for it, and saves it as one of this type.
+    # transformers builds a Llama for this type, and saves it as a Llama.
     replace(
         llama.FAMILY,
         model_type="internlm3",
         absent={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
         words={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
-        # What its part does not say, as biases in attention alone, is refused.
+        # Biases in attention alone are refused.
         parts=(replace(llama.FAMILY.parts[0], says=("add_bias_linear", "add_qkv_bias")),),
         stated=_same_biases,
     ),
@@ -235,4 +241,4 @@ _ALL = (
 )
 
 FAMILIES = {family.model_type: family for family in _ALL}
-"""By their type."""
+"""Families by ``model_type``."""

@@ -1,6 +1,6 @@
 """BERT as published: norms after each half, and one on the embeddings.
 
-Megatron's own, with norms before, is ``megatron_bert``.
+``megatron_bert`` is Megatron's form, with norms before each half.
 """
 
 from collections.abc import Collection, Mapping
@@ -36,7 +36,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renames(names: Collection[str]) -> dict[str, str]:
-    """Name the norms of the published folders, which are from before PyTorch's names."""
+    """Map the names of norms in published folders (gamma, beta) to PyTorch's."""
     new = {".gamma": ".weight", ".beta": ".bias"}
     return {
         name: name.removesuffix(old) + kind

@@ -1,6 +1,6 @@
 """BERT as Megatron trains it: norms before each half, and one after the last layer.
 
-``bert`` is the same with norms after each half.
+``bert`` is the published form, with norms after each half.
 """
 
 from collections.abc import Collection, Mapping
@@ -45,7 +45,7 @@ _SAID = {
     "openai_gelu": False,
     "apply_layernorm_1p": False,
 }
-"""Our fields that config.json has no word for, and what they must be."""
+"""Our fields without a counterpart in config.json, and their required values."""
 
 _PRE = {
     "attention_norm": "attention.ln",
@@ -86,7 +86,7 @@ def read(
     for name in ("classifier_dropout", "gradient_checkpointing"):
         fields.maybe(name)
     ours = read_pairs(fields, PAIRS)
-    # Which heads there are is said by the class that wrote the folder.
+    # The class that wrote the folder determines its heads.
     names = config.get("architectures") or [f"{architecture}ForPreTraining"]
     heads = {
         f"{architecture}ForPreTraining": ["pooler", "lm", "binary"],
@@ -101,7 +101,7 @@ def read(
 
 
 def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Name the heads that a folder holds: more than its class, or no pooler under another."""
+    """Set the heads by the tensors of a folder: more than its class has, or no pooler."""
     at = "bert." if any(name.startswith("bert.") for name in names) else ""
     marks = {
         "pooler": f"{at}pooler.dense.weight",
@@ -120,7 +120,7 @@ def write(
     """Write a description as the config.json of either BERT.
 
     Raises:
-        ValueError: if it is of another family, or its norms stand elsewhere.
+        ValueError: if it is of another family, or its norms are placed otherwise.
     """
     require_family(description, "bert")
     config = settings(description, BertConfig)
@@ -152,8 +152,8 @@ def list_weights(
 
     Args:
         description: of the model.
-        layer: our names and theirs, of a layer's linears and norms.
-        once: the same, of norms outside the layers.
+        layer: our names of a layer's linears and norms, and theirs.
+        once: our names of norms outside the layers, and theirs.
     """
     heads = description["config"]["bert_heads"]
     # A folder of the bare model has no prefix.

@@ -1,6 +1,6 @@
 """T5 and T5 1.1: an encoder and a decoder with relative positions, RMSNorm, no biases.
 
-Its description says what Megatron's form does otherwise: positions, norms, biases, scales.
+A description also covers Megatron's form of T5: other positions, norms, biases and scales.
 """
 
 from collections.abc import Collection, Mapping
@@ -41,7 +41,7 @@ _FORM = {
     "scale_attention_scores": False,
     "apply_layernorm_1p": False,
 }
-"""Our fields that config.json has no word for, and what they must be."""
+"""Our fields without a counterpart in config.json, and their required values."""
 _ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -49,7 +49,7 @@ _ACTIVATIONS = {
     "gated-gelu": "gated-gelu",
     "gated-silu": "gated-silu",
 }
-"""Their ``feed_forward_proj`` and ours; gated-gelu is the one by tanh on both sides."""
+"""Their ``feed_forward_proj`` and ours; gated-gelu is the tanh approximation on both sides."""
 
 _SELF = {"qkv.q": "q", "qkv.k": "k", "qkv.v": "v", "proj": "o"}
 _CROSS = {"q": "q", "kv.k": "k", "kv.v": "v", "proj": "o"}
@@ -83,9 +83,9 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_stored(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Take a head of its own for what it is: newer folders say all the same that it is tied.
+    """Recognize an untied head, which newer folders have although config.json states tied ones.
 
-    They then say that it reads the stream unscaled, which a tied one never does.
+    Such folders state that the head reads the stream unscaled, which a tied head never does.
     """
     config = description["config"]
     is_own = "lm_head.weight" in names and not config["scale_decoder_outputs"]
@@ -130,7 +130,7 @@ def table(description: Mapping[str, Any]) -> Table:
     copies = {f"{stack}.embed_tokens.weight": "shared.weight" for stack in stacks}
     if not is_untied:
         copies["lm_head.weight"] = "shared.weight"
-    # Some old folders have a bias of positions in the cross attention, which nothing reads.
+    # A position bias of the cross attention in some old folders, which transformers ignores.
     unread = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
     return Table(tuple(rules), max(depths), droppable=unread, copies=copies)
 

@@ -1,14 +1,13 @@
 """DeepSeek-V2 and V2-Lite: latent attention, softmax routing, shared experts.
 
-Where experts are chosen by groups, a group counts by its best one.
+Where experts are chosen by groups, the score of a group is that of its best expert.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
-from mcore_ckpt.families.common.experts import expert_setting, require_routing
-from mcore_ckpt.families.common.fields import Fields
+from mcore_ckpt.families.common.fields import Fields, expert_setting, require_routing
 from mcore_ckpt.families.moe import deepseek_v3
 from mcore_ckpt.families.moe.deepseek_v3 import LATENT, read_experts, write_experts
 
@@ -59,7 +58,7 @@ FAMILY = replace(
     architecture="DeepseekV2ForCausalLM",
     fixed={**deepseek_v3.FAMILY.fixed, "rotary_interleaved": True},
     absent={"max_position_embeddings": 4096, "n_shared_experts": 2, "q_lora_rank": 1536},
-    # Their model does not look at norm_topk_prob, whatever it says.
+    # transformers ignores norm_topk_prob in this family.
     only={"scoring_func": "softmax", "norm_topk_prob": False, "attention_bias": False},
     parts=LATENT,
     experts=FieldRule(read=_read, write=_write),

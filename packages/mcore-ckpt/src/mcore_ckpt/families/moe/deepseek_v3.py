@@ -1,22 +1,32 @@
 """DeepSeek-V3: latent attention, sigmoid routing in groups, multi-token prediction.
 
-What V2 has in common with it is here too, and its experts, which GLM-4.5 has as well. Kimi-K2
-is the same under another name, with more experts, fewer heads and no groups.
+Also holds the parts shared with V2, and the experts that GLM-4.5 has too. Kimi-K2 is a
+DeepSeek-V3 with more experts, fewer heads and no groups.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs, pair
-from mcore_ckpt.families.common.decoder_rules import ANGLES, around, gated_rules, tied_copies
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.decoder import (
+    ANGLES,
+    Decoder,
+    Description,
+    FieldRule,
+    Theirs,
+    around,
+    gated_rules,
+    pair,
+    tied_copies,
+)
+from mcore_ckpt.families.common.fields import (
+    Fields,
     described_expert_size,
     expert_layers,
     expert_setting,
     require_routing,
+    setting,
     sparse_and_dense,
 )
-from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.moe.mtp_layers import MTP, mtp_copies, mtp_rules, without_absent
 from mcore_ckpt.mapping.rules import Rule, Table
 
@@ -28,7 +38,7 @@ _ROUTING = {
     "moe_shared_expert_gate": False,
 }
 _SCORED = 2
-"""Experts whose scores sum to that of their group."""
+"""Best experts of a group whose scores are summed to that of the group."""
 
 
 def _read_latent(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +48,7 @@ def _read_latent(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
             f"config.json has num_key_value_heads={groups}, which mcore cannot represent here: "
             f"only {heads}."
         )
-    # Heads are as wide as their parts.
+    # kv_channels is the width of a query and key: its two parts.
     return {
         "num_query_groups": 0,
         "kv_channels": 0,
@@ -58,11 +68,11 @@ LATENT = (
     pair("qk_pos_emb_head_dim", "qk_rope_head_dim"),
     pair("v_head_dim", "v_head_dim"),
 )
-"""Widths of latent attention."""
+"""Rule of the widths of latent attention."""
 
 
 def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    """Read experts beside shared ones, behind a few dense layers."""
+    """Read routed and shared experts, and the dense layers before them."""
     count, dense = ours["num_layers"], fields.take("first_k_dense_replace", 0)
     if not 0 <= dense <= count:
         raise ValueError(
@@ -83,11 +93,11 @@ def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_experts(description: Description, group_scores: int) -> Theirs:
-    """Write experts beside shared ones, behind a few dense layers.
+    """Write routed and shared experts, and the dense layers before them.
 
     Args:
         description: of the model.
-        group_scores: experts of a group by which the family chooses it.
+        group_scores: best experts of a group whose scores choose it, fixed by the family.
     """
     topk, kept, scored, scale = (
         expert_setting(description, f"moe_router_{name}")
@@ -95,7 +105,7 @@ def write_experts(description: Description, group_scores: int) -> Theirs:
     )
     if kept and (scored or topk // kept) != group_scores:
         raise ValueError(
-            "it cannot express groups of experts but with --moe-router-group-score-topk "
+            "it cannot express groups of experts except with --moe-router-group-score-topk "
             f"{group_scores}"
         )
     count, width = (
@@ -107,7 +117,7 @@ def write_experts(description: Description, group_scores: int) -> Theirs:
     dense = pattern.index(1) if 1 in pattern else len(pattern)
     if not count or shared % width or 0 in pattern[dense:]:
         raise ValueError(
-            "it cannot express experts but with --moe-ffn-hidden-size that divides "
+            "it cannot express experts except with --moe-ffn-hidden-size that divides "
             "--moe-shared-expert-intermediate-size, in all layers after the first dense ones"
         )
     return {
@@ -129,7 +139,7 @@ def _read_sigmoid(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     groups, kept = fields.take("n_group", 1), fields.take("topk_group", 1)
     if moe["moe_router_topk"] == 1:
         raise ValueError(
-            "config.json has num_experts_per_tok=1, whose weight is then always 1, which mcore "
+            "config.json has num_experts_per_tok=1, whose weight is always 1, which mcore "
             "cannot represent here: only 2 or more."
         )
     if (groups, kept) != (1, 1):
@@ -148,11 +158,11 @@ def _write_sigmoid(description: Description, _: Theirs) -> Theirs:
 
 
 SIGMOID_EXPERTS = FieldRule(read=_read_sigmoid, write=_write_sigmoid)
-"""Experts whose scores are sigmoids, chosen with a bias, in groups."""
+"""Experts with sigmoid scores, chosen with a bias and by groups."""
 
 
 def experts_table(description: Description, attention: Iterable[Rule]) -> Table:
-    """List the weights of a model with such experts.
+    """List the weights of a model with routed and shared experts.
 
     Args:
         description: of the model.
@@ -183,7 +193,7 @@ def experts_table(description: Description, attention: Iterable[Rule]) -> Table:
 
 
 def table(description: Description) -> Table:
-    """List the weights, those of both versions."""
+    """List the weights of a DeepSeek-V2 or V3."""
     names = {
         "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",

@@ -1,20 +1,26 @@
-"""ERNIE 4.5 with experts: a softmax of all, chosen with a bias, shared experts as one."""
+"""ERNIE 4.5 with experts: softmax scores, chosen with a bias; shared experts are one MLP."""
 
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
-from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.decoder import (
+    Description,
+    FieldRule,
+    Theirs,
+    decoder_table,
+    gated_rules,
+)
+from mcore_ckpt.families.common.fields import (
     PLAIN_ROUTING,
+    Fields,
     described_expert_size,
     expert_layers,
     expert_setting,
     require_routing,
+    require_value,
     sparse_and_dense,
     write_layers,
 )
-from mcore_ckpt.families.common.fields import Fields, require_value
 from mcore_ckpt.families.dense import variants as dense_ernie
 from mcore_ckpt.mapping.rules import Rule, Table
 
@@ -33,7 +39,7 @@ def _layers(count: int, first: int, last: int, step: int) -> list[int]:
 def _read(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     count, width = ours["num_layers"], fields.take("moe_intermediate_size")
     first, last = (fields.take(f"moe_layer_{end}_index") for end in ("start", "end"))
-    last = count - 1 if last == -1 else last  # no other number counts from the end
+    last = count - 1 if last == -1 else last  # the only negative number allowed
     step = fields.take("moe_layer_interval")
     if step < 1:
         raise ValueError(f"config.json has moe_layer_interval={step}: it must be 1 or more.")
@@ -106,7 +112,7 @@ FAMILY = replace(
         "router_aux_loss_coef": 0.001,
     },
     only={"use_bias": False, "moe_norm_min": 1e-12},
-    # transformers reads neither, and leaves the predictors' weights out as we do.
+    # transformers ignores both fields, and omits the predictors' weights as this table does.
     unread=("moe_capacity", "moe_use_aux_free"),
     dropped=("num_nextn_predict_layers",),
     parts=(),

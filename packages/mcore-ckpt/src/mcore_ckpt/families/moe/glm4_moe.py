@@ -1,7 +1,6 @@
 """GLM-4.5: partly rotated heads, sigmoid routing with a bias, a shared expert."""
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, pair
-from mcore_ckpt.families.common.decoder_rules import attention_rules
+from mcore_ckpt.families.common.decoder import Decoder, Description, attention_rules, pair
 from mcore_ckpt.families.moe.deepseek_v3 import SIGMOID_EXPERTS, experts_table
 from mcore_ckpt.families.moe.mtp_layers import MTP, without_absent
 from mcore_ckpt.mapping.rules import Table

@@ -3,10 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs, pair
-from mcore_ckpt.families.common.decoder_rules import decoder_table
-from mcore_ckpt.families.common.experts import described_expert_size, expert_setting
-from mcore_ckpt.families.common.fields import Fields
+from mcore_ckpt.families.common.decoder import (
+    Decoder,
+    Description,
+    FieldRule,
+    Theirs,
+    decoder_table,
+    pair,
+)
+from mcore_ckpt.families.common.fields import Fields, described_expert_size, expert_setting
 from mcore_ckpt.families.common.layer_types import windows
 from mcore_ckpt.mapping.rules import Rule, Table
 
@@ -18,7 +23,7 @@ _ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What transformers takes where nothing is said of positions."""
+"""Rotary parameters that transformers assumes if config.json has none."""
 
 
 def _stated(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -47,7 +52,7 @@ def _write(description: Description, _: Theirs) -> Theirs:
 
 
 def _table(description: Description) -> Table:
-    """List the weights: experts lie stacked, a gate beside its up-projection, inputs first."""
+    """List the weights: experts stacked, gate and up interleaved, stored [in, out]."""
     mlp, width = "model.layers.*.mlp.", described_expert_size(description)
     expert = "blocks.*.moe.experts.*."
     rules = [Rule("blocks.*.attention.sinks", "model.layers.*.self_attn.sinks")]
@@ -85,7 +90,7 @@ FAMILY = Decoder(
         "swiglu_limit": 7.0,
     },
     only={"attention_bias": True, "swiglu_alpha": 1.702},
-    # Copies of other fields.
+    # Duplicates of other fields.
     unread=("initial_context_length", "experts_per_token"),
     parts=(pair("activation_func_clamp_value", "swiglu_limit", kind=float), windows(2)),
     experts=FieldRule(says=("add_qkv_bias",), read=_read, write=_write),

@@ -1,4 +1,4 @@
-"""Granite 3 with experts in every layer; the ``shared`` form has a dense network beside."""
+"""Granite 3 with experts in every layer; the ``shared`` form adds a dense network to them."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,16 +10,16 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    decoder_table,
 )
-from mcore_ckpt.families.common.decoder_rules import decoder_table
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.fields import (
     PLAIN_ROUTING,
+    Fields,
     described_expert_size,
     expert_layers,
     expert_setting,
     require_routing,
 )
-from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.families.dense.granite import PLAIN_FACTORS
 from mcore_ckpt.mapping.rules import Rule, Table
 
@@ -28,12 +28,12 @@ ROUTING = PLAIN_ROUTING | {
     "moe_shared_expert_gate": False,
     "moe_input_jitter_eps": 0.0,
 }
-"""What only some of the Granites' fields could say otherwise: nothing does."""
+"""Fields that some Granites have, with the only value that is supported."""
 _SHARED = "moe_shared_expert_intermediate_size"
 
 
 def half_rules(description: Description) -> list[Rule]:
-    """List the feed-forward halves; a gate and its up-projection are one, experts a stack."""
+    """List the rules of the MLP half: gate and up-projection in one matrix, experts stacked."""
     experts, there = expert_setting(description, "num_experts"), "model.layers.*."
     rules = []
     if expert_setting(description, _SHARED) or not experts:
@@ -115,4 +115,4 @@ _BESIDE = replace(
 )
 
 FAMILIES = {family.model_type: family for family in (_ALONE, _BESIDE)}
-"""By their type."""
+"""Families by ``model_type``."""

@@ -1,4 +1,4 @@
-"""Llama 4, its text model: chunks with rotation, every fourth layer whole and without it."""
+"""Llama 4, text model: chunked attention with rotation; every fourth layer full, without it."""
 
 from typing import Any
 
@@ -8,17 +8,19 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    decoder_table,
+    gated_rules,
     pair,
 )
-from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.fields import (
+    Fields,
     described_expert_size,
     expert_setting,
     require_routing,
+    setting,
     sparse_and_dense,
     write_layers,
 )
-from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.common.layer_types import (
     FULL,
     read_rotated,
@@ -78,7 +80,7 @@ def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
     if topk != 1:
         raise ValueError(
             f"config.json has num_experts_per_tok={topk}, which mcore cannot represent here: "
-            "only 1, whose score is not made to sum to 1 with others."
+            "only 1, whose score is used without normalization over the chosen experts."
         )
     return {
         "num_experts": fields.take("num_local_experts"),
@@ -116,7 +118,7 @@ def _write_experts(description: Description, theirs: Theirs) -> Theirs:
 
 
 def _table(description: Description) -> Table:
-    """List the weights: experts lie stacked, inputs first, gates before up-projections."""
+    """List the weights: experts stacked, stored [in, out], gates before up-projections."""
     sparse, dense = sparse_and_dense(description)
     at, expert = "model.layers.*.feed_forward.", "blocks.*.moe.experts.*."
     fc1 = (f"{expert}fc1.gate.weight", f"{expert}fc1.up.weight")

@@ -2,15 +2,21 @@
 
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Decoder, Description, FieldRule, Theirs
-from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.decoder import (
+    Decoder,
+    Description,
+    FieldRule,
+    Theirs,
+    decoder_table,
+    gated_rules,
+)
+from mcore_ckpt.families.common.fields import (
+    Fields,
     described_expert_size,
     expert_layers,
     expert_setting,
     require_experts,
 )
-from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.families.common.layer_types import WINDOW
 from mcore_ckpt.mapping.rules import Rule, Table
 

@@ -1,8 +1,8 @@
 """Layers of multi-token prediction as DeepSeek-V3 and GLM-4.5 store them.
 
-They stand behind the last layer: ``model.layers.61.*`` of DeepSeek-V3 is a layer as the one
-before it, with two norms and a projection in front, and a norm behind. Copies of embedding and
-head beside them are read where they equal the model's, and not written.
+They follow the last layer: ``model.layers.61.*`` of DeepSeek-V3 is a layer like the one before
+it, preceded by two norms and a projection, and followed by a norm. Their copies of embedding
+and head are read if they equal the model's, and not written.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import pair
-from mcore_ckpt.families.common.experts import expert_setting
-from mcore_ckpt.families.common.fields import setting
+from mcore_ckpt.families.common.fields import expert_setting, setting
 from mcore_ckpt.mapping.rules import Rule
 
 _AROUND = {
@@ -23,11 +22,11 @@ _AROUND = {
 
 
 MTP = pair("mtp_num_layers", "num_nextn_predict_layers", 0)
-"""How many there are."""
+"""Number of these layers."""
 
 
 def without_absent(description: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Leave out layers that a folder lacks: transformers saves none of them."""
+    """Remove these layers from the description of a folder without them."""
     if any(f"{there}eh_proj.weight" in names for there in _places(description)):
         return description
     left = {name: v for name, v in description["config"].items() if name != "mtp_num_layers"}
@@ -35,11 +34,11 @@ def without_absent(description: dict[str, Any], names: Collection[str]) -> dict[
 
 
 def mtp_rules(description: Mapping[str, Any], layer_rules: Iterable[Rule]) -> list[Rule]:
-    """Rules of these layers, from those of the layers before them.
+    """Return the rules of these layers, derived from those of a normal layer.
 
     Args:
         description: of the model.
-        layer_rules: of its layers; these are as the last one.
+        layer_rules: rules of the model's layers.
     """
     last = setting(description, "num_layers") - 1
     block = [rule for rule in layer_rules if rule.layers is None or last in rule.layers]
@@ -59,7 +58,7 @@ def mtp_rules(description: Mapping[str, Any], layer_rules: Iterable[Rule]) -> li
 
 
 def mtp_copies(description: Mapping[str, Any]) -> dict[str, str]:
-    """Name the copies of embedding and head beside them."""
+    """Return their copies of embedding and head, by the name of the original."""
     tied = not setting(description, "untie_embeddings_and_output_weights")
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     copies: dict[str, str] = {}
@@ -70,6 +69,6 @@ def mtp_copies(description: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _places(description: Mapping[str, Any]) -> list[str]:
-    """Their prefix of each of these layers."""
+    """Return the prefix of each of these layers in the folder."""
     count, number = (setting(description, n) for n in ("num_layers", "mtp_num_layers"))
     return [f"model.layers.{count + depth}." for depth in range(number)]

@@ -9,25 +9,27 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    decoder_table,
+    gated_rules,
+    mlp_rules,
 )
-from mcore_ckpt.families.common.decoder_rules import decoder_table, gated_rules, mlp_rules
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.fields import (
+    Fields,
     described_expert_size,
     expert_setting,
     require_experts,
     sparse_and_dense,
     write_layers,
 )
-from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.families.common.layer_types import NO_WINDOW
 from mcore_ckpt.mapping.rules import Rule, Table
 
 
 def read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    """Read the experts and which layers have them."""
+    """Read the experts, and the layers that have them."""
     step, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", [])
     layers = range(ours["num_layers"])
-    # Older folders say num_experts, newer num_local_experts.
+    # The field is num_experts in older folders, num_local_experts in newer ones.
     experts = fields.take("num_local_experts", fields.take("num_experts", 0) or 128)
     return {
         "num_experts": experts,
@@ -45,7 +47,7 @@ def _write(description: Description, theirs: Theirs) -> Theirs:
 
 
 def write_experts(description: Description, _: Theirs) -> Theirs:
-    """Write the experts and which layers have them, whatever else a family has."""
+    """Write the experts and the layers that have them; for families with other parts too."""
     if expert_setting(description, "moe_input_jitter_eps"):
         raise ValueError("it cannot express --moe-input-jitter-eps")
     experts = expert_setting(description, "num_experts")
@@ -62,7 +64,7 @@ def write_experts(description: Description, _: Theirs) -> Theirs:
 
 
 def table(description: Description, extra: Iterable[Rule] = ()) -> Table:
-    """List the weights; rules of further parts come last."""
+    """List the weights; ``extra`` rules are appended."""
     sparse, dense = sparse_and_dense(description)
     rules = [
         *mlp_rules(description, dense),

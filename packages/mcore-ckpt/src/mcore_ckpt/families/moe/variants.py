@@ -1,4 +1,4 @@
-"""Families with experts that are another one but for little."""
+"""Families with experts that differ from another by a few fields."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,11 +10,12 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    gated_rules,
     pair,
 )
-from mcore_ckpt.families.common.decoder_rules import gated_rules
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.fields import (
     PLAIN_ROUTING,
+    Fields,
     described_expert_size,
     expert_layers,
     expert_setting,
@@ -22,7 +23,6 @@ from mcore_ckpt.families.common.experts import (
     require_routing,
     sparse_and_dense,
 )
-from mcore_ckpt.families.common.fields import Fields
 from mcore_ckpt.families.common.layer_types import FULL, LOCAL, UPPER_WINDOWS, windows
 from mcore_ckpt.families.moe import deepseek_v3, glm4_moe, qwen3_moe
 from mcore_ckpt.mapping.rules import Rule, Table
@@ -68,7 +68,7 @@ def _read_qwen2(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 def _write_qwen2(description: Description, theirs: Theirs) -> Theirs:
     shared = expert_setting(description, "moe_shared_expert_intermediate_size")
     if not shared or not expert_setting(description, "num_experts"):
-        raise ValueError("it cannot express a model without experts, one of them shared")
+        raise ValueError("it cannot express a model without routed and shared experts")
     require_routing(description, _SHARED)
     found = qwen3_moe.write_experts(description, theirs)
     return found | {"shared_expert_intermediate_size": shared}
@@ -140,4 +140,4 @@ _ALL = (
 )
 
 FAMILIES = {family.model_type: family for family in _ALL}
-"""By their type."""
+"""Families by ``model_type``."""

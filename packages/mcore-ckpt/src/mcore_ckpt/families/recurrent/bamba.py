@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 or half-rotated attention, then a gated feed-forward layer, in every layer."""
+"""Bamba: each layer is Mamba-2 or half-rotated attention, then a gated MLP."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from mcore_ckpt.families.common.decoder import (
     Description,
     FieldRule,
     Theirs,
+    gated_rules,
 )
-from mcore_ckpt.families.common.decoder_rules import gated_rules
 from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.recurrent.mamba_parts import MAMBA, SQUARE_HEADS, hybrid_table
 from mcore_ckpt.mapping.rules import Table
@@ -36,7 +36,7 @@ def _table(description: Description) -> Table:
 FAMILY = Decoder(
     model_type="bamba",
     architecture="BambaForCausalLM",
-    # Half of each head rotates, whatever config.json says.
+    # transformers rotates half of each head, whatever config.json states.
     fixed={"rotary_percent": 0.5},
     absent={
         "num_key_value_heads": 8,

@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 or attention without positions, then experts and a shared layer."""
+"""Granite 4: Mamba-2 or attention without positions, then experts and a shared expert."""
 
 from typing import Any
 
@@ -9,12 +9,13 @@ from mcore_ckpt.families.common.decoder import (
     FieldRule,
     Theirs,
 )
-from mcore_ckpt.families.common.experts import (
+from mcore_ckpt.families.common.fields import (
+    Fields,
     described_expert_size,
     expert_setting,
     require_routing,
+    setting,
 )
-from mcore_ckpt.families.common.fields import Fields, setting
 from mcore_ckpt.families.dense.granite import PLAIN_FACTORS
 from mcore_ckpt.families.moe.granitemoe import ROUTING, half_rules
 from mcore_ckpt.families.recurrent.mamba_parts import MAMBA, SQUARE_HEADS, hybrid_table
@@ -37,7 +38,7 @@ def _write_positions(description: Description, _: Theirs) -> Theirs:
 
 
 def _read_experts(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
-    """Read them, and with them the layers, for without experts there is a dense half."""
+    """Read experts and the layer pattern, which has dense MLPs if there are no experts."""
     kinds = fields.maybe("layer_types")
     kinds = kinds or fields.maybe("layers_block_type") or ["mamba"] * ours["num_layers"]
     fields.maybe("layers_block_type")

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import checked_layers
-from mcore_ckpt.families.common.experts import no_experts
 from mcore_ckpt.families.common.fields import (
     REQUIRED,
     Fields,
+    no_experts,
     read_pairs,
     refuse_variants,
     require,
@@ -54,11 +54,11 @@ _RELEASE = {
     "expand": ("expand", 2),
     "chunk_size": ("chunk_size", 256),
 }
-"""Words of ``ssm_cfg`` in the first releases, and what they mean where they are left out."""
+"""Fields of ``ssm_cfg`` in state-spaces' releases, and their defaults."""
 
 
 def released(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of state-spaces' releases as transformers states it."""
+    """Return the config.json of a state-spaces release as one of transformers."""
     if "model_type" in config or "ssm_cfg" not in config:
         return config
     inner = dict(config["ssm_cfg"])
@@ -68,7 +68,7 @@ def released(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError("config.json has d_intermediate or no rms_norm, which is not read.")
     sizes = {there: inner.pop(name, usual) for there, (name, usual) in _RELEASE.items()}
     if inner:
-        raise ValueError(f"config.json has ssm_cfg {inner}, which is not known.")
+        raise ValueError(f"config.json has ssm_cfg fields that are not read: {inner}.")
     width, several = config["d_model"], config.get("pad_vocab_size_multiple", 8)
     return {
         "model_type": "mamba2",
@@ -82,7 +82,7 @@ def released(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def renames(names: Iterable[str]) -> dict[str, str]:
-    """Name the embedding of older folders as it is called now."""
+    """Map the embedding's name in older folders to today's."""
     return {_OLD_EMBEDDING: "backbone.embeddings.weight"} if _OLD_EMBEDDING in names else {}
 
 
@@ -91,10 +91,10 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = Fields(config)
     fields.must_be("hidden_act", "silu")
     fields.must_be("rms_norm", True)
-    fields.must_be("norm_before_gate", True, False)  # transformers heeds it not
-    # There is no attention: one head of it fits any width.
+    fields.must_be("norm_before_gate", True, False)  # transformers ignores it
+    # A model without attention: one head fits any width.
     ours = read_pairs(fields, PAIRS) | _FIXED | {"num_attention_heads": 1}
-    fields.take("expand", 2)  # num_heads x head_dim / hidden_size: the weights show it
+    fields.take("expand", 2)  # equals num_heads * head_dim / hidden_size
     ours["hybrid_override_pattern"] = "M" * ours["num_layers"]
     ours["mamba_dt_limit"] = read_limit(fields.take("time_step_limit", (0.0, math.inf)))
     ours["untie_embeddings_and_output_weights"] = not fields.take("tie_word_embeddings", False)

@@ -1,19 +1,27 @@
-"""What families with Mamba-2 layers share: sizes in a config.json, rules of a mixer."""
+"""Shared by families with Mamba-2 layers: their fields in config.json, rules of a mixer."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt.families.common.decoder import Description, FieldRule, Theirs
-from mcore_ckpt.families.common.decoder_rules import (
+from mcore_ckpt.families.common.decoder import (
+    Description,
+    FieldRule,
+    Theirs,
     around,
     attention_rules,
     tied_copies,
     with_head,
 )
-from mcore_ckpt.families.common.experts import expert_setting
-from mcore_ckpt.families.common.fields import DEFAULTS, Fields, read_pairs, setting, settings
+from mcore_ckpt.families.common.fields import (
+    DEFAULTS,
+    Fields,
+    expert_setting,
+    read_pairs,
+    setting,
+    settings,
+)
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_models.layer_patterns import pattern_layers
 from mcore_models.logical_tensors import mamba_sizes
@@ -22,7 +30,7 @@ HYBRID = (
     "hybrid_override_pattern",
     *(name for name in DEFAULTS if name.startswith("mamba_") and name != "mamba_norm"),
 )
-"""Fields of which layers a hybrid has, and of its Mamba layers; few have another norm."""
+"""Our fields of the layer pattern and of Mamba layers."""
 
 MAMBA_PAIRS = (
     ("norm_epsilon", "layer_norm_epsilon", 1e-5),
@@ -34,7 +42,7 @@ MAMBA_PAIRS = (
     ("mamba_dt_max", "time_step_max", 0.1),
     ("mamba_dt_init_floor", "time_step_floor", 1e-4),
 )
-"""Fields of Mamba layers that Mamba-2 and Nemotron-H name alike."""
+"""Rows of Mamba fields for Mamba-2 and Nemotron-H."""
 SIZE_PAIRS = (
     ("mamba_num_heads", "mamba_n_heads", 128),
     ("mamba_num_groups", "mamba_n_groups", 1),
@@ -44,7 +52,7 @@ SIZE_PAIRS = (
     ("mamba_conv_bias", "mamba_conv_bias", True),
     ("mamba_proj_bias", "mamba_proj_bias", False),
 )
-"""Fields of Mamba layers that Bamba and Granite 4 name alike."""
+"""Rows of Mamba fields for Bamba and Granite 4."""
 
 
 def read_sizes(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +69,7 @@ def read_sizes(fields: Fields, ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_sizes(description: Description) -> Theirs:
-    """Write them, but for the width of all heads."""
+    """Write the sizes of Mamba-2 layers, except the width of all heads together."""
     config = settings(description)
     return {
         **{there: getattr(config, ours) for ours, there, _ in SIZE_PAIRS},
@@ -76,7 +84,7 @@ def _write_mamba(description: Description, _: Theirs) -> Theirs:
 
 
 MAMBA = FieldRule(says=HYBRID, read=read_sizes, write=_write_mamba)
-"""Mamba-2 layers whose heads are a multiple of the hidden size together."""
+"""Mamba-2 layers whose heads together are a multiple of the hidden size wide."""
 
 
 def _square_heads(_: Description, theirs: Theirs) -> Theirs:
@@ -86,24 +94,24 @@ def _square_heads(_: Description, theirs: Theirs) -> Theirs:
 
 
 SQUARE_HEADS = FieldRule(write=_square_heads)
-"""Attention's heads are as wide as the model together."""
+"""Attention heads together are as wide as the model: no field ``head_dim``."""
 
 
 def read_limit(limit: Any) -> list[float]:
-    """Read bounds of step sizes: where theirs have no upper one, ours is 0."""
+    """Convert bounds of step sizes: an infinite upper bound is 0 in our fields."""
     # transformers 5 writes {"__float__": "Infinity"}, those before it Infinity.
     low, high = (float(x["__float__"] if isinstance(x, Mapping) else x) for x in limit)
     return [low, 0.0 if high == math.inf else high]
 
 
 def write_limit(limit: Any) -> list[float]:
-    """Undo ``read_limit``."""
+    """Inverse of ``read_limit``."""
     low, high = limit
     return [low, high or math.inf]
 
 
 def expansion(description: Mapping[str, Any]) -> int:
-    """Return how many times as wide as the stream all Mamba heads are together."""
+    """Return the width of all Mamba heads together, divided by the hidden size."""
     config = settings(description)
     inner, hidden = mamba_sizes(config).inner, config.hidden_size
     if inner % hidden:
@@ -120,13 +128,13 @@ def mamba_rules(
     ours: str = "blocks.*.mamba.",
     layers: tuple[int, ...] | None = None,
 ) -> list[Rule]:
-    """Rules of one Mamba-2 mixer, which transformers names alike in all families.
+    """Return the rules of one Mamba-2 mixer, with the names that all families use.
 
     Args:
         description: of the model.
-        there: where the mixer is, up to the dot.
-        ours: where ours is.
-        layers: that have one; None: all.
+        there: prefix of their names of the mixer, up to the dot.
+        ours: prefix of our names.
+        layers: layers that have a mixer; None: all.
     """
     config = settings(description)
     sizes = mamba_sizes(config)
@@ -151,7 +159,7 @@ def mamba_rules(
 def below_backbone(
     description: Mapping[str, Any], rules: Iterable[Rule], droppable: tuple[str, ...] = ()
 ) -> Table:
-    """Put embedding, final norm and head around rules, as Mamba-2 and Nemotron-H name them."""
+    """List weights below ``backbone.``: embedding, rules of layers, final norm, head."""
     embedding = "backbone.embeddings.weight"
     first = Rule("embedding.weight", embedding)
     last = Rule("final_norm.weight", "backbone.norm_f.weight")
@@ -164,7 +172,7 @@ def hybrid_table(
     halves: Iterable[Rule],
     final_norm: str = "norm",
 ) -> Table:
-    """List the weights of layers that are Mamba-2 or attention, then something else."""
+    """List the weights of layers with Mamba-2 or attention, followed by an MLP half."""
     layers = pattern_layers(setting(description, "hybrid_override_pattern"))
     mixers = {"mamba": "M", "attention": "*"}
     places = {
@@ -187,7 +195,7 @@ def hybrid_table(
 
 
 def renamed_norm(rules: Iterable[Rule], name: str) -> tuple[Rule, ...]:
-    """Call the last norm otherwise."""
+    """Rename the final norm in rules."""
     return tuple(
         replace(rule, theirs=rule.theirs.replace("model.norm.", f"model.{name}.", 1))
         for rule in rules

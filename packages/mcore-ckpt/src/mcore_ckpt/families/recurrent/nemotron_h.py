@@ -1,16 +1,17 @@
-"""Nemotron-H: Mamba-2, attention without positions, squared ReLU and experts, one a layer."""
+"""Nemotron-H: one mixer a layer, Mamba-2, attention, squared-ReLU MLP or experts."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import checked_layers
-from mcore_ckpt.families.common.experts import expert_setting, require_routing
 from mcore_ckpt.families.common.fields import (
     REQUIRED,
     Fields,
+    expert_setting,
     read_pairs,
     refuse_variants,
     require,
+    require_routing,
     setting,
     settings,
 )
@@ -70,12 +71,12 @@ carries = (
     *("mamba_proj_bias", "mamba_ssm_cache_dtype", "n_shared_experts", "sliding_window"),
     "moe_shared_expert_overlap",
 )
-"""Fields that transformers' model does not read, and engines may."""
+"""Fields that transformers' model ignores; inference engines may read them."""
 _DROPPED = (
     *("num_hidden_layers", "time_step_limit", "num_nextn_predict_layers"),
     *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
 )
-"""Fields that say nothing new, or are about predictors, which transformers has not either."""
+"""Fields that repeat others, or concern predictors, which transformers' model lacks too."""
 
 
 def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     ours = read_pairs(fields, PAIRS) | _FIXED
     ours |= {"hybrid_override_pattern": pattern, "num_layers": len(letters)}
-    # transformers' mixer takes no other limit than the smallest initial step.
+    # transformers' mixer has no limit but the smallest initial step.
     ours["mamba_dt_limit"] = [ours["mamba_dt_min"], 0.0]
     ours["untie_embeddings_and_output_weights"] = not fields.take("tie_word_embeddings", False)
     moe = read_pairs(fields, _EXPERT_PAIRS) | _ROUTING
@@ -134,7 +135,7 @@ def to_theirs(description: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": description["vocab_size"],
         **{there: getattr(config, ours) for ours, there, _ in PAIRS},
         "layers_block_type": [words[letter] for letter in letters],
-        # What engines with a config class of their own read instead.
+        # Read by inference engines that have their own config class.
         "hybrid_override_pattern": "".join(letters),
         "num_hidden_layers": len(letters),
         "mamba_num_heads": mamba_sizes(config).heads,
@@ -155,7 +156,7 @@ def _write_experts(description: Mapping[str, Any]) -> dict[str, Any]:
     kept = expert_setting(description, "moe_router_group_topk")
     if not all(theirs[name] for name in ("moe_intermediate_size", _EXPERT_PAIRS[3][1])):
         raise ValueError(
-            "it cannot express experts but with --moe-ffn-hidden-size and "
+            "it cannot express experts without --moe-ffn-hidden-size and "
             "--moe-shared-expert-intermediate-size"
         )
     return {**theirs, "n_group": groups or 1, "topk_group": kept or 1}

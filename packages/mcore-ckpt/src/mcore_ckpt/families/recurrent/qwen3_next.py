@@ -1,31 +1,36 @@
-"""Qwen3-Next: three of four layers a gated delta net, the fourth gated attention; experts."""
+"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, experts in all."""
 
 from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt.families.common.decoder import (
     ATTENTION_BIAS,
+    NORMS,
     Decoder,
     Description,
     FieldRule,
     Theirs,
-)
-from mcore_ckpt.families.common.decoder_rules import (
-    NORMS,
     around,
     gated_rules,
     qk_norm_rules,
     tied_copies,
 )
-from mcore_ckpt.families.common.experts import PLAIN_ROUTING, expert_setting, require_routing
-from mcore_ckpt.families.common.fields import DEFAULTS, Fields, setting, settings
+from mcore_ckpt.families.common.fields import (
+    DEFAULTS,
+    PLAIN_ROUTING,
+    Fields,
+    expert_setting,
+    require_routing,
+    setting,
+    settings,
+)
 from mcore_ckpt.families.recurrent.mamba_parts import HYBRID
 from mcore_ckpt.mapping.rules import Rule, Table
 from mcore_models.layer_patterns import join_layers, pattern_layers
 from mcore_models.logical_tensors import delta_sizes
 
 _DELTA_NET = tuple(name for name in DEFAULTS if name.startswith("linear_"))
-"""Sizes of gated delta nets, named alike on both sides."""
+"""Sizes of gated delta nets, with equal names on both sides."""
 
 _WORDS = {"linear_attention": "G", "full_attention": "*"}
 _EXPERTS = {
@@ -122,7 +127,7 @@ def _table(description: Description) -> Table:
 
 
 def _delta_rules(description: Description, layers: tuple[int, ...]) -> list[Rule]:
-    """Rules of gated delta nets; their rows stand in blocks, one for each key head."""
+    """Return the rules of gated delta nets; their rows are grouped by key head."""
     sizes = delta_sizes(settings(description))
     ours, there = "blocks.*.delta_net.", "model.layers.*.linear_attn."
     heads = sizes.value_heads
@@ -148,7 +153,7 @@ def _delta_rules(description: Description, layers: tuple[int, ...]) -> list[Rule
 
 
 def _attention_rules(description: Description, layers: tuple[int, ...]) -> list[Rule]:
-    """Rules of gated attention: a head's gate stands behind its query."""
+    """Return the rules of gated attention: each head's query rows, then its gate rows."""
     config = settings(description)
     ours, there = "blocks.*.attention.", "model.layers.*.self_attn."
     rules = []

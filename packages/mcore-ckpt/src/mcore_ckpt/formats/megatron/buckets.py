@@ -1,8 +1,7 @@
-"""An optimizer's state out of the buckets that Megatron's ``dp_reshardable`` holds.
+"""Reads an optimizer's state from the buckets of Megatron's ``dp_reshardable`` format.
 
-Buckets are flat, without a name on any weight in them; ``megatron_layout`` says which they
-must be. That it is so is then proven: every main weight, rounded, must be the weight that was
-saved.
+Buckets are flat and contain no names; ``layout`` computes which weights they must contain. The
+result is then verified: every main weight, rounded, must equal the saved weight.
 """
 
 import re
@@ -49,22 +48,22 @@ def has_buckets(folder: DcpFolder) -> bool:
 def read_buckets(
     folder: DcpFolder, reader: Reader, table: Table, weights: Rows, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, TensorEntry]], int]:
-    """Find each weight's state in the buckets.
+    """Find the optimizer state of each weight in the buckets.
 
     Args:
         folder: of the step.
         reader: of its files.
-        table: of the weights that are updated.
-        weights: under Megatron's names, uncut.
-        arguments: of the run: the sizes of its parallel groups.
+        table: rules of the weights that are updated.
+        weights: under Megatron's names, complete.
+        arguments: of the run, with the sizes of its parallel groups.
 
     Returns:
-        Per kind of state the weights' entries, and how many tensors of the directory they
-        come from.
+        Per kind of state, the entries of the weights; and the number of tensors of the
+        directory that were used.
 
     Raises:
-        ValueError: if no known order of the weights fills the buckets so that every main
-            weight is the weight.
+        ValueError: if no known order of the weights fills the buckets with main weights that
+            equal the weights.
     """
     held = _listed(folder)
     wanted = placed_weights(expand(table), weights)
@@ -85,16 +84,16 @@ def read_buckets(
                 return {MAIN: mains, **moments}, len(located)
     raise ValueError(
         f"{folder.path} holds the optimizer's state in buckets (dp_reshardable), and no known "
-        "order of the weights fills them so that every main weight is the weight. Load and "
+        "order of the weights fills them so that main weights equal weights. Load and "
         "save the run once in Megatron with --dist-ckpt-optim-fully-reshardable, or leave "
         "--optimizer out to convert the weights."
     )
 
 
 def _listed(folder: DcpFolder) -> dict[int, dict[int, Chunks]]:
-    """List the buckets of each optimizer, dense and experts', of each of its ranks.
+    """List the buckets of each optimizer (dense, experts') and each of its ranks.
 
-    Returns nothing where a bucket's kinds of state are not of one size.
+    Empty if the kinds of state in a bucket differ in size.
     """
     found: dict[tuple[int, ...], StateBucket] = {}
     dtypes: dict[tuple[int, ...], str] = {}
@@ -136,7 +135,7 @@ def _names(held: Mapping[int, Mapping[int, Chunks]]) -> Iterator[str]:
 def _sizes(
     arguments: Mapping[str, Any], held: Mapping[int, Mapping[int, Chunks]]
 ) -> Degrees | None:
-    """Read the sizes of parallel groups; None if the buckets are not those of such groups."""
+    """Return the sizes of parallel groups; None if the buckets do not fit such groups."""
     tp = arguments.get("tensor_model_parallel_size")
     if not isinstance(tp, int) or not held.keys() <= {0, 1}:
         return None
@@ -153,7 +152,7 @@ def _entries(
     weights: Sequence[Weight],
     located: Mapping[str, TensorEntry],
 ) -> dict[str, TensorEntry]:
-    """List one kind of state under the weights' names; what is not whole is left out."""
+    """Return entries of one kind of state by weight; incomplete ones are omitted."""
     firsts = {name: [_begin(c) for c in entry.chunks] for name, entry in located.items()}
     found = {}
     for weight in weights:
@@ -171,7 +170,7 @@ def _entries(
 
 
 def _cut(entry: TensorEntry, firsts: Sequence[int], piece: BucketPiece) -> Iterator[StoredBox]:
-    """Give the boxes of a weight that lie in the chunks of a bucket."""
+    """Yield the boxes of a weight within the chunks of a bucket."""
     begin = piece.start
     for origin, lengths in piece.boxes:
         end = begin + prod(lengths)

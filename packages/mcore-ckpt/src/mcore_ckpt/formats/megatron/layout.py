@@ -1,8 +1,8 @@
-"""Where Megatron's modules have each weight, and where its optimizer keeps it.
+"""Where Megatron's modules hold each weight, and where its optimizer stores its state.
 
-A distributed optimizer's memory is buckets: weights of one model rank from the last to the
-first, each beginning at a multiple of 64 elements. Which they are follows from the order in
-which modules make their weights and from the buckets' sizes: pure functions of both.
+A distributed optimizer's memory consists of buckets: weights of one model rank from the last to
+the first, each starting at a multiple of 64 elements. Their contents follow from the order in
+which modules create weights and from the buckets' sizes; all functions here are pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from mcore_ckpt.storage.boxes import Box
 from mcore_ckpt.storage.index import TORCH_WORDS
 
 _ALIGNMENT = 64
-"""Elements that the beginning of a weight is a multiple of."""
+"""The start of a weight is a multiple of this many elements."""
 
 _PLACES = (
     *("embedding.word_embeddings.", "embedding.position_embeddings."),
@@ -27,7 +27,7 @@ _PLACES = (
     *("mlp.shared_experts.gate_weight", "mlp.shared_experts.linear_fc1."),
     *("mlp.shared_experts.linear_fc2.", "decoder.final_layernorm.", "output_layer."),
 )
-"""Weights in the order of Megatron's modules; biases come after weights."""
+"""Names of weights in the order in which Megatron's modules create them; then the biases."""
 
 _OWN_NORM = "self_attention.linear_qkv.layer_norm_"
 _LAYERS = "decoder.layers."
@@ -38,25 +38,25 @@ _BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight as the files list it, and where a rank has it."""
+    """A weight in Megatron's files, and how ranks hold it."""
 
     name: str
-    """In Megatron's files, indices in brackets."""
+    """Name in Megatron's files, indices in brackets."""
     shape: tuple[int, ...]
     dtype: str
     stem: str
-    """The name without the layer and what stands before it."""
+    """The name without the layer and its prefix."""
     layer: int
-    """-1: before the first, a large number: after the last."""
+    """-1: before the first layer; a large number: after the last."""
     expert: int
-    """-1: of no expert."""
+    """-1: belongs to no expert."""
     cut: int
-    """Dimension that ranks of tensor parallelism share; -1: all have the whole."""
+    """Dimension that is split over tensor parallelism; -1: replicated."""
     halves: int
-    """Equal parts along it that are each shared, gates and ups."""
+    """Equal parts along that dimension that are split separately, such as gate and up."""
 
     def boxes(self, rank: int, count: int) -> tuple[Box, ...]:
-        """What a rank has of it, in the order of its memory; empty if it cannot be shared."""
+        """Return a rank's boxes in the order of its memory; empty if the split is uneven."""
         if self.cut < 0 or count == 1:
             return (((0,) * len(self.shape), self.shape),)
         half, rest = divmod(self.shape[self.cut], self.halves)
@@ -74,15 +74,15 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What Megatron's implementations of a layer differ in."""
+    """Differences between Megatron's implementations of a layer."""
 
     norm_first: bool
-    """The norm before attention is a module of its own, made first, not part of ``qkv``."""
+    """The norm before attention is a module of its own, created first, not part of ``qkv``."""
     by_matrix: bool
-    """All experts' first matrices stand before all second ones, not expert by expert."""
+    """All experts' first matrices precede all second ones, instead of expert by expert."""
 
     def key(self, weight: Weight) -> tuple[int, ...]:
-        """Sort weights of a stage by this."""
+        """Return the sort key of a stage's weights."""
         stem, is_bias = weight.stem, weight.stem.endswith("bias")
         place = next((i for i, s in enumerate(_PLACES) if stem.startswith(s)), len(_PLACES))
         if self.norm_first and stem.startswith(_OWN_NORM):
@@ -95,7 +95,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Ranks along each direction."""
+    """Numbers of ranks along each parallel dimension."""
 
     tp: int
     pp: int
@@ -105,19 +105,19 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True)
 class StateBucket:
-    """Flat tensors of one size, by kind of state."""
+    """Flat tensors of equal size, by kind of state."""
 
     size: int
     names: dict[str, str]
 
 
 Chunks = list[dict[str, list[StateBucket]]]
-"""A rank's model chunks, each a buffer a dtype."""
+"""Model chunks of a rank; each maps dtypes to buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPiece:
-    """A weight's part in a bucket."""
+    """Part of a weight in a bucket."""
 
     bucket: StateBucket
     start: int
@@ -125,7 +125,7 @@ class BucketPiece:
 
 
 def placed_weights(links: Iterable[Link], weights: Rows) -> list[Weight]:
-    """Say of each weight where Megatron's modules have it."""
+    """Return each weight with its place in Megatron's modules."""
     found = []
     for link in links:
         stem, index = split_index(link.theirs)
@@ -158,7 +158,7 @@ def laid_out(
     held: Mapping[int, Mapping[int, Chunks]],
     sizes: Degrees,
 ) -> dict[str, list[BucketPiece]] | None:
-    """Put every weight into the buckets; None if they do not fill them."""
+    """Assign every weight to positions in the buckets; None if they are not filled exactly."""
     apart = 1 in held
     dense = sorted((w for w in weights if not apart or w.expert < 0), key=order.key)
     experts = sorted((w for w in weights if apart and w.expert >= 0), key=order.key)
@@ -181,7 +181,7 @@ def laid_out(
             [w for w in mine if w.layer in layers[chunk, stage]]
             for chunk in range(len(layers) // sizes.pp)
         ]
-        # Where a chunk has no experts, there is no buffer of theirs.
+        # A chunk without experts has no buffer for them.
         parts = [part for part in parts if part]
         chunks = held.get(1, {}).get(rank, [])
         if len(parts) != len(chunks):
@@ -195,10 +195,10 @@ def laid_out(
 def _stages(
     weights: Sequence[Weight], ranks: Mapping[int, Chunks], sizes: Degrees
 ) -> dict[tuple[int, int], list[Weight]] | None:
-    """Find how many layers each chunk of each stage has: those that fill its buckets."""
+    """Return the layers of each chunk of each stage that fill its buckets; None: impossible."""
     num_chunks = len(ranks[0])
     num_layers = 1 + max((w.layer for w in weights if w.layer < 1 << 30), default=-1)
-    # The last of several stages has a copy of an embedding that is the head as well.
+    # The last of several stages holds a copy of a tied embedding.
     has_copy = sizes.pp > 1 and all(w.stem != "output_layer.weight" for w in weights)
     copies = [w for w in weights if w.stem == _FIRST[0]] if has_copy else []
     stages: dict[tuple[int, int], list[Weight]] = {}
@@ -226,7 +226,7 @@ def _fill(
     count: int,
     found: dict[str, list[BucketPiece]],
 ) -> bool:
-    """Lay weights into the buffers of a chunk, the last first; False if they do not fit."""
+    """Assign weights to a chunk's buffers, last weight first; False if they do not fit."""
     if {w.dtype for w in weights} != buffers.keys():
         return False
     for dtype, buckets in buffers.items():
@@ -238,19 +238,19 @@ def _fill(
             return False
         for weight, own, (number, start) in zip(mine, boxes, starts, strict=True):
             pieces = found.setdefault(weight.name, [])
-            # What several ranks have is taken from the first.
+            # Replicated boxes are taken from the first rank.
             if own not in [piece.boxes for piece in pieces]:
                 pieces.append(BucketPiece(buckets[number], start, own))
     return True
 
 
 def bucket_starts(sizes: Sequence[int], buckets: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Find the bucket of each weight and where it begins; None if they do not fill them."""
+    """Return bucket and start of each weight; None if they do not fill the buckets."""
     found = []
     number = end = 0
     for size in sizes:
         start = _aligned(end)
-        # A bucket ends with a weight, or where the next weight would have begun.
+        # A bucket ends with a weight, or at the aligned start of the next weight.
         if end and number < len(buckets) and buckets[number] in (end, start):
             number, start = number + 1, 0
         end = start + size

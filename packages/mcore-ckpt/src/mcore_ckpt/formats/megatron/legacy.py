@@ -1,9 +1,9 @@
-"""Megatron's old checkpoints: a folder a rank, ``mp_rank_00/model_optim_rng.pt``.
+"""Megatron's old checkpoints: a folder for each rank, ``mp_rank_00/model_optim_rng.pt``.
 
-Each file is a pickle with a shard of every tensor. The pickles are read as data and the
-tensors in place; put side by side they are whole ones, under the names of the distributed
-format. Both generations are known: the language models of GPT-345M and BERT-345M, and the
-later ones named as today.
+Each file is a pickle with a shard of every tensor. The pickles are read as data and their
+tensors in place; joined, the shards are complete tensors under the names of the distributed
+format. Both generations are read: the language models of GPT-345M and BERT-345M, and later ones
+with today's names.
 """
 
 import re
@@ -15,7 +15,7 @@ from typing import Any
 
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.families.common.fields import setting, settings
-from mcore_ckpt.families.common.shape_check import check_counts
+from mcore_ckpt.families.common.shapes import check_counts
 from mcore_ckpt.formats.megatron import names as megatron_names
 from mcore_ckpt.formats.safe_pickle import Record
 from mcore_ckpt.formats.torch_files import FileTensor, read_torch_file
@@ -54,14 +54,14 @@ _COLUMNS = re.compile(r"linear_proj\.weight|linear_fc2\.weight")
 
 @dataclass(frozen=True, slots=True)
 class LegacyFolder:
-    """What an old checkpoint holds, its shards put side by side."""
+    """An old checkpoint with its shards joined."""
 
     description: dict[str, Any]
     """The model, in our fields."""
     table: Table
-    """Its names and ours."""
+    """Rules from its names to ours."""
     tensors: dict[str, TensorEntry]
-    """Whole tensors, in pieces of the files."""
+    """Complete tensors, as chunks of the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +70,15 @@ class _Part:
     file: str
 
 
-def is_legacy(folder: Path) -> bool:
-    """Whether a folder is an old checkpoint of Megatron's."""
-    return any(folder.glob("mp_rank_00*/*.pt"))
-
-
 def read_legacy_folder(
     folder: Path, vocab_size: int = 0, description: dict[str, Any] | None = None
 ) -> LegacyFolder:
-    """Read what an old checkpoint holds, executing nothing.
+    """Read an old checkpoint, executing nothing.
 
     Args:
-        folder: holds the folders of the ranks.
-        vocab_size: tokens without padding; 0: as the arguments stored say.
-        description: of the model; needed where no arguments are stored.
+        folder: contains a folder for each rank.
+        vocab_size: tokens without padding; 0: as in the stored arguments.
+        description: of the model; required if no arguments are stored.
     """
     states = _states(folder)
     first = next(iter(states.values()))[1]
@@ -99,7 +94,7 @@ def read_legacy_folder(
         args = first.get("args")
         if not isinstance(args, Record):
             raise ValueError(
-                f"{folder} holds no arguments of Megatron's: give --config with the "
+                f"{folder} holds no arguments of Megatron: give --config with the "
                 "config.json of the model."
             )
         values = {"padded_vocab_size": padded, **args.fields()}
@@ -116,7 +111,7 @@ def read_legacy_folder(
 
 
 def _states(folder: Path) -> dict[tuple[int, int, int], tuple[str, dict[str, Any]]]:
-    """Read every rank's file, by its place along tensor, pipeline and expert parallelism."""
+    """Read the file of every rank, by its tensor, pipeline and expert parallel rank."""
     states = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = _FOLDER.fullmatch(path.name)
@@ -127,7 +122,7 @@ def _states(folder: Path) -> dict[tuple[int, int, int], tuple[str, dict[str, Any
         pp, ep = (*more, 0, 0)[:2]
         state = read_torch_file(file)
         if not isinstance(state, dict):
-            raise CheckpointError(f"{file} is not what Megatron writes.")
+            raise CheckpointError(f"{file} is no file of Megatron.")
         if len(more) == 1 and _expert_degree(state) > 1:
             pp, ep = 0, more[0]
         states[(tp, pp, ep)] = (f"{path.name}/{file.name}", state)
@@ -148,7 +143,7 @@ def _expert_degree(state: Mapping[str, Any]) -> int:
 def _parts(
     states: Mapping[tuple[int, int, int], tuple[str, dict[str, Any]]],
 ) -> dict[str, list[_Part]]:
-    """Bring each tensor's shards together, in the order of tensor parallelism."""
+    """Group the shards of each tensor, in the order of tensor parallel ranks."""
     parts: dict[str, list[_Part]] = {}
     chunks = [key for key in next(iter(states.values()))[1] if re.fullmatch(r"model\d*", key)]
     experts = _experts_of_a_rank(states, chunks)
@@ -183,7 +178,7 @@ def _renamed(name: str) -> str:
 
 
 def _renumbered(name: str, before: int) -> tuple[str, int]:
-    """Count layers from the first stage on; also return how many this stage has at least."""
+    """Add the number of earlier stages' layers; also return this stage's number of layers."""
     match = re.match(r"(decoder\.layers\.)(\d+)(\..*)", name)
     if match is None:
         return name, 0
@@ -212,7 +207,7 @@ def _experts_of_a_rank(
 def _joined(
     name: str, parts: list[_Part], description: Mapping[str, Any], version: float
 ) -> TensorEntry:
-    """Lay shards side by side: along rows, along columns, or take one of equal copies."""
+    """Join shards along rows or columns, or take one of equal copies."""
     shape, count = parts[0].tensor.shape, len(parts)
     if any((p.tensor.shape, p.tensor.dtype) != (shape, parts[0].tensor.dtype) for p in parts):
         raise CheckpointError(f"{name} has another shape or dtype on another rank")
@@ -237,7 +232,7 @@ def _joined(
 
 
 def _bands(name: str, description: Mapping[str, Any], version: float) -> int:
-    """In how many bands a shard's rows belong to as many parts of the whole."""
+    """Return the number of bands of a shard's rows that are split separately."""
     if "linear_qkv." in name and "layer_norm" not in name:
         return 3 if version < 1 else 1
     if "linear_fc1." in name and "layer_norm" not in name:
@@ -257,7 +252,7 @@ def _row_chunks(part: _Part, rank: int, count: int, bands: int) -> Iterator[Stor
 
 
 def _copied_heads(description: Mapping[str, Any], names: set[str]) -> set[str]:
-    """Name what only repeats the embedding on a last stage."""
+    """Return the names that repeat the embedding on a last stage."""
     is_tied = not setting(description, "untie_embeddings_and_output_weights")
     return {"output_layer.weight"} & names if is_tied else set()
 

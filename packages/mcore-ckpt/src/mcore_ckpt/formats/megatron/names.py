@@ -1,22 +1,28 @@
-"""Megatron's names and arguments for a GPT: what its checkpoints call our tensors and flags.
+"""Megatron's names and arguments for a GPT, mapped to our tensors and fields.
 
 In its distributed format a tensor holds all layers along its first dimension, and all experts
-along the next, unless layers differ: then the layer's number is in the name. Queries, keys
-and values lie group by group in one matrix, gates before ups in another. The vocabulary is
-padded with rows that mean nothing.
+along the next, unless layers differ: then the layer's number is in the name. Queries, keys and
+values are stored group by group in one matrix, gates before ups in another. The vocabulary is
+padded with rows without meaning.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families.common.experts import expert_layers, expert_setting
-from mcore_ckpt.families.common.fields import USUAL, refuse_variants, setting, settings
+from mcore_ckpt.families.common.fields import (
+    USUAL,
+    expert_layers,
+    expert_setting,
+    refuse_variants,
+    setting,
+    settings,
+)
 from mcore_ckpt.mapping.rules import Rule, Table, expand, split_index
 from mcore_models.layer_patterns import read_pattern
 from mcore_models.logical_tensors import ffn_size, head_dim, is_gated, num_kv_heads
 
 CHECKPOINT_VERSION = 3.0
-"""Version of the order of rows that is written here and read without a change."""
+"""Order of rows that is written, and read unchanged."""
 
 _REFUSED = (
     *("multi_latent_attention", "mtp_num_layers", "is_hybrid_model", "attention_output_gate"),
@@ -35,7 +41,7 @@ _EXPERTS = (
     *("moe_z_loss_coeff", "moe_input_jitter_eps", "moe_shared_expert_intermediate_size"),
     *("moe_shared_expert_gate", "moe_expert_capacity_factor"),
 )
-"""Arguments of experts that a description keeps, under the same names."""
+"""Arguments of experts with the same names as fields of a description."""
 _POSITIONS = ("rope", "learned_absolute", "none")
 _OFF = (None, False, 0, "", "vanilla")
 _EMPTY_IS_NONE = (
@@ -60,13 +66,13 @@ def table(
     Args:
         description: of a model of the family ``gpt``.
         padded_vocab_size: rows of its embedding and head in the files.
-        transformer_impl: as Megatron's flag: ``local`` layers with experts call the norm
-            before them as those without do.
-        is_numbered: layers have their number in the name, though they are alike.
-        version: of the checkpoint: says in which order queries, keys and values lie.
+        transformer_impl: Megatron's flag; ``local`` names the norm before experts like the norm
+            before a dense MLP.
+        is_numbered: put layer numbers into names, although layers are alike.
+        version: of the checkpoint; determines the order of queries, keys and values.
 
     Raises:
-        ValueError: if it is no such model, or the vocabulary does not fit.
+        ValueError: if it is another model, or the vocabulary does not fit.
     """
     if description.get("family") != "gpt":
         raise ValueError(f"Megatron's format has no table for {description.get('family')!r}.")
@@ -75,7 +81,7 @@ def table(
     refuse_variants(description)
     pattern = expert_layers(description) if _has_experts(description) else []
     is_mixed = len(set(pattern)) > 1 or is_numbered
-    # Layers that are alike are one tensor; the number then is an index, not part of a name.
+    # Equal layers are one tensor, with the layer as an index instead of a part of the name.
     prefix, index = ("decoder.layers.*.", "") if is_mixed else ("decoder.layers.", "[*]")
     sparse = tuple(layer for layer, has in enumerate(pattern) if has)
     count = setting(description, "num_layers")
@@ -99,16 +105,16 @@ def table(
         _around(description, layers, padded_vocab_size),
         count,
         expert_setting(description, "num_experts"),
-        # The last stage of a pipeline has a copy of its own.
+        # The last pipeline stage saves its copy of a tied embedding.
         copies={"output_layer.weight": "embedding.word_embeddings.weight"} if is_tied else {},
     )
 
 
 def extra_states(table: Table) -> list[str]:
-    """List the objects that Megatron's linear layers load beside their weights.
+    """List the objects that Megatron's linear layers load besides their weights.
 
-    Layers of Transformer Engine keep scales of fp8 there, others nothing; but all must find
-    theirs: one for each layer, and for each expert of it.
+    Layers of Transformer Engine keep fp8 scales there, others nothing; each layer, and each
+    expert in it, requires its own object.
     """
     names = []
     for link in expand(table):
@@ -160,14 +166,14 @@ def _norms(
 def attention_rules(
     description: Mapping[str, Any], prefix: str, index: str, version: float
 ) -> list[Rule]:
-    """Rules of a layer's attention and of the norm before it."""
+    """Return the rules of a layer's attention and of the norm before it."""
     at = f"{prefix}self_attention."
     rules = _norms("attention_norm", f"{at}linear_qkv.layer_norm_", index, description, None)
     biased = setting(description, "add_bias_linear")
     config = settings(description)
     head, groups = head_dim(config), num_kv_heads(config)
     widths = (config.num_attention_heads * head, groups * head, groups * head)
-    # Version 0 had all queries, then keys, then values; version 1 had them row by row.
+    # Version 0 stored all queries, then keys, then values; version 1 interleaved single rows.
     blocks = groups if version >= 2 else groups * head if version >= 1 else 1
     for kind in ("weight", "bias"):
         if kind == "weight" or biased or setting(description, "add_qkv_bias"):
@@ -193,7 +199,7 @@ def mlp_rules(
     *,
     biased: bool | None = None,
 ) -> list[Rule]:
-    """Rules of one feed-forward layer, or of experts."""
+    """Return the rules of one feed-forward layer, or of experts."""
     gated = is_gated(settings(description))
     biased = setting(description, "add_bias_linear") if biased is None else biased
     rules = []
@@ -230,7 +236,7 @@ def _has_experts(description: Mapping[str, Any]) -> bool:
 
 
 def to_arguments(description: Mapping[str, Any], padded_vocab_size: int) -> dict[str, Any]:
-    """Write a description as the arguments that Megatron stores with its weights."""
+    """Convert a description to the arguments that Megatron stores with weights."""
     values = {name: setting(description, name) for name in USUAL}
     skipped = values["window_attn_skip_freq"]
     values["window_attn_skip_freq"] = read_pattern(skipped, "--window-attn-skip-freq")
@@ -260,14 +266,14 @@ def to_arguments(description: Mapping[str, Any], padded_vocab_size: int) -> dict
 
 
 def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[str, Any]:
-    """Read a description out of the arguments that Megatron stored.
+    """Convert the arguments that Megatron stored to a description.
 
     Args:
         arguments: its namespace, as a dictionary.
-        vocab_size: tokens without padding; 0: as the arguments say.
+        vocab_size: tokens without padding; 0: as in the arguments.
 
     Raises:
-        ValueError: naming what we cannot represent, or what is missing.
+        ValueError: if an argument cannot be represented or is missing.
     """
     for name in _REFUSED:
         if arguments.get(name) not in _OFF:
@@ -289,7 +295,7 @@ def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[st
         config["window_size"] = list(arguments["window_size"])
     if "window_attn_skip_freq" in config:
         config["window_attn_skip_freq"] = str(config["window_attn_skip_freq"]).replace(" ", "")
-    # Argument files of before these flags have Megatron's defaults, which are not ours.
+    # Files older than these flags have Megatron's defaults, which differ from ours.
     config.setdefault("normalization", "LayerNorm")
     config.setdefault("position_embedding_type", "learned_absolute")
     config.setdefault("swiglu", False)
@@ -299,7 +305,7 @@ def from_arguments(arguments: Mapping[str, Any], vocab_size: int = 0) -> dict[st
             "the checkpoint was trained with --position-embedding-type "
             f"{config['position_embedding_type']}, which mcore has no table for."
         )
-    # Megatron's fused bias and GELU is the approximation by tanh, also without a flag.
+    # Megatron's fused bias and GELU is the tanh approximation, even without a flag.
     is_plain = not any(config.get(n) for n in ("swiglu", "squared_relu", "quick_geglu"))
     if is_plain and config["add_bias_linear"] and arguments.get("bias_gelu_fusion", True):
         config["openai_gelu"] = True

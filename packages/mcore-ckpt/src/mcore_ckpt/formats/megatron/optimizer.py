@@ -1,9 +1,9 @@
-"""The optimizer's state in Megatron's distributed format, read and written.
+"""Reads and writes the optimizer's state in Megatron's distributed format.
 
-Read are the forms that name each weight: ``fully_reshardable``, that of an optimizer that is
-not distributed, and the flat ranges of ``fully_sharded_model_space``, which megatron-core no
-longer writes; and the memory of one layout, ``dp_reshardable``, through ``megatron_buckets``.
-Written is ``fully_reshardable``.
+Forms with named weights are read here: ``fully_reshardable``, that of an optimizer that is not
+distributed, and the flat ranges of ``fully_sharded_model_space``, which megatron-core no longer
+writes. ``dp_reshardable``, the unnamed memory of one layout, is read by ``buckets``.
+``fully_reshardable`` is written.
 """
 
 import re
@@ -38,7 +38,7 @@ from mcore_parallel.sharding import flat_boxes
 
 _PREFIX = "optimizer.state."
 _NAME = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<word>\w+)\.(?P<weight>.+)")
-"""Older releases number the optimizers, experts have one of their own; names are enough."""
+"""Older releases number their optimizers and give experts one; the names are unique without."""
 
 _GROUPS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.\w+\.optimizer/shard_.*")
 _MAIN_WORDS = ("param", "fp32_param")
@@ -53,7 +53,7 @@ _SCHEDULE = {
     "weight_decay_samples": "wd_incr_steps",
     "weight_decay_style": "wd_incr_style",
 }
-"""Megatron's word for each of our schedule's; both count sequences, though it says steps."""
+"""Megatron's name of each of our schedule's fields; both count sequences."""
 
 
 def state_table(table: Table) -> Table:
@@ -74,10 +74,10 @@ def read_megatron(
     common: Mapping[str, Any],
     common_file: Path,
 ) -> OptimizerState:
-    """Find the optimizer's state.
+    """Read the optimizer's state.
 
     Raises:
-        ValueError: if there is none, it is in a form without names, or it is not that of the
+        ValueError: if there is none, it is in a form without names, or it belongs to other
             weights.
     """
     table = state_table(table)
@@ -110,14 +110,14 @@ def _refusal(folder: DcpFolder) -> str:
 
 
 def _objects(folder: DcpFolder) -> Iterator[tuple[Any, Path]]:
-    """Read what optimizers that differ from rank to rank keep beside their buckets."""
+    """Read the objects that rank-dependent optimizers store besides their buckets."""
     for name, place in folder.objects.items():
         if _GROUPS.fullmatch(name):
             yield folder.read_object(name), folder.path / place.file
 
 
 def _named(folder: DcpFolder, kind: str) -> dict[str, str]:
-    """List the tensors of one kind of state, by the name of the weight that each belongs to."""
+    """Return the tensors of one kind of state, by weight."""
     words = _MAIN_WORDS if kind == MAIN else (kind,)
     found = {}
     for name in folder.tensors:
@@ -130,7 +130,7 @@ def _named(folder: DcpFolder, kind: str) -> dict[str, str]:
 def _entries(
     folder: DcpFolder, table: Table, named: Mapping[str, str]
 ) -> dict[str, TensorEntry]:
-    """Find one kind of state under the weights' names, one entry a layer and expert."""
+    """Return entries of one kind of state by weight, one for each layer and expert."""
     found = {}
     for weight, name in named.items():
         like = folder.tensors.get(weight)
@@ -141,10 +141,10 @@ def _entries(
 
 
 def unflattened(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """Read a tensor of flat ranges as one of boxes.
+    """Convert the entry of a tensor stored as flat ranges to one with boxes.
 
-    It was cut by a grid into equal blocks; its leading dimensions say which block, the last
-    one is the block's elements in order.
+    A grid cut the tensor into equal blocks; the leading dimensions index the block, the last
+    one holds its elements in order.
     """
     *grid, size = entry.shape or (0,)
     block = [length // max(1, count) for length, count in zip(shape, grid, strict=False)]
@@ -161,7 +161,7 @@ def unflattened(name: str, entry: TensorEntry, shape: tuple[int, ...]) -> Tensor
 
 
 def _boxed(chunk: StoredBox, block: list[int], item_bytes: int) -> Iterator[StoredBox]:
-    """Give the boxes that a chunk of one block's, or of several blocks', elements holds."""
+    """Yield the boxes that a chunk of elements of one block, or of whole blocks, covers."""
     *grid, first = chunk.offsets
     *blocks, count = chunk.lengths
     if prod(blocks) != 1:
@@ -177,7 +177,7 @@ def _boxed(chunk: StoredBox, block: list[int], item_bytes: int) -> Iterator[Stor
 def _part(
     kind: str, entries: Mapping[str, TensorEntry], reader: Reader, table: Table
 ) -> StateKind:
-    """Match one kind of state with the weights' table, and turn it."""
+    """Match one kind of state with the weights' table, and return its rows."""
     links = expand(table) if entries or kind != MAIN else []
     theirs = Source(reader, entries)
     for name in match_theirs(table, links, entries):
@@ -192,18 +192,18 @@ def _main_part(
     weights: Rows,
     is_proven: bool,
 ) -> StateKind:
-    """Match main weights, which must be the weights, and turn those that are needed here."""
+    """Check main weights against the weights; return the rows of those that are needed."""
     part = _part(MAIN, entries, reader, table)
     for link in () if is_proven else part.links:
         if not is_main(part.theirs, weights, link.theirs):
             raise ValueError(
                 f"the optimizer's main weight of {link.theirs}, rounded, is not the weight: "
-                "the state is of other weights, or in the wrong place (megatron-core 0.19 "
+                "the state belongs to other weights, or is displaced (megatron-core 0.19 "
                 "displaces it with --dist-ckpt-optim-fully-reshardable where buckets are "
                 "padded, and warns of it). Save the run in Megatron without that flag, or "
                 "leave --optimizer out to convert the weights."
             )
-    # Weights of 32 bits are their own main weights here, and equal copies of them there.
+    # float32 weights are their own main weights here; Megatron stores equal copies.
     needed = [link for link in part.links if wants_main(weights.entries[link.theirs].dtype)]
     return turned(needed, part.theirs)
 
@@ -216,7 +216,7 @@ def _arguments(common: Mapping[str, Any]) -> Mapping[str, Any]:
 def _progress(
     step: Path, common: Mapping[str, Any], trees: Iterable[tuple[Any, Path]]
 ) -> dict[str, Any]:
-    """Read how far a run is; the trees are optimizers' states, each with its file."""
+    """Read iteration and schedule; ``trees`` are optimizer states, each with its file."""
     arguments = _arguments(common)
     scheduler = common.get("opt_param_scheduler")
     scheduler = scheduler if isinstance(scheduler, Mapping) else {}
@@ -224,14 +224,14 @@ def _progress(
     if len(steps) != 1:
         found = ", ".join(map(str, sorted(steps))) or "none"
         raise ValueError(
-            f"{step} must say one number of updates for all weights, and says {found}."
+            f"{step} must have one number of updates for all weights, but has {found}."
         )
     numbers = {"iteration": common.get("iteration")}
     numbers["consumed_train_samples"] = arguments.get("consumed_train_samples")
     for name, value in numbers.items():
         if type(value) is not int:
             raise ValueError(
-                f"{step} does not say {name}, so a run cannot go on from it: leave --optimizer "
+                f"{step} lacks {name}, so a run cannot resume from it: leave --optimizer "
                 "out to convert the weights."
             )
     samples = scheduler.get("num_steps", numbers["consumed_train_samples"])
@@ -241,7 +241,7 @@ def _progress(
 
 
 def _steps(tree: Any, file: Path) -> Iterator[int]:
-    """Find every count of updates in the state of one optimizer or of several."""
+    """Yield every count of updates in the state of one optimizer or of several."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if key in ("step", "common_step") and not isinstance(value, Mapping):
@@ -254,7 +254,7 @@ def _steps(tree: Any, file: Path) -> Iterator[int]:
 
 
 def _number(value: Any, file: Path) -> float:
-    """Read a number that may be a tensor, which then lies in ``file``."""
+    """Read a number that may be stored as a tensor in ``file``."""
     if not isinstance(value, FileTensor):
         return float(value)
     form = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}[value.dtype]
@@ -266,16 +266,16 @@ def _number(value: Any, file: Path) -> float:
 def to_common(
     progress: Mapping[str, Any], arguments: dict[str, Any], *, experts_apart: bool = False
 ) -> dict[str, Any]:
-    """Write how far a run is as Megatron stores it.
+    """Convert a run's progress to the entries that Megatron stores.
 
     Args:
         progress: of an ``OptimizerState``.
-        arguments: get the place in the data.
+        arguments: receive the position in the data.
         experts_apart: experts have an optimizer of their own: where a run of Megatron's
             spreads them over ranks.
 
     Returns:
-        Entries beside the arguments.
+        Entries besides the arguments.
     """
     schedule = progress.get("schedule") or {}
     arguments["consumed_train_samples"] = progress["consumed_train_samples"]
@@ -292,7 +292,7 @@ def to_common(
 
 
 def _groups(progress: Mapping[str, Any], *, is_of_experts: bool) -> dict[Any, Any]:
-    """Write what an optimizer keeps once: weights that decay, and weights that do not."""
+    """Return an optimizer's parameter groups: weights with and without weight decay."""
     schedule = progress.get("schedule") or {}
     recipe = progress.get("recipe") or {}
     group = {
@@ -318,9 +318,9 @@ def _groups(progress: Mapping[str, Any], *, is_of_experts: bool) -> dict[Any, An
 
 
 def state_items(table: Table, state: OptimizerState, weights: Rows) -> list[Item]:
-    """List the state as the tensors of a distributed optimizer, ready to be written.
+    """List the state as items of a distributed optimizer.
 
-    Weights of 32 bits, which are their own main weights here, are listed as such there.
+    float32 weights, which are their own main weights here, are listed as main weights.
     """
     links = expand(state_table(table))
     items = []

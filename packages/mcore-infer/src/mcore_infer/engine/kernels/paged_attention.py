@@ -21,8 +21,6 @@ from mcore_parallel.optional_kernels import OptionalKernel, wave
 _KEYS = 64
 _PROGRAMS = 264  # twice the multiprocessors of an H100 or H200
 _MOST_SPLITS = 32
-_MANY_PROGRAMS, _MANY_PROGRAMS_OF_CODES = 256, 512
-"""Fewest requests times groups of heads for which ``decode_many`` was measured to be faster."""
 _MEMORY = "keys", "values", "tables", "lengths"
 _ALL = 2**30
 """More keys than any text has."""
@@ -331,26 +329,7 @@ def launch_arguments(
     }
 
 
-def takes_many(
-    num_programs: int,
-    page_tokens: int,
-    dtype: torch.dtype,
-    head_dim: int,
-    group: int,
-    in_fp8: bool,
-    rules: tuple[str, ...],
-) -> bool:
-    """Whether ``decode_many`` supports the sizes and was measured to be faster for them.
-
-    The arguments after ``page_tokens`` are those of ``DECODE_KERNEL``.
-    """
-    is_plain = dtype == torch.bfloat16 and not set(rules) - {"scale"}
-    is_whole = page_tokens % 32 == 0 and group <= 8
-    fewest = _MANY_PROGRAMS_OF_CODES if in_fp8 else _MANY_PROGRAMS
-    return num_programs >= fewest and is_plain and is_whole and head_dim in (64, 96, 128)
-
-
-def _trial(
+def decode_trial(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
@@ -359,6 +338,7 @@ def _trial(
     rules: tuple[str, ...],
     decode: Callable[..., Tensor] = paged_decode,
 ) -> list[tuple[Tensor, Tensor]]:
+    """Compare a decoding kernel, and what it writes to pages, with plain torch."""
     from mcore_infer.engine.fp8_cache import to_codes
     from mcore_infer.engine.plain_attention import reference_decode, write_to_pages
 
@@ -386,16 +366,6 @@ def _trial(
     return pairs
 
 
-def _trial_of_many(*kind: Any) -> list[tuple[Tensor, Tensor]]:
-    from mcore_infer.engine.kernels.paged_attention_many import decode_many as decode
-
-    return _trial(*kind, decode=decode)
-
-
-DECODE_KERNEL = OptionalKernel("the paged decoding kernel", ("triton",), _trial)
+DECODE_KERNEL = OptionalKernel("the paged decoding kernel", ("triton",), decode_trial)
 """Kind: dtype, channels of a head, query heads of a group, whether the cache is in fp8, and
 names of the options of ``attend`` that the model sets."""
-DECODE_MANY_KERNEL = OptionalKernel(
-    "the decoding kernel for many requests", ("triton",), _trial_of_many
-)
-"""Kind: as of ``DECODE_KERNEL``; the only supported option is ``scale``."""

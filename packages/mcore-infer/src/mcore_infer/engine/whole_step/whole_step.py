@@ -18,10 +18,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mcore_ckpt.formats.quantized_layouts import LAYOUTS
-from mcore_infer.engine.few_rows_gemm import FewRowsGemm, read_few_rows_fast
+from mcore_infer.engine.few_rows_gemm import FewRowsGemm, use_few_rows_gemm
 from mcore_infer.engine.paged_cache import PagedCache
+from mcore_infer.engine.scheduler import Chunk, Step
 from mcore_infer.engine.step_layout import DecodeTensors
-from mcore_infer.engine.step_plans import Chunk, Step
 from mcore_infer.quantization.gemms import InputRounding, QuantizedGemm
 from mcore_models.config import TransformerConfig
 from mcore_models.gpt import GPT
@@ -340,7 +340,7 @@ def _trial(
         for number, weight in enumerate(model.parameters()):
             numbers = wave(weight.numel() + number, device=device, dtype=torch.float32)
             weight.copy_(numbers[number:].view(weight.shape) * (0.1 if weight.dim() > 1 else 1))
-        read_few_rows_fast(model)
+        use_few_rows_gemm(model)
         if in_codes:
             _to_codes(model, tall)
         cache = PagedCache(24, 32)

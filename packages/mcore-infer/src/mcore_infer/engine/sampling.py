@@ -1,8 +1,8 @@
-"""Sampling of the next token from its logits: temperature, cut-off, draw.
+"""Chooses the next token from logits: penalties, temperature, cut-off, draw; log probabilities.
 
-The order is Megatron's: temperature first, then top-k, then top-p (which Megatron does not take
-together), then a draw from what is left. The caller passes one random number a row, so that a
-row's text depends on its seed alone: not on the device, nor on the other rows of its batch.
+The order is Megatron's: temperature, top-k, top-p (Megatron does not combine the two), a draw
+from the remaining tokens. Each row has one random number from its own generator, so its text
+depends only on its seed: not on the device, nor on the other rows of the batch.
 """
 
 import math
@@ -14,9 +14,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mcore_infer.config import SamplingConfig
-from mcore_infer.engine.host_to_device import on_device
+from mcore_infer.engine.stages import agree_on_tokens, from_last_stage, last_stage_logits
+from mcore_infer.engine.step_layout import on_device
 from mcore_infer.writing.sequence import RunningSequence, TokenRules, Top
 from mcore_infer.writing.structured import allowed_tokens
+from mcore_models.protocol import LanguageModel
+
+_ROWS = 256
 
 
 def sample(
@@ -40,8 +44,8 @@ def sample(
     # Inverse transform: the first token whose cumulative probability exceeds draw * total. The
     # product must stay below the total after rounding, or a token of probability 0 is found.
     reached = torch.minimum(draws[:, None].to(last) * last, last.nextafter(-last))
-    found = torch.searchsorted(total, reached, right=True).squeeze(-1)
-    return found.clamp(max=prob.shape[-1] - 1)  # if logits are NaN, searchsorted returns V
+    chosen = torch.searchsorted(total, reached, right=True).squeeze(-1)
+    return chosen.clamp(max=prob.shape[-1] - 1)  # if logits are NaN, searchsorted returns V
 
 
 def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Tensor, "B V"]:
@@ -88,56 +92,67 @@ def filtered(logits: Float[Tensor, "B V"], sampling: SamplingConfig) -> Float[Te
 
 def choose(
     logits: Float[Tensor, "B V"],
-    writings: Sequence[RunningSequence],
-    places: Sequence[int] | None = None,
+    sequences: Sequence[RunningSequence],
+    offsets: Sequence[int] | None = None,
 ) -> Int[Tensor, " B"]:
     """Choose the next token of each text: penalties, rules, structure, then ``sample``.
 
     Args:
         logits: scores without padding of the vocabulary.
-        writings: one a row.
-        places: number of proposals before each row; their random numbers are not consumed, see
-            ``RunningSequence.draw_ahead``. None: each row is its text's next token, and its
-            random number is consumed.
+        sequences: one a row.
+        offsets: number of proposals before each row. Random numbers are then drawn ahead and
+            not
+            consumed, see ``RunningSequence.draw_ahead``. None: each row is its text's next
+            token, and its random number is consumed.
 
     Raises:
         ValueError: if a ``top_k`` exceeds V.
     """
-    changed = [i for i, writing in enumerate(writings) if writing.changes_scores]
+    changed = [i for i, sequence in enumerate(sequences) if sequence.changes_scores]
     if changed:
         logits = logits.clone()
         for i in changed:
-            text = writings[i]
+            text = sequences[i]
             logits[i] = penalized(logits[i], text.prompt, text.ids, text.sampling, text.rules)
-    if held := [i for i, writing in enumerate(writings) if writing.matcher is not None]:
-        matchers = [matcher for w in writings if (matcher := w.matcher) is not None]
-        allowed = allowed_tokens(matchers, logits.shape[-1], logits.device)
+    matchers = {i: text.matcher for i, text in enumerate(sequences) if text.matcher is not None}
+    if matchers:
+        allowed = allowed_tokens(list(matchers.values()), logits.shape[-1], logits.device)
         logits = logits.clone()
-        index = on_device(held, logits.device)
+        index = on_device(list(matchers), logits.device)
         logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
     # Greedy rows consume no random number; drawing one costs the host as much as a kernel
     # launch.
-    if all(writing.sampling.top_k == 1 for writing in writings):
+    if all(sequence.sampling.top_k == 1 for sequence in sequences):
         return logits.argmax(-1)
-    if places is None:
-        numbers = [0.0 if w.sampling.top_k == 1 else w.draw() for w in writings]
+    if offsets is None:
+        numbers = [0.0 if text.sampling.top_k == 1 else text.draw() for text in sequences]
     else:
         numbers = [
-            0.0 if w.sampling.top_k == 1 else w.draw_ahead(place)
-            for w, place in zip(writings, places, strict=True)
+            0.0 if text.sampling.top_k == 1 else text.draw_ahead(offset)
+            for text, offset in zip(sequences, offsets, strict=True)
         ]
     draws = on_device(numbers, logits.device, torch.float64)
     # Rows with equal temperature and cut-off are sampled together.
     rows_of: dict[SamplingConfig, list[int]] = {}
-    for row, writing in enumerate(writings):
-        rows_of.setdefault(writing.cut, []).append(row)
+    for row, sequence in enumerate(sequences):
+        rows_of.setdefault(sequence.cut, []).append(row)
     if len(rows_of) == 1:
         return sample(logits, next(iter(rows_of)), draws)
-    chosen = torch.empty(len(writings), dtype=torch.int64, device=logits.device)
+    chosen = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
     for cut, rows in rows_of.items():
         index = on_device(rows, logits.device)
         chosen[index] = sample(logits[index], cut, draws[index])
     return chosen
+
+
+def choose_on_all_ranks(
+    logits: Float[Tensor, "R V"],
+    sequences: Sequence[RunningSequence],
+    offsets: Sequence[int] | None,
+    model: LanguageModel,
+) -> Int[Tensor, " R"]:
+    """Choose tokens by ``choose``; all ranks of ``tp`` and ``pp`` return the same tokens."""
+    return agree_on_tokens(choose(logits, sequences, offsets), model.tp, model.pp)
 
 
 def penalized(
@@ -153,8 +168,8 @@ def penalized(
         logits: of the model.
         prompt: token ids before the text.
         written: token ids of the text.
-        sampling: the penalties.
-        rules: bias and forbidden successors.
+        sampling: has the penalties.
+        rules: bias, forbidden successors and forbidden ends.
 
     Reference:
         Keskar et al. 2019, CTRL, section 4.1 (repetition). arXiv:1909.05858.
@@ -194,9 +209,9 @@ def top_log_probs(logits: Float[Tensor, "B V"], num_top: int) -> Float[Tensor, "
     return torch.stack([ids.double(), values.double()])
 
 
-def top_tokens(found: Float[Tensor, "2 B k"]) -> list[Top]:
+def top_tokens(top: Float[Tensor, "2 B k"]) -> list[Top]:
     """Return the result of ``top_log_probs`` as Python numbers; waits for the device."""
-    rows = zip(found[0].long().tolist(), found[1].tolist(), strict=True)
+    rows = zip(top[0].long().tolist(), top[1].tolist(), strict=True)
     return [tuple(zip(ids, values, strict=True)) for ids, values in rows]
 
 
@@ -206,3 +221,32 @@ def token_log_probs(
     """Return the log probabilities of tokens, before temperature and cut-off."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return scores.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+
+
+def score_prompt(
+    model: LanguageModel, sequence: RunningSequence, begin: int, hidden: Float[Tensor, "S 1 D"]
+) -> None:
+    """Compute the log probabilities of the prompt's tokens that follow a chunk's tokens.
+
+    Writes them to ``sequence``. All-gathers the vocabulary over ``tp``, all-reduces over
+    ``pp``. A chunk that is computed again after a preemption gets the same scores.
+
+    Args:
+        model: of the engine.
+        sequence: has the prompt, and how many likeliest tokens to keep at each position.
+        begin: position of the chunk's first token.
+        hidden: of the chunk's tokens.
+    """
+    prompt, num_top = sequence.prompt, sequence.request.scores.num_top
+    end = min(begin + len(hidden), len(prompt) - 1)
+    # A few rows at a time: the logits of a prompt are one number for each token and each entry
+    # of the vocabulary.
+    for first in range(begin, end, _ROWS):
+        last = min(first + _ROWS, end)
+        logits = last_stage_logits(model, hidden[first - begin : last - begin])
+        following = on_device(prompt[first + 1 : last + 1], logits.device)
+        log_probs = from_last_stage(token_log_probs(logits, following), model.pp)
+        sequence.prompt_log_probs[first:last] = log_probs.tolist()
+        if num_top:
+            best = from_last_stage(top_log_probs(logits, num_top), model.pp)
+            sequence.prompt_top[first:last] = top_tokens(best)

@@ -1,4 +1,4 @@
-"""Plans of steps and limits of engines as plain data."""
+"""Limits of an engine and the format of its cache; imports the standard library only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ class SchedulerConfig:
     """Limits of a step."""
 
     max_requests: int = 64
-    """Requests in one step; each has a slot."""
+    """Most requests in one step; each has a slot."""
 
     max_tokens: int = 2048
-    """Tokens in one step, prompts and new tokens together; at least ``max_requests``."""
+    """Most tokens in one step, prompts and new tokens together; at least ``max_requests``."""
 
     max_sequence_tokens: int = 2048
-    """Prompt and new tokens of one request."""
+    """Most tokens of one request, prompt and new tokens together."""
 
     chunked_prefill: bool = True
-    """Cut prompts that do not fit into a step; otherwise a prompt must fit whole."""
+    """Cut prompts that do not fit into a step; otherwise a prompt must fit into one step."""
 
     prefix_cache: bool = True
-    """MatrixSlice the pages of equal beginnings. Not for models with a recurrent state."""
+    """Share the pages of equal prefixes. Not for models with a recurrent state."""
 
     def __post_init__(self) -> None:
         if self.max_requests < 1:
@@ -79,41 +79,3 @@ class EngineConfig(SchedulerConfig):
     records_graphs: bool = True
     """Record steps as CUDA graphs where the model and the device allow it. While one is
     recorded, no other thread of the process may use the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive tokens of one request within a step."""
-
-    request: int
-    """Number of the request."""
-    slot: int
-    """Row of recurrent states, below ``max_requests``; fixed while the request runs."""
-    begin: int
-    """Position of the first token."""
-    tokens: tuple[int, ...]
-    """Token ids to run through the model. ``(-1,)``: the token that the step in flight
-    chooses."""
-    pages: tuple[int, ...]
-    """Pages of the request up to the last of these tokens; -1 for pages behind every window."""
-    wants_token: bool
-    """Whether the step chooses the token after the last one."""
-    num_drafts: int = 0
-    """Proposals at the end of ``tokens``; the step also chooses the token before each."""
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether the step chooses a token after every one of these."""
-        return self.wants_token and len(self.tokens) == 1 + self.num_drafts
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The chunks of one forward."""
-
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all chunks."""
-        return sum(len(chunk.tokens) for chunk in self.chunks)

@@ -1,22 +1,22 @@
-"""A request after validation: the texts for the engine, and the reply that they form."""
+"""From a valid body to engine requests, and the base of the replies of all interfaces."""
 
 import secrets
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from json import dumps
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import MAX_SEED, SamplingConfig
-from mcore_infer.server.answer import Answer, AnswerPiece
 from mcore_infer.server.schemas import MAX_TEXTS, RequestError, TextBody
-from mcore_infer.server.worker import TextRequest
 from mcore_infer.writing.chat_format import ChatFormat
 from mcore_infer.writing.grammars import Structure
-from mcore_infer.writing.sequence import ScoreRequest, TokenRules
-from mcore_infer.writing.token_text import TokenTexts
+from mcore_infer.writing.sequence import ScoreRequest, TextRequest, TokenRules
+from mcore_infer.writing.token_text import Answer, AnswerPiece, TokenTexts
 
 _FALLBACKS = {
     "temperature": 1.0,
@@ -30,7 +30,7 @@ _FALLBACKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What the interfaces need of the served model."""
+    """The served model, as the interfaces use it."""
 
     name: str
     tokenizer: Tokenizer
@@ -38,57 +38,102 @@ class ServedModel:
     max_tokens: int
     """Most tokens of a prompt and its text together."""
     ends: tuple[int, ...] = ()
-    """Tokens besides the tokenizer's end of document that end a text."""
+    """Tokens that end a text, in addition to the tokenizer's end of document."""
     chat: ChatFormat | None = None
     """Chat template; None: jinja2 is missing."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Default sampling of OpenAI's interfaces, see ``LoadedModel.sampling_defaults``."""
+    """Default sampling of OpenAI's interfaces: ``LoadedModel.sampling_defaults``."""
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """Bytes and names of its tokens."""
+        """Bytes and names of the tokenizer's tokens."""
         return TokenTexts(self.tokenizer)
 
 
-@runtime_checkable
-class Reply(Protocol):
-    """Builds the answer of an interface, whole or event by event."""
+class Reply(ABC):
+    """One HTTP request on the engine: its texts, and the answer that they form.
 
-    def begin(self) -> Sequence[Any]:
-        """Return the events before any text."""
+    Attributes:
+        served: the model.
+        requests: texts to write.
+        answers: their texts so far, one for each request.
+        is_stream: whether the answer is sent event by event.
+        needs_result: whether the answer needs prompt scores, which arrive with the engine's
+            result.
+        has_plain_errors: whether errors are plain strings, as in Megatron's interface.
+    """
 
-    def event(self, index: int, piece: AnswerPiece) -> Any:
-        """Return the event of a new piece of text ``index``; None: no event."""
+    is_stream = needs_result = has_plain_errors = False
 
-    def end(self) -> Sequence[Any]:
-        """Return the events after all texts."""
-
-    def whole(self, pieces: Sequence[Sequence[AnswerPiece]]) -> Any:
-        """Return the answer from the pieces of each text."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Job:
-    """One HTTP request: its texts for the engine, their answers, and the reply."""
-
-    requests: list[TextRequest]
-    answers: list[Answer]
-    reply: Reply
-    is_stream: bool = False
-    needs_result: bool = False
-    """Whether the reply needs prompt scores, which arrive with the engine's result."""
-    has_plain_errors: bool = False
-    """Whether errors are plain strings, as in Megatron's interface."""
+    def __init__(
+        self, served: ServedModel, requests: list[TextRequest], answers: list[Answer]
+    ) -> None:
+        self.served, self.requests, self.answers = served, requests, answers
 
     @property
     def num_written(self) -> int:
         """Tokens of all texts so far."""
-        return sum(len(answer.ids) for answer in self.answers)
+        return sum(len(answer.written) for answer in self.answers)
 
     @property
     def structures(self) -> set[Structure]:
-        """Structures of its texts."""
+        """Structures of all texts."""
         return {request.structure for request in self.requests if request.structure}
+
+    def first_events(self) -> Sequence[Any]:
+        """Return the events of a stream before any text."""
+        return ()
+
+    def event(self, index: int, piece: AnswerPiece) -> Any:
+        """Return the event of a new piece of text ``index``; None: no event."""
+        del index, piece
+
+    def last_events(self) -> Sequence[Any]:
+        """Return the events of a stream after all texts."""
+        return ()
+
+    @abstractmethod
+    def complete(self, pieces: Sequence[Sequence[AnswerPiece]]) -> Any:
+        """Return the answer from all pieces of each text."""
+
+
+class OpenAIReply(Reply):
+    """A reply in OpenAI's format; a prompt with several texts counts once in ``usage``."""
+
+    def __init__(
+        self,
+        body: TextBody,
+        served: ServedModel,
+        requests: list[TextRequest],
+        answers: list[Answer],
+        *,
+        kind: str,
+        id_prefix: str,
+    ) -> None:
+        """Create the id and the fields that all events share."""
+        super().__init__(served, requests, answers)
+        self.is_stream = body.stream
+        self._sends_usage = body.stream_options.include_usage
+        self._prompt_tokens = sum(len(request.prompt) for request in requests[:: body.n])
+        self.head = {
+            "id": f"{id_prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": served.name,
+        }
+
+    def last_events(self) -> Sequence[Any]:
+        """Return the event of token counts, if ``include_usage`` is set."""
+        return [{**self.head, "choices": [], "usage": self.usage()}] * self._sends_usage
+
+    def usage(self) -> dict[str, int]:
+        """Return the token counts."""
+        written = self.num_written
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": written,
+            "total_tokens": self._prompt_tokens + written,
+        }
 
 
 def check_model(body: TextBody, served: ServedModel) -> None:
@@ -111,18 +156,18 @@ def text_requests(
     offsets: Sequence[int] = (),
     kept: Mapping[int, str] | None = None,
 ) -> tuple[list[TextRequest], list[Answer]]:
-    """Return the texts of a request, ``n`` of each prompt; text i draws from its seed + i.
+    """Return engine requests and empty answers, ``n`` for each prompt; text i has seed + i.
 
     Args:
-        body: how texts are sampled and where they stop.
+        body: sampling and stops.
         served: the model.
         prompts: token ids, and the number of tokens to write after them.
-        scores: log probabilities.
+        scores: log probabilities to return.
         structure: grammar of the texts; None: any text.
-        end_texts: strings that end a text besides the body's.
-        end_ids: tokens that end a text besides the model's.
-        offsets: lengths of the texts before the answers, by prompt; empty: 0.
-        kept: special tokens that are part of the text, by id, and their names.
+        end_texts: strings that end a text, in addition to the body's.
+        end_ids: tokens that end a text, in addition to the model's.
+        offsets: length of the text before each prompt's answers; empty: 0.
+        kept: names of special tokens that are part of the text, by id.
     """
     if len(prompts) * body.n > MAX_TEXTS:
         message = f"{len(prompts) * body.n} texts are more than {MAX_TEXTS}: prompts times n."
@@ -176,31 +221,31 @@ def text_requests(
 
 
 def response_structure(body: TextBody) -> Structure | None:
-    """Return the structure of ``response_format``; None: any text."""
-    wanted = body.response_format
-    if wanted.type == "text":
+    """Return the structure that ``response_format`` asks for; None: any text."""
+    format = body.response_format
+    if format.type == "text":
         return None
-    check_can_hold("response_format")
-    if wanted.type == "regex":
-        return Structure("regex", wanted.pattern or "")
-    schema = wanted.json_schema.schema_ if wanted.json_schema else {"type": "object"}
+    check_structured_output("response_format")
+    if format.type == "regex":
+        return Structure("regex", format.pattern or "")
+    schema = format.json_schema.schema_ if format.json_schema else {"type": "object"}
     return Structure("json_schema", dumps(schema))
 
 
-def check_can_hold(field: str) -> None:
-    """Raise RequestError for a field that needs llguidance if it is not installed."""
+def check_structured_output(field: str) -> None:
+    """Raise RequestError for a field that needs llguidance, if llguidance is not installed."""
     if find_spec("llguidance") is None:
         message = f"{field} needs a server with pip install 'mcore-infer[structured]'."
         raise RequestError(400, message, field)
 
 
-def seed_or_random(given: int | None) -> int:
-    """Return the seed, or a random one."""
-    return secrets.randbelow(MAX_SEED) if given is None else given
+def seed_or_random(seed: int | None) -> int:
+    """Return the seed; None: a random seed."""
+    return secrets.randbelow(MAX_SEED) if seed is None else seed
 
 
 def build_sampling(build: Callable[[], SamplingConfig]) -> SamplingConfig:
-    """Call ``build``; its ValueError becomes a RequestError."""
+    """Return the result of ``build``; a ValueError becomes a RequestError."""
     try:
         return build()
     except ValueError as error:
@@ -256,8 +301,8 @@ def _too_long(served: ServedModel, has: str, field: str = "prompt") -> RequestEr
 def _sampling(body: TextBody, served: ServedModel) -> SamplingConfig:
     values: dict[str, Any] = {}
     for name, fallback in _FALLBACKS.items():
-        given = getattr(body, name)
-        values[name] = served.defaults.get(name, fallback) if given is None else given
+        value = getattr(body, name)
+        values[name] = served.defaults.get(name, fallback) if value is None else value
     values["top_k"] = max(0, values["top_k"])
     if not values["temperature"]:  # the likeliest token always
         values |= {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
@@ -283,14 +328,15 @@ def _bias(body: TextBody, vocab_size: int) -> tuple[tuple[int, float], ...]:
 def _split_stops(
     stop: str | Sequence[str], tokenizer: Tokenizer
 ) -> tuple[list[str], list[list[int]]]:
-    """Return stop strings.
-
-    Those with special tokens, which have no text, as token sequences.
-    """
+    """Split stops into strings and token sequences; special tokens have no text to match."""
     strings, sequences = [], []
     for text in [stop] if isinstance(stop, str) else stop:
-        named = tokenizer.token_id(text)
-        ids = [named] if named is not None else tokenizer.encode(text, add_special_tokens=False)
+        special = tokenizer.token_id(text)
+        ids = (
+            [special]
+            if special is not None
+            else tokenizer.encode(text, add_special_tokens=False)
+        )
         if tokenizer.decode(ids) != tokenizer.decode(ids, skip_special_tokens=True):
             sequences.append(ids)
         else:

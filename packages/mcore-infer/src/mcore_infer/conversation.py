@@ -7,17 +7,14 @@ from mcore_data.tokenizers.protocol import Tokenizer
 from mcore_infer.config import InferenceConfig, SamplingConfig
 from mcore_infer.engine.building import build_engine
 from mcore_infer.generation import room, stop_ids
-from mcore_infer.server.answer import Answer
 from mcore_infer.writing.chat_format import ChatFormat
 from mcore_infer.writing.sequence import Generation, NewToken
-from mcore_infer.writing.token_text import TokenTexts
+from mcore_infer.writing.token_text import Answer, TokenTexts
 from mcore_models.protocol import LanguageModel
 
 
 class Conversation:
-    """The messages of one chat, answered by an engine.
-
-    Answers run on an engine, whose cache keeps the turns before.
+    """The messages of one chat, answered by an engine whose cache keeps earlier turns.
 
     Attributes:
         messages: ``{"role", "content"}`` of each turn.
@@ -42,14 +39,14 @@ class Conversation:
         Args:
             model: whole, in eval mode.
             tokenizer: of the model.
-            chat: how turns are written and end, see ``load_chat_format``.
-            sampling: how tokens are chosen, and how many an answer has at most.
+            chat: template and end of turns, see ``load_chat_format``.
+            sampling: how tokens are chosen; ``num_tokens`` limits each answer.
             config: limits of the engine.
-            system: message before the conversation; empty: none.
+            system: first message of the conversation; empty: no system message.
             seed: answer i draws from ``seed + i``.
-            draft: model that proposes tokens, see ``build_engine``.
-            kv_scales: likewise.
-            ends: tokens besides the tokenizer's that end an answer.
+            draft: draft model, see ``build_engine``.
+            kv_scales: of an fp8 cache, see ``build_engine``.
+            ends: tokens that end an answer, in addition to the tokenizer's end of document.
 
         Raises:
             ValueError: as ``build_engine``.
@@ -75,9 +72,9 @@ class Conversation:
         Raises:
             ValueError: if the conversation is too long; ``messages`` is then unchanged.
         """
-        said = [*self.messages, {"role": "user", "content": message}]
+        turns = [*self.messages, {"role": "user", "content": message}]
         # The template writes the token that starts a document.
-        ids = self.tokenizer.encode(self.chat.render(said, True), add_special_tokens=False)
+        ids = self.tokenizer.encode(self.chat.render(turns, True), add_special_tokens=False)
         limit = self.engine.config.max_sequence_tokens
         positions = self.model.config.max_position_embeddings
         wanted = room(positions, self.sampling.num_tokens, ids, limit, "the conversation")
@@ -98,7 +95,7 @@ class Conversation:
             if pieces:
                 self._num_answers += 1
                 answer = {"role": "assistant", "content": "".join(pieces)}
-                self.messages = [*said, answer]
+                self.messages = [*turns, answer]
 
     def _tokens(self, ids: list[int], wanted: int) -> Generator[NewToken]:
         eod = None if self.sampling.ignore_eod else self.tokenizer.eod
