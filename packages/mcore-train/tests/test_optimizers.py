@@ -1,52 +1,22 @@
 """Optimizers by flags: a run on the command line, continued to the last bit, and its rates."""
 
 import json
+from shlex import split
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from warm_ranks import run_command
 
-FLAGS = [
-    "gpt",
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--mock-data",
-    "--mock-vocab-size",
-    "64",
-    "--micro-batch-size",
-    "2",
-    "--num-workers",
-    "0",
-    "--device",
-    "cpu",
-    "--log-interval",
-    "1",
-    "--lr",
-    "1e-2",
-    "--lr-decay-style",
-    "constant",
-]
-MUON = [
-    "--optimizer",
-    "muon",
-    "--muon-momentum",
-    "0.95",
-    "--muon-nesterov",
-    "--muon-extra-scale-factor",
-    "0.2",
-    "--muon-moment2-method",
-    "normuon",
-    "--qk-clip",
-    "--qk-clip-threshold",
-    "0.01",
-]
+FLAGS = split(
+    "gpt --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "
+    "--mock-vocab-size 64 --micro-batch-size 2 --num-workers 0 --device cpu --log-interval 1 "
+    "--lr 1e-2 --lr-decay-style constant"
+)
+MUON = split(
+    "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2 "
+    "--muon-moment2-method normuon --qk-clip --qk-clip-threshold 0.01"
+)
 GROUPS = ["--parameter-groups", "embedding decay_factor=0", "norm lr_factor=0.5"]
 
 
