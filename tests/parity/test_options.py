@@ -132,6 +132,7 @@ CASES = {
     ),
     "soap_latent_zero3_dp2": (2, SOAP | LATENT | {"use_torch_fsdp2": True}),
     "lion_pp2_zero": (2, PP2 | {"optimizer": "lion", "use_distributed_optimizer": True}),
+    "rows_in_pieces_cp2": (2, CP2 | PACKED | {"seq_length_schedule": "0:6 16:16"}),
     "rates_of_groups_pp2_zero": (2, PP2 | RATES | {"use_distributed_optimizer": True}),
     "rates_of_groups_muon_tp2": (2, TP2 | MUON | RATES | MUP),
     "qk_clip_tp2_documents": (2, TP2 | CLIP | {"num_query_groups": 1} | PACKED),

@@ -53,6 +53,12 @@ class BatchConfig(Options):
     of --global-batch-size; linear, by the share."""
     seq_length: int = option(1024, minimum=1)
     """Tokens in one sequence. Megatron's default: none."""
+    seq_length_schedule: str = option(
+        "", needs={"reset_position_ids": ON, "reset_attention_mask": ON}
+    )
+    """Begin with shorter texts: TOKENS:LENGTH ..., such as "0:512 2B:2048 6B:8192". Rows of
+    --seq-length are cut into pieces of LENGTH, which do not see each other, so that a step has
+    as many tokens as later. The last length is --seq-length."""
     train_iters: int = option(
         0,
         minimum=0,

@@ -21,7 +21,12 @@ from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
 from mcore_parallel.pipeline_parallel.stages import Stage, build_stages
 from mcore_parallel.rank_grid import build_grids
-from mcore_train.batches.batch_ramp import BatchRamp, build_ramp, build_step_schedule
+from mcore_train.batches.batch_ramp import (
+    BatchRamp,
+    build_ramp,
+    build_step_schedule,
+    piece_length,
+)
 from mcore_train.composition import TrainConfig, parts
 from mcore_train.config import BatchConfig
 from mcore_train.options.plan_conflicts import (
@@ -297,6 +302,10 @@ def _batch_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
                 f"--step-batch-size-schedule {batch.step_batch_size_schedule}: every size must "
                 f"be a multiple of --micro-batch-size x data-parallel ranks = {micro}."
             )
+    try:
+        piece_length(batch.seq_length_schedule, batch.seq_length, 0)
+    except ValueError as error:
+        yield str(error)
     if not batch.train_iters and not batch.train_samples:
         yield "how long to train? Give --train-iters or --train-samples."
     elif batch.train_samples and batch.train_samples < size:

@@ -3,10 +3,17 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_train.batches.batch_ramp import BatchRamp, build_ramp, build_step_schedule
+from mcore_train.batches.batch_ramp import (
+    BatchRamp,
+    build_ramp,
+    build_step_schedule,
+    piece_length,
+)
+from mcore_train.batches.micro_batches import cut_rows
 from mcore_train.config import BatchConfig, OptimizerConfig, ScheduleConfig
 from mcore_train.updating.lr_schedule import (
     LRSchedule,
@@ -135,15 +142,39 @@ def test_batch_sizes_by_tokens_and_the_rate_that_follows_them():
 @pytest.mark.parametrize(
     ("text", "final", "message"),
     [
-        ("5:2 9:4", 4, "begin with 0:SIZE"),
-        ("0:2 11:4 15:4", 4, "let the tokens grow"),
-        ("0:2 x:4", 4, "x:4 is not TOKENS:SIZE"),
+        ("5:2 9:4", 4, "begin with 0:NUMBER"),
+        ("0:2 11:4 15:4", 4, "let the tokens"),
+        ("0:2 x:4", 4, "x:4 is not TOKENS:NUMBER"),
         ("0:2 1K:4", 8, "largest size must be --global-batch-size 8"),
     ],
 )
 def test_batch_sizes_that_do_not_fit_are_refused(text, final, message):
     with pytest.raises(ValueError, match=message):
         build_step_schedule(text, final, seq_length=10)
+
+
+def test_lengths_by_tokens_end_with_whole_rows():
+    text = "0:4 30:6 0.1K:10"
+    lengths = [piece_length(text, 10, consumed) for consumed in (0, 2, 3, 9, 10)]
+    assert lengths == [4, 4, 6, 6, 10]
+    assert piece_length("", 10, 0) == 10
+    with pytest.raises(
+        ValueError, match="its last length, the longest, must be --seq-length 10"
+    ):
+        piece_length("0:4 30:6", 10, 0)
+
+
+def test_pieces_of_rows_see_neither_each_other_nor_other_documents():
+    batch = {
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]]),
+        "cu_seqlens": torch.tensor([[0, 3, 8, 8], [0, 8, 8, 8]], dtype=torch.int32),
+        "tokens": torch.zeros(2, 8),
+    }
+    cut = cut_rows(batch, 4)
+    assert cut["cu_seqlens"][:, :5].tolist() == [[0, 3, 4, 8, 8], [0, 4, 8, 8, 8]]
+    assert cut["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3], [0, 1, 2, 3] * 2]
+    assert cut["tokens"] is batch["tokens"]
+    assert cut_rows(batch, 8) is batch
 
 
 def test_everything_given_in_steps_is_counted_in_samples():

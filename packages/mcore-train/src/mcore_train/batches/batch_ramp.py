@@ -128,13 +128,13 @@ def build_ramp(words: tuple[int, ...], final: int) -> BatchRamp:
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def build_step_schedule(text: str, final: int, seq_length: int) -> BatchRamp:
-    """Read ``--step-batch-size-schedule``: entries TOKENS:SIZE.
+def read_token_steps(flag: str, text: str, seq_length: int) -> list[tuple[int, int]]:
+    """Read entries TOKENS:VALUE; return sequences and value of each.
 
     Args:
-        text: its entries.
-        final: ``--global-batch-size``, the largest size.
-        seq_length: tokens of a sequence; a size begins with the first step at or after its
+        flag: whose value it is, for messages.
+        text: entries with blanks between them.
+        seq_length: tokens of a sequence; a value begins with the first step at or after its
             number of tokens.
 
     Raises:
@@ -142,25 +142,55 @@ def build_step_schedule(text: str, final: int, seq_length: int) -> BatchRamp:
     """
     steps = []
     for entry in text.split():
-        tokens, _, size = entry.partition(":")
+        tokens, _, value = entry.partition(":")
         factor = _SUFFIXES.get(tokens[-1:].upper(), 1)
         number = tokens[:-1] if factor > 1 else tokens
         try:
-            steps.append((-(-int(float(number) * factor) // seq_length), int(size)))
+            steps.append((-(-int(float(number) * factor) // seq_length), int(value)))
         except ValueError:
-            raise ValueError(
-                f"--step-batch-size-schedule: {entry} is not TOKENS:SIZE, such as 2B:128."
-            ) from None
+            raise ValueError(f"{flag}: {entry} is not TOKENS:NUMBER, such as 2B:128.") from None
     begins = [begin for begin, _ in steps]
     is_ordered = begins[:1] == [0] and all(a < b for a, b in pairwise(begins))
-    if not is_ordered or min(size for _, size in steps) < 1:
+    if not is_ordered or min(value for _, value in steps) < 1:
         raise ValueError(
-            f"--step-batch-size-schedule {text}: begin with 0:SIZE, and let the tokens grow by "
-            f"a sequence of {seq_length} at least from entry to entry."
+            f"{flag} {text}: begin with 0:NUMBER, use numbers of 1 or more, and let the tokens "
+            f"grow by a sequence of {seq_length} at least from entry to entry."
         )
+    return steps
+
+
+def build_step_schedule(text: str, final: int, seq_length: int) -> BatchRamp:
+    """Read ``--step-batch-size-schedule``: entries TOKENS:SIZE.
+
+    Args:
+        text: its entries.
+        final: ``--global-batch-size``, the largest size.
+        seq_length: tokens of a sequence.
+
+    Raises:
+        ValueError: see ``read_token_steps``; or if the largest size is not ``final``.
+    """
+    steps = read_token_steps("--step-batch-size-schedule", text, seq_length)
     if max(size for _, size in steps) != final:
         raise ValueError(
             f"--step-batch-size-schedule {text}: its largest size must be --global-batch-size "
             f"{final}, by which everything else is planned."
         )
     return BatchRamp(steps[-1][1], start=steps[0][1], samples=steps[-1][0], steps=tuple(steps))
+
+
+def piece_length(text: str, seq_length: int, consumed: int) -> int:
+    """Return the length of ``--seq-length-schedule`` after so many sequences.
+
+    Raises:
+        ValueError: see ``read_token_steps``; or if the schedule does not end with whole rows.
+    """
+    if not text:
+        return seq_length
+    steps = read_token_steps("--seq-length-schedule", text, seq_length)
+    if steps[-1][1] != seq_length or max(length for _, length in steps) > seq_length:
+        raise ValueError(
+            f"--seq-length-schedule {text}: its last length, the longest, must be --seq-length "
+            f"{seq_length}."
+        )
+    return [length for begin, length in steps if begin <= consumed][-1]
