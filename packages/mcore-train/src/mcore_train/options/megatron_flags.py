@@ -407,7 +407,7 @@ INSTEAD: dict[str, str] = {
         "use --moe-expert-capacity-factor, or --moe-expert-rows-limit to bound memory."
     ),
     "--moe-paged-stash*": "use --cpu-offloading to keep activations in host memory.",
-    "--muon-*": "use the options of --optimizer muon that mcore-train gpt --help lists.",
+    "--muon-*": "use the options of --optimizer muon.",
     "--no-weight-decay-cond-type": "vectors never decay; leave it out.",
     "--mamba-training-ssm-states-dtype": "states are kept in float32; leave it out.",
     "--perform-rl-step --rl-* --no-rl-* --grpo-* --langrl-* --refit-method": (
