@@ -24,7 +24,7 @@ from torch import Tensor
 from mcore_parallel.optimizers.config import SoapConfig
 from mcore_parallel.optimizers.update_rule import MomentDtype, Shape
 
-_RAMP = 1e-6
+_RAMP = 5e-2
 """Of the mean eigenvalue, at the end of the ramp."""
 
 
