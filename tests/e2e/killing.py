@@ -80,6 +80,23 @@ def kill_at(
     return f"{kind}: {len(victims)} killed after step {max(complete_steps(run), default=0)}"
 
 
+def lose_host(run: Path, number: int) -> None:
+    """Kill the script, the agent and the ranks of one host of ``launch local``."""
+    host = f"NODE_RANK={number}".encode()
+    victims = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            logs = [v for v in variables if v.startswith(b"MCORE_LOGS=")]
+            if host in variables and logs and str(run).encode() in logs[0]:
+                victims.append(int(folder.name))
+    for process in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
 def _is_moment(kind: str, run: Path) -> bool:
     """Whether a save is under way, or a step is saved and not validated yet."""
     steps = complete_steps(run)

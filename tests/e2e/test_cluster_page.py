@@ -21,6 +21,7 @@ lr = 1e-3
 log_interval = 1
 """
 SMALL = {
+    "--min-nodes 48": "--min-nodes 1",
     "--nodes 64": f"--nodes 2 --nproc-per-node 2 --python {sys.executable}",
     "--save-interval 200": "--save-interval 2",
 }
@@ -33,7 +34,7 @@ def small_commands(folder: Path, train_iters: int) -> list[str]:
     codes = [b.code for b in blocks_of(place.read_text(), "cluster") if b.run_by]
     assert len(codes) == 5
     for own, small in SMALL.items():
-        assert own in codes[0]
+        assert any(own in code for code in codes)
         codes = [code.replace(own, small) for code in codes]
     return codes
 

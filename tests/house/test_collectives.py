@@ -25,6 +25,8 @@ ENVIRONMENT_ROOMS = (
     "mcore_base/entry_point.py:",
     # Jobs on several hosts: they start ranks, and compare what hosts were given.
     "mcore_train/launching/",
+    # Golden cases: each rank is a command under a launcher.
+    "mcore_train/golden/ranks.py:",
     # A doctor of clusters: variables are among what it examines.
     "mcore_train/diagnosis/probes.py:",
     # The end of a batch job's time.

@@ -145,6 +145,19 @@ def test_mcore_ckpt_may_import_of_the_models_only_what_needs_no_torch():
     assert allowed - configs <= set(PURE)
 
 
+def test_training_starts_without_triton():
+    """torch for CPUs brings none: training kernels take the stand-in for it."""
+    direct = {
+        source.name
+        for package in ("parallel", "moe", "models", "train")
+        for source in package_sources(package)
+        for node in source.tree.body
+        if isinstance(node, ast.Import)
+        and {a.name.split(".")[0] for a in node.names} & {"triton"}
+    }
+    assert direct == set()
+
+
 def test_the_config_rule_sees_a_foreign_import():
     assert foreign_imports(parse("import torch", "mcore_x/config.py")) != []
     assert foreign_imports(parse("from mcore_x.mesh import Axis", "mcore_x/config.py")) != []

@@ -17,6 +17,10 @@ EXTRAS = {
     "flash4": ({"models"}, "flash-attn-4"),
     "resiliency": ({"ckpt", "train"}, r"(nvidia-resiliency-ext|mcore-ckpt\[resiliency\])"),
     "tensorboard": ({"train"}, "tensorboard"),
+    "training": ({"train"}, "tensorboard"),
+    "mlm": ({"train"}, r"mcore-infer\[server\]"),
+    "lts": ({"train"}, "pyyaml"),
+    "dev": ({"train"}, r"mcore-moe\[quack\]"),
     "s3": ({"base", "ckpt", "data"}, r"(s3fs|mcore-base\[s3\])"),
     "check": ({"ckpt"}, "transformers"),
 }
@@ -26,6 +30,7 @@ GROUPS = {
     "test": {"pytest", "hypothesis", "beartype", "transformers", "tensorboard"},
     "linting": {"ruff", "pyrefly", "import-linter"},
     "training": {"tensorboard"},
+    "mlm": {"tensorboard"},
     "build": {"build"},
     "lts": set(),
     "s3": {"moto", "s3fs", "pytest"},
@@ -48,6 +53,7 @@ IMPORTED_AS = {
     "nvidia-resiliency-ext": "nvidia_resiliency_ext",
     "quack-kernels": "quack",
     "nvidia-ml-py": "pynvml",
+    "pyyaml": "yaml",
     "tensorboard": "torch.utils.tensorboard",
     "s3fs": "fsspec",  # which finds it by the protocol of a URL
 }

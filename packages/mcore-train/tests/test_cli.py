@@ -166,13 +166,15 @@ def test_nproc_starts_the_same_command_once_a_rank(tmp_path, monkeypatch):
     assert told == {"rank_0": ran, "rank_1": ran}
 
 
-@pytest.mark.parametrize("kind", [CheckpointError, CorruptDatasetError, UnlikeWeightsError])
-def test_faults_of_machines_end_a_command_with_one_line(monkeypatch, capsys, kind):
+@pytest.mark.parametrize(
+    ("kind", "code"), [(CheckpointError, 1), (CorruptDatasetError, 1), (UnlikeWeightsError, 39)]
+)
+def test_faults_of_machines_end_a_command_with_one_line(monkeypatch, capsys, kind, code):
     def damaged(_):
         raise kind("x.bin is damaged")
 
     monkeypatch.setitem(cli.COMMANDS, "gpt", ("", damaged))
-    assert cli.main(["gpt"]) == 1
+    assert cli.main(["gpt"]) == code
     assert capsys.readouterr().err == "mcore-train: error: x.bin is damaged\n"
 
 

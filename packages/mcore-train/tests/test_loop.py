@@ -46,6 +46,7 @@ TINY = {
     "vocab_size": 40,
     "num_workers": 0,
     "log_interval": 2,
+    "waterfall_interval": 0,
     "eval_iters": 2,
     "make_vocab_size_divisible_by": 8,
 }

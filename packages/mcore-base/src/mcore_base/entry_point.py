@@ -39,12 +39,12 @@ def run_program(
         about: one line on the program, a blank line and examples, for the help.
         commands: its commands, in the order of the help.
         argv: the words behind the program's name; None: this process's.
-        exit_code: 2 for an error of bad input, 1 for a failure of files or devices, 0 for a
-            fault of the program, whose traceback is shown.
+        exit_code: 2 for an error of bad input, 1 or another code for a failure of files or
+            devices, 0 for a fault of the program, whose traceback is shown.
         call: runs a function of ``commands``, given ``"program command"`` and the other words.
 
     Returns:
-        0 when done, 1 when it failed, 2 for bad input.
+        0 when done, 2 for bad input, else 1 or what ``exit_code`` gave.
     """
     try:
         return _dispatch(program, about, commands, argv, call)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mcore_parallel.autograd.functions import OnceDifferentiable
 from mcore_parallel.launch.call_checks import agree
-from mcore_parallel.mesh import Axis
+from mcore_parallel.mesh import SINGLE, Axis
 
 _ops = torch.ops._c10d_functional
 
@@ -51,14 +51,14 @@ def all_reduce(x: Shaped[Tensor, "..."], axis: Axis, op: str = "sum") -> Shaped[
     if axis.size == 1:
         return x
     agree(axis.agreement, f"all_reduce ({op})", x)
-    return wait(_ops.all_reduce(x.contiguous(), op, axis.group_name))
+    return wait(_ops.all_reduce(x.contiguous(), op, axis.group_name), axis)
 
 
 def all_gather(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
     """Concatenate the ranks' tensors along ``dim`` in axis order; no gradient."""
     if axis.size == 1:
         return x
-    return wait(start_all_gather(x.movedim(dim, 0), axis)).movedim(0, dim)
+    return wait(start_all_gather(x.movedim(dim, 0), axis), axis).movedim(0, dim)
 
 
 def reduce_scatter(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
@@ -70,7 +70,7 @@ def reduce_scatter(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped
     if axis.size == 1:
         return x
     _check_divides(x, axis, dim)
-    return wait(start_reduce_scatter(x.movedim(dim, 0), axis)).movedim(0, dim)
+    return wait(start_reduce_scatter(x.movedim(dim, 0), axis), axis).movedim(0, dim)
 
 
 def gather_bytes(content: bytes, axis: Axis) -> list[bytes]:
@@ -147,12 +147,20 @@ def start_all_to_all(
     return _ops.all_to_all_single(x.contiguous(), receive, send, axis.group_name)
 
 
-def wait(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+def wait(x: Shaped[Tensor, "..."], axis: Axis = SINGLE) -> Shaped[Tensor, "..."]:
     """Wait until the result of a ``start_`` function is complete, and return the result.
 
     Returns any other tensor as it is.
+
+    Args:
+        x: result of a ``start_`` function.
+        axis: axis of the collective; the clock of a recorded step counts the wait as its time.
     """
-    return _ops.wait_tensor(x)
+    clock = axis.clock
+    if clock is None or torch.compiler.is_compiling() or not clock.is_on:
+        return _ops.wait_tensor(x)
+    with clock.span(axis.name):
+        return _ops.wait_tensor(x)
 
 
 def own_slice(x: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
@@ -255,6 +263,7 @@ class CollectiveHandle:
         x: Shaped[Tensor, "..."],
         begin: Callable[[Tensor], Tensor],
         begin_backward: Callable[[Tensor], Tensor],
+        axis: Axis,
         decode: Cast = None,
         overlap_callback: OverlapCallback = None,
     ) -> None:
@@ -264,13 +273,14 @@ class CollectiveHandle:
             x: input of the collective.
             begin: launches the collective (a ``start_`` function).
             begin_backward: launches the collective of the gradient.
+            axis: axis over which both collectives communicate.
             decode: converts the received tensor to the result; None: no conversion.
             overlap_callback: called during the collective, and again during the collective of
                 the gradient.
         """
-        self._x = _Begin.apply(x, overlap_callback)
+        self._x = _Begin.apply(x, overlap_callback, axis)
         self._received = begin(self._x.detach())
-        self._begin_backward, self._decode = begin_backward, decode
+        self._begin_backward, self._axis, self._decode = begin_backward, axis, decode
         self._overlap_callback = overlap_callback
 
     def run_overlap_callback(self) -> None:
@@ -284,7 +294,9 @@ class CollectiveHandle:
     def wait(self) -> Shaped[Tensor, "..."]:
         """Complete the collective and return its result; may be called once."""
         self.run_overlap_callback()
-        return _Wait.apply(self._x, self._received, self._begin_backward, self._decode)
+        return _Wait.apply(
+            self._x, self._received, self._begin_backward, self._axis, self._decode
+        )
 
 
 def begin_gather_partial(
@@ -300,6 +312,7 @@ def begin_gather_partial(
         x,
         lambda x: start_all_gather(x if encode is None else encode(x), axis),
         lambda grad: start_reduce_scatter(grad, axis),
+        axis,
         decode,
         overlap_callback,
     )
@@ -313,6 +326,7 @@ def begin_reduce_scatter(
         x,
         lambda x: start_reduce_scatter(x, axis),
         lambda grad: start_all_gather(grad, axis),
+        axis,
         overlap_callback=overlap_callback,
     )
 
@@ -332,6 +346,7 @@ def begin_all_to_all(
         x,
         lambda x: start_all_to_all(x if encode is None else encode(x), axis, send, receive),
         lambda grad: start_all_to_all(grad, axis, receive, send),
+        axis,
         decode,
         overlap_callback,
     )
@@ -414,27 +429,27 @@ class _AllToAll(OnceDifferentiable):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
         ctx.axis, ctx.send, ctx.receive = axis, send, receive
-        return wait(start_all_to_all(x, axis, send, receive))
+        return wait(start_all_to_all(x, axis, send, receive), axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad = start_all_to_all(grad, ctx.axis, ctx.receive, ctx.send)
-        return wait(grad), None, None, None
+        return wait(grad, ctx.axis), None, None, None
 
 
 class _Begin(OnceDifferentiable):
     """Identity in forward; backward waits for the gradient's collective."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, overlap_callback: Any) -> Tensor:
-        ctx.overlap_callback = overlap_callback
+    def forward(ctx: Any, x: Tensor, overlap_callback: Any, axis: Axis) -> Tensor:
+        ctx.overlap_callback, ctx.axis = overlap_callback, axis
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.overlap_callback is not None:
             ctx.overlap_callback()
-        return wait(grad), None
+        return wait(grad, ctx.axis), None, None
 
 
 class _Wait(OnceDifferentiable):
@@ -442,11 +457,12 @@ class _Wait(OnceDifferentiable):
 
     @staticmethod
     def forward(
-        ctx: Any, _x: Tensor, received: Tensor, begin_backward: Any, decode: Any
+        ctx: Any, _x: Tensor, received: Tensor, begin_backward: Any, axis: Axis, decode: Any
     ) -> Tensor:
         ctx.begin_backward = begin_backward
-        return wait(received) if decode is None else decode(wait(received))
+        received = wait(received, axis)
+        return received if decode is None else decode(received)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.begin_backward(grad), None, None, None
+        return ctx.begin_backward(grad), None, None, None, None

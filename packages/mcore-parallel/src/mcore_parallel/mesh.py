@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -30,6 +32,7 @@ from mcore_parallel.rank_grid import (
     consecutive_blocks,
     strided_blocks,
 )
+from mcore_parallel.step_clock import StepClock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +51,8 @@ class Axis:
     """Global ranks along the axis, in order; ``ranks[rank]`` is this rank."""
     agreement: Agreement | None = None
     """Compares the first collective calls of all ranks; None without ``compare_calls``."""
+    clock: StepClock | None = None
+    """Times waits for the other ranks; None for an axis that belongs to no context."""
 
     def __post_init__(self) -> None:
         if self.group is None:
@@ -64,6 +69,10 @@ class Axis:
     def __deepcopy__(self, memo: object) -> Axis:
         """Return the axis, not a copy: copies of a layer communicate over the same group."""
         return self
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return the context in which this rank waits for others: a span of the clock."""
+        return nullcontext() if self.clock is None else self.clock.span(self.name)
 
     @property
     def group_name(self) -> str:
@@ -85,6 +94,7 @@ class ParallelContext:
 
     Attributes:
         config: degrees of the rank grid.
+        clock: times steps, and the waits over all axes within a step.
         device: where this rank's tensors live.
         global_rank: rank of this process in the world.
         world: every rank of the job as one axis.
@@ -112,9 +122,11 @@ class ParallelContext:
         global_rank: int,
         axes: dict[str, Axis],
         groups: list[dist.ProcessGroup],
+        clock: StepClock,
     ) -> None:
         """Use ``build`` or ``single`` instead."""
         self.config = config
+        self.clock = clock
         self.device = device
         self.global_rank = global_rank
         self._axes = axes
@@ -204,8 +216,9 @@ class ParallelContext:
         uses_nccl = device.type == "cuda"
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
         agreements: dict[_Key, Agreement] = {}
+        clock = StepClock(device)
         for name, groups in plan.items():
-            axes[name] = Axis(name, 1, 0, None, (global_rank,))
+            axes[name] = Axis(name, 1, 0, None, (global_rank,), clock=clock)
             communicator = settings.get(name)
             for group in groups:
                 key = (group, communicator, name if name in _SEPARATE else "")
@@ -225,22 +238,25 @@ class ParallelContext:
                     continue
                 index, process_group = group.index(global_rank), process_groups[key]
                 if compare_calls and key not in agreements:
-                    agreements[key] = Agreement.of_group(process_group, group, index, timeout)
+                    agreements[key] = Agreement.of_group(
+                        process_group, group, index, timeout, partial(clock.span, name)
+                    )
                 axes[name] = Axis(
-                    name, len(group), index, process_group, group, agreements.get(key)
+                    name, len(group), index, process_group, group, agreements.get(key), clock
                 )
         if axes["world"].group is not None:
             launcher.wait_for_all(axes["world"].group)
         own_groups = [g for (group, *_), g in process_groups.items() if global_rank in group]
-        return cls(config, device, global_rank, axes, own_groups)
+        return cls(config, device, global_rank, axes, own_groups, clock)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> ParallelContext:
         """Build the context of a grid of one rank, without any group, in any world."""
         config = ParallelConfig()
         plan = _group_plan(config, *build_grids(config, 1))
-        axes = {name: Axis(name, 1, 0, None, (0,)) for name in plan}
-        return cls(config, torch.device(device), 0, axes, [])
+        clock = StepClock(torch.device(device))
+        axes = {name: Axis(name, 1, 0, None, (0,), clock=clock) for name in plan}
+        return cls(config, torch.device(device), 0, axes, [], clock)
 
     def axis(self, *names: str) -> Axis:
         """Return one axis, or the product of several axes of the same grid.

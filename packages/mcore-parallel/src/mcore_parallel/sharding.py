@@ -74,6 +74,17 @@ class ParamLayout:
     """Pipeline ranks that hold a copy (tied embedding), over which gradients are summed."""
 
 
+def held_share(layout: ParamLayout) -> float:
+    """Return 1 over the model-parallel ranks that hold an element, as a mean over a parameter.
+
+    Squares of local tensors, weighted so, add up over these ranks as if each logical element
+    were counted once.
+    """
+    sizes = [prod(part.lengths) for part in layout.parts]
+    pairs = zip(sizes, layout.parts, strict=True)
+    return sum(size / part.replicas.size for size, part in pairs) / max(1, sum(sizes))
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a logical tensor and the local memory that holds it."""

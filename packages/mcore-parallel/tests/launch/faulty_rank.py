@@ -29,9 +29,11 @@ def main() -> None:
     ctx = ParallelContext.build(
         ParallelConfig(distributed_timeout_minutes=minutes), compare_calls=True
     )
-    with Watch.of_world(ctx.world.rank, ctx.world.size, minutes):
-        for _ in range(2):
+    is_late = fault == "late step"
+    with Watch.of_world(ctx.world.rank, ctx.world.size, minutes, end_on_hang=is_late) as watch:
+        for _ in range(6 if is_late else 2):
             total(ctx)
+            watch.step_ended()
         if ctx.global_rank == (0 if fault in OF_RANK_0 else 1):
             FAULTS[fault](ctx)
         total(ctx)
@@ -71,6 +73,7 @@ def nothing(ctx: ParallelContext) -> None:
 FAULTS = {
     "dies": die,
     "sleeps": dream,
+    "late step": dream,
     "raises": complain,
     "shape": send_other_shape,
     "freezes": freeze,

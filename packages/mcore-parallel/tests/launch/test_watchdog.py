@@ -1,6 +1,8 @@
 """A rank that dies, hangs, raises or disagrees ends all ranks in time, and is named."""
 
 import os
+import pickle
+import re
 import signal
 import sys
 import time
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from warm_ranks import run_command
 
+from mcore_parallel.launch import launcher
 from mcore_parallel.launch.call_checks import Agreement, DisagreementError
 from mcore_parallel.launch.launcher import free_port
 from mcore_parallel.launch.watchdog import Watch, call_site, where_in
@@ -97,6 +100,38 @@ def test_a_fault_of_one_rank_ends_all_in_time_and_names_it(worlds, fault, timeou
         assert all(words in texts[rank] for words in told), texts[rank]
 
 
+def test_a_step_that_hangs_is_found_long_before_the_timeout(scripts, tmp_path, monkeypatch):
+    monkeypatch.setenv(launcher.FLIGHT_RECORDER_FILE, str(tmp_path / "nccl_trace_rank_"))
+    codes, texts, _ = run_world("late step", 600.0)
+    assert 0 not in codes, texts
+    for rank in (0, 2):
+        (late,) = re.findall(r"rank 1 holds up step 7, which takes (\d+) s", texts[rank])[:1]
+        assert int(late) <= 12  # two steps of no length and 10 s, and the host's delays
+        assert "(dream)" in texts[rank]
+        assert "ranks 0, 2 in all_reduce over dp (ranks 0, 1, 2)" in texts[rank]
+    # Every rank wrote what it had called: triage finds the rank that did not come.
+    absent = pickle.loads((tmp_path / "nccl_trace_rank_1").read_bytes())["entries"]
+    present = pickle.loads((tmp_path / "nccl_trace_rank_0").read_bytes())["entries"]
+    assert len(present) == len(absent) + 1
+
+
+def test_a_step_is_late_after_twice_the_longest_one_and_some_seconds(monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    watch = Watch(dist.HashStore(), 0, 2, 600.0)
+    for took_s in (0.0, 900.0, 900.0, 3.0, 4.0):  # the first ones load kernels
+        now_s += took_s
+        watch.step_ended()
+    now_s += 12.9
+    assert watch._steps.late_s() == 0.0
+    now_s += 0.2
+    assert watch._steps.late_s() == pytest.approx(13.1)
+    with watch.between_steps():
+        now_s += 1000.0
+        assert watch._steps.late_s() == 0.0
+    assert watch._steps.late_s() == 0.0
+
+
 def test_ranks_end_when_the_one_that_holds_the_store_stands_still(scripts, tmp_path):
     codes, texts, _ = run_world("freezes", 5.0, frozen=tmp_path / "process")
     assert 0 not in codes, texts
@@ -144,6 +179,14 @@ def test_who_waits_for_what_it_began_is_told_with_the_axis_of_its_caller():
     told = begin(Axis("tp", 2, 0, None, (4, 6)))
     assert told.startswith("in wait over tp (ranks 4, 6) at launch/test_watchdog.py")
     assert told.endswith("(begin)")
+
+
+def test_a_host_that_waits_for_its_gpu_is_told_so():
+    names = {}
+    code = "def synchronize(look):\n    return look()"
+    exec(compile(code, "/somewhere/torch/cuda/streams.py", "exec"), names)
+    found = names["synchronize"](lambda: where_in({1: sys._getframe(1)}, 1))
+    assert found.startswith("waiting for its device at launch/test_watchdog.py")
 
 
 def test_a_rank_that_ends_is_not_told_by_a_line_of_the_watch():

@@ -22,8 +22,10 @@ from mcore_models.peft.attaching import attach_adapters
 from mcore_models.protocol import TrainableModel, share_embedding
 from mcore_models.qk_clip.row_factors import track_scores
 from mcore_parallel.collectives import all_reduce
+from mcore_parallel.data_parallel.ddp import DataParallel
 from mcore_parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from mcore_parallel.data_parallel.engines import ENGINES, Engine
+from mcore_parallel.data_parallel.gradient_noise import GradientNoise
 from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.mesh import ParallelContext
 from mcore_parallel.offloading.activations import ActivationOffload
@@ -133,6 +135,9 @@ class Run:
     """Makes CUDA graphs of forward and backward; None where kernels are launched singly."""
     datasets: Datasets
     tokenizer: Tokenizer | None
+    noise: GradientNoise | None = None
+    """Measures the noise of a step's gradient; None where weights are sharded in layers or the
+    step is a CUDA graph."""
     origin: Origin = field(default_factory=Origin)
     progress: Progress = field(default_factory=Progress)
 
@@ -214,7 +219,12 @@ def assemble(
         recorder=recorder,
         datasets=datasets,
         tokenizer=tokenizer,
+        noise=_build_noise(data_parallel) if recorder is None else None,
     )
+
+
+def _build_noise(data_parallel: GradientSync) -> GradientNoise | None:
+    return GradientNoise(data_parallel) if isinstance(data_parallel, DataParallel) else None
 
 
 def _choose_kernels(plan: Plan, ctx: ParallelContext, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0 when done, 1 when it failed, 2 for bad input."""
+    """Run one command; return 0 when done, 2 for bad input, else what ``exit_code`` gives."""
     return _run(COMMANDS, argv)
 
 
@@ -29,12 +29,29 @@ def _run(commands: Commands, argv: Sequence[str] | None) -> int:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return 2 for bad input, 1 for files or devices that failed, 0 for a program's fault."""
+    """Return the exit code of an error.
+
+    That of its class in ``diagnosis.rules.FAULTS`` for what the run itself found out about
+    gradients, weights and devices; else 2 for bad input, 1 for files or devices that failed, 0
+    for a program's fault.
+    """
+    if (name := type(error).__name__) in _CLASSES:
+        from mcore_train.diagnosis.rules import FAULTS
+
+        return FAULTS[_CLASSES[name]].exit_code
     if isinstance(error, (ValueError, FileNotFoundError)):
         return 2
     if isinstance(error, (FloatingPointError, OSError)):
         return 1
     return int(isinstance(error, RuntimeError) and is_of_machines(error))
+
+
+_CLASSES = {
+    "NonFiniteError": "nan",
+    "UnlikeWeightsError": "replicas",
+    "BrokenDeviceError": "hardware",
+}
+"""Errors by name, so that help does not load torch, and their classes."""
 
 
 def _call(function: Callable[[list[str]], int], _: str, words: list[str]) -> int:
@@ -191,6 +208,13 @@ def doctor(words: Sequence[str]) -> int:
     return report_cluster(config)
 
 
+def golden(words: Sequence[str]) -> int:
+    """Train golden cases and compare their values with the recorded ones."""
+    from mcore_train.golden.cli import golden as run_verb
+
+    return run_verb(words)
+
+
 def plan(words: Sequence[str]) -> int:
     """Search the layouts of a model on a cluster."""
     from mcore_train.planning.command import run_plan
@@ -232,10 +256,8 @@ def is_of_machines(error: RuntimeError) -> bool:
     """Whether an error is that of files, disks or processors, and no fault in a program."""
     from mcore_ckpt.errors import CheckpointError
     from mcore_data.indexed.index_format import CorruptDatasetError
-    from mcore_parallel.data_parallel.replica_checks import UnlikeWeightsError
 
-    theirs = (CheckpointError, CorruptDatasetError, UnlikeWeightsError)
-    return isinstance(error, theirs)
+    return isinstance(error, (CheckpointError, CorruptDatasetError))
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
@@ -253,5 +275,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "schedule": ("schedule show: draw a pipeline schedule and its bubble", schedule),
     "triage": ("triage LOGDIR: why a run ended, and whether to start it again", triage),
     "memory": ("memory SNAPSHOT: GPU memory by class of tensors, beside the plan", memory),
+    "golden": ("golden run: train small cases and compare recorded values", golden),
     "doctor": ("is this cluster healthy? doctor RUN: what the numbers of a run tell", doctor),
 }

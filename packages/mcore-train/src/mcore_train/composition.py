@@ -45,8 +45,10 @@ from mcore_train.config import (
     SaveConfig,
     ScheduleConfig,
     VerifyConfig,
+    WatchConfig,
 )
 from mcore_train.precision_config import PrecisionConfig
+from mcore_train.resiliency.config import FaultToleranceConfig, InProcessConfig
 from mcore_train.t5_config import T5BatchConfig
 
 Config = TypeVar("Config", bound="TrainConfig")
@@ -91,6 +93,9 @@ class TrainConfig:
     logging: LogConfig = field(default_factory=LogConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    watching: WatchConfig = field(default_factory=WatchConfig)
+    fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
+    in_process: InProcessConfig = field(default_factory=InProcessConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 

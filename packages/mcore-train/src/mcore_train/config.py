@@ -18,6 +18,7 @@ DecayStyle = Literal[
 ]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 IncreaseStyle = Literal["constant", "linear", "cosine"]
+LoggerName = Literal["mlflow", "trackio", "prometheus", "opentelemetry"]
 ExitSignal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
 
@@ -340,6 +341,26 @@ class LogConfig(Options):
     """JSON lines of the same numbers; empty: metrics.jsonl below --save."""
     tensorboard: bool = option(False, part_of={"save": ON})
     """Write TensorBoard scalars to tensorboard/ below --save."""
+    tensorboard_queue_size: int = option(1000, minimum=1, part_of={"tensorboard": ON})
+    """Numbers that wait for one write to TensorBoard's files."""
+    loggers: tuple[LoggerName, ...] = ()
+    """Services that get the numbers too, each by an extra of its name: mlflow, trackio and
+    opentelemetry by their own environment variables, prometheus as metrics.prom in --save."""
+    wandb_project: str = ""
+    """Project of Weights & Biases that gets the numbers; empty: none. WANDB_MODE=offline keeps
+    them on this host."""
+    wandb_exp_name: str = option("", part_of={"wandb_project": ON})
+    """Name of the run there; empty: one is made up."""
+    wandb_entity: str = option("", part_of={"wandb_project": ON})
+    """User or team there; empty: the user's own."""
+    wandb_save_dir: str = option("", part_of={"wandb_project": ON})
+    """Folder of its files on this host; empty: wandb/ below --save."""
+    waterfall_interval: int = option(100, minimum=0)
+    """Steps between two whose time is divided into compute, exposed communication by axis,
+    bubble, data, host, optimizer and checkpoint, with alarms; 0: none."""
+    layer_statistics_interval: int = option(0, minimum=0)
+    """Steps between two of which norms of weights, gradients, updates and activations, shares
+    of zeros and the largest attention logit are measured by layer; 0: none."""
     health_port: int = option(0, minimum=0)
     """Port on which the first rank of each host answers /health and /metrics over HTTP; 0: no
     such endpoint."""
@@ -349,6 +370,11 @@ class LogConfig(Options):
             ("tensorboard", "save"),
             lambda v: v.tensorboard and "://" in v.save,
             "--tensorboard cannot write to {save}: give --save a folder.",
+        ),
+        Rule(
+            ("loggers", "save"),
+            lambda v: "prometheus" in v.loggers and (not v.save or "://" in v.save),
+            "--loggers prometheus writes metrics.prom below --save: give --save a folder.",
         ),
     )
 
@@ -547,6 +573,41 @@ class RunConfig(Options):
             "change from step to step: leave it out.",
         ),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchConfig(Options):
+    """What is watched while a run trains: hangs, slow ranks, wrong results."""
+
+    end_on_hang: bool = False
+    """End the run when a step takes twice the longest step before it and 5 s, so that a
+    launcher starts it again; off: such a step is logged with the ranks that hold it up, and
+    the collectives' timeout (--distributed-timeout-minutes) ends the run."""
+    log_straggler: bool = False
+    """Score each rank against the others at an interval, and name ranks that stay slow with
+    their hosts: matrix products, messages to a neighbour, waits for data, and on a CPU the
+    rank's own part of a step."""
+    straggler_interval: int = option(10, minimum=1, part_of={"log_straggler": ON})
+    """Steps between two scores; it grows until scores cost less than 0.3 % of the time. A slow
+    rank is named after two."""
+    straggler_threshold: float = option(0.7, above=0, below=1, part_of={"log_straggler": ON})
+    """Rate, as a share of the median of all ranks, below which a rank is slow."""
+    rerun_on_mismatch: bool = option(
+        False,
+        excludes={
+            "fp16": Because("whose scaled gradients overflow in sound steps"),
+            "num_experts": Because("whose routers would count tokens twice"),
+            "cuda_graph_impl": Because(
+                "which does not launch a step singly", "full_iteration", "local"
+            ),
+            "is_fully_sharded": Because("where no rank holds the gradients of its own batch"),
+        },
+    )
+    """Compute a step again, by the same ranks and by all replicas of the model, if its gradient
+    norm is not finite or a spike, or if replicas of weights differ. A rank whose device
+    computes wrongly is named, and the run ends; an error that happened once is mended."""
+    spike_factor: float = option(10.0, above=1, part_of={"rerun_on_mismatch": ON})
+    """A gradient norm above so many times the largest of the last 128 steps is a spike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 A rank without pipeline neighbours has one stage, and its schedule has no messages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -60,6 +60,7 @@ class Pipeline:
         stages: Mapping[int, StageFunction],
         batches: Sequence[MicroBatch],
         data_parallel: GradientSync,
+        after_first_weights: Callable[[int], None] | None = None,
     ) -> None:
         """Run forward and backward of all micro-batches; gradients add up in the parameters.
 
@@ -67,6 +68,7 @@ class Pipeline:
             stages: what each model chunk of this rank computes, by chunk number.
             batches: this rank's micro-batches.
             data_parallel: begins to sum a chunk's gradients before its last backward.
+            after_first_weights: as of ``run_schedule``.
         """
         self._run(
             "train",
@@ -74,6 +76,7 @@ class Pipeline:
             batches,
             before_last_backward=data_parallel.start_sync,
             before_last_weights=data_parallel.start_weight_sync,
+            after_first_weights=after_first_weights,
             weight_queue=self.weight_queue,
             pair_overlap=self.overlap,
         )

@@ -3,10 +3,12 @@
 import contextlib
 import faulthandler
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from mcore_base.options import flag
@@ -21,6 +23,7 @@ from mcore_train.checkpoints.checkpointing import clear_run_folder
 from mcore_train.checkpoints.origin import starting_point
 from mcore_train.checkpoints.resuming import load_run
 from mcore_train.composition import TrainConfig, flat
+from mcore_train.config import LogConfig
 from mcore_train.loop import train
 from mcore_train.options.output_checks import build_checked_plan
 from mcore_train.planning.micro_batch import choose_micro_batch
@@ -28,13 +31,18 @@ from mcore_train.precision import with_device_precision
 from mcore_train.reporting.header import build_header
 from mcore_train.reporting.health import Health, HealthServer
 from mcore_train.reporting.log import METRICS, SAMPLES, TENSORBOARD, Reporter, set_up
+from mcore_train.reporting.loggers.protocol import Logger
+from mcore_train.resiliency.sections import InProcessSections, Sections, open_sections
 from mcore_train.resolution import Plan
 
 log = logging.getLogger(__name__)
 
 
 def run_training(
-    config: TrainConfig, family: Family = GPT_FAMILY, tables: Tables | None = None
+    config: TrainConfig,
+    family: Family = GPT_FAMILY,
+    tables: Tables | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> int:
     """Train by a config, as this process's rank of the launcher's world.
 
@@ -42,6 +50,7 @@ def run_training(
         config: the options.
         family: of the model; one of ``FAMILIES`` or your own.
         tables: optimizers, fp8 recipes and data-parallel engines by option value.
+        loggers: of a program, beside those that the options name.
 
     Returns:
         0, also after a signal that ended the run cleanly.
@@ -49,11 +58,47 @@ def run_training(
     Raises:
         ValueError: with every conflict of options and world, before any collective.
     """
+    if not config.in_process.inprocess_restart:
+        return _train_once(config, family, tables, loggers)
+    from mcore_train.resiliency.in_process import run_with_restarts
+
+    def train_again(num_restarts: int, store: dist.Store, wrapper: Any) -> int:
+        if num_restarts:
+            log.info("restart %d in the same processes", num_restarts)
+        sections = InProcessSections(wrapper)
+        return _train_once(config, family, tables, loggers, store, sections)
+
+    return run_with_restarts(train_again, config.in_process)
+
+
+def _train_once(
+    config: TrainConfig,
+    family: Family,
+    tables: Tables | None,
+    loggers: Sequence[Logger],
+    store: dist.Store | None = None,
+    sections: Sections | None = None,
+) -> int:
+    """Train from start or newest step to the end; see ``run_training``.
+
+    Args:
+        config: the options.
+        family: of the model.
+        tables: see ``run_training``.
+        loggers: see ``run_training``.
+        store: at which ranks meet; None: the launcher's.
+        sections: are told where the run is; None: those of the options.
+    """
     world = launcher.read_environment()
     console = set_up(world.rank == 0)
     config = with_device_precision(config, world.local_rank)
     plan = build_checked_plan(config, world.world_size, family, is_reporter=world.rank == 0)
-    with served_health(plan, world) as health, joined_world(plan) as ctx:
+    sections = sections or open_sections(config.fault_tolerance, config.saving.save, world)
+    with (
+        sections,
+        served_health(plan, world) as health,
+        watched_world(plan, store) as (ctx, watch),
+    ):
         if config.launch.find_micro_batch_size:
             plan = choose_micro_batch(plan, ctx)
         run = load_run(assemble(plan, ctx, tables=tables))
@@ -67,17 +112,33 @@ def run_training(
             console if world.rank == 0 else None,
             continues_from=run.progress.iteration,
             health=health,
+            loggers=loggers,
         ) as reporter:
             reporter.report_header(run.progress.iteration, build_header(run))
-            train(run, reporter)
+            train(run, reporter, watch=watch, sections=sections)
     return 0
 
 
 @contextlib.contextmanager
 def joined_world(plan: Plan) -> Iterator[ParallelContext]:
+    """Join the launcher's world as ``watched_world`` does; yield the plan's groups alone."""
+    with watched_world(plan) as (ctx, _):
+        yield ctx
+
+
+@contextlib.contextmanager
+def watched_world(
+    plan: Plan, store: dist.Store | None = None
+) -> Iterator[tuple[ParallelContext, Watch]]:
     """Join the launcher's world and build the plan's groups; leave both at the end.
 
-    Inside, a rank that fails, dies or hangs ends all ranks (see ``Watch``).
+    Inside, a rank that fails, dies or hangs ends all ranks (see ``Watch``, which is yielded
+    with the groups).
+
+    Args:
+        plan: of the run.
+        store: at which ranks meet; None: the launcher's. With a store the watch is off: who
+            gives it restarts ranks, and ends those that hang.
     """
     config = plan.config
     if not faulthandler.is_enabled():
@@ -86,8 +147,11 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
     with contextlib.ExitStack() as stack:
         if config.run.deterministic_mode:
             stack.enter_context(launcher.deterministic_algorithms())
-        device = launcher.initialize(config.run.device, timeout_minutes)
-        stack.callback(launcher.shut_down)
+        device = launcher.initialize(config.run.device, timeout_minutes, store)
+        leaving = contextlib.ExitStack()
+        leaving.callback(launcher.shut_down)
+        if store is None:
+            stack.push(leaving)
         if config.run.cuda_graph_impl != "none":
             if device.type != "cuda":
                 raise ValueError(
@@ -102,10 +166,18 @@ def joined_world(plan: Plan) -> Iterator[ParallelContext]:
             compare_calls=True,
             embedding_stages=plan.embedding_stages,
         )
-        stack.callback(ctx.destroy)
-        stack.enter_context(Watch.of_world(ctx.world.rank, ctx.world.size, timeout_minutes))
+        leaving.callback(ctx.destroy)
+        watch = Watch.of_world(
+            ctx.world.rank,
+            ctx.world.size if store is None else 1,
+            timeout_minutes,
+            end_on_hang=config.watching.end_on_hang,
+        )
+        stack.enter_context(watch)
         check_same_options(config, ctx)
-        yield ctx
+        yield ctx, watch
+        if store is not None:  # after a fault, who restarts ranks aborts the groups
+            leaving.close()
 
 
 @contextlib.contextmanager
@@ -154,6 +226,7 @@ def build_reporter(
     with_lines: bool = True,
     continues_from: int = 0,
     health: Health | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> Reporter:
     """Build the reporter of the plan's flags.
 
@@ -163,6 +236,10 @@ def build_reporter(
         with_lines: write a line for each report.
         continues_from: steps done before.
         health: as of ``Reporter``.
+        loggers: beside those of the flags.
+
+    Raises:
+        ValueError: if the package of a logger is not installed.
     """
     save, options = plan.config.saving.save, plan.config.logging
     on_disk = str(as_path(save)) if save and not is_store(as_path(save)) else ""
@@ -171,8 +248,65 @@ def build_reporter(
         console,
         metrics_file=Path(metrics) if metrics else None,
         samples_file=Path(on_disk) / SAMPLES if on_disk else None,
-        tensorboard_folder=Path(save) / TENSORBOARD if options.tensorboard else None,
+        loggers=() if console is None else (*named_loggers(options, on_disk), *loggers),
         with_lines=with_lines,
         continues_from=continues_from,
         health=health,
     )
+
+
+def named_loggers(options: LogConfig, folder: str) -> list[Logger]:
+    """Build the loggers that the options name; opens nothing.
+
+    Args:
+        options: name them.
+        folder: run folder.
+
+    Raises:
+        ValueError: if the package of one is not installed.
+    """
+    names = ["tensorboard"] * options.tensorboard + ["wandb"] * bool(options.wandb_project)
+    built: list[Logger] = []
+    for name in (*names, *options.loggers):
+        try:
+            built.append(_build_logger(name, options, folder))
+        except ModuleNotFoundError as error:
+            asked = {"tensorboard": "--tensorboard", "wandb": "--wandb-project"}
+            raise ValueError(
+                f"{asked.get(name, f'--loggers {name}')} needs the package {error.name}: "
+                f'pip install "mcore-train[{name}]".'
+            ) from None
+    return built
+
+
+def _build_logger(name: str, options: LogConfig, folder: str) -> Logger:
+    match name:
+        case "tensorboard":
+            from mcore_train.reporting.loggers.tensorboard import TensorBoardLogger
+
+            return TensorBoardLogger(Path(folder) / TENSORBOARD, options.tensorboard_queue_size)
+        case "wandb":
+            from mcore_train.reporting.loggers.wandb import WandbLogger
+
+            return WandbLogger(
+                options.wandb_project,
+                options.wandb_exp_name,
+                options.wandb_entity,
+                options.wandb_save_dir,
+            )
+        case "mlflow":
+            from mcore_train.reporting.loggers.mlflow import MlflowLogger
+
+            return MlflowLogger()
+        case "trackio":
+            from mcore_train.reporting.loggers.trackio import TrackioLogger
+
+            return TrackioLogger()
+        case "prometheus":
+            from mcore_train.reporting.loggers.prometheus import PrometheusLogger
+
+            return PrometheusLogger(Path(folder))
+        case _:
+            from mcore_train.reporting.loggers.opentelemetry import OpenTelemetryLogger
+
+            return OpenTelemetryLogger()

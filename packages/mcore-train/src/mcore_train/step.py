@@ -17,10 +17,13 @@ from mcore_models.protocol import MicroBatch
 from mcore_models.qk_clip.row_factors import row_factors
 from mcore_moe.routing.router_stats import SUMMARY, RouterStats, finish_step, summarize
 from mcore_parallel.data_parallel.distributed_optimizer import NO_RATES
+from mcore_parallel.data_parallel.gradient_sync import GradientSync
 from mcore_parallel.data_parallel.grads import clip_coefficient
 from mcore_parallel.pipeline_parallel.runner import Payload, StageFunction, StageOutput
 from mcore_train.assembly import Run
 from mcore_train.losses import StepLosses, count_valid, loss_weights
+
+StepCheck = Callable[[StepLosses, Tensor], tuple[StepLosses, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ def train_step(
     weight_decay: float,
     before_update: Callable[[], None] | None = None,
     named_lrs: Mapping[str, float] = NO_RATES,
+    check: StepCheck | None = None,
 ) -> StepResult:
     """Train on one global batch; every rank calls it with its own part.
 
@@ -65,10 +69,29 @@ def train_step(
         weight_decay: decoupled decay.
         before_update: called right before weights and optimizer state change.
         named_lrs: learning rates of parameters with their own, see ``named_rates``.
+        check: called with losses and gradient norm before the update; returns those that
+            count, and may compute gradients anew (``Rerun.check``).
     """
-    losses = backward(run, batches)
+    with run.ctx.clock.span("compute"):
+        losses = backward(run, batches)
+    with run.ctx.clock.span("optimizer"):
+        return _update(run, losses, lr, weight_decay, before_update, named_lrs, check)
+
+
+def _update(
+    run: Run,
+    losses: StepLosses,
+    lr: float,
+    weight_decay: float,
+    before_update: Callable[[], None] | None,
+    named_lrs: Mapping[str, float],
+    check: StepCheck | None,
+) -> StepResult:
+    """Clip the gradients and update the weights, unless the step overflowed."""
     row_scales = _qk_clip_scales(run)
     norm = run.optimizer.grad_norm()
+    if check is not None:
+        losses, norm = check(losses, norm)
     unscale, is_skipped = 1.0, False
     if scaler := run.precision.loss_scaler:
         unscale = 1.0 / scaler.value  # before ``update``, which sets the next step's scale
@@ -93,11 +116,39 @@ def backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
 
     With ``--cuda-graph-impl full_iteration`` as a graph, once it is recorded.
     """
-    compute = partial(_backward, run)
-    return compute(batches) if run.recorder is None else run.recorder(compute, batches)
+    compute = partial(synced_backward, run)
+    if run.recorder is None:
+        return compute(batches)
+    with run.ctx.clock.paused():  # a graph cannot record events that are timed
+        return run.recorder(compute, batches)
 
 
-def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
+def synced_backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
+    """Compute as ``backward`` does, always by launching kernels singly."""
+    losses = _backward(run, batches, run.data_parallel)
+    run.data_parallel.finish()
+    return losses
+
+
+def backward_of_rank(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
+    """Compute gradients of this model replica's micro-batches, not summed over data ranks.
+
+    The engine's gradient buffers hold them; ``zero_grad`` comes next.
+    """
+    return _backward(run, batches, _Unsynced())
+
+
+class _Unsynced:
+    """Stands for the engine where a pipeline would begin its sums over data ranks."""
+
+    def start_sync(self, chunk: int) -> None: ...
+
+    def start_weight_sync(self, chunk: int) -> None: ...
+
+
+def _backward(
+    run: Run, batches: Sequence[MicroBatch], sync: GradientSync | _Unsynced
+) -> StepLosses:
     run.data_parallel.zero_grad()
     last = run.chunks[-1]
     losses = StepLosses(run.ctx.device, last.loss_coefficients)
@@ -106,10 +157,11 @@ def _backward(run: Run, batches: Sequence[MicroBatch]) -> StepLosses:
     stages = stage_functions(run, batches, num_valid, losses)
     scales = run.precision.fp8_scales
     noting = nullcontext() if scales is None else scales.noting()
+    is_measured = run.noise is not None and run.ctx.clock.is_recording
+    after_first = run.noise.start(len(batches)) if run.noise and is_measured else None
     # Gradients are summed over data ranks once, by the hooks of ``Pipeline.train``.
     with run.data_parallel.no_sync(), run.keeping_casts(), noting:
-        run.pipeline.train(stages, batches, run.data_parallel)
-    run.data_parallel.finish()
+        run.pipeline.train(stages, batches, sync, after_first)  # pyrefly: ignore[bad-argument-type]
     return losses
 
 

@@ -137,6 +137,12 @@ INJECTED = {
         "NVIDIA's 25.04",
     ),
     "same program": (lambda f: f[7].update(program="/home/me/python"), "/home/me/python"),
+    "same source": (lambda f: f[6].update(source="other"), "files other"),
+    "same folder": (lambda f: f[6].update(working_folder="/elsewhere"), "folder /elsewhere"),
+    "one worker group": (
+        on_host(1, lambda f: f["environment"].update(MASTER_PORT="1")),
+        "MASTER_PORT 1",
+    ),
     "ranks of a host": (lambda f: f.pop(), "ranks 3, elsewhere 4"),
     "GPUs of a host": (on_host(0, lambda f: f.update(num_gpus=8)), "4 ranks and 8 GPUs"),
     "ECC": (on_gpu(ecc_errors=2), "2 errors"),
@@ -520,6 +526,7 @@ def test_the_command_reads_a_run_folder(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run_command("mcore_train", "doctor", str(tmp_path))
     assert done.returncode == 0, done.stderr
+    assert re.search(r"^a step by the planner, \S+ s: gemm \d+%, ", done.stdout, re.MULTILINE)
     assert "oscillating loss: 2 reports" in done.stdout
     assert "  try --lr 0.0005: half of 0.001\n  gain: not predicted: " in done.stdout
     assert "low efficiency: MFU 30 %\n  try --recompute-granularity ''" in done.stdout

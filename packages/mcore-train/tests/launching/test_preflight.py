@@ -5,9 +5,9 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-from mcore_train.launching.preflight import count_gpus, differences, host_facts
+from mcore_train.diagnosis import doctor
+from mcore_train.diagnosis.doctor import DoctorConfig, judge, measure_host
+from mcore_train.launching.preflight import CHECKS, of_ranks
 
 
 def hosts(folder, *changes, words=(), num_hosts=2):
@@ -18,7 +18,7 @@ def hosts(folder, *changes, words=(), num_hosts=2):
             "NNODES": str(num_hosts),
             "NODE_RANK": str(rank),
             "SLURMD_NODENAME": f"n{rank}",
-            "MASTER_ADDR": "n0",
+            "MASTER_ADDR": "localhost",
         }
         env = {**os.environ, **place, **(changes[rank] if rank < len(changes) else {})}
         command = [sys.executable, "-m", "mcore_train", "launch", "preflight", "--logs", folder]
@@ -39,17 +39,20 @@ def test_equal_hosts_pass_and_leave_their_facts_among_the_logs(tmp_path):
     for code, text in hosts(tmp_path / "logs", words=("--save", tmp_path / "run")):
         assert code == 0, text
     facts = json.loads((tmp_path / "logs/preflight/host-1.json").read_text())
-    assert facts["packages"]["mcore-train"]
-    assert facts["interpreter"] == sys.executable
+    assert facts["versions"]["torch"]
+    assert facts["program"] == sys.executable
+    assert list((tmp_path / "run").iterdir()) == []  # no mark is left
 
 
-def test_every_host_reports_all_differences_and_ends_with_two(tmp_path):
-    changes = {"MASTER_ADDR": "n7", "NNODES": "2"}
+def test_every_host_reports_all_faults_with_advice_and_ends_with_two(tmp_path):
+    changes = {"MASTER_ADDR": "127.0.0.1", "NNODES": "2"}
     for code, text in hosts(tmp_path, {}, changes, words=("--save", "/proc/run")):
         assert code == 2
-        assert "(MASTER_ADDR): n0 on n0; n7 on n1" in text
-        assert "n0: --save /proc/run cannot be written" in text
-        assert "n1: --save /proc/run cannot be written" in text
+        assert "one worker group: " in text
+        assert "MASTER_ADDR 127.0.0.1, elsewhere localhost" in text
+        assert "folder: n0: /proc/run: " in text
+        assert "folder: n1: /proc/run: " in text
+        assert "Give the job's user the right" in text
 
 
 def test_a_host_that_does_not_come_or_shares_no_logs_is_named(tmp_path):
@@ -59,18 +62,23 @@ def test_a_host_that_does_not_come_or_shares_no_logs_is_named(tmp_path):
     assert "storage that all hosts share" in text
 
 
-def test_packages_and_folders_that_differ_are_listed_once():
-    first = {**host_facts(2), "host": "n0", "faults": [], "save": "a"}
-    other = {**first, "host": "n1", "folder": "/elsewhere", "save": "b"}
-    other["packages"] = {**first["packages"], "torch": "0.1"}
-    lines = differences({0: first, 1: other, 2: {**first, "host": "n2"}})
-    assert len(lines) == 3
-    assert lines[0].startswith("ranks start in different folders, give --workdir: /elsewhere")
-    assert any(line.startswith("torch: 0.1 on n1;") for line in lines)
-    assert any("--save is not one folder" in line for line in lines)
-
-
-@pytest.mark.parametrize(("visible", "count"), [("0,1,2", 3), ("", 0), ("-1", 0), ("7", 1)])
-def test_gpus_are_counted_as_cuda_sees_them(monkeypatch, visible, count):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert count_gpus() == count
+def test_the_rows_are_those_of_doctor_and_find_what_differs():
+    assert set(CHECKS) <= {check.name for check in doctor.CHECKS}
+    first = {
+        **measure_host("cuda"),
+        "num_ranks": 2,
+        "gpus": [{}, {}],
+        "folders": [],
+        "xids": [],
+    }
+    first |= {"names": {"host": "n0"}, "num_gpus": 2}
+    other = {**first, "names": {"host": "n1"}, "working_folder": "/elsewhere", "num_gpus": 4}
+    other |= {"versions": {**first["versions"], "torch": "0.1"}, "source": "other"}
+    facts = of_ranks([first, {**first, "names": {"host": "n2"}}, other])
+    found = {r.check.name: r for r in judge(facts, DoctorConfig(), CHECKS) if r.problems}
+    assert "torch 0.1" in found["same versions"].problems[0].value
+    assert found["same folder"].problems[0].value.startswith("folder /elsewhere, elsewhere ")
+    assert "rank 4 on n1" in found["same source"].problems[0].where
+    assert [(p.where, p.value) for p in found["GPUs of a host"].problems] == [
+        ("n1", "2 ranks and 4 GPUs")
+    ]

@@ -4,18 +4,25 @@ import logging
 import os
 import signal
 import sys
+import time
 
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mcore_train.composition import compose
+from mcore_train.config import LogConfig
 from mcore_train.reporting.log import (
+    Header,
     LineHandler,
     Reporter,
     StepReport,
     read_metrics,
     set_up,
 )
+from mcore_train.reporting.loggers.tensorboard import TensorBoardLogger
+from mcore_train.resolution import resolve
+from mcore_train.running import build_reporter, named_loggers
 
 
 def report(**changes):
@@ -24,6 +31,7 @@ def report(**changes):
             "iteration": 20,
             "train_iters": 100,
             "consumed_train_samples": 160,
+            "consumed_train_tokens": 1280,
             "step_ms": 12.34,
             "tokens_per_s": 8000.0,
             "tokens_per_s_per_gpu": 4000.0,
@@ -112,7 +120,8 @@ def test_metrics_are_json_lines_with_stable_keys_and_are_appended(tmp_path):
         ("valid", 2),
     ]
     origin = {"attempt": 2, "continues_from": 1}
-    assert set(lines[0]) == set(lines[2]) == {"kind", *report().numbers(), *origin}
+    assert set(lines[0]) == set(lines[2]) == {"kind", *report().numbers(), *origin, "time"}
+    assert abs(time.time() - lines[3].pop("time")) < 60
     assert lines[3] == {"kind": "experts", "imbalance/layer_1": 1.5, "iteration": 2, **origin}
 
 
@@ -122,7 +131,7 @@ def write_attempt(folder, continues_from, steps, loss):
         Console(file=io.StringIO()),
         metrics_file=folder / "metrics.jsonl",
         samples_file=folder / "samples.jsonl",
-        tensorboard_folder=folder / "tensorboard",
+        loggers=[TensorBoardLogger(folder / "tensorboard")],
         continues_from=continues_from,
     ) as reporter:
         for step in steps:
@@ -190,7 +199,8 @@ def scalars(folder):
 
 
 def test_tensorboard_shows_every_number_at_its_iteration(tmp_path):
-    with Reporter(Console(file=io.StringIO()), tensorboard_folder=tmp_path) as reporter:
+    loggers = [TensorBoardLogger(tmp_path)]
+    with Reporter(Console(file=io.StringIO()), loggers=loggers) as reporter:
         for iteration in (10, 20):
             reporter.report(report(iteration=iteration, loss=2.5 + iteration))
         reporter.record("valid", 20, {"loss": 3.0})
@@ -205,14 +215,76 @@ def test_tensorboard_shows_every_number_at_its_iteration(tmp_path):
 def test_tensorboard_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"pip install .mcore-train\[tensorboard\]"):
-        Reporter(Console(file=io.StringIO()), tensorboard_folder=tmp_path)
+        named_loggers(LogConfig(tensorboard=True), str(tmp_path))
 
 
 def test_a_rank_that_does_not_report_needs_no_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with Reporter(None, tensorboard_folder=tmp_path / "tensorboard") as reporter:
+    options = {"save": str(tmp_path), "tensorboard": True, "mock_data": True, "lr": 1e-3}
+    options |= {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    plan = resolve(compose({**options, "train_iters": 1, "vocab_size": 8}), 1)
+    with build_reporter(plan, None) as reporter:
         reporter.report(report())
     assert not (tmp_path / "tensorboard").exists()
+
+
+class Points:
+    """Keeps what it is given, or raises after some points."""
+
+    def __init__(self, takes_back, fails_after=None):
+        self.takes_back, self.fails_after = takes_back, fails_after
+        self.points, self.attempts, self.is_closed = [], [], False
+
+    def begin(self, attempt):
+        self.attempts.append(attempt)
+
+    def describe(self, header):
+        self.header = header
+
+    def log(self, kind, iteration, numbers):
+        if len(self.points) == self.fails_after:
+            raise ConnectionError("the service is gone")
+        self.points.append((kind, iteration, numbers["loss"]))
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_logger_that_fails_is_dropped_and_the_others_go_on(tmp_path, caplog):
+    failing, well = Points(False, fails_after=1), Points(False)
+    path, loggers = tmp_path / "metrics.jsonl", [failing, well]
+    with Reporter(Console(file=io.StringIO()), metrics_file=path, loggers=loggers) as reporter:
+        for iteration in (1, 2, 3):
+            reporter.report(report(iteration=iteration))
+    assert [step for _, step, _ in failing.points] == [1]
+    assert [step for _, step, _ in well.points] == [1, 2, 3]
+    assert (failing.is_closed, well.is_closed) == (False, True)
+    assert [row["iteration"] for row in read_metrics(path)] == [1, 2, 3]
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    (warning,) = warnings
+    assert warning.startswith("Points failed and gets no more numbers of this run (Connection")
+
+
+def test_a_run_that_crashed_and_resumed_sends_no_point_twice(tmp_path):
+    path, kept, hidden = tmp_path / "metrics.jsonl", Points(False), Points(True)
+    for attempt, (continues_from, last) in enumerate([(0, 5), (3, 7)], start=1):
+        with Reporter(
+            Console(file=io.StringIO()),
+            metrics_file=path,
+            loggers=[kept, hidden],
+            continues_from=continues_from,
+        ) as reporter:
+            reporter.report_header(continues_from, Header(lines=("a run",), row={}))
+            for iteration in range(continues_from + 1, last + 1):
+                reporter.report(report(iteration=iteration, loss=float(attempt)))
+    steps = [step for _, step, _ in kept.points]
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
+    # What takes steps back by itself gets them again.
+    assert [step for _, step, _ in hidden.points] == [1, 2, 3, 4, 5, 4, 5, 6, 7]
+    first, second = kept.attempts
+    assert (first.number, second.number, second.reported) == (1, 2, 5)
+    assert first.run_id == second.run_id
+    assert first.folder == tmp_path
 
 
 def test_a_reader_of_the_log_that_is_gone_ends_the_run_as_sigterm_does(capfd):

@@ -6,9 +6,6 @@ their gradients of queries and keys where it has written those of the first.
 
 from typing import no_type_check
 
-import triton
-import triton.language as tl
-
 from mcore_models.kernels.ssd_chunks import (
     decay_gradients,
     inside_chunk,
@@ -17,6 +14,7 @@ from mcore_models.kernels.ssd_chunks import (
     running_of,
     sum_of_tiles,
 )
+from mcore_parallel.optional_kernels import tl, triton
 
 
 @triton.jit

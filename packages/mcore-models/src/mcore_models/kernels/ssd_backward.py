@@ -6,9 +6,6 @@ matrix here, so what cancels in theory does so in fact.
 
 from typing import no_type_check
 
-import triton
-import triton.language as tl
-
 from mcore_models.kernels.ssd_chunks import (
     decay_gradients,
     decays,
@@ -16,6 +13,7 @@ from mcore_models.kernels.ssd_chunks import (
     of_group,
     sum_of_tiles,
 )
+from mcore_parallel.optional_kernels import tl, triton
 
 
 @triton.jit(do_not_specialize=["length", "batch", "heads", "per_group"])

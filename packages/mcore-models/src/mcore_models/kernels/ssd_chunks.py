@@ -5,8 +5,7 @@ See ``kernels.ssd`` and ``kernels.delta``.
 
 from typing import no_type_check
 
-import triton
-import triton.language as tl
+from mcore_parallel.optional_kernels import tl, triton
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from mcore_parallel.mesh import Axis
 
 def track_scores(model: nn.Module) -> None:
     """Let every attention layer of a model note its largest scores in training."""
-    for layer in _layers([model]).values():
+    for layer in attention_layers([model]).values():
         layer.tracker = ScoreTracker(layer.config.num_attention_heads // layer.tp.size)
 
 
@@ -48,7 +48,7 @@ def row_factors(
         By the name of a weight (or bias) one factor for each of this rank's rows, 1 where
         nothing is scaled.
     """
-    layers = _layers(models)
+    layers = attention_layers(models)
     if not layers:
         return {}
     trackers = [layer.tracker for layer in layers.values()]
@@ -65,7 +65,8 @@ def row_factors(
     return found
 
 
-def _layers(models: Iterable[nn.Module]) -> dict[str, Attention | LatentAttention]:
+def attention_layers(models: Iterable[nn.Module]) -> dict[str, Attention | LatentAttention]:
+    """Return the layers of some models that have attention logits, by name."""
     kinds = (Attention, LatentAttention)
     return {
         n: layer for m in models for n, layer in m.named_modules() if isinstance(layer, kinds)

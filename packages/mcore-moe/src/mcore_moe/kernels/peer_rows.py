@@ -7,10 +7,10 @@ in plain torch are in ``dispatch.symmetric.Gathered``.
 from typing import no_type_check
 
 import torch
-import triton
-import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from mcore_parallel.optional_kernels import tl, triton
 
 _WIDTH = 1024  # channels of one program
 _PROGRAMS = 2048  # programs of kernels that loop: 16 on each multiprocessor of an H200

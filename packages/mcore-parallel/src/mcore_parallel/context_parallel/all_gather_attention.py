@@ -95,14 +95,14 @@ class _GatheredAttention(OnceDifferentiable):
         # Every rank has gradients of all keys, in natural order. In zigzag order the keys of a
         # rank are one contiguous range, as the reduce-scatter requires.
         sums = [start_reduce_scatter(zigzag_order(x, axis), axis) for x in (grad_k, grad_v)]
-        grad_k, grad_v = (wait(x).to(k.dtype) for x in sums)
+        grad_k, grad_v = (wait(x, axis).to(k.dtype) for x in sums)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
 def _gather(k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """All-gather keys and values; return them in natural order."""
     gathering = start_all_gather(k, axis), start_all_gather(v, axis)
-    keys, values = (natural_order(wait(x), axis, 0) for x in gathering)
+    keys, values = (natural_order(wait(x, axis), axis, 0) for x in gathering)
     return keys, values
 
 

@@ -126,7 +126,7 @@ class _RingAttention(OnceDifferentiable):
             softmax.add(
                 q, held[0], held[1], ring_blocks(q.shape[0], axis, step, documents), attention
             )
-            held = _received(incoming, leaving)
+            held = _received(incoming, leaving, axis)
         out = softmax.rounded(q.dtype)
         ctx.save_for_backward(q, k, v, out, softmax.lse)
         ctx.axis, ctx.attention, ctx.documents = axis, attention, documents
@@ -159,12 +159,13 @@ class _RingAttention(OnceDifferentiable):
             )
             # The message's first two tensors (from step 1 on) are sums for the keys that this
             # rank holds in this step, its last two the keys and values of the next step.
-            received = _received(incoming, leaving)
+            received = _received(incoming, leaving, axis)
             totals = [a + b for a, b in zip(received, local, strict=False)] if step else local
             held = received[-2:]
         # The keys of the last step belong to the next rank: one more pass moves their sums
         # there.
-        grad_k, grad_v = (x.to(k.dtype) for x in _received(_start_pass(totals, axis), totals))
+        sums = _received(_start_pass(totals, axis), totals, axis)
+        grad_k, grad_v = (x.to(k.dtype) for x in sums)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
@@ -179,11 +180,11 @@ def _start_pass(tensors: Sequence[Tensor], axis: Axis) -> Tensor | None:
     return start_shift(torch.cat(flat), axis)
 
 
-def _received(message: Tensor | None, sent: Sequence[Tensor]) -> list[Tensor]:
+def _received(message: Tensor | None, sent: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """Wait for the previous rank's message; return its tensors, shaped like those sent."""
     if message is None:
         return []
-    parts = wait(message).split([x.numel() * x.element_size() for x in sent])
+    parts = wait(message, axis).split([x.numel() * x.element_size() for x in sent])
     return [part.view(x.dtype).view(x.shape) for part, x in zip(parts, sent, strict=True)]
 
 

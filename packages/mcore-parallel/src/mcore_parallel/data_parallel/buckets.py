@@ -219,12 +219,14 @@ class Bucket:
     def finish_reduction(self) -> None:
         """Wait for the sum; all-reduce the own range over ``replica`` if both axes exist."""
         if self._work is not None:
-            self._work.wait()
+            with self.data.waiting():
+                self._work.wait()
             self._work = None
         # Hybrid sharding: the own range is summed over the ranks that own the same one.
         if self.shard.size > 1 and self.replica.size > 1:
             agree(self.replica.agreement, "all_reduce of gradients", self.owned(self.grads))
-            dist.all_reduce(self.owned(self.grads), group=self.replica.group)
+            with self.replica.waiting():
+                dist.all_reduce(self.owned(self.grads), group=self.replica.group)
 
     def gather_params(
         self, async_op: bool = False, *, in_full: bool = False

@@ -11,7 +11,7 @@ expert without tokens) holds the later ones there until ``finish``, so that no t
 ever meet in different collectives.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import ref
 
@@ -53,6 +53,7 @@ class DataParallel(GradientSync):
         buckets: in the order in which they are reduced, the same on all data ranks.
         ctx: the context whose data axes it sums over.
         config: the switches it was built with.
+        before_sum: called with each bucket before its sum over the data ranks begins.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class DataParallel(GradientSync):
         check_declared(chunks, ctx.tp)
         self.ctx = ctx
         self.config = config
+        self.before_sum: Callable[[Bucket], None] | None = None
         # A parameter of two chunks is the first one's, whose last backward comes last.
         found: dict[nn.Parameter, tuple[int, NamedParameter]] = {}
         for index, chunk in enumerate(chunks):
@@ -197,12 +199,12 @@ class DataParallel(GradientSync):
         late = [bucket for bucket in self.buckets if bucket.is_late]
         for bucket in self.buckets:
             if not bucket.is_late and not bucket.is_reducing:
-                bucket.start_reduction()
+                self._start(bucket)
         gradients = [(slot.named, b.main_grad(slot)) for b in late for slot in b.slots]
         sum_partial_gradients(gradients)
         sum_tied_gradients(gradients)
         for bucket in late:
-            bucket.start_reduction()
+            self._start(bucket)
         for bucket in self.buckets:
             bucket.finish_reduction()
         if not self._is_checked:
@@ -226,9 +228,10 @@ class DataParallel(GradientSync):
         for bucket in self.update_order:
             yield bucket
             works.append(bucket.gather_params(async_op=True))
-        for work in works:
-            if work is not None:
-                work.wait()
+        with self.ctx.dp_cp.waiting():
+            for work in works:
+                if work is not None:
+                    work.wait()
 
     def wait_params(self) -> None:
         """Wait for gathers on their way: before a save, a comparison, an export."""
@@ -302,7 +305,12 @@ class DataParallel(GradientSync):
                 continue
             if bucket.is_late or self._missing[bucket]:
                 return
-            bucket.start_reduction()
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        if self.before_sum is not None:
+            self.before_sum(bucket)
+        bucket.start_reduction()
 
 
 class ParameterGathering:
@@ -350,7 +358,8 @@ class ParameterGathering:
         for bucket in buckets or self.order:
             work = self._works.pop(bucket, None)
             if work is not None:
-                work.wait()
+                with bucket.data.waiting():
+                    work.wait()
 
     def remove_hooks(self) -> None:
         """Wait for all gathers and remove the hooks."""

@@ -278,6 +278,17 @@ class DistributedOptimizer:
             if is_narrow:
                 round_stochastically_(run.main[cut], main, rates.num_steps)
 
+    def main_ranges(self) -> list[tuple[OwnedRange, Tensor]]:
+        """List what this rank updates of each parameter, with views of its main weights."""
+        return [
+            (owned, owned.view(segment.main))
+            for segments in self._segments.values()
+            for segment in segments
+            for owned in clipped(
+                segment.unit.owned_ranges(), segment.begin, segment.begin + segment.main.numel()
+            )
+        ]
+
     def named_shards(self) -> dict[str, Shard]:
         """Describe main weights and moments by logical name, for a checkpoint.
 

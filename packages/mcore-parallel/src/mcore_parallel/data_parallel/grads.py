@@ -95,7 +95,8 @@ def grad_norm(
         squares += norms.double().square().sum()  # a norm for each view -> one sum
     if world.size > 1:
         agree(world.agreement, "all_reduce (sum)", squares)
-        dist.all_reduce(squares, group=world.group)
+        with world.waiting():
+            dist.all_reduce(squares, group=world.group)
     return squares.sqrt()
 
 
@@ -127,7 +128,8 @@ def _sum_coalesced(views: list[tuple[Axis, Tensor]]) -> None:
     for _, (axis, boxes) in sorted(groups.items(), key=lambda entry: entry[0]):
         packed = torch.cat([box.reshape(-1) for box in boxes])
         agree(axis.agreement, "all_reduce (sum)", packed)
-        dist.all_reduce(packed, group=axis.group)
+        with axis.waiting():
+            dist.all_reduce(packed, group=axis.group)
         sums = packed.split([box.numel() for box in boxes])
         torch._foreach_copy_(
             boxes, [s.view(box.shape) for s, box in zip(sums, boxes, strict=True)]

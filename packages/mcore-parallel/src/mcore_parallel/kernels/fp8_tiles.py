@@ -10,9 +10,9 @@ again. The interpreter knows no instructions, so it casts by Triton's own conver
 from typing import no_type_check
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from mcore_parallel.optional_kernels import tl, triton
 
 _E4M3 = tl.constexpr("""{
 .reg .b16 low, high;

@@ -11,6 +11,7 @@ meet a maximum, and functional all-gathers fail under it on gloo.
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -45,6 +46,8 @@ class Agreement:
     """Place of this rank among them."""
     timeout_s: float
     """How long to wait for the first rank's call."""
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context in which the first rank's call is waited for."""
     num_calls: int = field(default=0)
     """Calls so far."""
     num_messages: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -52,11 +55,16 @@ class Agreement:
 
     @classmethod
     def of_group(
-        cls, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout: timedelta
+        cls,
+        group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        rank: int,
+        timeout: timedelta,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> "Agreement":
         """Make the agreement of a group on one of its ranks, over the world's store."""
         store = distributed_c10d._get_default_store()
-        return cls(store, group.group_name, ranks, rank, timeout.total_seconds())
+        return cls(store, group.group_name, ranks, rank, timeout.total_seconds(), waiting)
 
     def check(self, what: str, x: Tensor, *, any_rows: bool = False) -> None:
         """Compare a call that is about to happen with that of the group's first rank.
@@ -124,7 +132,8 @@ class Agreement:
     def _received(self, key: str, otherwise: str) -> list[str]:
         """Wait for another rank's call or message; return its description and call site."""
         try:
-            self.store.wait([key], timedelta(seconds=self.timeout_s))
+            with self.waiting():
+                self.store.wait([key], timedelta(seconds=self.timeout_s))
         except dist.DistNetworkError as error:
             raise RuntimeError(
                 f"{otherwise} before the store was gone, and with it the rank that holds it"

@@ -33,7 +33,10 @@ FLIGHT_RECORDER = {
     # torch lets four times this pass between a timeout and the end of the process: a minute.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000",
 }
-"""Environment of nccl groups: the last collectives of each rank, written down on a timeout."""
+"""Environment of process groups: each rank remembers its last collectives, and nccl writes
+them to a file on a timeout."""
+FLIGHT_RECORDER_FILE = "TORCH_FR_DUMP_TEMP_FILE"
+"""Environment variable of torch's: file of a rank's last collectives, without its number."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun's agent sets for its ranks."""
 REPEATED_S = 1.0
@@ -99,7 +102,24 @@ def _integer(env: Mapping[str, str], name: str) -> int:
     return int(env[name])
 
 
-def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
+def master_address() -> tuple[str, int]:
+    """Return the host and port at which the launcher lets ranks meet."""
+    return os.environ["MASTER_ADDR"], _integer(os.environ, "MASTER_PORT")
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun's agent holds the store at MASTER_PORT, and no rank has to."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def restart_count() -> int:
+    """Return how often torchrun's agent has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def initialize(
+    device_type: str = "auto", timeout_minutes: float = 10.0, store: dist.Store | None = None
+) -> torch.device:
     """Join the world that the launcher describes and return this rank's device.
 
     Collectives use nccl on CUDA (and gloo for host objects) and gloo on CPU. A single process
@@ -110,6 +130,7 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
     Args:
         device_type: ``cuda``, ``cpu``, or ``auto``: CUDA where it is present.
         timeout_minutes: after which a collective that hangs ends the job.
+        store: at which ranks meet; None: the one at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError: if ``cuda`` is requested and absent, or the host has fewer GPUs than ranks.
@@ -133,17 +154,43 @@ def initialize(device_type: str = "auto", timeout_minutes: float = 10.0) -> torc
         if env.launcher_pid:
             watch = (env.launcher_pid, env.rank)
             threading.Thread(target=_end_with, args=watch, name="launcher", daemon=True).start()
-        if device.type == "cuda":
-            # On a timeout nccl's own watchdog then says which collectives each rank began.
-            for name, value in FLIGHT_RECORDER.items():
-                os.environ.setdefault(name, value)
+        # On a timeout nccl's own watchdog writes which collectives each rank began.
+        for name, value in FLIGHT_RECORDER.items():
+            os.environ.setdefault(name, value)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(minutes=timeout_minutes),
             device_id=device if device.type == "cuda" else None,
+            store=store,
+            rank=env.rank if store is not None else -1,  # -1: as the environment tells
+            world_size=env.world_size if store is not None else -1,
         )
         wait_for_all()
     return device
+
+
+def dump_flight_recorder(rank: int) -> str:
+    """Write this rank's last collectives to the file that ``FLIGHT_RECORDER_FILE`` begins.
+
+    The file is one of those that ``mcore-train triage`` reads.
+
+    Returns:
+        The file; empty if the variable is not set, as without a launcher of jobs, or if the
+        file cannot be written.
+    """
+    if not (beginning := os.environ.get(FLIGHT_RECORDER_FILE, "")):
+        return ""
+    torch_c10d: Any = torch._C._distributed_c10d  # its stub lacks the dumps
+    on_gpu = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    dump = torch_c10d._dump_nccl_trace if on_gpu else torch_c10d._dump_fr_trace
+    file = f"{beginning}{rank}"
+    try:
+        with open(file, "wb") as out:
+            out.write(dump())
+    except OSError as error:
+        log.warning("the flight recorder was not written: %s", error)
+        return ""
+    return file
 
 
 def wait_for_all(group: dist.ProcessGroup | None = None) -> None:

@@ -6,6 +6,10 @@ and checks whether another rank has failed. It reads the interpreter's stacks, s
 nothing. A failing rank writes what failed, over which axis, called from which line, and the
 places of all other ranks; their threads then end their processes. A second thread watches the
 store itself, for which torch would wait without end.
+
+A program that reports its steps (``step_ended``) has hangs found long before collectives time
+out: once a step takes twice the longest one before and ``STEP_SLACK_S``, the ranks that are in
+no collective are named, and each rank writes its flight recorder.
 """
 
 import json
@@ -14,14 +18,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from mcore_parallel.launch import launcher
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +39,18 @@ ENDING_S = 15.0
 """Time for a failed rank to end."""
 WARN_SHARE = 0.9
 """Share of the timeout after which a rank that does not move logs where all ranks stand."""
+STEP_FACTOR = 2.0
+STEP_SLACK_S = 5.0
+"""A step is late after ``STEP_FACTOR`` times the longest one before it, plus this time. A late
+step is found within one period of the watch, at most 5 s more."""
+LEARNED_STEPS = 3
+"""Steps before which none is late: the first ones load kernels and files."""
 COMMUNICATION = ("collectives.py", "p2p.py", "param_gather.py", "call_checks.py")
 """Files of this package that communicate; their callers are the call sites."""
 GONE = ("left", "failed")
 """Last places of a rank that has left the watch."""
+WAITING = "waiting for its device"
+"""Begin of the place of a rank whose host waits for its GPU."""
 FOREIGN = ("torch", "jaxtyping", "beartype")
 """Packages that stand between a call site and the communication."""
 
@@ -53,6 +68,8 @@ class Watch:
         world_size: int,
         timeout_s: float,
         on_fault: Callable[[str], None] = lambda _fault: None,
+        *,
+        end_on_hang: bool = False,
     ) -> None:
         """Prepare; nothing is sent before ``__enter__``.
 
@@ -63,8 +80,12 @@ class Watch:
             timeout_s: of the collectives; a rank unheard of for longer is given up.
             on_fault: is called in the watch's thread once another rank has failed, with what
                 did, ``GRACE_S`` before the process is ended.
+            end_on_hang: end all ranks when a step is late; else a late step is logged, and
+                the collectives' timeout ends the ranks.
         """
         self._store, self._on_fault = store, on_fault
+        self._end_on_hang = end_on_hang
+        self._steps = _StepTimes()
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.period_s = min(5.0, timeout_s / 10)
         self._count = 0
@@ -81,13 +102,18 @@ class Watch:
         world_size: int,
         timeout_minutes: float,
         on_fault: Callable[[str], None] = lambda _fault: None,
+        *,
+        end_on_hang: bool = False,
     ) -> "Watch":
         """Watch over the world that this process has joined, if it has more than one rank."""
         if world_size == 1:
             return cls(None, rank, world_size, 60 * timeout_minutes)
         # A connection of its own: the thread must not wait for a call of the main program.
         store: Any = distributed_c10d._get_default_store()  # torch's stub lacks clone
-        return cls(store.clone(), rank, world_size, 60 * timeout_minutes, on_fault)
+        timeout_s = 60 * timeout_minutes
+        return cls(
+            store.clone(), rank, world_size, timeout_s, on_fault, end_on_hang=end_on_hang
+        )
 
     def __enter__(self) -> "Watch":
         if self._store is not None:
@@ -129,6 +155,19 @@ class Watch:
             last_resort.daemon = True
             last_resort.start()
 
+    def step_ended(self) -> None:
+        """Note that a step of the program has ended; a later one that hangs is found by it."""
+        self._steps.end()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """A context for work that is no step, such as a save: it may take any time."""
+        self._steps.stop()
+        try:
+            yield
+        finally:
+            self._steps.start()
+
     def places(self, wait_s: float = 0.0) -> dict[int, str]:
         """Return the last known place of every other rank.
 
@@ -164,6 +203,7 @@ class Watch:
     def _run(self) -> None:
         """Write beats and look for faults until the main program leaves or a fault ends it."""
         still_since, still_at, warned = time.monotonic(), "", False
+        late_step = 0
         while not self._ended.wait(self.period_s):
             place = where_in(sys._current_frames(), self._main)
             now = time.monotonic()
@@ -177,6 +217,12 @@ class Watch:
                 if is_still and not warned:
                     self._warn(place, now - still_since)
                     warned = True
+                late_s = self._steps.late_s()
+                if late_s and late_step != self._steps.count:
+                    late_step = self._steps.count
+                    hang = self._report_late_step(place, late_s)
+                    if self._end_on_hang and not fault:
+                        fault = self._first_fault(hang)
             except dist.DistError as error:
                 fault = f"the store is gone, and so is the rank that holds it: {error}"
             if fault:
@@ -243,6 +289,30 @@ class Watch:
             _listed(self.places()),
         )
 
+    def _report_late_step(self, place: str, late_s: float) -> str:
+        """Log which ranks hold up a step, write the flight recorder, return what was logged."""
+        places = {**self.places(), self.rank: place}
+        # Who waits in a collective waits for those who do not.
+        blamed = {
+            rank: place
+            for rank, place in places.items()
+            if not place.startswith(("in ", WAITING)) and place not in GONE
+        }
+        others = {r: p for r, p in places.items() if r not in blamed}
+        first = (
+            f"rank {min(blamed)} holds" if blamed else "no rank outside of collectives holds"
+        )
+        text = (
+            f"{first} up step {self._steps.count + 1}, which takes {late_s:.0f} s; the longest "
+            f"before took {self._steps.longest_s:.1f} s. "
+            f"{_listed(dict(sorted(blamed.items())))}"
+            f"{'; the others: ' if blamed and others else ''}{_listed(others)}"
+        )
+        log.warning("%s", text)
+        if file := launcher.dump_flight_recorder(self.rank):
+            log.warning("rank %d wrote its last collectives to %s", self.rank, file)
+        return text
+
     def _describe(self, error: Exception, traceback: TracebackType | None) -> str:
         frames = []
         while traceback is not None:
@@ -267,6 +337,36 @@ class Watch:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
+class _StepTimes:
+    """Times of a program's steps: written by the program, read by the watch's thread."""
+
+    def __init__(self) -> None:
+        self.count, self.longest_s = 0, 0.0
+        self._began_s: float | None = None
+
+    def start(self) -> None:
+        self._began_s = time.monotonic()
+
+    def stop(self) -> None:
+        self._began_s = None
+
+    def end(self) -> None:
+        now_s = time.monotonic()
+        # The first steps warm up: their times are no measure of the others'.
+        if self._began_s is not None and self.count >= LEARNED_STEPS:
+            self.longest_s = max(self.longest_s, now_s - self._began_s)
+        self.count += 1
+        self._began_s = now_s
+
+    def late_s(self) -> float:
+        """Return how long the present step takes if it is late, else 0."""
+        began_s = self._began_s
+        if began_s is None or not self.longest_s:
+            return 0.0
+        took_s = time.monotonic() - began_s
+        return took_s if took_s > STEP_FACTOR * self.longest_s + STEP_SLACK_S else 0.0
+
+
 def where_in(frames: Mapping[int, FrameType], main: int) -> str:
     """Describe the place of a process: in which collective, or on which line.
 
@@ -283,6 +383,29 @@ def where_in(frames: Mapping[int, FrameType], main: int) -> str:
         if any(_communicates(frame) for frame, _ in stacks[thread]):
             return _place(stacks[thread])
     return _place(stacks[main])
+
+
+def is_waiting(frames: Mapping[int, FrameType], main: int) -> bool:
+    """Whether a process is within communication; cheaper than ``where_in``.
+
+    Args:
+        frames: innermost frame of every thread.
+        main: the thread that counts.
+    """
+    frame: FrameType | None = frames.get(main)
+    while frame is not None:
+        if _waits_in(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@cache
+def _waits_in(filename: str) -> bool:
+    path = Path(filename)
+    if "mcore_parallel" in path.parts:
+        return path.name in (*COMMUNICATION, "buckets.py")
+    return "torch/distributed" in filename
 
 
 def call_site(skip: int = 1) -> str:
@@ -306,7 +429,10 @@ def _place(stack: list[tuple[FrameType, int]]) -> str:
     inside = [i for i, (frame, _) in enumerate(stack) if _communicates(frame)]
     if not inside:
         own = [entry for entry in stack if not _is_foreign(entry[0])]
-        return f"at {_line(*(own or stack)[0])}" if stack else "nowhere"
+        # torch's Event.synchronize and the like: the device has the collective that hangs.
+        is_on_device = stack and "torch/cuda/" in stack[0][0].f_code.co_filename
+        where = f"{WAITING} at" if is_on_device else "at"
+        return f"{where} {_line(*(own or stack)[0])}" if stack else "nowhere"
     named = [i for i in inside if _axis_of(stack[i][0]) is not None]
     frame = stack[(named or inside)[0]][0]
     outside = _outside(stack[inside[0] :])

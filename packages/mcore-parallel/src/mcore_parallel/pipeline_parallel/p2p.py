@@ -56,10 +56,11 @@ class PendingMessages:
                 of two ranks are compared (``call_checks``), and the host waits for these.
         """
         checks, self._checks = self._checks, ()
-        for check in checks:
-            check()
-        for work in self._works:
-            work.wait()
+        with self.axis.waiting():
+            for check in checks:
+                check()
+            for work in self._works:
+                work.wait()
         self._works, self._messages = [], []
 
 

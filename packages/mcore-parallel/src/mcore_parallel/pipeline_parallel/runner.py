@@ -66,6 +66,7 @@ def run_schedule(
     device: torch.device | str = "cpu",
     before_last_backward: Callable[[int], None] | None = None,
     before_last_weights: Callable[[int], None] | None = None,
+    after_first_weights: Callable[[int], None] | None = None,
     weight_queue: WeightQueue | None = None,
     pair_overlap: ForwardBackwardOverlap | None = None,
     v_shaped: bool = False,
@@ -92,6 +93,8 @@ def run_schedule(
             backward (or input half) on this rank, such as ``DataParallel.start_sync``.
         before_last_weights: called just before the chunk's last deferred weight gradients are
             computed, such as ``DataParallel.start_weight_sync``.
+        after_first_weights: called with a chunk's number once its parameters have the gradients
+            of the first micro-batch alone.
         weight_queue: queue that the linears fill; required by schedules that split backward.
             Under other schedules the runner empties the queue after each backward.
         pair_overlap: runs the forward and the backward of each pair alternately; None: one
@@ -127,6 +130,7 @@ def run_schedule(
         (callback, {a.chunk: a for a in actions if a.kind in kinds})
         for callback, kinds in callbacks
     ]
+    first = {a.chunk: a for a in reversed(actions) if a.kind in MAKING_WEIGHTS}
     for is_message, run in groupby(actions, lambda action: action.kind.is_message):
         if is_message:
             runner.exchange(list(run))
@@ -138,9 +142,12 @@ def run_schedule(
             computations = [partial(runner.compute, action) for action in unit]
             if pair_overlap is not None and len(unit) == 2:
                 pair_overlap.run(computations[1], computations[0], device)
-                continue
-            for compute in computations:
-                compute()
+            else:
+                for compute in computations:
+                    compute()
+            for action in unit:
+                if after_first_weights is not None and action is first.get(action.chunk):
+                    after_first_weights(action.chunk)
     runner.finish()
 
 
@@ -227,6 +234,15 @@ class _Runner:
 
     def compute(self, action: Action) -> None:
         """Run one forward, full backward, input half or weight half."""
+        clock = self.axis.clock
+        if clock is None or not clock.is_on:
+            self.do(action)
+            return
+        with clock.span(f"{action.kind.value}/{action.chunk}"):
+            self.do(action)
+
+    def do(self, action: Action) -> None:
+        """Run an action; ``compute`` has started its span on the clock."""
         key = (action.chunk, action.microbatch)
         if action.kind is Kind.FORWARD:
             with torch.set_grad_enabled(key in self.with_backward):

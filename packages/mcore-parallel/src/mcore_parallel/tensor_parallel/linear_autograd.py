@@ -141,7 +141,7 @@ class _ColumnParallel(OnceDifferentiable):
         ctx.slot = slot_of(weight)
         x, weight = cast_factor(x), cast_factor(weight)
         bias = None if bias is None else cast_factor(bias)
-        gathered = wait(start_all_gather(x, axis)) if is_cut else x
+        gathered = wait(start_all_gather(x, axis), axis) if is_cut else x
         y, kept = gemm.forward(gathered, weight, bias)
         kept = (x,) if is_cut else kept
         ctx.save_for_backward(weight, *(kept if ctx.needs_input_grad[1] else ()))
@@ -176,7 +176,7 @@ class _ColumnRowPair(OnceDifferentiable):
         # Read from the original weights: a saved tensor may be unpacked as a copy without slot.
         ctx.slots = slot_of(column_weight), slot_of(row_weight)
         column, row = gemms
-        gathered = wait(start_all_gather(x, axis)) if is_cut else x
+        gathered = wait(start_all_gather(x, axis), axis) if is_cut else x
         hidden, column_kept = column.forward(gathered, column_weight, None)
         y, row_kept = row.forward(activation(hidden, None), row_weight, None)
         # Saved for the weights' gradients: the first input (this rank's slice, or the cast of
@@ -232,7 +232,7 @@ def _gradients(
     if makes_weight:  # ``work.make`` without its wait
         grad_weight = work.gemm.weight_grad(work.grad, work.kept, work.slot)
     if grad_x is not None and axis.size > 1:
-        grad_x = wait(grad_x)
+        grad_x = wait(grad_x, axis)
     return grad_x, grad_weight
 
 
@@ -266,7 +266,7 @@ class _WeightGradient:
     def wait(self) -> None:
         """Wait for the all-gather."""
         if self.axis is not None:
-            self.kept, self.axis = self.gemm.keep(wait(self.kept[0])), None
+            self.kept, self.axis = self.gemm.keep(wait(self.kept[0], self.axis)), None
 
     def make(self) -> Tensor | None:
         """Add the gradient to the slot's main gradient, or return the gradient."""

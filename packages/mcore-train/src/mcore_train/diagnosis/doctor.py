@@ -11,7 +11,7 @@ import re
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -472,7 +472,8 @@ def _bad_names(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
             if str(names.get(key, "")).startswith("error"):
                 yield Problem(host, f"{key.replace('_', ' ')}: {names[key]}")
         master = str(names.get("master_address", ""))
-        if len(hosts) > 1 and (master.startswith("127.") or master == "::1"):
+        machines = {each[0]["names"].get("machine", host) for host, each in hosts.items()}
+        if len(machines) > 1 and (master.startswith("127.") or master == "::1"):
             yield Problem(host, f"MASTER_ADDR is {master}, this host itself")
 
 
@@ -529,6 +530,20 @@ def _unlike_programs(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Proble
     yield from _unlike("program", {_at(one): one["program"] for one in facts})
 
 
+def _unlike_sources(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    yield from _unlike("files", {_at(one): one.get("source", "") for one in facts})
+
+
+def _unlike_folders(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    yield from _unlike("folder", {_at(one): one.get("working_folder", "") for one in facts})
+
+
+def _unlike_groups(facts: Sequence[Facts], _: DoctorConfig) -> Iterator[Problem]:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NNODES"):
+        values = {_at(one): one["environment"].get(name, "unset") for one in facts}
+        yield from _unlike(name, values)
+
+
 def _bad_nodes(facts: Sequence[Facts], config: DoctorConfig) -> Iterator[Problem]:
     counts = {host: str(len(ranks)) for host, ranks in _by_host(facts).items()}
     yield from _unlike("ranks", counts)
@@ -575,6 +590,27 @@ CHECKS: tuple[Check, ...] = (
         "the same on all",
         "Start all hosts from one shared path.",
         _unlike_programs,
+    ),
+    Check(
+        "same source",
+        "files of the mcore wheels",
+        "the same on all",
+        "Install one build of the wheels on all hosts.",
+        _unlike_sources,
+    ),
+    Check(
+        "same folder",
+        "folder in which ranks start",
+        "the same on all",
+        "Give launch --workdir, or cd to one shared path.",
+        _unlike_folders,
+    ),
+    Check(
+        "one worker group",
+        "MASTER_ADDR, MASTER_PORT and NNODES",
+        "the same on all",
+        "Start one job with one worker group; its first host is the master of all.",
+        _unlike_groups,
     ),
     Check(
         "ranks of a host",
@@ -797,6 +833,30 @@ CHECKS: tuple[Check, ...] = (
 # -- Measuring and reporting.
 
 
+def measure_host(device: str, *, is_first: bool = True) -> Facts:
+    """Measure what needs no other rank: programs, packages, names, memory, GPUs of this host.
+
+    Args:
+        device: ``cpu`` or ``cuda``, where ranks compute.
+        is_first: whether this is the host's first rank, which reads uv.lock too.
+    """
+    environment = probes.environment()
+    return {
+        "device": device,
+        "program": os.path.abspath(sys.executable),
+        "source": probes.source_digest(Path(__file__).parents[1]),
+        "working_folder": str(Path.cwd()),
+        "versions": probes.versions(),
+        "environment": environment,
+        "locked": probes.locked_versions(Path.cwd()) if is_first else {},
+        "names": probes.names(environment.get("MASTER_ADDR", "")),
+        "listen_error": probes.can_listen(),
+        "shm": probes.shared_memory(),
+        "infiniband": probes.infiniband(),
+        "num_gpus": torch.cuda.device_count(),
+    }
+
+
 def measure(config: DoctorConfig, ctx: ParallelContext, idle_gpu: Facts) -> Facts:
     """Measure this rank; all ranks call it together.
 
@@ -805,20 +865,11 @@ def measure(config: DoctorConfig, ctx: ParallelContext, idle_gpu: Facts) -> Fact
         ctx: of all ranks.
         idle_gpu: answers of NVML from before this process used the GPU.
     """
-    env, device, environment = launcher.read_environment(), ctx.device, probes.environment()
+    env, device = launcher.read_environment(), ctx.device
     facts: Facts = {
+        **measure_host(device.type, is_first=env.local_rank == 0),
         "rank": ctx.world.rank,
         "local_rank": env.local_rank,
-        "device": device.type,
-        "program": os.path.abspath(sys.executable),
-        "versions": probes.versions(),
-        "environment": environment,
-        "locked": probes.locked_versions(Path.cwd()) if env.local_rank == 0 else {},
-        "names": probes.names(environment.get("MASTER_ADDR", "")),
-        "listen_error": probes.can_listen(),
-        "shm": probes.shared_memory(),
-        "infiniband": probes.infiniband(),
-        "num_gpus": torch.cuda.device_count(),
         "folders": _measure_folders(config, ctx, is_first=env.local_rank == 0),
         "clock_offset_s": probes.clock_offset_s(ctx),
     }
@@ -838,7 +889,7 @@ def measure(config: DoctorConfig, ctx: ParallelContext, idle_gpu: Facts) -> Fact
     }
     if ctx.world.size > 1:
         facts["near_gbs"] = probes.pair_gbs(ctx, 1)
-        ranks = int(environment.get("LOCAL_WORLD_SIZE", ctx.world.size))
+        ranks = int(facts["environment"].get("LOCAL_WORLD_SIZE", ctx.world.size))
         if ranks < ctx.world.size:
             facts["far_gbs"] = probes.pair_gbs(ctx, ranks)
     return facts
@@ -898,10 +949,14 @@ class Result:
         return "warning" if self.check.is_warning else "FAULT"
 
 
-def judge(facts: Sequence[Facts], config: DoctorConfig) -> list[Result]:
-    """Compare the facts of all ranks with every row of ``CHECKS``."""
+def judge(
+    facts: Sequence[Facts], config: DoctorConfig, names: Collection[str] = ()
+) -> list[Result]:
+    """Compare the facts of all ranks with rows of ``CHECKS``: all, or those of some names."""
     results = []
     for check in CHECKS:
+        if names and check.name not in names:
+            continue
         problems = check.judge(facts, config)
         found = () if problems is None else tuple(problems)
         results.append(Result(check, found, problems is None))

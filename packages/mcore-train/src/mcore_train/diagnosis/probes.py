@@ -6,6 +6,7 @@ are asked by nvidia-ml-py (``pip install mcore-train[doctor]``) and the kernel's
 measured with torch. Everything together stays under a minute a host.
 """
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -56,6 +57,7 @@ VARIABLES = (
     "NVIDIA_PYTORCH_VERSION",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "NNODES",
     "LOCAL_WORLD_SIZE",
     "WORLD_SIZE",
 )
@@ -86,6 +88,14 @@ def locked_versions(start: Path) -> dict[str, str]:
             alone = {name for name, _ in named if sum(n == name for n, _ in named) == 1}
             return {name: version for name, version in named if name in alone}
     return {}
+
+
+def source_digest(folder: Path) -> str:
+    """Hash names and sizes of a package's files: editable installs have no version."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def environment() -> dict[str, str]:
@@ -170,9 +180,14 @@ def kernel_log() -> str:
     return text.decode(errors="replace")
 
 
-def gemm_tflops(device: torch.device) -> float:
-    """Return the rate of a large matrix multiplication, in bf16 on a GPU, else in float32."""
-    side = GEMM_SIDE[device.type]
+def gemm_tflops(device: torch.device, side: int = 0) -> float:
+    """Return the rate of a square matrix multiplication, in bf16 on a GPU, else in float32.
+
+    Args:
+        device: where to multiply.
+        side: of the matrices; 0: ``GEMM_SIDE``, large enough for the device's full rate.
+    """
+    side = side or GEMM_SIDE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.randn(side, side, device=device, dtype=dtype)
     y = torch.randn(side, side, device=device, dtype=dtype)
@@ -189,12 +204,13 @@ def bus_gbs(axis: Axis, device: torch.device) -> float:
     return x.nbytes * 2 * (axis.size - 1) / axis.size / time_s / 1e9
 
 
-def pair_gbs(ctx: ParallelContext, distance: int) -> float | None:
+def pair_gbs(ctx: ParallelContext, distance: int, num_bytes: int = 0) -> float | None:
     """Return the rate between this rank and the one at a distance, in GB/s, both ways at once.
 
     Args:
         ctx: whose world is cut into pairs; all ranks call together.
         distance: between the two ranks of a pair; 1: neighbours on a host.
+        num_bytes: of a message; 0: ``MESSAGE_BYTES``.
 
     Returns:
         The sum of both directions over two; None for a rank without a partner.
@@ -203,7 +219,7 @@ def pair_gbs(ctx: ParallelContext, distance: int) -> float | None:
     peer = rank + distance if (rank // distance) % 2 == 0 else rank - distance
     if not 0 <= peer < ctx.world.size:
         return None
-    ones = torch.ones(MESSAGE_BYTES[device.type] // 4, device=device)
+    ones = torch.ones((num_bytes or MESSAGE_BYTES[device.type]) // 4, device=device)
     into = torch.empty_like(ones)
     group = ctx.world.group
 
@@ -257,6 +273,11 @@ def infiniband(root: Path = Path("/sys/class/infiniband")) -> list[dict[str, Any
 def names(master: str) -> dict[str, Any]:
     """Return how this host's and the master's names resolve."""
     found: dict[str, Any] = {"host": socket.gethostname()}
+    # Slurm may run several hosts of a job on one machine, each of a name of its own.
+    found["host"] = os.environ.get("SLURMD_NODENAME") or found["host"]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if boot.is_file():
+        found["machine"] = boot.read_text().strip()
     for key, name in (("own_address", socket.gethostname()), ("master_address", master)):
         if name:
             try:

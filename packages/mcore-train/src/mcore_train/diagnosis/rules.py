@@ -237,7 +237,14 @@ RULES: tuple[Rule, ...] = (
         r"Observed flight recorder dump|dump signal|DistBackendError|Socket Timeout|"
         r"DistStoreError|gloo/transport|rank \d+ ends: process \d+",
     ),
+    _cascade(
+        "section timed out", "collective_timeout", r"Section '\w+' has been open for [\d.]+ sec"
+    ),
     # -- The end of the job.
+    _teardown(
+        "ft_launcher",
+        r"health_check\.py:\d+|Agent (?:\.run\(\) raised|run ended with) exception",
+    ),
     _teardown(
         "ended by the launcher",
         r"closing signal SIG|[Rr]eceived SIGTERM|SignalException|"
@@ -256,6 +263,19 @@ RULES: tuple[Rule, ...] = (
         r"op\.preamble\.length <= op\.nbytes|tensor sizes? mismatch(?:ed)? (?:across|"
         r"between) ranks",
         "Look for a condition before one of the two lines that depends on the rank.",
+    ),
+    _root(
+        "broken device",
+        "hardware",
+        r"broken device: rank (?P<rank>\d+)",
+        "Leave the host of the named rank out, start again, and let its GPU be checked "
+        "(dcgmi diag -r 3).",
+    ),
+    _root(
+        "late step",
+        "collective_timeout",
+        r"rank (?P<rank>\d+) holds up step \d+",
+        "Look at the host of the named rank, then at what that rank did last.",
     ),
     _root(
         "silent rank",

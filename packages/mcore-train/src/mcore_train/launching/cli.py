@@ -122,6 +122,8 @@ def _render(verb: str, words: list[str]) -> int:
         default_python=_python(verb),
         sees_files=sees_files,
     )
+    if options.job.is_elastic and verb not in ("slurm", "local"):
+        faults.add(f"--min-nodes works under launch slurm and launch local, not launch {verb}.")
     if verb == "kubernetes":
         from mcore_train.launching.kubernetes import check
 

@@ -1,29 +1,48 @@
 """Options of ``mcore-train launch``, one small frozen dataclass a concept.
 
-Which parts a launcher takes is in ``launching.launchers``. Standard library only.
+Which parts a launcher takes is in ``launching.cli``. Standard library and options only.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from mcore_base.field_checks import check_at_least
+from mcore_base.options import ON, Options, Rule, option
 
 KubernetesKind = Literal["jobset", "trainjob", "pytorchjob"]
+
+ELASTIC_OPTIONS = (
+    "expert-model-parallel-size",
+    "micro-batch-size",
+    "use-distributed-optimizer",
+    "use-torch-fsdp2",
+    "data-parallel-sharding-strategy",
+)
+"""What decides how data ranks share the work and the memory, and not how a model is split."""
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobConfig:
+class JobConfig(Options):
     """The hosts of a job, what each of them runs, and where the job's files go."""
 
     job_name: str = "mcore"
     """Name of the job: lower-case letters, digits and dashes."""
-    nodes: int = 1
-    """Hosts of the job."""
-    nproc_per_node: int = 8
+    nodes: int = option(1, minimum=1)
+    """Hosts of the job; the most of them with --min-nodes."""
+    min_nodes: int = option(0, minimum=0, zero="as many as --nodes")
+    """Fewest hosts with which an attempt starts, as in torchrun's --nnodes MIN:MAX: under Slurm
+    the job takes what it is given at each start, under launch local a host that is lost is left
+    out of the next attempt. Batch and order of the data stay; data ranks follow the hosts."""
+    elastic_options: tuple[str, ...] = ELASTIC_OPTIONS
+    """Options of the layout, without dashes in front, that the planner may change where the
+    command's layout does not fit a number of hosts; all others stay as given."""
+    elastic_gpu: str = "h200"
+    """Kind of GPU by whose memory and speed the planner chooses: h100, h200, a100 or b200."""
+    nproc_per_node: int = option(8, minimum=1)
     """Ranks that each host starts: the number of its GPUs."""
     log_dir: str = ""
     """Folder on storage that all hosts share, for the output of every rank; empty: logs/ below
@@ -36,7 +55,7 @@ class JobConfig:
     interpreter that runs this command."""
     env: tuple[str, ...] = ()
     """Environment variables of the ranks, each NAME=VALUE."""
-    master_port: int = 29500
+    master_port: int = option(29500, minimum=1)
     """Port of the first host at which ranks meet; each restart takes the next one."""
     render_dir: str = ""
     """Folder for the rendered files; empty: launch/ and the job's name below the present
@@ -44,83 +63,77 @@ class JobConfig:
     preflight: bool = True
     """Let every host compare its paths, packages, GPUs and shared folders with those of the
     others before it starts ranks."""
-    preflight_timeout_s: float = 300.0
+    preflight_timeout_s: float = option(300.0, minimum=1)
     """Time that a host waits for the others in the comparison."""
+    ft_rank_section_timeouts: str = "setup:600,step:180,checkpointing:420"
+    """Seconds after which ft_launcher ends a rank in a section, for runs with
+    --enable-ft-package."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "nodes", "nproc_per_node", "master_port", "preflight_timeout_s")
-        if not _NAME.fullmatch(self.job_name):
-            raise ValueError(
-                f"--job-name {self.job_name!r} must be at most 42 lower-case letters, digits "
-                "and dashes, with no dash at its ends: Kubernetes makes host names of it."
-            )
-        for pair in self.env:
-            if not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", pair):
-                raise ValueError(f"--env {pair!r} must be NAME=VALUE.")
+    rules = (
+        Rule(
+            ("job_name",),
+            lambda v: not _NAME.fullmatch(v.job_name),
+            "--job-name {job_name!r} must be at most 42 lower-case letters, digits and dashes, "
+            "with no dash at its ends: Kubernetes makes host names of it.",
+        ),
+        Rule(("env",), lambda v: list(_bad_variables(v))),
+        Rule(
+            ("nodes", "min_nodes"),
+            lambda v: v.min_nodes > v.nodes,
+            "--min-nodes {min_nodes} is more than --nodes {nodes}.",
+        ),
+    )
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Ranks of the job, at most."""
         return self.nodes * self.nproc_per_node
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether an attempt may start with fewer hosts than ``nodes``."""
+        return 0 < self.min_nodes < self.nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RestartConfig:
+class RestartConfig(Options):
     """When a job that failed is started again."""
 
-    max_restarts: int = 3
+    max_restarts: int = option(3, minimum=0)
     """Restarts in a row without a newly saved step, for failures that may pass (a lost host, a
     collective that timed out, ECC, a segmentation fault); 0: none. Errors in the options or
     the data end the job at once."""
-    restart_backoff_s: float = 10.0
+    restart_backoff_s: float = option(10.0, minimum=0)
     """Pause before the first restart; twice as long before each further one without a newly
     saved step, at most ten minutes."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "max_restarts", "restart_backoff_s")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SubmitConfig:
+class SubmitConfig(Options):
     """Whether the rendered job is handed to its scheduler, and what is waited for."""
 
     submit: bool = False
     """Submit the job and print its id."""
-    wait_for: str = ""
-    """File or folder: wait until it exists, then cancel the job. Needs --submit."""
-    poll_s: float = 30.0
+    wait_for: str = option("", needs={"submit": ON})
+    """File or folder: wait until it exists, then cancel the job."""
+    poll_s: float = option(30.0, above=0)
     """Time between two looks for --wait-for."""
-
-    def __post_init__(self) -> None:
-        if self.poll_s <= 0:
-            raise ValueError(f"--poll-s {self.poll_s} must be above 0.")
-        if self.wait_for and not self.submit:
-            raise ValueError(f"--wait-for {self.wait_for} has no effect without --submit.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ContainerConfig:
+class ContainerConfig(Options):
     """The container that ranks run in."""
 
     container_image: str = ""
     """Image: a registry's name, or under Slurm the path of a squashfs file; empty: none, except
     on Kubernetes, where it is required."""
-    container_mounts: tuple[str, ...] = ()
+    container_mounts: tuple[str, ...] = option((), needs={"container_image": ON})
     """SOURCE:TARGET, each. Under Slurm SOURCE is a folder of the host, on Kubernetes the name
     of a PersistentVolumeClaim."""
-    container_workdir: str = ""
+    container_workdir: str = option("", needs={"container_image": ON})
     """Folder in the container in which ranks start."""
 
-    def __post_init__(self) -> None:
-        for mount in self.container_mounts:
-            source, _, target = mount.partition(":")
-            if not source or not target.startswith("/"):
-                raise ValueError(f"--container-mounts {mount!r} must be SOURCE:/TARGET.")
-        if not self.container_image and (self.container_mounts or self.container_workdir):
-            raise ValueError(
-                "--container-mounts and --container-workdir have no effect without "
-                "--container-image."
-            )
+    rules = (Rule(("container_mounts",), lambda v: list(_bad_mounts(v))),)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -129,7 +142,7 @@ class ContainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmConfig:
+class SlurmConfig(Options):
     """What sbatch is asked for."""
 
     slurm_partition: str = ""
@@ -141,10 +154,10 @@ class SlurmConfig:
     time_limit: str = ""
     """Longest time of the job, as sbatch --time: D-HH:MM:SS, HH:MM:SS or minutes; empty: the
     partition's."""
-    gpus_per_node: int = -1
+    gpus_per_node: int = option(-1, minimum=-1)
     """GPUs to ask for on each host; -1: --nproc-per-node, or none with --device cpu; 0: none is
     asked for, as on clusters that hand out whole hosts."""
-    signal_before_s: int = 300
+    signal_before_s: int = option(300, minimum=0)
     """Seconds before the time limit at which Slurm sends SIGUSR1, so that the run saves and the
     job is queued again; 0: no signal."""
     requeue: bool = True
@@ -153,20 +166,18 @@ class SlurmConfig:
     sbatch_options: tuple[str, ...] = ()
     """Further options of sbatch, without leading dashes: exclusive, mem=0, reservation=R."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, -1, "gpus_per_node")
-        check_at_least(self, 0, "signal_before_s")
-        if self.time_limit and not _TIME.fullmatch(self.time_limit):
-            raise ValueError(
-                f"--time-limit {self.time_limit!r} must be minutes, HH:MM:SS or D-HH:MM:SS."
-            )
-        for option in self.sbatch_options:
-            if option.startswith("-"):
-                raise ValueError(f"--sbatch-options {option!r}: leave out the leading dashes.")
+    rules = (
+        Rule(
+            ("time_limit",),
+            lambda v: v.time_limit and not _TIME.fullmatch(v.time_limit),
+            "--time-limit {time_limit!r} must be minutes, HH:MM:SS or D-HH:MM:SS.",
+        ),
+        Rule(("sbatch_options",), lambda v: list(_dashed(v))),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KubernetesConfig:
+class KubernetesConfig(Options):
     """The Kubernetes resource of a job."""
 
     kind: KubernetesKind = "jobset"
@@ -182,15 +193,12 @@ class KubernetesConfig:
     """PriorityClass of the pods; empty: the cluster's default."""
     queue_name: str = ""
     """Local queue of Kueue that admits the job; empty: none."""
-    termination_grace_s: int = 600
+    termination_grace_s: int = option(600, minimum=0)
     """Time for the last save when a pod is evicted."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "termination_grace_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RayConfig:
+class RayConfig(Options):
     """How a job runs on a Ray cluster."""
 
     ray_version: str = "2.46.0"
@@ -198,7 +206,7 @@ class RayConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SkyPilotConfig:
+class SkyPilotConfig(Options):
     """What SkyPilot is asked for."""
 
     accelerators: str = ""
@@ -207,3 +215,22 @@ class SkyPilotConfig:
     """Where to run, such as slurm/mycluster, kubernetes or aws; empty: the cheapest place."""
     setup: str = "uv sync --locked"
     """Command that each host runs once before the ranks start."""
+
+
+def _bad_variables(values: Any) -> Iterator[str]:
+    for pair in values.env:
+        if not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", pair):
+            yield f"--env {pair!r} must be NAME=VALUE."
+
+
+def _bad_mounts(values: Any) -> Iterator[str]:
+    for mount in values.container_mounts:
+        source, _, target = mount.partition(":")
+        if not source or not target.startswith("/"):
+            yield f"--container-mounts {mount!r} must be SOURCE:/TARGET."
+
+
+def _dashed(values: Any) -> Iterator[str]:
+    for each in values.sbatch_options:
+        if each.startswith("-"):
+            yield f"--sbatch-options {each!r}: leave out the leading dashes."

@@ -8,8 +8,8 @@ the hosts, starts torchrun's agent, and turns SIGTERM into a warning that ranks 
 import logging
 import os
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from mcore_base.command_line import FaultCollector, OptionsError, canonical
 from mcore_base.stores import as_path, is_store
 from mcore_train.composition import FAMILY_COMMANDS, TrainConfig
 from mcore_train.launching.config import ContainerConfig, JobConfig, RestartConfig
+from mcore_train.launching.elastic import layouts_by_hosts
 from mcore_train.options.output_checks import build_checked_plan
 from mcore_train.options.parsing import parse
 from mcore_train.resolution import Plan
@@ -44,8 +45,12 @@ class Job:
     train_iters: int
     """Step after which the run is finished; 0: unknown."""
     uses_gpus: bool
+    uses_ft_launcher: bool
+    """Whether ``ft_launcher`` of nvidia-resiliency-ext starts the ranks, and not torchrun."""
     health_port: int
     """Port of the health endpoint of each host's first rank; 0: none."""
+    layouts: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """Flags to add to the command by the number of hosts; empty: the number is fixed."""
 
 
 def build_job(
@@ -101,6 +106,21 @@ def build_job(
             "without --save the job is not restarted: a restart continues from a saved step"
         )
         restarts = replace(restarts, max_restarts=0)
+    layouts: Mapping[int, tuple[str, ...]] = {}
+    if config.is_elastic and plan is not None:
+        if not train.batch.global_batch_size:
+            flags += ["--global-batch-size", str(plan.global_batch_size)]
+            log.info("--global-batch-size %d is added: it stays", plan.global_batch_size)
+            batch = replace(train.batch, global_batch_size=plan.global_batch_size)
+            train = replace(train, batch=batch)
+
+        def is_valid(more: Sequence[str], world_size: int) -> bool:
+            own = FaultCollector()
+            _check_command(name, [*flags, *more], world_size, hidden, bool(decides), own)
+            return not own.lines
+
+        family = FAMILY_COMMANDS[name].family
+        layouts = faults.attempt(layouts_by_hosts, config, train, plan, family, is_valid) or {}
     command = [name, *flags]
     if save and not decides:
         command.append("--auto-resume")
@@ -124,7 +144,9 @@ def build_job(
         save=save,
         train_iters=plan.train_iters if plan is not None else 0,
         uses_gpus=uses_gpus,
+        uses_ft_launcher=train.fault_tolerance.enable_ft_package,
         health_port=train.logging.health_port,
+        layouts=layouts,
     )
 
 
@@ -261,6 +283,18 @@ def host_script(job: Job, preamble: Sequence[str] = (), *, retry_code: int = 0) 
         f"cd {shlex.quote(job.workdir)}",
         'mkdir -p "$MCORE_LOGS/host-$NODE_RANK"',
     ]
+    if job.layouts:
+        lines += [
+            "# What the layout needs with so many hosts; batch and order of the data stay.",
+            'case "$NNODES" in',
+            *(
+                f"    {hosts}) layout=({' '.join(map(shlex.quote, flags))}) ;;"
+                for hosts, flags in job.layouts.items()
+            ),
+            f'    *) echo "no layout for $NNODES hosts: use {_listed(job.layouts)}" >&2',
+            "       exit 12 ;;",
+            "esac",
+        ]
     if config.preflight and config.nodes > 1:
         gpus = "--has-gpus" if job.uses_gpus else "--no-has-gpus"
         save = f" --save {shlex.quote(job.save)}" if job.save else ""
@@ -271,18 +305,32 @@ def host_script(job: Job, preamble: Sequence[str] = (), *, retry_code: int = 0) 
             f"    --timeout-s {config.preflight_timeout_s:g} 2>&1 \\",
             '    | tee "$MCORE_LOGS/host-$NODE_RANK/preflight.log"',
         ]
+    agent = "torch.distributed.run"
+    agent_options = [
+        '    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \\',
+        "    --local-ranks-filter 0 \\",
+    ]
+    if job.uses_ft_launcher:
+        agent = "nvidia_resiliency_ext.fault_tolerance.launcher"
+        agent_options = [
+            '    --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" \\',
+            "    --max-restarts 0 \\",
+            f"    --ft-rank-section-timeouts {config.ft_rank_section_timeouts} \\",
+        ]
     lines += [
+        "# Where ranks write their last collectives when one hangs, for mcore-train triage.",
+        'export TORCH_FR_DUMP_TEMP_FILE="$MCORE_LOGS/host-$NODE_RANK/nccl_trace_rank_"',
         "",
         "# A batch system's USR1 reaches every process of the job. Ranks save and end;",
         "# torchrun, which would die, ignores it.",
         "trap '' USR1 USR2",
-        f"{job.python} -m torch.distributed.run \\",
+        f"{job.python} -m {agent} \\",
         '    --nnodes "$NNODES" --node-rank "$NODE_RANK" \\',
         f"    --nproc-per-node {config.nproc_per_node} \\",
-        '    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \\',
+        *agent_options,
         '    --log-dir "$MCORE_LOGS/host-$NODE_RANK" --redirects 3 --tee 3 \\',
-        "    --local-ranks-filter 0 \\",
         f"    -m mcore_train {quoted_command(job.command)} \\",
+        *(['    "${layout[@]}" \\'] if job.layouts else []),
         '    2> >(tee "$MCORE_LOGS/host-$NODE_RANK/torchrun.log" >&2) &',
         "agent=$!",
         _WAIT.strip("\n"),
@@ -299,6 +347,10 @@ def host_script(job: Job, preamble: Sequence[str] = (), *, retry_code: int = 0) 
         ]
     lines.append('exit "$status"')
     return "\n".join(lines) + "\n"
+
+
+def _listed(layouts: Mapping[int, tuple[str, ...]]) -> str:
+    return ", ".join(map(str, sorted(layouts)))
 
 
 _WAIT = """

@@ -40,13 +40,14 @@ def run_locally(job: Job) -> int:
     logs = Path(job.log_dir) / f"{job.config.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     job = replace(job, config=replace(job.config, preflight=False))  # it is one host
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    attempt = 0
+    attempt, hosts = 0, job.config.nodes
     with _Signals() as signals:
         while True:
             folder = logs / f"attempt-{attempt}"
             folder.mkdir(parents=True)
             log.info("attempt %d, logs in %s", attempt, folder)
-            status = _run_attempt(job, folder, signals)
+            status, num_lost = _run_attempt(job, folder, signals, hosts)
+            hosts = _next_hosts(job, num_lost)
             if signals.received and status == 0:
                 return 0
             answer = after_attempt(
@@ -99,22 +100,38 @@ class _Signals:
         return not self.received
 
 
-def _run_attempt(job: Job, logs: Path, signals: _Signals) -> int:
-    """Start every host's script once and wait; return 0 or the first failed one's code."""
+def _next_hosts(job: Job, num_lost: int) -> int:
+    """Return the hosts of the next attempt; lost ones are back one attempt later."""
+    left = job.config.nodes - num_lost
+    fitting = [hosts for hosts in job.layouts if hosts <= left]
+    hosts = max(fitting, default=job.config.nodes)
+    if hosts != job.config.nodes:
+        log.info("%d of %d hosts are lost: going on with %d", num_lost, job.config.nodes, hosts)
+    return hosts
+
+
+def _run_attempt(job: Job, logs: Path, signals: _Signals, num_hosts: int) -> tuple[int, int]:
+    """Start the script of each host once and wait.
+
+    Returns:
+        0 or the code of the first host that failed, and how many hosts were lost: those whose
+        script was killed.
+    """
     config = job.config
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "NNODES": str(config.nodes),
+        "NNODES": str(num_hosts),
         "MCORE_LOGS": str(logs),
         "OMP_NUM_THREADS": os.environ.get(
-            "OMP_NUM_THREADS", str(max(1, num_cores() // config.world_size))
+            "OMP_NUM_THREADS",
+            str(max(1, num_cores() // (num_hosts * config.nproc_per_node))),
         ),
     }
     script = host_script(job)
     with _ended(signals):
-        for rank in range(config.nodes):
+        for rank in range(num_hosts):
             host = subprocess.Popen(
                 ["bash", "-c", script],
                 env={**environment, "NODE_RANK": str(rank)},
@@ -122,7 +139,8 @@ def _run_attempt(job: Job, logs: Path, signals: _Signals) -> int:
                 start_new_session=True,
             )
             signals.hosts.append(host)
-        return _wait(signals.hosts)
+        status = _wait(signals.hosts)
+        return status, sum(host.poll() == -signal.SIGKILL for host in signals.hosts)
 
 
 def _wait(hosts: list[subprocess.Popen]) -> int:

@@ -1,37 +1,62 @@
-"""The rules of a job on several hosts, checked by every host before it starts ranks.
+"""The comparison of a job's hosts before ranks start, over the folder of its logs.
 
-Each host writes its facts to the attempt's log folder and reads those of the others, so that a
-log folder which hosts do not share is found too. No collective and no torch: the check takes
-as long as the slowest host needs to start Python.
+Each host measures itself (``doctor.measure_host``), writes the facts below the attempt's log
+folder and waits until those of all hosts are there. Then every host judges them by the rows of
+``doctor``'s table that need no ranks, so that all hosts end with the same message. Nothing but
+the shared folder is needed.
 """
 
 import hashlib
 import json
+import logging
 import os
-import platform
-import socket
-import sys
 import time
-from collections.abc import Callable, Mapping
-from importlib.metadata import distributions
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_base.command_line import OptionsError
+from mcore_base.options import OptionsError
 from mcore_base.stores import as_path, is_store
+from mcore_train.diagnosis import probes
+from mcore_train.diagnosis.doctor import (
+    DoctorConfig,
+    DoctorOptions,
+    Facts,
+    ask_nvml,
+    judge,
+    measure_host,
+)
+
+log = logging.getLogger(__name__)
 
 FOLDER = "preflight"
 """Below the attempt's log folder: one file a host."""
-ALIKE = (
-    "torch",
-    "numpy",
-    "triton",
-    "nvidia-nccl",
-    "transformer-engine",
-    "flash-attn",
-    "mcore-",
+CHECKS = (
+    "version pairs",
+    "same versions",
+    "uv sync",
+    "container torch",
+    "same program",
+    "same source",
+    "same folder",
+    "one worker group",
+    "ranks of a host",
+    "GPUs of a host",
+    "ECC",
+    "memory rows",
+    "Xid",
+    "free GPU",
+    "NVLink",
+    "InfiniBand",
+    "folder",
+    "shared folder",
+    "rate of the folder",
+    "log folder",
+    "/dev/shm",
+    "ports",
+    "names",
 )
-"""Beginnings of the packages that must have one version on all hosts."""
+"""Rows of ``doctor.CHECKS`` that one process a host can answer."""
 PACE_S = 0.1
 
 
@@ -46,91 +71,58 @@ def check_hosts(logs: str, num_ranks: int, has_gpus: bool, save: str, timeout_s:
         timeout_s: to wait for the other hosts.
 
     Raises:
-        OptionsError: (a ValueError) on all hosts, with every difference and what to change.
+        OptionsError: (a ValueError) on all hosts, with every fault and what to do about it.
     """
-    faults = [*_own_faults(num_ranks, has_gpus), *_write_faults(save)]
     num_hosts, rank = _host_place()
-    facts = {**host_facts(num_ranks), "faults": faults, "save": _folder_id(save)}
+    if is_store(as_path(save)) if save else False:
+        save = ""
     folder = Path(logs) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
+    if rank:  # the first host leaves its mark in the shared folders before it writes
+        _wait_for_hosts(folder, [0], num_hosts, timeout_s)
+    facts: Facts = {
+        **measure_host("cuda" if has_gpus else "cpu"),
+        "num_ranks": num_ranks,
+        "gpus": [ask_nvml(index) for index in range(num_ranks)] if has_gpus else [],
+        "folders": _measure_folders([save, logs], is_writer=rank == 0),
+        "xids": probes.xids(probes.kernel_log()) if has_gpus else [],
+    }
     own = folder / f"host-{rank}.json"
-    other = json.loads(own.read_text())["host"] if own.exists() else facts["host"]
-    if other != facts["host"]:
+    host = facts["names"]["host"]
+    other = json.loads(own.read_text())["names"]["host"] if own.exists() else host
+    if other != host:
         raise OptionsError(
-            [f"hosts {other} and {facts['host']} both have NODE_RANK {rank}: start each once."]
+            [f"hosts {other} and {host} both have NODE_RANK {rank}: start each once."]
         )
     temporary = folder / f".host-{rank}.{os.getpid()}"
     temporary.write_text(json.dumps(facts))
     temporary.rename(own)
-    found = _wait_for_hosts(folder, num_hosts, timeout_s)
-    if different := [*_all_faults(found), *differences(found)]:
-        raise OptionsError(different)
-
-
-def host_facts(num_ranks: int) -> dict[str, Any]:
-    """Collect what all hosts of a job must have in common, and this host's name."""
-    return {
-        "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        "Python": platform.python_version(),
-        "interpreter": sys.executable,
-        "folder": str(Path.cwd()),
-        "ranks a host": num_ranks,
-        "hosts": os.environ.get("NNODES", ""),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", ""),
-        "MASTER_PORT": os.environ.get("MASTER_PORT", ""),
-        "packages": _package_versions(),
-        "source": _source_digest(),
-    }
-
-
-def differences(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return a line for each fact in which hosts differ.
-
-    Args:
-        facts: of each host by its rank, as ``host_facts`` gives them.
-    """
-    first = facts[min(facts)]
+    found = _wait_for_hosts(folder, range(num_hosts), num_hosts, timeout_s)
+    if rank == 0:
+        _remove_marks([save, logs])
+    options = DoctorOptions(save=save, log_dir=logs, device="cuda" if has_gpus else "cpu")
+    results = judge(of_ranks(found), DoctorConfig(options=options), CHECKS)
     lines = []
-    for name in first:
-        if name in ("host", "faults", "packages"):
-            continue
-        lines += _unlike(name, {host["host"]: host[name] for host in facts.values()})
-    names = sorted({name for host in facts.values() for name in host["packages"]})
-    for name in names:
-        versions = {h["host"]: h["packages"].get(name, "none") for h in facts.values()}
-        lines += _unlike(name, versions)
-    return lines
+    for result in results:
+        for problem in result.problems:
+            advice = problem.advice or result.check.advice
+            line = f"{result.check.name}: {problem.where}: {problem.value}. {advice}".strip()
+            if result.check.is_warning:
+                log.warning("%s", line)
+            else:
+                lines.append(line)
+    if lines:
+        raise OptionsError(lines)
 
 
-def _unlike(name: str, by_host: Mapping[str, Any]) -> list[str]:
-    """Return one line if hosts have unlike values; the rare values come first."""
-    hosts: dict[str, list[str]] = {}
-    for host, value in by_host.items():
-        hosts.setdefault(str(value), []).append(host)
-    if len(hosts) < 2:
-        return []
-    groups = sorted(hosts.items(), key=lambda group: len(group[1]))
-    shown = "; ".join(f"{value} on {_some(names)}" for value, names in groups)
-    return [f"{_MEND.get(name, name)}: {shown}."]
-
-
-_MEND = {
-    "source": "the mcore wheels differ in their files, install one build on all hosts",
-    "save": "--save is not one folder on all hosts, put it on shared storage",
-    "folder": "ranks start in different folders, give --workdir",
-    "interpreter": "the interpreters differ, use one path on all hosts",
-    "hosts": "NNODES differs, start one job with one worker group",
-    "MASTER_ADDR": "hosts would meet at different places (MASTER_ADDR)",
-    "MASTER_PORT": "hosts would meet at different places (MASTER_PORT)",
-}
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _all_faults(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    return [f"{host['host']}: {fault}" for host in facts.values() for fault in host["faults"]]
+def of_ranks(hosts: Sequence[Facts]) -> list[Facts]:
+    """Repeat the facts of each host for each of the ranks that it is to start."""
+    found: list[Facts] = []
+    for host in hosts:
+        for local_rank in range(host["num_ranks"]):
+            gpu = {"gpu": host["gpus"][local_rank]} if host["gpus"] else {}
+            found.append({**host, **gpu, "rank": len(found), "local_rank": local_rank})
+    return found
 
 
 def _host_place() -> tuple[int, int]:
@@ -146,96 +138,44 @@ def _host_place() -> tuple[int, int]:
     return num_hosts, rank
 
 
-def _own_faults(num_ranks: int, has_gpus: bool) -> list[str]:
-    if not has_gpus:
-        return []
-    visible = count_gpus()
-    if visible == num_ranks:
-        return []
-    return [f"{visible} GPUs are visible and --nproc-per-node is {num_ranks}: make them equal."]
+def _mark(path: str) -> str:
+    """Name the file by which hosts see that a folder is one folder."""
+    return f"preflight-{hashlib.sha256(path.encode()).hexdigest()[:12]}"
 
 
-def count_gpus() -> int:
-    """Count this host's GPUs as CUDA will see them, without starting CUDA."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
-    return len([p for p in Path("/dev").glob("nvidia*") if p.name[6:].isdecimal()])
-
-
-def _write_faults(save: str) -> list[str]:
-    """Return why the run folder cannot be written from this host."""
-    if not save or is_store(as_path(save)):
-        return []
-    probe = Path(save) / f".preflight.{socket.gethostname()}.{os.getpid()}"
-    try:
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        return [f"--save {save} cannot be written: {error.strerror}."]
-    return []
-
-
-def _folder_id(save: str) -> str:
-    """Identify a folder over hosts by a file in it, which the first host to come writes."""
-    if not save or is_store(as_path(save)):
-        return ""
-    mark = Path(save) / ".folder_id"
-    try:
-        with mark.open("x") as file:
-            file.write(f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}")
-    except FileExistsError:
-        pass
-    except OSError:
-        return ""  # is one of the faults already
-    for _ in range(50):
-        if text := mark.read_text():
-            return text
-        time.sleep(PACE_S)
-    return ""
-
-
-def _package_versions() -> dict[str, str]:
-    found = {}
-    for package in distributions():
-        name = (package.metadata["Name"] or "").lower().replace("_", "-")
-        if name.startswith(ALIKE):
-            found[name] = package.version
+def _measure_folders(paths: Sequence[str], *, is_writer: bool) -> list[dict[str, Any]]:
+    found = []
+    for path in filter(None, paths):
+        measured = probes.folder(path, _mark(path), is_writer=is_writer)
+        if not measured["error"]:
+            measured["is_shared"] = probes.sees_token(path, _mark(path))
+        found.append(measured)
     return found
 
 
-def _source_digest() -> str:
-    """Hash sizes and names of the mcore wheels' files: editable installs have no version."""
-    digest = hashlib.sha256()
-    here = Path(__file__).parents[1]
-    for file in sorted(here.rglob("*.py")):
-        digest.update(f"{file.relative_to(here)} {file.stat().st_size}\n".encode())
-    return digest.hexdigest()[:12]
+def _remove_marks(paths: Sequence[str]) -> None:
+    for path in filter(None, paths):
+        for name in (_mark(path), f"{_mark(path)}.lock"):
+            (Path(path) / name).unlink(missing_ok=True)
 
 
 def _wait_for_hosts(
     folder: Path,
+    ranks: Sequence[int],
     num_hosts: int,
     timeout_s: float,
     now: Callable[[], float] = time.monotonic,
-) -> dict[int, dict[str, Any]]:
-    """Read the facts of all hosts once they are there."""
+) -> list[Facts]:
+    """Read the facts of some hosts once they are there."""
     deadline = now() + timeout_s
-    while True:
-        missing = [rank for rank in range(num_hosts) if not _fact_file(folder, rank).exists()]
-        if not missing:
-            break
+    files = {rank: folder / f"host-{rank}.json" for rank in ranks}
+    while missing := [rank for rank, file in files.items() if not file.exists()]:
         if now() > deadline:
-            ranks = ", ".join(map(str, missing[:8]))
             raise ValueError(
-                f"{len(missing)} of {num_hosts} hosts (NODE_RANK {ranks}) wrote nothing to "
-                f"{folder} within {timeout_s:g} s: they did not start, or --log-dir is not on "
-                "storage that all hosts share."
+                f"{len(missing)} of {num_hosts} hosts (NODE_RANK "
+                f"{', '.join(map(str, missing[:8]))}) wrote nothing to {folder} within "
+                f"{timeout_s:g} s: they did not start, or --log-dir is not on storage that all "
+                "hosts share."
             )
         time.sleep(PACE_S)
-    return {rank: json.loads(_fact_file(folder, rank).read_text()) for rank in range(num_hosts)}
-
-
-def _fact_file(folder: Path, rank: int) -> Path:
-    return folder / f"host-{rank}.json"
+    return [json.loads(file.read_text()) for file in files.values()]

@@ -96,7 +96,7 @@ def _directives(job: Job, slurm: SlurmConfig) -> str:
     log_dir = Path(job.log_dir)
     words = [
         f"job-name={config.job_name}",
-        f"nodes={config.nodes}",
+        f"nodes={config.min_nodes}-{config.nodes}" if job.layouts else f"nodes={config.nodes}",
         "ntasks-per-node=1",
         f"gpus-per-node={gpus}" if gpus else "",
         f"partition={slurm.slurm_partition}" if slurm.slurm_partition else "",

@@ -159,7 +159,9 @@ SPELLINGS: dict[str, Spelling] = {
     "--yarn-beta-fast": Spelling(("--beta-fast",)),
     "--yarn-beta-slow": Spelling(("--beta-slow",)),
     "--fp8-margin": Spelling(num_values=1, only="0", note="scales have no margin"),
-    "--rerun-mode": Spelling(num_values=1, only="disabled", note="no step is computed twice"),
+    "--rerun-mode": Spelling(
+        num_values=1, only="disabled", note="--rerun-on-mismatch computes steps twice"
+    ),
     "--sample-rate": Spelling(num_values=1, only="1.0", note="all samples are read"),
     "--attention-softmax-in-fp32": Spelling(note="attention's softmax is always in float32"),
     "--cross-entropy-loss-fusion": Spelling(note="output layer and loss are always fused"),
@@ -200,7 +202,7 @@ NOTES: dict[str, str] = {
         "--tensorboard writes every reported number, at every --log-interval"
     ),
     (
-        "--log-params-norm --log-num-zeros-in-grad --log-progress --log-straggler --log-energy "
+        "--log-params-norm --log-num-zeros-in-grad --log-progress --log-energy "
         "--log-world-size-to-tensorboard --no-log-loss-scale-to-tensorboard "
         "--disable-log-loss-scale-to-tensorboard --log-memory-interval "
         "--log-device-memory-used --log-max-attention-logit "
@@ -212,7 +214,9 @@ NOTES: dict[str, str] = {
         "--record-shapes --nvtx-ranges "
         "--run-workload-inspector-server --gpu-sniff-test-interval --onnx-safe"
     ): "nothing is profiled; use nsys or py-spy around the command",
-    "--straggler-* --disable-straggler-*": "slow ranks are not looked for",
+    "--straggler-ctrlr-port --straggler-minmax-count --disable-straggler-on-startup": (
+        "--log-straggler scores every rank at each --straggler-interval"
+    ),
     "--flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-*": (
         "torch's own variables TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_FR_DUMP_TEMP_FILE set it"
     ),
@@ -349,10 +353,7 @@ INSTEAD: dict[str, str] = {
     (
         "--rerun-* --check-for-spiky-loss --check-for-large-grads --error-injection-* "
         "--fault-injector-*"
-    ): ("steps are not computed twice; use --check-for-nan-in-loss-and-grad, which is on."),
-    "--ft-* --enable-ft-package --calc-ft-timeouts --inprocess-*": (
-        "use torchrun --max-restarts with --load, which continues to the last bit."
-    ),
+    ): "use --rerun-on-mismatch, which computes a suspicious step again.",
     "--nnodes --nproc*per*node --node-rank --master-* --rdzv-* --max-restarts --standalone": (
         "this belongs to torchrun, before -m mcore_train; use --nproc N on one host."
     ),

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from statistics import fmean
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from mcore_models.logical_tensors import further_mixers, layer_mixers
 from mcore_moe.routing.router_stats import SUMMARY
 from mcore_parallel.collectives import all_reduce
+from mcore_parallel.launch.watchdog import Watch
 from mcore_train.assembly import Run
 from mcore_train.reporting.hardware import peak_flops
 from mcore_train.reporting.log import StepReport
@@ -25,9 +26,15 @@ class Interval:
         num_reports: reports so far.
     """
 
-    def __init__(self, run: Run) -> None:
-        """Begin an interval at the run's next step; no communication."""
+    def __init__(self, run: Run, watch: Watch | None = None) -> None:
+        """Begin an interval at the run's next step; no communication.
+
+        Args:
+            run: whose steps are averaged.
+            watch: does not count the time of ``paused`` as that of a step; None: there is none.
+        """
         self.run = run
+        self._watch = watch
         self.is_first = False
         self.num_reports = 0
         self._flops = run.plan.family.flops_per_token(
@@ -72,7 +79,8 @@ class Interval:
             torch.cuda.synchronize(self.run.ctx.device)
         before_s = time.perf_counter()
         try:
-            yield
+            with self._watch.between_steps() if self._watch else nullcontext():
+                yield
         finally:
             self._started_s += time.perf_counter() - before_s
 
@@ -103,6 +111,8 @@ class Interval:
             iteration=progress.iteration,
             train_iters=plan.train_iters,
             consumed_train_samples=progress.consumed_train_samples,
+            consumed_train_tokens=progress.consumed_train_samples
+            * plan.config.batch.seq_length,
             step_ms=1e3 * step_s,
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_gpu=tokens_per_s / plan.world_size,

@@ -1,4 +1,4 @@
-"""Reports of a run: lines of text, and the same numbers as JSON lines and for TensorBoard.
+"""Reports of a run: lines of text, and the same numbers as JSON lines and for loggers.
 
 Only the rank that reports opens files; the others log warnings alone. Lines follow
 Megatron's form, so that tools which read those read these. On a terminal a progress bar
@@ -10,10 +10,12 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -27,6 +29,11 @@ from rich.progress import (
 )
 
 from mcore_train.reporting.health import Health
+from mcore_train.reporting.loggers.protocol import Attempt, Header, Logger
+
+if TYPE_CHECKING:
+    from mcore_train.reporting.alarms import Alarm
+    from mcore_train.reporting.waterfall import Waterfall
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +94,7 @@ class StepReport:
     iteration: int
     train_iters: int
     consumed_train_samples: int
+    consumed_train_tokens: int
     step_ms: float
     tokens_per_s: float
     tokens_per_s_per_gpu: float
@@ -153,16 +161,8 @@ class StepReport:
         return found | {n.replace(" ", "_"): value for n, value in self.other_losses.items()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    """Description of a run: lines of text, and the same as a row of ``metrics.jsonl``."""
-
-    lines: tuple[str, ...]
-    row: Mapping[str, Any]
-
-
 class Reporter:
-    """Writes reports of one run: lines, JSON lines, TensorBoard, a progress bar.
+    """Writes reports of one run: lines, JSON lines, loggers, a progress bar.
 
     A context manager; does nothing on ranks that do not report. A run that continues appends
     to the files of before: each JSON line has the number of its attempt and the step which the
@@ -175,7 +175,7 @@ class Reporter:
         *,
         metrics_file: Path | None = None,
         samples_file: Path | None = None,
-        tensorboard_folder: Path | None = None,
+        loggers: Iterable[Logger] = (),
         with_lines: bool = True,
         continues_from: int = 0,
         health: Health | None = None,
@@ -186,19 +186,17 @@ class Reporter:
             console: where a progress bar may go; None on ranks that do not report.
             metrics_file: JSON lines, appended to.
             samples_file: JSON lines of texts that the model writes, appended to.
-            tensorboard_folder: scalars for TensorBoard.
+            loggers: also get every number; one that fails is dropped, and the run goes on.
             with_lines: write a line for each report.
             continues_from: steps done before.
             health: also gets steps, reports and saves, on a rank that serves an endpoint.
-
-        Raises:
-            ValueError: if TensorBoard is wanted and not installed.
         """
         self.is_active = console is not None
         self._health = health
         self.with_lines = with_lines
         self.continues_from = continues_from
         self._attempt = 1
+        self._alarms: dict[str, str] = {}
         self._metrics_file = metrics_file if self.is_active else None
         self._samples_file = samples_file if self.is_active else None
         self._metrics: IO[str] | None = None
@@ -206,15 +204,22 @@ class Reporter:
         self._task: Any = None
         if console is not None and console.is_terminal:
             self._progress = _progress_bar(console)
-        self._board = None
-        if self.is_active and tensorboard_folder is not None:
-            self._board = _summary_writer(tensorboard_folder, continues_from + 1)
+        self.loggers = list(loggers) if self.is_active else []
+        self._reported, self._run_id = 0, uuid.uuid4().hex[:12]
 
     def __enter__(self) -> "Reporter":
         if self._metrics_file is not None:
             self._metrics_file.parent.mkdir(parents=True, exist_ok=True)
             self._begin_attempt(self._metrics_file)
             self._metrics = _open_to_append(self._metrics_file)
+        attempt = Attempt(
+            run_id=self._run_id,
+            number=self._attempt,
+            continues_from=self.continues_from,
+            reported=self._reported,
+            folder=None if self._metrics_file is None else self._metrics_file.parent,
+        )
+        self._tell(lambda logger: logger.begin(attempt))
         if self._progress is not None:
             self._progress.start()
         return self
@@ -224,13 +229,15 @@ class Reporter:
             self._progress.stop()
         if self._metrics is not None:
             self._metrics.close()
-        if self._board is not None:
-            self._board.close()
+        self._tell(lambda logger: logger.close())
 
     def _begin_attempt(self, file: Path) -> None:
         """Number this attempt, and name the steps that earlier ones did in vain."""
-        attempts = {row.get("attempt", 1) for row in _rows(file)}
-        self._attempt = max(attempts, default=0) + 1
+        for row in _rows(file):
+            self._attempt = max(self._attempt, row.get("attempt", 1) + 1)
+            self._run_id = row.get("run_id", self._run_id)
+            if row.get("kind") == "train":
+                self._reported = max(self._reported, row["iteration"])
         kept = [row for row in read_metrics(file) if row["kind"] == "train"]
         newest = max((row["iteration"] for row in kept), default=0)
         if newest > self.continues_from:
@@ -265,16 +272,15 @@ class Reporter:
             self._health.checkpoint(iteration)
 
     def report_header(self, iteration: int, header: Header) -> None:
-        """Write the description of a run: lines, one JSON line and a text for TensorBoard."""
+        """Write the description of a run: lines, one JSON line, and to loggers."""
         if self.with_lines:
             for line in header.lines:
                 log.info("%s", line)
         if self._metrics is not None:
             row = {"kind": "run", **header.row, "iteration": iteration, **self._origin()}
-            self._metrics.write(_json_line(row))
+            self._metrics.write(_json_line({**row, "run_id": self._run_id}))
             self._metrics.flush()
-        if self._board is not None:
-            self._board.add_text("run", "  \n".join(header.lines), iteration)
+        self._tell(lambda logger: logger.describe(header))
 
     def report(self, report: StepReport) -> None:
         """Write one training report everywhere."""
@@ -289,6 +295,20 @@ class Reporter:
         if report.experts:
             self.record("experts", report.iteration, report.experts)
 
+    def report_waterfall(self, waterfall: "Waterfall", alarms: "Sequence[Alarm]") -> None:
+        """Write where the time of a step went; warn of bounds that it crosses, once each."""
+        if self.with_lines:
+            log.info("%s", waterfall.line())
+        self.record("waterfall", waterfall.iteration, waterfall.numbers())
+        for alarm in alarms:
+            if self._alarms.get(alarm.name) != alarm.flag:
+                log.warning("%s", alarm.line())
+            if self._metrics is not None:
+                row = {"kind": "alarm", **asdict(alarm), "iteration": waterfall.iteration}
+                self._metrics.write(_json_line({**row, **self._origin()}))
+                self._metrics.flush()
+        self._alarms = {alarm.name: alarm.flag for alarm in alarms}
+
     def record(self, kind: str, iteration: int, numbers: Mapping[str, float | int]) -> None:
         """Write numbers to the files alone.
 
@@ -301,9 +321,23 @@ class Reporter:
             row = {"kind": kind, **numbers, "iteration": iteration, **self._origin()}
             self._metrics.write(_json_line(row))
             self._metrics.flush()
-        if self._board is not None:
-            for name, value in numbers.items():
-                self._board.add_scalar(f"{kind}/{name}", value, iteration)
+        is_repeated = iteration <= self._reported
+        self._tell(
+            lambda logger: logger.log(kind, iteration, numbers),
+            to=[each for each in self.loggers if each.takes_back or not is_repeated],
+        )
+
+    def _tell(self, call: Callable[[Logger], None], to: Sequence[Logger] | None = None) -> None:
+        """Call loggers; one that raises is dropped with a warning: no run ends for it."""
+        for logger in list(self.loggers if to is None else to):
+            try:
+                call(logger)
+            except Exception as error:  # noqa: BLE001 - whatever a service or its client does
+                self.loggers.remove(logger)
+                log.warning(
+                    "%s failed and gets no more numbers of this run (%s: %s); training goes on",
+                    *(type(logger).__name__, type(error).__name__, error),
+                )
 
     def report_texts(self, iteration: int, texts: Iterable[tuple[str, str]]) -> None:
         """Write prompts and the texts that the model wrote after them."""
@@ -319,8 +353,12 @@ class Reporter:
             with _open_to_append(self._samples_file) as file:
                 file.writelines(rows)
 
-    def _origin(self) -> dict[str, int]:
-        return {"attempt": self._attempt, "continues_from": self.continues_from}
+    def _origin(self) -> dict[str, float | int]:
+        return {
+            "attempt": self._attempt,
+            "continues_from": self.continues_from,
+            "time": round(time.time(), 3),
+        }
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
@@ -387,15 +425,3 @@ def _progress_bar(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
     )
-
-
-def _summary_writer(folder: Path, purge_step: int) -> Any:
-    """Open TensorBoard's files; it hides what earlier ones hold from ``purge_step`` on."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError:
-        raise ValueError(
-            "--tensorboard needs the tensorboard package: "
-            'pip install "mcore-train[tensorboard]".'
-        ) from None
-    return SummaryWriter(str(folder), purge_step=purge_step)

@@ -1,0 +1,178 @@
+"""``StepClock``: times named spans of one step on the device's own clock.
+
+Layers and engines open a span where they wait for other ranks (``Axis.waiting``), the training
+loop where it reads data, computes and updates. A span costs an attribute test unless a step is
+recorded. On CUDA a border of a span is an event on the current stream, so that the time of a
+wait is that for which the stream stood still and nobody waits for the device; on a CPU it is
+the monotonic clock. ``Recording.segments`` cuts the step at all borders: each piece of time
+belongs to the span that began last, so that the pieces add up to the step whatever overlaps.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+PACED_S = 50e-6
+"""A device that reaches an event within this time of its launch was waiting for the host."""
+
+Annotate = Callable[[str], AbstractContextManager]
+"""Opens a range of a profiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment: when the host came to it, and the event that tells when the device did."""
+
+    host_s: float
+    event: torch.cuda.Event | None = None
+
+
+@dataclass(slots=True)
+class Span:
+    """A named stretch of a step."""
+
+    name: str
+    begin: Mark
+    end: Mark | None = None
+    """None while it is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a step between two borders of spans, in which no span begins or ends."""
+
+    names: tuple[str, ...]
+    """Open spans, the one that began last at the end; empty: none."""
+    begin_s: float
+    end_s: float
+    is_paced: bool = False
+    """Whether the device came to its end as soon as the host did: it had no work ahead."""
+
+    @property
+    def length_s(self) -> float:
+        """How long it lasts."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The spans of one step; read it once the device has passed its end."""
+
+    base: Mark
+    """A moment at which the device was idle, so that both clocks can be compared."""
+    whole: Span
+    spans: list[Span]
+
+    def segments(self) -> list[Segment]:
+        """Cut the step at the borders of its spans, in order of time."""
+        assert self.whole.end is not None
+        first, last = self._time_s(self.whole.begin), self._time_s(self.whole.end)
+        borders: list[tuple[float, int, int, Mark]] = []  # time, order, +-(span + 1), mark
+        for number, span in enumerate(self.spans):
+            for mark, sign in ((span.begin, 1), (span.end, -1)):
+                if mark is not None:
+                    time_s = min(max(self._time_s(mark), first), last)
+                    borders.append((time_s, len(borders), sign * (number + 1), mark))
+        borders.sort(key=lambda border: border[:2])
+        borders.append((last, len(borders), 0, self.whole.end))
+        found: list[Segment] = []
+        opened: list[int] = []
+        before_s = first
+        for time_s, _, change, mark in borders:
+            if time_s > before_s:
+                names = tuple(self.spans[number].name for number in opened)
+                found.append(Segment(names, before_s, time_s, self._is_paced(mark)))
+                before_s = time_s
+            if change > 0:
+                opened.append(change - 1)
+            elif change < 0 and -change - 1 in opened:
+                opened.remove(-change - 1)
+        return found
+
+    def _time_s(self, mark: Mark) -> float:
+        """Return when the device came to a mark, on the host's clock."""
+        if mark.event is None or self.base.event is None:
+            return mark.host_s
+        return self.base.host_s + 1e-3 * self.base.event.elapsed_time(mark.event)
+
+    def _is_paced(self, mark: Mark) -> bool:
+        return mark.event is not None and self._time_s(mark) - mark.host_s < PACED_S
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Records the spans of a step when asked to; otherwise a span costs next to nothing."""
+
+    device: torch.device
+    is_on: bool = False
+    """Whether spans are recorded or shown to a profiler."""
+    annotate: Annotate | None = None
+    """Opens a profiler's range for each span; set while a profiler runs."""
+    _base: Mark | None = None
+    _whole: Span | None = None
+    _spans: list[Span] = field(default_factory=list)
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Return the context of a named stretch; spans may nest and overlap."""
+        return self._span(name) if self.is_on else nullcontext()
+
+    def calibrate(self) -> None:
+        """Wait for the device, compare its clock with the host's; a step before ``start``."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._base = self._mark()
+
+    def start(self) -> None:
+        """Begin to record a step; needs ``calibrate`` before."""
+        self._spans, self._whole = [], Span("step", self._mark())
+        self.is_on = True
+
+    def stop(self) -> Recording:
+        """End the step that ``start`` began; waits for nothing."""
+        assert self._base is not None
+        assert self._whole is not None
+        self._whole.end = self._mark()
+        recording = Recording(self._base, self._whole, self._spans)
+        self._spans, self._whole = [], None
+        self.is_on = self.annotate is not None
+        return recording
+
+    def show(self, annotate: Annotate | None) -> None:
+        """Open ranges of a profiler for all spans from now on; None: no more."""
+        self.annotate = annotate
+        self.is_on = annotate is not None or self._whole is not None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a step is recorded at the moment."""
+        return self._whole is not None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record and show no spans inside."""
+        was_on, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = was_on
+
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        span = Span(name, self._mark())
+        if self._whole is not None:
+            self._spans.append(span)
+        try:
+            with nullcontext() if self.annotate is None else self.annotate(name):
+                yield
+        finally:
+            span.end = self._mark()
+
+    def _mark(self) -> Mark:
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return Mark(time.perf_counter(), event)

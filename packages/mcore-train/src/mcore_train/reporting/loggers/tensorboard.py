@@ -1,0 +1,40 @@
+"""Scalars for TensorBoard, in ``tensorboard/`` of the run folder."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mcore_train.reporting.loggers.protocol import Attempt, Header
+
+
+class TensorBoardLogger:
+    """Writes event files; TensorBoard hides what earlier attempts did in vain."""
+
+    takes_back = True
+
+    def __init__(self, folder: Path, queue_size: int = 10) -> None:
+        """Check that TensorBoard is there; files are opened by ``begin``.
+
+        Raises:
+            ModuleNotFoundError: if the package is not installed.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder, self._open, self._queue_size = folder, SummaryWriter, queue_size
+
+    def begin(self, attempt: Attempt) -> None:
+        """Open the run, or open it again."""
+        step = attempt.continues_from + 1
+        self._board = self._open(str(self._folder), purge_step=step, max_queue=self._queue_size)
+
+    def describe(self, header: Header) -> None:
+        """Take the description of the run."""
+        self._board.add_text("run", "  \n".join(header.lines))
+
+    def log(self, kind: str, iteration: int, numbers: Mapping[str, float | int]) -> None:
+        """Take numbers of a step."""
+        for name, value in numbers.items():
+            self._board.add_scalar(f"{kind}/{name}", value, iteration)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._board.close()

@@ -1,0 +1,305 @@
+"""The waterfall of a step: its time by what it went to, in parts that add up to the step.
+
+Every ``--waterfall-interval`` steps a step is recorded by the context's ``StepClock`` and read
+at the next report, when the device has passed it. A piece of time counts as what began last
+in it: a wait for other ranks as exposed communication of its axis, reading batches as data, the
+update as optimizer, forward and backward as compute, the rest as host. On a GPU a piece at
+whose end the device had no work ahead counts as host too: launches paced it.
+
+Waits for pipeline neighbours are bubble as far as the schedule explains them: the simulator
+times it with this step's own forwards and backwards, and messages that take no time.
+"""
+
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mcore_ckpt.save_load.rank_agreement import gather_json
+from mcore_parallel.data_parallel.gradient_noise import NoiseSquares, noise_and_signal
+from mcore_parallel.pipeline_parallel.actions import Action
+from mcore_parallel.pipeline_parallel.schedule import build_schedule
+from mcore_parallel.pipeline_parallel.simulator import simulate
+from mcore_parallel.step_clock import Recording
+from mcore_train.assembly import Run
+
+FIRST = 3
+"""The step of an attempt that is recorded first: the ones before load kernels and connect."""
+AXES = ("tp", "cp", "pp", "ep", "dp", "world")
+PARTS = ("compute", "optimizer", "data", "host", "bubble", "checkpoint")
+"""Beside exposed communication, by axis."""
+IDLE = ("data", "host", "bubble", "checkpoint")
+"""Parts in which a device neither computes nor communicates."""
+SLOW = 1.2
+"""A rank whose work takes so many times that of its peers is slow."""
+DELAY = 0.1
+"""Share of the step that it takes longer, at least."""
+MEMORY = 0.9
+"""Weight of what was known of noise and signal before, at each new measurement."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waterfall:
+    """A step's time by what it went to: means over the ranks, in seconds."""
+
+    iteration: int
+    parts: Mapping[str, float]
+    """By name: ``PARTS`` and ``exposed_`` with an axis; they add up to ``step_s``."""
+    step_s: float
+    """Of the recorded step, with its share of the saves since the one recorded before."""
+    slow_rank: int
+    """Global rank whose work takes longest compared with ranks that do the same; -1: it takes
+    less than ``SLOW`` times as long, or the difference less than ``DELAY`` of a step."""
+    slow_ratio: float
+    """How many times the median of its peers it takes; 0 for a rank without peers."""
+    gradient_noise: float = float("nan")
+    """Noise scale over the batch size; nan where it is not measured, infinite where no signal
+    was found in the noise."""
+    num_noises: int = 0
+    """Steps that it is averaged over."""
+    ranks: Sequence[Mapping[str, float]] = ()
+    """Parts of each rank, in the order of global ranks."""
+
+    @property
+    def communication_share(self) -> float:
+        """Share of the step in which ranks wait for communication, without the bubble."""
+        return sum(self.parts[f"exposed_{axis}"] for axis in AXES) / self.step_s
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the step in which devices compute or communicate."""
+        return 1 - sum(self.parts[name] for name in IDLE) / self.step_s
+
+    def numbers(self) -> dict[str, float | int]:
+        """Return a flat table with stable keys."""
+        return {
+            "step_ms": 1e3 * self.step_s,
+            **{f"{name}_ms": 1e3 * seconds for name, seconds in self.parts.items()},
+            "communication_share": self.communication_share,
+            "utilisation": self.utilisation,
+            "gradient_noise": self.gradient_noise,
+            "slow_rank": self.slow_rank,
+            "slow_ratio": self.slow_ratio,
+        }
+
+    def line(self) -> str:
+        """Write the parts as shares of the step, the largest first."""
+        ranked = sorted(self.parts.items(), key=lambda part: -part[1])
+        shares = [
+            f"{name.replace('_', ' ')}: {100 * seconds / self.step_s:.1f}%"
+            for name, seconds in ranked
+            if seconds >= 5e-4 * self.step_s
+        ]
+        noise = self.gradient_noise
+        ends = [f"gradient noise: {noise:.3g}"] if not math.isnan(noise) else []
+        head = f"step {self.iteration} took (ms): {1e3 * self.step_s:.1f}"
+        return " " + " | ".join([head, *shares, *ends]) + " |"
+
+
+class StepWatch:
+    """Records a step of a run now and then, and makes its waterfall at the next report."""
+
+    def __init__(self, run: Run) -> None:
+        """Record nothing yet; no communication."""
+        self._run, self._clock = run, run.ctx.clock
+        self._interval = run.plan.config.logging.waterfall_interval
+        self._first = run.progress.iteration + FIRST
+        self._recorded: tuple[int, Recording, NoiseSquares | None] | None = None
+        self._saves_s, self._last_step = 0.0, run.progress.iteration
+        self._noise = self._signal = 0.0
+        self._num_noises = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is recorded."""
+        late = step - self._first
+        return self._interval > 0 and late >= 0 and late % self._interval == 0
+
+    def before(self, step: int) -> None:
+        """Begin to record a step that is due; waits for the device one step before it."""
+        if self.is_due(step + 1):
+            self._clock.calibrate()
+        if self.is_due(step):
+            if self._interval == 1:
+                self._clock.calibrate()
+            self._clock.start()
+
+    def after(self, step: int) -> None:
+        """End the record of a step that is due; waits for nothing."""
+        if self.is_due(step):
+            squares = self._run.noise.take() if self._run.noise is not None else None
+            self._recorded = step, self._clock.stop(), squares
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Count the time of a save, to be shared by the steps between two records."""
+        begin_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._saves_s += time.perf_counter() - begin_s
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether a step was recorded since the last report; equal on all ranks."""
+        return self._recorded is not None
+
+    def report(self) -> Waterfall:
+        """Return the waterfall of the step that was recorded last.
+
+        Call it when the device has passed the step; gathers a few numbers over the world.
+        """
+        assert self._recorded is not None
+        step, recording, squares = self._recorded
+        self._recorded = None
+        parts, actions = rank_parts(recording)
+        parts["checkpoint"] = self._saves_s / max(1, step - self._last_step)
+        self._saves_s, self._last_step = 0.0, step
+        own = {
+            "parts": parts,
+            "actions": actions,
+            "stage": self._run.ctx.pp.rank,
+            "squares": _numbers(squares),
+        }
+        ranks = gather_json(own, self._run.ctx.world)
+        noise = self._noise_of([rank["squares"] for rank in ranks])
+        stages = [rank["stage"] for rank in ranks]
+        found = build_waterfall(step, _split_bubbles(self._run, ranks), stages)
+        return replace(found, gradient_noise=noise, num_noises=self._num_noises)
+
+    def _noise_of(self, squares: Sequence[Sequence[float]]) -> float:
+        """Average noise and signal over the records so far; their ratio, nan without any."""
+        if not squares[0]:
+            return float("nan")
+        part, whole = (sum(rank[place] for rank in squares) for place in (0, 1))
+        noise, signal = noise_and_signal(part, whole, int(squares[0][2]))
+        self._noise = MEMORY * self._noise + noise
+        self._signal = MEMORY * self._signal + signal
+        self._num_noises += 1
+        return self._noise / self._signal if self._signal > 0 else float("inf")
+
+
+def rank_parts(recording: Recording) -> tuple[dict[str, float], dict[str, float]]:
+    """Sort the pieces of a step into parts; returns them, and the mean time of each action.
+
+    Waits for pipeline neighbours are all in ``exposed_pp`` still. An action is named by its
+    kind and chunk, such as ``F/0``; its time has no waits for pipeline neighbours.
+    """
+    parts = dict.fromkeys((*PARTS, *(f"exposed_{axis}" for axis in AXES)), 0.0)
+    times: dict[str, float] = defaultdict(float)
+    for segment in recording.segments():
+        part = _part(segment.names, is_paced=segment.is_paced)
+        parts[part] += segment.length_s
+        action = next((name for name in reversed(segment.names) if "/" in name), "")
+        if action and part != "exposed_pp":
+            times[action] += segment.length_s
+    counts: dict[str, int] = defaultdict(int)
+    for span in recording.spans:
+        counts[span.name] += 1
+    return parts, {name: seconds / counts[name] for name, seconds in times.items()}
+
+
+def build_waterfall(
+    iteration: int, ranks: Sequence[Mapping[str, float]], stages: Sequence[int]
+) -> Waterfall:
+    """Average parts over ranks, and find the slowest of them.
+
+    Args:
+        iteration: step that was recorded.
+        ranks: parts of each rank.
+        stages: pipeline rank of each: ranks of one stage have the same work.
+    """
+    mean = {name: statistics.fmean(rank[name] for rank in ranks) for name in ranks[0]}
+    slow_rank, slow_ratio, step_s = -1, 0.0, sum(mean.values())
+    work = [rank["compute"] + rank["optimizer"] + rank["host"] for rank in ranks]
+    for number, stage in enumerate(stages):
+        peers = [
+            w for other, w in enumerate(work) if other != number and stages[other] == stage
+        ]
+        if peers and (median := statistics.median(peers)) > 0:
+            ratio = work[number] / median
+            if ratio > slow_ratio:
+                is_slow = ratio > SLOW and work[number] - median > DELAY * step_s
+                slow_rank, slow_ratio = number if is_slow else -1, ratio
+    return Waterfall(
+        iteration=iteration,
+        parts=mean,
+        step_s=step_s,
+        slow_rank=slow_rank,
+        slow_ratio=slow_ratio,
+        ranks=ranks,
+    )
+
+
+def _part(names: tuple[str, ...], *, is_paced: bool) -> str:
+    """Return the part that a piece with these open spans counts as."""
+    inner = names[-1] if names else ""
+    if "/" in inner or inner in ("compute", "optimizer"):
+        if is_paced:
+            return "host"
+        return "optimizer" if inner == "optimizer" else "compute"
+    if inner == "data":
+        return "data"
+    return f"exposed_{axis_of(inner)}" if inner else "host"
+
+
+def axis_of(group: str) -> str:
+    """Return the axis of the layout that a group of ranks belongs to, such as dp for cp_dp."""
+    if group in ("dp", "cp_dp", "expert_dp") or "optimizer" in group:
+        return "dp"
+    if group in ("pp", "pp_back", "embedding_ends"):
+        return "pp"
+    if group == "tp" or group.startswith(("tp_block", "expert_tp")):
+        return "tp"
+    if group == "cp" or group.startswith(("cp_exchange", "cp_ring")):
+        return "cp"
+    if group == "ep" or group.startswith("ep_node"):
+        return "ep"
+    return "world"
+
+
+def _split_bubbles(run: Run, ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Move waits that the schedule explains to the bubble, on each rank.
+
+    A stage that ends first waits in the next sum over all ranks, so that such a wait counts as
+    well as one for a neighbour. Each rank is timed with the other stages' own actions.
+    """
+    found = [dict(rank["parts"]) for rank in ranks]
+    pp = run.ctx.pp
+    if pp.size == 1:
+        return found
+    by_stage: dict[int, list[Mapping[str, float]]] = defaultdict(list)
+    for rank in ranks:
+        by_stage[rank["stage"]].append(rank["actions"])
+    num_microbatches = max(n for kind, n in run.pipeline.built_actions if kind == "train")
+    options = run.plan.config.pipeline
+
+    def duration(stage: int, action: Action) -> float:
+        name = f"{action.kind.value}/{action.chunk}"
+        return statistics.fmean(times.get(name, 0.0) for times in by_stage[stage])
+
+    simulation = simulate(
+        build_schedule(options, pp.size, num_microbatches),
+        num_microbatches=num_microbatches,
+        num_chunks=options.num_chunks,
+        v_shaped=options.v_shaped,
+        durations=duration,
+    )
+    for rank, parts in zip(ranks, found, strict=True):
+        spans = {(span.start, span.end) for span in simulation.spans[rank["stage"]]}
+        idle = simulation.makespan - sum(end - start for start, end in spans)
+        for part in ("exposed_pp", "exposed_world"):
+            moved = min(parts[part], idle)
+            parts[part] -= moved
+            parts["bubble"] += moved
+            idle -= moved
+    return found
+
+
+def _numbers(squares: NoiseSquares | None) -> list[float]:
+    if squares is None:
+        return []
+    return [squares.part.item(), squares.whole.item(), squares.num_parts]

@@ -1,0 +1,1 @@
+"""nvidia-resiliency-ext: in-process restarts, and sections of ft_launcher."""

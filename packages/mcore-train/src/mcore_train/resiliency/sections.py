@@ -1,0 +1,220 @@
+"""Sections of a run, of which the monitors of ``ft_launcher`` watch the times.
+
+``ft_launcher`` starts a monitor beside each rank. The rank tells it when setup, a step or a
+save begins and ends; a section that takes longer than its timeout ends the rank, and the
+launcher starts the ranks again. Timeouts are the launcher's (``--ft-rank-section-timeouts``),
+or learned from the times of sections and kept in ``ft_state.json`` of the run folder.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mcore_base.atomic_files import write_durably
+from mcore_base.stores import as_path, is_store
+from mcore_parallel.launch import launcher
+from mcore_train.resiliency.config import FaultToleranceConfig
+from mcore_train.resiliency.in_process import import_nvrx
+
+log = logging.getLogger(__name__)
+
+STATE = "ft_state.json"
+"""In the run folder: timeouts that were learned."""
+LEARNED_STEPS = 16
+"""Steps whose times are enough for a timeout."""
+
+
+class Sections:
+    """Tells nobody where a run is; a context manager of the run."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def beat(self) -> None:
+        """Note progress within a validation."""
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context around one training step."""
+        yield
+
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """A context around a validation."""
+        yield
+
+    @contextmanager
+    def checkpointing(self, *, is_save: bool = False) -> Iterator[None]:  # noqa: ARG002
+        """A context around a save, or a look at one in the background."""
+        yield
+
+
+class InProcessSections(Sections):
+    """Tells the wrapper of ``--inprocess-restart`` of progress: a step that hangs is restarted.
+
+    Without marks of progress the wrapper would take any running interpreter for progress. A
+    save may take any time.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        """Tell nothing yet.
+
+        Args:
+            wrapper: the package's, of the present call.
+        """
+        self._wrapper = wrapper
+
+    def beat(self) -> None:
+        """Note progress within a validation."""
+        self._wrapper.ping()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context around one training step."""
+        yield
+        self._wrapper.ping()
+
+    @contextmanager
+    def checkpointing(self, *, is_save: bool = False) -> Iterator[None]:
+        """A context around a save, or a look at one in the background."""
+        with self._wrapper.disable_hang_protection() if is_save else nullcontext():
+            yield
+
+
+class MonitoredSections(Sections):
+    """Tells this rank's monitor; entered before ranks meet."""
+
+    def __init__(self, config: FaultToleranceConfig, folder: Path, rank: int) -> None:
+        """Prepare; nothing is sent before ``__enter__``.
+
+        Args:
+            config: the options.
+            folder: of the run, for ``ft_state.json``.
+            rank: of this process; rank 0 writes the file.
+        """
+        self._config, self._file, self._rank = config, folder / STATE, rank
+        self._is_setup = True
+        self._num_steps = self._num_saves = 0
+        self._num_validations = 0
+        module = import_nvrx("fault_tolerance", "--enable-ft-package")
+        self._client: Any = module.RankMonitorClient()
+        self._error: type[Exception] = module.RankMonitorClientError
+
+    def __enter__(self) -> Self:
+        """Connect to the monitor, and begin the section ``setup``.
+
+        Raises:
+            ValueError: if ``ft_launcher`` did not start this process.
+        """
+        try:
+            self._client.init_workload_monitoring(
+                num_warmup_iters=self._config.ft_num_warmup_iters
+            )
+        except self._error as error:
+            raise ValueError(
+                f"--enable-ft-package needs ranks that ft_launcher started ({error}): use "
+                "mcore-train launch, which starts it, or leave the option out."
+            ) from None
+        if self._file.is_file():
+            self._client.load_state_dict(json.loads(self._file.read_text()))
+        self._client.start_section("setup")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.shutdown_workload_monitoring()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context around one training step."""
+        self._num_steps += 1
+        if self._num_steps <= self._config.ft_num_warmup_iters:
+            yield
+            self._beat()
+            return
+        self._end_setup()
+        with self._section("step"):
+            yield
+        self._beat()
+
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """A context around a validation; the first ones are part of the setup."""
+        self._num_validations += 1
+        if self._num_validations <= self._config.ft_num_warmup_iters:
+            yield
+            return
+        with self._section("step"):
+            yield
+
+    @contextmanager
+    def checkpointing(self, *, is_save: bool = False) -> Iterator[None]:
+        """A context around a save, or a look at one in the background."""
+        if self._is_setup:
+            yield
+            return
+        with self._section("checkpointing"):
+            yield
+        self._num_saves += is_save
+        if is_save and self._config.calc_ft_timeouts:
+            self._learn()
+
+    def _end_setup(self) -> None:
+        if self._is_setup:
+            self._client.end_section("setup")
+            self._is_setup = False
+
+    @contextmanager
+    def _section(self, name: str) -> Iterator[None]:
+        self._client.start_section(name)
+        try:
+            yield
+        finally:
+            self._client.end_section(name)
+
+    def _beat(self) -> None:
+        """Send a heartbeat, where the launcher watches heartbeats instead of sections."""
+        if self._client.cfg.rank_heartbeat_timeout is not None:
+            self._client.send_heartbeat()
+
+    def _learn(self) -> None:
+        """Compute timeouts from the times so far, over all ranks, and keep them."""
+        if self._num_steps < LEARNED_STEPS:
+            return
+        names = ["step", "checkpointing"]
+        if not self._client.calculate_and_set_section_timeouts(
+            selected_sections=names, calc_out_of_section=False, skip_if_not_ready=True
+        ):
+            return
+        if self._rank == 0:
+            write_durably(self._file, json.dumps(self._client.state_dict()).encode())
+
+
+def open_sections(
+    config: FaultToleranceConfig, save: str, world: launcher.RankEnvironment
+) -> Sections:
+    """Return what tells the monitor of this rank, or nobody, of the sections of a run.
+
+    Raises:
+        ValueError: if nvidia-resiliency-ext is missing, or the run folder is an object store.
+    """
+    if not config.enable_ft_package:
+        return Sections()
+    if is_store(as_path(save)):
+        raise ValueError(f"--enable-ft-package keeps {STATE} in a folder: {save} is a store.")
+    return MonitoredSections(config, Path(save), world.rank)

@@ -1,0 +1,247 @@
+import gc
+import io
+import json
+import time
+from dataclasses import replace
+from statistics import mode
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from warm_ranks import run_ranks
+
+from mcore_parallel.data_parallel.gradient_noise import noise_and_signal
+from mcore_parallel.mesh import ParallelContext
+from mcore_train.assembly import assemble
+from mcore_train.composition import compose
+from mcore_train.loop import train
+from mcore_train.reporting.log import Reporter
+from mcore_train.reporting.waterfall import AXES, PARTS
+from mcore_train.resolution import resolve
+
+TINY = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "train_iters": 5,
+    "lr": 1e-2,
+    "mock_data": True,
+    "vocab_size": 40,
+    "num_workers": 0,
+    "log_interval": 1,
+    "waterfall_interval": 1,
+    "manual_gc_interval": 0,
+    "make_vocab_size_divisible_by": 8,
+}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 16, "expert_model_parallel_size": 2}
+LAYOUTS = {
+    "dp": {},
+    "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp": PIPELINE,
+    "ep": EXPERTS,
+}
+PAUSE_S = 0.06
+
+
+def build(world_size, **changes):
+    config = compose({**TINY, **changes})
+    plan = resolve(config, world_size)
+    return assemble(plan, ParallelContext.build(config.parallelism))
+
+
+def rows_of(run, path):
+    """Train to the end; return the rows of the metrics file, read on every rank."""
+    is_first = run.ctx.global_rank == 0
+    with Reporter(
+        Console(file=io.StringIO()) if is_first else None, metrics_file=path, with_lines=False
+    ) as reporter:
+        train(run, reporter)
+    if run.ctx.world.size > 1:
+        dist.barrier()
+    return [json.loads(line) for line in path.read_text().splitlines()] if is_first else []
+
+
+def of_kind(rows, kind):
+    return [row for row in rows if row["kind"] == kind]
+
+
+def median(rows, name):
+    return sorted(row[name] for row in rows)[len(rows) // 2]
+
+
+def test_the_parts_add_up_to_the_step_in_every_layout(tmp_path):
+    found = run_ranks(waterfalls_in_layouts, 2, tmp_path)[0]
+    for layout, rows in found.items():
+        falls, trains = of_kind(rows, "waterfall"), of_kind(rows, "train")
+        assert [row["iteration"] for row in falls] == [3, 4, 5]
+        times = {row["iteration"]: row["step_ms"] for row in trains}
+        for row in falls:
+            names = [*PARTS, *(f"exposed_{axis}" for axis in AXES)]
+            parts = {name: row[f"{name}_ms"] for name in names}
+            assert sum(parts.values()) == pytest.approx(row["step_ms"], rel=0.01)
+            # The report's clock is another one, and runs from report to report.
+            assert row["step_ms"] <= 1.01 * times[row["iteration"]]
+            assert row["step_ms"] > 0.5 * times[row["iteration"]]
+            assert parts["compute"] > 0
+            assert parts["optimizer"] > 0
+            idle = {axis for axis in AXES if parts[f"exposed_{axis}"] == 0}
+            assert layout not in idle
+            assert not set(LAYOUTS) - idle - {layout, "dp", "pp"}
+        assert (median(falls, "bubble_ms") > 0) is (layout == "pp")
+        assert 0 < median(falls, "communication_share") < 1
+
+
+def waterfalls_in_layouts(folder):
+    return {
+        name: rows_of(build(2, **changes), folder / f"{name}.jsonl")
+        for name, changes in LAYOUTS.items()
+    }
+
+
+def test_slow_parts_are_named_with_the_flag_that_helps(tmp_path):
+    found = run_ranks(planted_faults, 2, tmp_path)[0]
+    rows = {name: of_kind(each, "waterfall") for name, each in found.items()}
+    alarms = {name: of_kind(each, "alarm") for name, each in found.items()}
+
+    def flags(name, alarm):
+        return {row["flag"] for row in alarms[name] if row["name"] == alarm}
+
+    assert median(rows["loader"], "data_ms") > 1e3 * PAUSE_S
+    assert flags("loader", "utilisation") == {"--num-workers 2"}
+    assert mode(row["slow_rank"] for row in rows["slow rank"]) == 1
+    seen = {row["seen"] for row in alarms["slow rank"] if row["name"] == "slow rank"}
+    assert any(text.startswith("rank 1 takes ") for text in seen)
+    assert median(rows["host"], "host_ms") > 1e3 * PAUSE_S
+    assert "--micro-batch-size 2" in flags("host", "utilisation")
+    assert median(rows["collective"], "exposed_dp_ms") > 1e3 * PAUSE_S
+    assert flags("collective", "communication") == {"--overlap-grad-reduce"}
+    assert not flags("few micro-batches", "communication")
+    (flag,) = flags("few micro-batches", "utilisation")
+    assert flag.startswith("--pipeline-schedule zb-h1")
+    assert all(alarm["gain"] for each in alarms.values() for alarm in each)
+
+
+class SlowData:
+    """The samples of a dataset, each after a pause."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        time.sleep(PAUSE_S / 4)
+        return self.dataset[index]
+
+
+def pause(*_):
+    time.sleep(PAUSE_S / 4)
+
+
+def planted_faults(folder):
+    found = {}
+    run = build(2)
+    slow = replace(run.datasets, train=SlowData(run.datasets.train))
+    found["loader"] = rows_of(replace(run, datasets=slow), folder / "loader.jsonl")
+
+    run = build(2)
+    if run.ctx.global_rank == 1:
+        run.chunks[0].register_forward_pre_hook(pause)
+    found["slow rank"] = rows_of(run, folder / "rank.jsonl")
+
+    def pause_in_collection(phase, _):
+        time.sleep(PAUSE_S * (phase == "start"))
+
+    gc.callbacks.append(pause_in_collection)
+    found["host"] = rows_of(build(2, manual_gc_interval=1), folder / "host.jsonl")
+    gc.callbacks.remove(pause_in_collection)
+
+    all_reduce = dist.all_reduce
+
+    def slow_all_reduce(*arguments, **options):
+        work = all_reduce(*arguments, **options)
+        return Late(work) if options.get("async_op") else work
+
+    dist.all_reduce = slow_all_reduce
+    try:
+        found["collective"] = rows_of(build(2), folder / "collective.jsonl")
+    finally:
+        dist.all_reduce = all_reduce
+
+    run = build(2, **PIPELINE, global_batch_size=2)
+    run.chunks[0].register_forward_pre_hook(pause)
+    found["few micro-batches"] = rows_of(run, folder / "bubble.jsonl")
+    return found
+
+
+class Late:
+    """A collective that ends late."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def wait(self):
+        time.sleep(3 * PAUSE_S)
+        self.work.wait()
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+def test_steps_are_recorded_by_the_interval(tmp_path, interval):
+    run = build(1, waterfall_interval=interval, log_interval=4, train_iters=8)
+    rows = of_kind(rows_of(run, tmp_path / "metrics.jsonl"), "waterfall")
+    # Each report has the newest: steps 3, 5 and 7 were recorded, and 4 and 8 reported.
+    assert [row["iteration"] for row in rows] == ([3, 7] if interval else [])
+
+
+def test_saves_are_shared_by_the_steps_between_two_records(tmp_path):
+    run = build(1, save=str(tmp_path / "run"), save_interval=1)
+    rows = of_kind(rows_of(run, tmp_path / "metrics.jsonl"), "waterfall")
+    assert all(row["checkpoint_ms"] > 0 for row in rows)
+    alarms = of_kind(rows_of(build(1), tmp_path / "none.jsonl"), "waterfall")
+    assert all(row["checkpoint_ms"] == 0 for row in alarms)
+
+
+def test_noise_and_signal_are_those_of_the_parts():
+    torch.manual_seed(0)
+    signal, parts = torch.randn(2000, dtype=torch.float64), 8
+    noises = 3 * torch.randn(400, parts, 2000, dtype=torch.float64)
+    gradients = signal + noises  # each part's own mean gradient
+    whole = gradients.mean(1)
+    part = (gradients / parts).square().sum(-1).mean()
+    noise, found = noise_and_signal(part.item(), whole.square().sum(-1).mean().item(), parts)
+    assert found == pytest.approx(signal.square().sum().item(), rel=0.02)
+    assert noise == pytest.approx(9 * 2000 / parts, rel=0.02)
+
+
+def noise_rows(world_size, folder, **changes):
+    # The weights stay as they are, so that all steps estimate the same.
+    run = build(world_size, lr=1e-9, train_iters=20, **changes)
+    rows = of_kind(rows_of(run, folder / "noise.jsonl"), "waterfall")
+    return [row["gradient_noise"] for row in rows]
+
+
+def test_the_noise_is_measured_over_micro_batches_and_over_ranks(tmp_path):
+    by_microbatch = noise_rows(1, tmp_path)[-1]
+    assert 0.01 < by_microbatch < 10
+    for number, changes in enumerate(
+        ({"micro_batch_size": 4}, {"micro_batch_size": 1}, {"overlap_grad_reduce": True})
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        options = {"micro_batch_size": 4, **changes}
+        found = run_ranks(noise_in_world, 2, folder, options)[0]
+        assert found == pytest.approx(by_microbatch, rel=0.5)
+    (tmp_path / "noise.jsonl").unlink()
+    whole = noise_rows(1, tmp_path, micro_batch_size=8)
+    assert all(noise is None for noise in whole)
+
+
+def noise_in_world(folder, changes):
+    rows = noise_rows(2, folder, **changes)
+    return rows[-1] if rows else None
