@@ -42,6 +42,13 @@ LATENT = {
 }
 CLIP = {"qk_clip": True, "qk_clip_threshold": 0.01, "qk_clip_alpha": 0.4}
 MUP = {"use_mup": True, "mup_base_hidden_size": 8, "mup_base_head_dim": 4}
+MUON = {"optimizer": "muon", "muon_nesterov": True, "muon_extra_scale_factor": 0.2}
+SOAP = {"optimizer": "soap", "soap_precondition_frequency": 2}
+RATES = {
+    "decoupled_lr": 3e-2,
+    "layer_lr_decay": 0.7,
+    "parameter_groups": ("norm lr_factor=0.5 decay_factor=1 beta1=0.5", "*.fc2.* lr=4e-2"),
+}
 PACKED = {"reset_position_ids": True, "reset_attention_mask": True}
 LORA = {"peft": "lora", "lora_dim": 3, "lora_alpha": 5.0}
 DORA = LORA | {"peft": "dora"}
@@ -103,6 +110,31 @@ CASES = {
     ),
     "offloaded_experts_zero3_dp2": (2, EXPERTS | OFFLOADED | {"use_torch_fsdp2": True}),
     "mup_tp2_zero": (2, TP2 | MUP | {"use_distributed_optimizer": True}),
+    "muon_qk_clip_tp2": (2, TP2 | MUON | CLIP | {"muon_tp_mode": "duplicated"}),
+    "muon_experts_ep2_zero_offloaded": (
+        2,
+        EXPERTS | SPLIT | MUON | OFFLOADED | {"use_distributed_optimizer": True},
+    ),
+    "normuon_joined_pp2_instances_dp2": (
+        4,
+        PP2
+        | MUON
+        | INSTANCES
+        | {"muon_moment2_method": "normuon", "muon_split_qkv": False, "num_layers": 4},
+    ),
+    "adamuon_cp2_zero": (
+        2,
+        CP2 | MUON | {"muon_moment2_method": "adamuon", "use_distributed_optimizer": True},
+    ),
+    "soap_tp2_sequence_zero": (
+        2,
+        TP2 | SOAP | {"sequence_parallel": True, "use_distributed_optimizer": True},
+    ),
+    "soap_latent_zero3_dp2": (2, SOAP | LATENT | {"use_torch_fsdp2": True}),
+    "lion_pp2_zero": (2, PP2 | {"optimizer": "lion", "use_distributed_optimizer": True}),
+    "rows_in_pieces_cp2": (2, CP2 | PACKED | {"seq_length_schedule": "0:6 16:16"}),
+    "rates_of_groups_pp2_zero": (2, PP2 | RATES | {"use_distributed_optimizer": True}),
+    "rates_of_groups_muon_tp2": (2, TP2 | MUON | RATES | MUP),
     "qk_clip_tp2_documents": (2, TP2 | CLIP | {"num_query_groups": 1} | PACKED),
     "qk_clip_cp2_zero": (
         2,

@@ -23,7 +23,7 @@ from mcore_parallel.sharding import ParamLayout, Part, sliced, whole
 from mcore_parallel.testing.ranks import gather_logical
 
 D, E = 8, 4
-ROWS = {"q": 8, "k": 4, "v": 4}
+ROWS = {"q": 16, "k": 4, "v": 4}
 RULES = {
     "muon": Muon(MuonConfig(muon_nesterov=True)),
     "adamuon": Muon(MuonConfig(muon_moment2_method="adamuon")),

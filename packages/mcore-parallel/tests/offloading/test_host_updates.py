@@ -231,7 +231,7 @@ def test_memory_is_page_locked_until_its_last_tensor_is_gone(caplog):
 def test_the_share_is_what_was_asked_for_to_a_few_elements():
     for share in (0.25, 0.5, 1.0):
         _, data_parallel, optimizer = built(share)
-        runs = [run for each in optimizer._runs.values() for run in each]
+        runs = [work.run for each in optimizer._work.values() for work in each]
         total = sum(unit.own_grads().numel() for unit in data_parallel.units)
         held = sum(s.main.numel() for each in optimizer._segments.values() for s in each)
         on_host = sum(

@@ -133,6 +133,11 @@ def test_scales_of_a_matrix_of_one_output_and_four_inputs(mode, expected):
     assert Muon(MuonConfig(muon_scale_mode="shape_scaling")).factor((4, 1)) == 2.0
 
 
+def ramped(x):
+    """Add 0 to 5e-2 of the mean eigenvalue to the diagonal, which tells equal ones apart."""
+    return x + torch.diag(torch.linspace(0, 5e-2, len(x)).double() * x.trace() / len(x))
+
+
 def soap_by_hand(weight, state, gradient, step, lr):
     """Algorithm 3 of Vyas et al. for one matrix, with exact eigenvectors at the first step."""
     beta, eps = 0.9, 1e-8
@@ -140,8 +145,8 @@ def soap_by_hand(weight, state, gradient, step, lr):
     state["L"] = state["L"].lerp(gradient @ gradient.T, 1 - beta)
     state["R"] = state["R"].lerp(gradient.T @ gradient, 1 - beta)
     if step == 1:
-        state["QL"] = torch.linalg.eigh(state["L"])[1].flip(1)
-        state["QR"] = torch.linalg.eigh(state["R"])[1].flip(1)
+        state["QL"] = torch.linalg.eigh(ramped(state["L"]))[1].flip(1)
+        state["QR"] = torch.linalg.eigh(ramped(state["R"]))[1].flip(1)
     left, right = state["QL"], state["QR"]
     state["M"] = beta * state["M"] + (1 - beta) * gradient
     rotated = left.T @ gradient @ right
@@ -151,10 +156,10 @@ def soap_by_hand(weight, state, gradient, step, lr):
     weight -= lr * left @ direction @ right.T
     if step % 2 == 0:
         for dim, (side, basis) in enumerate((("L", "QL"), ("R", "QR"))):
-            Q = state[basis]
-            order = torch.diag(Q.T @ state[side] @ Q).argsort(descending=True)
+            Q, product = state[basis], ramped(state[side])
+            order = torch.diag(Q.T @ product @ Q).argsort(descending=True)
             state["V"] = state["V"].index_select(dim, order)
-            state[basis] = torch.linalg.qr(state[side] @ Q[:, order])[0]
+            state[basis] = torch.linalg.qr(product @ Q[:, order])[0]
 
 
 def test_soap_is_adam_in_the_eigenbasis():

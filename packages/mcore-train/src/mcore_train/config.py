@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mcore_base.options import ON, Because, Options, Rule, flag, option
+from mcore_base.options import ON, Because, Options, Rule, When, flag, option
 from mcore_models.config import expert_sizes
 
-DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+DecayStyle = Literal[
+    "constant", "linear", "cosine", "inverse-square-root", "WSD", "power", "stages"
+]
 WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 IncreaseStyle = Literal["constant", "linear", "cosine"]
 LoggerName = Literal["mlflow", "trackio", "prometheus", "opentelemetry"]
@@ -31,8 +33,33 @@ class BatchConfig(Options):
     rampup_batch_size: tuple[int, ...] = ()
     """Grow the global batch: START INCREMENT SAMPLES, from the first size to
     --global-batch-size in equal increments over so many sequences. Needs --train-samples."""
+    step_batch_size_schedule: str = option(
+        "", excludes={"rampup_batch_size": Because("which sets the same sizes")}
+    )
+    """Change the global batch in steps: TOKENS:SIZE ..., such as "0:64 2B:128 10B:256", each
+    size from so many tokens on (K, M, B, T: thousands to billions of thousands). The largest
+    is --global-batch-size."""
+    batch_size_lr_scaling: Literal["none", "sqrt", "linear"] = option(
+        "none",
+        needs=(
+            When(
+                "has_batch_sizes",
+                bool,
+                "--step-batch-size-schedule or --rampup-batch-size",
+                "as there is one size otherwise",
+            ),
+        ),
+    )
+    """Multiply the learning rate of a step with a smaller batch: sqrt, by the root of its share
+    of --global-batch-size; linear, by the share."""
     seq_length: int = option(1024, minimum=1)
     """Tokens in one sequence. Megatron's default: none."""
+    seq_length_schedule: str = option(
+        "", needs={"reset_position_ids": ON, "reset_attention_mask": ON}
+    )
+    """Begin with shorter texts: TOKENS:LENGTH ..., such as "0:512 2B:2048 6B:8192". Rows of
+    --seq-length are cut into pieces of LENGTH, which do not see each other, so that a step has
+    as many tokens as later. The last length is --seq-length."""
     train_iters: int = option(
         0,
         minimum=0,
@@ -40,6 +67,9 @@ class BatchConfig(Options):
             "train_samples": ON,
             "rampup_batch_size": Because(
                 "which counts in sequences", instead="give --train-samples"
+            ),
+            "step_batch_size_schedule": Because(
+                "which counts in tokens", instead="give --train-samples"
             ),
         },
     )
@@ -55,6 +85,11 @@ class BatchConfig(Options):
             "{rampup_batch_size}.",
         ),
     )
+
+    @property
+    def has_batch_sizes(self) -> bool:
+        """Whether the global batch changes over the run."""
+        return bool(self.rampup_batch_size or self.step_batch_size_schedule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +172,18 @@ class ScheduleConfig(Options):
     """How the learning rate moves; everything is counted in samples inside."""
 
     lr_decay_style: DecayStyle = "linear"
-    """Shape of the decay after the warm-up."""
+    """Shape of the decay after the warm-up. power: (steps / --lr-power-iters) to the power
+    -(--lr-power); stages: those of --lr-stages, warm-up included."""
+    lr_power: float = option(0.5, above=0, part_of={"lr_decay_style": "power"})
+    """Exponent by which the learning rate falls; 0.5 is the inverse square root."""
+    lr_power_iters: int = option(0, minimum=0, part_of={"lr_decay_style": "power"})
+    """Steps at the highest learning rate, counted from the first step, before it falls; 0: the
+    warm-up alone."""
+    lr_stages: tuple[str, ...] = option((), part_of={"lr_decay_style": "stages"})
+    """Stages one after the other, each STYLE:STEPS:FACTOR, such as linear:100:1 constant:900:1
+    cosine:500:0.1 minus_sqrt:100:0: the learning rate goes from where it is, at first
+    --lr-warmup-init, to FACTOR times --lr as linear, cosine, exponential or minus_sqrt; after
+    the last stage it stays."""
     lr_decay_iters: int = option(0, minimum=0)
     """Steps after which --min-lr is reached; 0: the whole run."""
     lr_decay_samples: int = option(0, minimum=0, excludes={"lr_decay_iters": ON})
@@ -152,12 +198,17 @@ class ScheduleConfig(Options):
     """The same as a share of the decay length."""
     lr_warmup_init: float = option(0.0, minimum=0)
     """Learning rate of the first step of a warm-up."""
-    lr_wsd_decay_style: WsdDecayStyle = option("exponential", part_of={"lr_decay_style": "WSD"})
-    """Shape of the last part of a WSD schedule."""
-    lr_wsd_decay_iters: int = option(0, minimum=0, needs={"lr_decay_style": "WSD"})
-    """Steps of the last part of a WSD schedule."""
+    lr_wsd_decay_style: WsdDecayStyle = option(
+        "exponential", part_of={"lr_decay_style": ("WSD", "power")}
+    )
+    """Shape of the last part of a WSD schedule, or of a power schedule."""
+    lr_wsd_decay_iters: int = option(0, minimum=0, needs={"lr_decay_style": ("WSD", "power")})
+    """Steps of the last part of a WSD schedule, or of a power schedule."""
     lr_wsd_decay_samples: int = option(
-        0, minimum=0, needs={"lr_decay_style": "WSD"}, excludes={"lr_wsd_decay_iters": ON}
+        0,
+        minimum=0,
+        needs={"lr_decay_style": ("WSD", "power")},
+        excludes={"lr_wsd_decay_iters": ON},
     )
     """The same in sequences."""
     override_opt_param_scheduler: bool = False
@@ -175,6 +226,20 @@ class ScheduleConfig(Options):
                 and not (v.lr_wsd_decay_iters or v.lr_wsd_decay_samples)
             ),
             "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples.",
+        ),
+        Rule(
+            ("lr_decay_style", "lr_stages"),
+            lambda v: v.lr_decay_style == "stages" and not v.lr_stages,
+            "--lr-decay-style stages needs --lr-stages, such as linear:100:1 cosine:900:0.1.",
+        ),
+        Rule(
+            ("lr_decay_style", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+            lambda v: (
+                v.lr_decay_style == "stages"
+                and (v.lr_warmup_iters or v.lr_warmup_samples or v.lr_warmup_fraction)
+            ),
+            "--lr-decay-style stages has its warm-up in --lr-stages, as in linear:100:1: leave "
+            "the other options of a warm-up out.",
         ),
     )
 

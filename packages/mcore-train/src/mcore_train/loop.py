@@ -31,7 +31,7 @@ from mcore_train.reporting.waterfall import StepWatch
 from mcore_train.resiliency.sections import Sections
 from mcore_train.sample_texts import TextWriter
 from mcore_train.step import StepResult, train_step
-from mcore_train.updating.lr_schedule import learning_rate, weight_decay
+from mcore_train.updating.lr_schedule import batch_lr_factor, learning_rate, weight_decay
 from mcore_train.updating.parameter_groups import named_rates
 from mcore_train.zero_shot import ZeroShotTasks
 
@@ -210,6 +210,9 @@ def one_step(
     """
     schedule, progress = run.plan.schedule, run.progress
     batch_size = run.plan.ramp.size_at(progress.consumed_train_samples)
+    options, samples = run.plan.config, progress.schedule_samples
+    factor = batch_lr_factor(options.batch, batch_size, run.plan.global_batch_size)
+    rates = named_rates(options.parameter_rates, schedule, samples)
     with run.ctx.clock.span("data"):
         batch = next(batches)
     if rerun is not None:
@@ -217,10 +220,10 @@ def one_step(
     result = train_step(
         run,
         batch,
-        learning_rate(schedule, progress.schedule_samples),
-        weight_decay(schedule, progress.schedule_samples),
+        factor * learning_rate(schedule, samples),
+        weight_decay(schedule, samples),
         before_update,
-        named_rates(run.plan.config.parameter_rates, schedule, progress.schedule_samples),
+        {name: factor * rate for name, rate in rates.items()},
         check=rerun.check if rerun is not None else None,
     )
     progress.count_step(batch_size, is_skipped=result.is_skipped)

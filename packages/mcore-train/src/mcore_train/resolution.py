@@ -21,8 +21,14 @@ from mcore_parallel.pipeline_parallel.config import PipelineConfig
 from mcore_parallel.pipeline_parallel.schedule import check_schedule
 from mcore_parallel.pipeline_parallel.stages import Stage, build_stages
 from mcore_parallel.rank_grid import build_grids
-from mcore_train.batches.batch_ramp import BatchRamp, build_ramp
+from mcore_train.batches.batch_ramp import (
+    BatchRamp,
+    build_ramp,
+    build_step_schedule,
+    piece_length,
+)
 from mcore_train.composition import TrainConfig, parts
+from mcore_train.config import BatchConfig
 from mcore_train.options.plan_conflicts import (
     find_adapter_conflicts,
     find_group_conflicts,
@@ -173,7 +179,7 @@ def resolve(
         *_vocabulary_conflicts(config, tokenizer_vocab_size),
         *find_faults(*parts(config)),
     ]
-    ramp = _attempt(lines, build_ramp, config.batch.rampup_batch_size, batch_size)
+    ramp = _attempt(lines, _build_ramp, config.batch, batch_size)
     if config.pipeline.pipeline_schedule == "auto":
         config = _with_schedule(config, family, world_size, vocab_size, lines)
     pp = config.parallelism.pipeline_model_parallel_size
@@ -296,6 +302,17 @@ def _batch_conflicts(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"{_data_ranks(config, world_size)} data-parallel ranks = {scored} must divide "
             f"--global-batch-size {size}, the unit of --eval-iters."
         )
+    if batch.step_batch_size_schedule:
+        sizes = _attempt([], _build_ramp, batch, size)
+        if sizes and any(each % micro for each in sizes.sizes()):
+            yield (
+                f"--step-batch-size-schedule {batch.step_batch_size_schedule}: every size must "
+                f"be a multiple of --micro-batch-size x data-parallel ranks = {micro}."
+            )
+    try:
+        piece_length(batch.seq_length_schedule, batch.seq_length, 0)
+    except ValueError as error:
+        yield str(error)
     if not batch.train_iters and not batch.train_samples:
         yield "how long to train? Give --train-iters or --train-samples."
     elif batch.train_samples and batch.train_samples < size:
@@ -318,6 +335,13 @@ def _vocabulary_conflicts(config: TrainConfig, tokenizer_vocab_size: int) -> Ite
         yield "how many tokens are there? Give --tokenizer-model (or --vocab-size)."
     if config.samples.sample_interval and not tokenizer_vocab_size:
         yield "--sample-interval writes text: give --tokenizer-model."
+
+
+def _build_ramp(batch: BatchConfig, batch_size: int) -> BatchRamp:
+    if batch.step_batch_size_schedule:
+        schedule = batch.step_batch_size_schedule
+        return build_step_schedule(schedule, batch_size, batch.seq_length)
+    return build_ramp(batch.rampup_batch_size, batch_size)
 
 
 def _attempt(lines: list[str], function: Callable[..., Any], *arguments: Any) -> Any:

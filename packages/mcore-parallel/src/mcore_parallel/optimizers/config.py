@@ -92,9 +92,7 @@ class MuonConfig(Options):
     """Further factor on updates of matrices. 0.2 with spectral gives them the size of those of
     AdamW, so that a learning rate of AdamW fits both."""
 
-    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = option(
-        "distributed", idle_with={"tensor_model_parallel_size": 1}
-    )
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "distributed"
     """What is done with matrices that tensor ranks share: distributed, each is computed whole
     on one rank; duplicated, whole by all tensor ranks, so that no result is sent between them;
     blockwise, each rank's block is a matrix of its own: no messages between tensor ranks, and

@@ -5,8 +5,11 @@ eigenvectors, Adam's second moment V is kept of Q_L^T G Q_R, and the update
 Q_L (Q_L^T M Q_R / (sqrt(V) + eps)) Q_R^T is rotated back, M the mean of gradients. Every few
 steps the bases follow L and R by one step of a power iteration and a QR decomposition.
 
-Two differences from the authors' code: the first step updates weights, by the bases of its own
-gradient; and all state is kept with the matrix on the rank that computes it.
+Three differences from the authors' code. The first step updates weights, by the bases of its
+own gradient. All state is kept with the matrix on the rank that computes it. And L and R get a
+small ramp on the diagonal before they are decomposed: without it rounding alone decides the
+eigenvectors of equal eigenvalues, such as the zeros of a first gradient, and layouts would
+train apart.
 
 Vyas et al. 2024, SOAP, arXiv:2409.11321, algorithms 3 and 4.
 """
@@ -20,6 +23,9 @@ from torch import Tensor
 
 from mcore_parallel.optimizers.config import SoapConfig
 from mcore_parallel.optimizers.update_rule import MomentDtype, Shape
+
+_RAMP = 5e-2
+"""Of the mean eigenvalue, at the end of the ramp."""
 
 
 class Soap:
@@ -85,7 +91,7 @@ class Soap:
             if side in state:
                 state[side].lerp_(product, 1 - config.soap_shampoo_beta)
                 if num_steps == 1:
-                    basis = torch.linalg.eigh(state[side]).eigenvectors
+                    basis = torch.linalg.eigh(_with_ramp(state[side])).eigenvectors
                     state[f"{side}_basis"].copy_(basis.flip(-1))  # largest first
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         mean.lerp_(G, 1 - config.soap_beta1)
@@ -109,12 +115,18 @@ class Soap:
             if side not in state:
                 continue
             basis = state[f"{side}_basis"]
-            product = state[side] @ basis
+            product = _with_ramp(state[side]) @ basis
             # Columns in the order of their Rayleigh quotients, so that QR, which treats the
             # first ones first, keeps the large eigenvalues exact.
             order = (basis * product).sum(0).argsort(descending=True)
             square.copy_(square.index_select(dim, order))
             basis.copy_(torch.linalg.qr(product[:, order]).Q)
+
+
+def _with_ramp(x: Tensor) -> Tensor:
+    """Return x plus a diagonal that grows to a part of the mean eigenvalue."""
+    ramp = torch.linspace(0, _RAMP, len(x), dtype=x.dtype, device=x.device)
+    return x + torch.diag(ramp * x.diagonal().mean())
 
 
 def _rotate(x: Tensor, state: Mapping[str, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Batch sizes over a run: ``--rampup-batch-size START INCREMENT SAMPLES``.
+"""Batch sizes over a run: ``--rampup-batch-size`` and ``--step-batch-size-schedule``.
 
 A pure function of the samples used so far, so a run that is resumed, also under another
 layout, goes on with the size it would have had. A run that continues with another batch size
@@ -8,6 +8,7 @@ its steps really use.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from mcore_data.tracing.data_plan import Stretch
 
@@ -28,6 +29,8 @@ class BatchRamp:
     """Sequences by which the size grows."""
     samples: int = 0
     """Sequences after which the size is ``final``."""
+    steps: tuple[tuple[int, int], ...] = ()
+    """In place of a ramp, the sequences from which on a step has a size, and the size."""
     past: tuple[tuple[int, int], ...] = ()
     """Number and batch size of the steps that were done before, under other options."""
 
@@ -38,13 +41,19 @@ class BatchRamp:
             done += number * size
             if consumed < done:
                 return size
-        if not self.start or self.final == self.start or consumed >= self.samples:
+        if consumed >= self.samples:
+            return self.final
+        if self.steps:
+            return [size for begin, size in self.steps if begin <= consumed][-1]
+        if not self.start or self.final == self.start:
             return self.final
         num_increments = (self.final - self.start) // self.increment
         return self.start + consumed * num_increments // self.samples * self.increment
 
     def sizes(self) -> tuple[int, ...]:
         """Every size that the run has, smallest first."""
+        if self.steps:
+            return tuple(sorted({size for _, size in self.steps}))
         if not self.start:
             return (self.final,)
         return tuple(range(self.start, self.final + 1, self.increment or 1))
@@ -114,3 +123,74 @@ def build_ramp(words: tuple[int, ...], final: int) -> BatchRamp:
             f"multiple of {increment}."
         )
     return BatchRamp(final, start, increment, samples)
+
+
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def read_token_steps(flag: str, text: str, seq_length: int) -> list[tuple[int, int]]:
+    """Read entries TOKENS:VALUE; return sequences and value of each.
+
+    Args:
+        flag: whose value it is, for messages.
+        text: entries with blanks between them.
+        seq_length: tokens of a sequence; a value begins with the first step at or after its
+            number of tokens.
+
+    Raises:
+        ValueError: if an entry cannot be read, or the entries do not follow each other.
+    """
+    steps = []
+    for entry in text.split():
+        tokens, _, value = entry.partition(":")
+        factor = _SUFFIXES.get(tokens[-1:].upper(), 1)
+        number = tokens[:-1] if factor > 1 else tokens
+        try:
+            steps.append((-(-int(float(number) * factor) // seq_length), int(value)))
+        except ValueError:
+            raise ValueError(f"{flag}: {entry} is not TOKENS:NUMBER, such as 2B:128.") from None
+    begins = [begin for begin, _ in steps]
+    is_ordered = begins[:1] == [0] and all(a < b for a, b in pairwise(begins))
+    if not is_ordered or min(value for _, value in steps) < 1:
+        raise ValueError(
+            f"{flag} {text}: begin with 0:NUMBER, use numbers of 1 or more, and let the tokens "
+            f"grow by a sequence of {seq_length} at least from entry to entry."
+        )
+    return steps
+
+
+def build_step_schedule(text: str, final: int, seq_length: int) -> BatchRamp:
+    """Read ``--step-batch-size-schedule``: entries TOKENS:SIZE.
+
+    Args:
+        text: its entries.
+        final: ``--global-batch-size``, the largest size.
+        seq_length: tokens of a sequence.
+
+    Raises:
+        ValueError: see ``read_token_steps``; or if the largest size is not ``final``.
+    """
+    steps = read_token_steps("--step-batch-size-schedule", text, seq_length)
+    if max(size for _, size in steps) != final:
+        raise ValueError(
+            f"--step-batch-size-schedule {text}: its largest size must be --global-batch-size "
+            f"{final}, by which everything else is planned."
+        )
+    return BatchRamp(steps[-1][1], start=steps[0][1], samples=steps[-1][0], steps=tuple(steps))
+
+
+def piece_length(text: str, seq_length: int, consumed: int) -> int:
+    """Return the length of ``--seq-length-schedule`` after so many sequences.
+
+    Raises:
+        ValueError: see ``read_token_steps``; or if the schedule does not end with whole rows.
+    """
+    if not text:
+        return seq_length
+    steps = read_token_steps("--seq-length-schedule", text, seq_length)
+    if steps[-1][1] != seq_length or max(length for _, length in steps) > seq_length:
+        raise ValueError(
+            f"--seq-length-schedule {text}: its last length, the longest, must be --seq-length "
+            f"{seq_length}."
+        )
+    return [length for begin, length in steps if begin <= consumed][-1]

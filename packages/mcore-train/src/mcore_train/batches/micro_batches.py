@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mcore_base.options import flag
@@ -18,6 +19,7 @@ from mcore_data.preprocessing.workers import most_workers
 from mcore_models.protocol import MicroBatch
 from mcore_parallel.launch.launcher import num_cores
 from mcore_train.assembly import Run
+from mcore_train.batches.batch_ramp import piece_length
 from mcore_train.batches.datasets import Dataset
 from mcore_train.losses import place
 
@@ -57,11 +59,36 @@ def train_batches(run: Run) -> Iterator[list[MicroBatch]]:
     if wanted > (most := most_workers(cores)):
         log.warning("--num-workers %d: %d start, the most on %d cores", wanted, most, cores)
     source = iter(_open(run, run.datasets.train, run.progress.consumed_train_samples))
+    options = run.plan.config.batch
     while True:
+        consumed = run.progress.consumed_train_samples
+        length = piece_length(options.seq_length_schedule, options.seq_length, consumed)
         yield [
-            place_for(run, _next(source, run))
-            for _ in range(run.plan.num_microbatches_at(run.progress.consumed_train_samples))
+            place_for(run, cut_rows(_next(source, run), length))
+            for _ in range(run.plan.num_microbatches_at(consumed))
         ]
+
+
+def cut_rows(batch: Batch, length: int) -> Batch:
+    """Cut the packed rows of a batch into pieces that do not see each other.
+
+    Args:
+        batch: with position_ids and cu_seqlens; returned as it is if ``length`` is a row's.
+        length: of a piece; the last of a row may be shorter.
+    """
+    positions = batch.get("position_ids")
+    if positions is None or positions.shape[1] == length:
+        return batch
+    num_tokens = positions.shape[1]
+    marks = torch.arange(0, num_tokens, length, dtype=batch["cu_seqlens"].dtype)
+    rows = [torch.cat([row, marks]).unique() for row in batch["cu_seqlens"]]
+    borders = batch["cu_seqlens"].new_full((len(rows), num_tokens + 1), num_tokens)
+    for row, own in zip(borders, rows, strict=True):
+        row[: len(own)] = own
+    # Counted from the later one of a document's start and a piece's.
+    from_piece = torch.arange(num_tokens, dtype=positions.dtype) % length
+    cut = {"cu_seqlens": borders, "position_ids": torch.minimum(positions, from_piece)}
+    return {**batch, **cut, "max_seqlen": borders.diff(dim=1).amax(1)}
 
 
 def place_for(run: Run, batch: Batch) -> MicroBatch:

@@ -243,6 +243,15 @@ class Shrinking:
             "train_iters": NUM_STEPS,
             "train_samples": 0,
         }
+        if batch.seq_length_schedule:  # one step of halves, then whole rows
+            chosen["seq_length_schedule"] = f"0:{length // 2} {length}:{length}"
+        if batch.step_batch_size_schedule:  # the same sizes as under a ramp
+            chosen |= {
+                "global_batch_size": 2 * size,
+                "step_batch_size_schedule": f"0:{size} {size * length}:{2 * size}",
+                "train_iters": 0,
+                "train_samples": size + (NUM_STEPS - 1) * 2 * size,
+            }
         if batch.rampup_batch_size:  # one step of the first size, the others of twice that
             chosen |= {
                 "global_batch_size": 2 * size,

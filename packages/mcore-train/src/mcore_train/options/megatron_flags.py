@@ -329,7 +329,6 @@ INSTEAD: dict[str, str] = {
         "use --cpu-offloading with --cpu-offloading-num-layers, or --optimizer-cpu-offload."
     ),
     "--checkpoint-activations": "use --recompute-granularity selective or full.",
-    "--step-batch-size-schedule": "use --rampup-batch-size START INCREMENT SAMPLES.",
     "--*fsdp* --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp": (
         "use --data-parallel-sharding-strategy, with --num-distributed-optimizer-instances for "
         "hybrid sharding: torch's fully_shard does the rest."
@@ -414,7 +413,7 @@ INSTEAD: dict[str, str] = {
         "use --moe-expert-capacity-factor, or --moe-expert-rows-limit to bound memory."
     ),
     "--moe-paged-stash*": "use --cpu-offloading to keep activations in host memory.",
-    "--muon-*": "use the options of --optimizer muon that mcore-train gpt --help lists.",
+    "--muon-*": "use the options of --optimizer muon.",
     "--no-weight-decay-cond-type": "vectors never decay; leave it out.",
     "--mamba-training-ssm-states-dtype": "states are kept in float32; leave it out.",
     "--perform-rl-step --rl-* --no-rl-* --grpo-* --langrl-* --refit-method": (

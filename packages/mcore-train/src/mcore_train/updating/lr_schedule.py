@@ -6,8 +6,9 @@ past. The value for the first update is the one at zero samples.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from mcore_train.batches.batch_ramp import BatchRamp
 from mcore_train.config import (
@@ -40,6 +41,10 @@ class LRSchedule:
     decay_style: DecayStyle = "linear"
     wsd_decay_samples: int = 0
     wsd_decay_style: WsdDecayStyle = "exponential"
+    power: float = 0.5
+    power_samples: int = 0
+    stages: tuple[tuple[str, int, float], ...] = ()
+    """Of style ``stages``: shape, sequences and last rate as a share of ``max_lr``."""
     start_weight_decay: float = 0.0
     end_weight_decay: float = 0.0
     weight_decay_samples: int = 0
@@ -84,6 +89,10 @@ def build_lr_schedule(
         wsd_decay = samples_of(steps) - samples_of(before)
     if schedule.lr_warmup_fraction:
         warmup = int(schedule.lr_warmup_fraction * decay)
+    stages, done = [], 0
+    for style, steps, factor in read_stages(schedule.lr_stages):
+        stages.append((style, samples_of(done + steps) - samples_of(done), factor))
+        done += steps
     constant = optimizer.weight_decay_incr_style == "constant"
     return LRSchedule(
         max_lr=optimizer.lr,
@@ -94,6 +103,9 @@ def build_lr_schedule(
         decay_style=schedule.lr_decay_style,
         wsd_decay_samples=wsd_decay,
         wsd_decay_style=schedule.lr_wsd_decay_style,
+        power=schedule.lr_power,
+        power_samples=samples_of(schedule.lr_power_iters),
+        stages=tuple(stages),
         start_weight_decay=optimizer.weight_decay if constant else optimizer.start_weight_decay,
         end_weight_decay=optimizer.weight_decay if constant else optimizer.end_weight_decay,
         weight_decay_samples=train_samples,
@@ -106,9 +118,12 @@ def learning_rate(schedule: LRSchedule, samples: int) -> float:
 
     Reference:
         Loshchilov & Hutter 2017, arXiv:1608.03983 (cosine); Hu et al. 2024,
-        arXiv:2404.06395 (WSD); Vaswani et al. 2017, arXiv:1706.03762 (inverse square root).
+        arXiv:2404.06395 (WSD); Vaswani et al. 2017, arXiv:1706.03762 (inverse square root);
+        Shen et al. 2024, arXiv:2408.13359 (power).
     """
     low, high, warmup = schedule.min_lr, schedule.max_lr, schedule.warmup_samples
+    if schedule.decay_style == "stages":
+        return _stage_rate(schedule, samples)
     if warmup and samples <= warmup:
         start = schedule.warmup_init_lr
         return start + (high - start) * samples / warmup
@@ -118,7 +133,65 @@ def learning_rate(schedule: LRSchedule, samples: int) -> float:
         return low
     if schedule.decay_style == "inverse-square-root":
         return max(low, high * math.sqrt(max(warmup, 1)) / math.sqrt(max(samples, 1)))
+    if schedule.decay_style == "power":
+        return _power_rate(schedule, samples)
     return low + (high - low) * _height(schedule, samples)
+
+
+def batch_lr_factor(batch: BatchConfig, size: int, largest: int) -> float:
+    """Return the factor of ``--batch-size-lr-scaling`` for a step of ``size`` sequences."""
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[batch.batch_size_lr_scaling]
+    return (size / largest) ** power
+
+
+def read_stages(texts: Sequence[str]) -> list[tuple[str, int, float]]:
+    """Read ``--lr-stages``: shape, steps and last factor of each stage.
+
+    Raises:
+        ValueError: with the stage that cannot be read.
+    """
+    found = []
+    for text in texts:
+        try:
+            style, steps, factor = text.split(":")
+            stage = style, int(steps), float(factor)
+        except ValueError:
+            stage = "", 0, 0.0
+        if stage[0] not in ("constant", *_FALL) or stage[1] < 1 or stage[2] < 0:
+            raise ValueError(
+                f"--lr-stages {text} is not STYLE:STEPS:FACTOR with a style of constant, "
+                f"{', '.join(_FALL)}, such as cosine:1000:0.1."
+            )
+        found.append(stage)
+    return found
+
+
+def _stage_rate(schedule: LRSchedule, samples: int) -> float:
+    """Return the rate in the stage that the update after ``samples`` sequences is in."""
+    rate = schedule.warmup_init_lr
+    for style, length, factor in schedule.stages:
+        end = schedule.max_lr * factor
+        if samples < length:
+            return (
+                end
+                if style == "constant"
+                else end + (rate - end) * _FALL[style](samples / length)
+            )
+        rate, samples = end, samples - length
+    return rate
+
+
+def _power_rate(schedule: LRSchedule, samples: int) -> float:
+    """Return max_lr (samples / start)^-power, and its fall to min_lr at the end."""
+    start = max(1, schedule.warmup_samples, schedule.power_samples)
+    anneal = schedule.decay_samples - schedule.wsd_decay_samples
+    reached = max(start, min(samples, anneal) if schedule.wsd_decay_samples else samples)
+    low = schedule.min_lr
+    rate = max(low, schedule.max_lr * (reached / start) ** -schedule.power)
+    if schedule.wsd_decay_samples and samples > anneal:
+        fall = _FALL[schedule.wsd_decay_style]((samples - anneal) / schedule.wsd_decay_samples)
+        rate = low + (rate - low) * fall
+    return rate
 
 
 def weight_decay(schedule: LRSchedule, samples: int) -> float:
@@ -145,7 +218,7 @@ def _height(schedule: LRSchedule, samples: int) -> float:
 
 
 def reconcile(
-    saved: dict[str, float | int | str],
+    saved: dict[str, Any],
     flags: LRSchedule,
     options: ScheduleConfig,
     samples: int = 0,
@@ -178,19 +251,27 @@ def reconcile(
     return flags
 
 
-def parse_schedule(saved: dict[str, float | int | str], flags: LRSchedule) -> LRSchedule:
+def parse_schedule(saved: dict[str, Any], flags: LRSchedule) -> LRSchedule:
     """Build a checkpoint's schedule; fields that it lacks are those of the flags."""
     now = asdict(flags)
-    return LRSchedule(**{**now, **{n: saved[n] for n in now if n in saved}})  # pyrefly: ignore
+    then: dict[str, Any] = {**now, **{n: saved[n] for n in now if n in saved}}
+    then["stages"] = tuple(tuple(stage) for stage in then["stages"])  # JSON has lists
+    return LRSchedule(**then)
 
 
-def _in_effect(schedule: LRSchedule, samples: int) -> dict[str, float | int | str]:
+def _in_effect(schedule: LRSchedule, samples: int) -> dict[str, Any]:
     """Leave out the fields that change no value after ``samples`` sequences."""
     without = set()
     if schedule.decay_style == "constant":
         without |= {"min_lr", "decay_samples"}
-    if schedule.decay_style != "WSD":
+    if schedule.decay_style not in ("WSD", "power"):
         without |= {"wsd_decay_samples", "wsd_decay_style"}
+    if schedule.decay_style != "power":
+        without |= {"power", "power_samples"}
+    if schedule.decay_style == "stages":
+        without |= {"min_lr", "warmup_samples", "decay_samples"}
+    else:
+        without |= {"stages"}
     if samples > schedule.warmup_samples or not schedule.warmup_samples:
         without |= {"warmup_init_lr"}
         if schedule.decay_style in ("constant", "WSD"):
